@@ -1,0 +1,7 @@
+"""Lattice quantization (GPTQ as Babai's nearest plane) with an error guarantee, served by vLLM.
+
+Importing this package registers the `latq` quantization method with transformers, so that
+`AutoModelForCausalLM.from_pretrained` reads its checkpoints.
+"""
+
+__version__ = "0.1.0"

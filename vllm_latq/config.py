@@ -1,0 +1,147 @@
+"""The `quantization_config` of a checkpoint: which linear is stored how. FORMAT.md section 2 is its specification.
+
+Invariant: an instance is valid; unknown keys, versions and values are refused when it is made.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from vllm_latq.errors import ConfigError, UnsupportedShapeError
+
+QUANT_METHOD = "latq"
+FORMAT_VERSION = 1
+SUPPORTED_BITS = (2, 3, 4, 8)
+WHOLE_ROW = -1
+
+_SCHEME_KEYS = ("encoding", "bits", "group_size", "outliers")
+_CONFIG_KEYS = ("quant_method", "format_version", *_SCHEME_KEYS, "ignore", "overrides", "fingerprint", "recipe")
+
+
+@dataclass(frozen=True)
+class LayerScheme:
+    """How one linear is stored.
+
+    Attributes:
+        encoding: "packed" (b-bit codes with group scales, optionally CSR outliers) or "huffman" (integers on one
+            scalar scale, entropy coded).
+        bits: code width of "packed" (2, 3, 4 or 8); None for "huffman".
+        group_size: input channels that share a scale, -1 for the whole row; None for "huffman".
+        outliers: whether "packed" carries a CSR matrix of outliers.
+    """
+
+    encoding: Literal["packed", "huffman"]
+    bits: int | None = None
+    group_size: int | None = None
+    outliers: bool = False
+
+    def __post_init__(self) -> None:
+        where = "quantization_config"
+        if self.encoding not in ("packed", "huffman"):
+            raise ConfigError(f"{where}.encoding", "'packed' or 'huffman'", repr(self.encoding))
+        if type(self.outliers) is not bool:
+            raise ConfigError(f"{where}.outliers", "true or false", repr(self.outliers))
+        if self.encoding == "huffman":
+            if (self.bits, self.group_size, self.outliers) != (None, None, False):
+                found = f"bits={self.bits!r}, group_size={self.group_size!r}, outliers={self.outliers!r}"
+                raise ConfigError(where, "no bits, group_size or outliers beside encoding 'huffman'", found)
+            return
+        if type(self.bits) is not int or self.bits not in SUPPORTED_BITS:
+            raise ConfigError(f"{where}.bits", f"one of {SUPPORTED_BITS}", repr(self.bits))
+        if type(self.group_size) is not int or (self.group_size != WHOLE_ROW and self.group_size < 1):
+            raise ConfigError(f"{where}.group_size", "-1 or a positive integer", repr(self.group_size))
+
+    def groups(self, cols: int, where: str = "layer") -> int:
+        """Number of scale groups in a row of `cols` input channels; raises if the groups do not divide it."""
+        if self.group_size is None:
+            raise ConfigError(where, "encoding 'packed'", f"encoding {self.encoding!r}, which has no groups")
+        if self.group_size == WHOLE_ROW:
+            return 1
+        if cols % self.group_size:
+            raise UnsupportedShapeError(
+                where,
+                f"input channels divisible by group_size={self.group_size}",
+                f"{cols} input channels",
+                "Choose a group size that divides them, or -1 for one scale per row.",
+            )
+        return cols // self.group_size
+
+    def to_dict(self) -> dict[str, Any]:
+        return {key: getattr(self, key) for key in _SCHEME_KEYS}
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """The whole `quantization_config`.
+
+    Attributes:
+        scheme: of every quantized linear that `overrides` does not name.
+        ignore: module names (or their endings after a dot) that stay unquantized.
+        overrides: full module name -> its own scheme.
+        fingerprint: "sha256:" + hex digest over all tensors (FORMAT.md section 5); "" before it is known.
+        recipe: the recipe that made the checkpoint, as plain JSON values; informative.
+    """
+
+    scheme: LayerScheme
+    ignore: tuple[str, ...] = ()
+    overrides: Mapping[str, LayerScheme] = field(default_factory=dict)
+    fingerprint: str = ""
+    recipe: Mapping[str, Any] = field(default_factory=dict)
+
+    def is_ignored(self, module: str) -> bool:
+        return any(module == entry or module.endswith("." + entry) for entry in self.ignore)
+
+    def scheme_for(self, module: str) -> LayerScheme | None:
+        """The scheme of a linear by its full module name; None if it stays unquantized."""
+        return None if self.is_ignored(module) else self.overrides.get(module, self.scheme)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "quant_method": QUANT_METHOD,
+            "format_version": FORMAT_VERSION,
+            **self.scheme.to_dict(),
+            "ignore": list(self.ignore),
+            "overrides": {name: scheme.to_dict() for name, scheme in self.overrides.items()},
+            "fingerprint": self.fingerprint,
+            "recipe": dict(self.recipe),
+        }
+
+    @classmethod
+    def from_dict(cls, config: Any, where: str = "quantization_config") -> "CheckpointConfig":
+        """Parse and validate; raises ConfigError on anything this version does not know."""
+        if not isinstance(config, Mapping):
+            raise ConfigError(where, "an object", type(config).__name__)
+        if config.get("quant_method") != QUANT_METHOD:
+            raise ConfigError(f"{where}.quant_method", repr(QUANT_METHOD), repr(config.get("quant_method")))
+        version = config.get("format_version")
+        if type(version) is not int or version != FORMAT_VERSION:
+            hint = "Use the release of vllm-latq that wrote this checkpoint, or quantize again."
+            raise ConfigError(f"{where}.format_version", str(FORMAT_VERSION), repr(version), hint)
+        _refuse_unknown(config, _CONFIG_KEYS, where)
+        ignore, overrides = config.get("ignore", []), config.get("overrides", {})
+        if not isinstance(ignore, list | tuple) or not all(isinstance(entry, str) and entry for entry in ignore):
+            raise ConfigError(f"{where}.ignore", "a list of module names", repr(ignore))
+        if not isinstance(overrides, Mapping):
+            raise ConfigError(f"{where}.overrides", "an object", type(overrides).__name__)
+        if not isinstance(config.get("fingerprint", ""), str) or not isinstance(config.get("recipe", {}), Mapping):
+            raise ConfigError(where, "a string `fingerprint` and an object `recipe`", "other types")
+        return cls(
+            scheme=_parse_scheme({key: config[key] for key in _SCHEME_KEYS if key in config}, where),
+            ignore=tuple(ignore),
+            overrides={name: _parse_scheme(value, f"{where}.overrides[{name!r}]") for name, value in overrides.items()},
+            fingerprint=config.get("fingerprint", ""),
+            recipe=dict(config.get("recipe", {})),
+        )
+
+
+def _parse_scheme(value: Any, where: str) -> LayerScheme:
+    if not isinstance(value, Mapping) or "encoding" not in value:
+        raise ConfigError(where, "an object with `encoding`", repr(value))
+    _refuse_unknown(value, _SCHEME_KEYS, where)
+    return LayerScheme(**value)
+
+
+def _refuse_unknown(value: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
+    unknown = sorted(str(key) for key in value if key not in known)
+    if unknown:
+        raise ConfigError(where, f"keys among {', '.join(known)}", f"unknown {', '.join(unknown)}")

@@ -1,0 +1,44 @@
+"""Errors of vllm-latq. Each says where it happened, what was expected, what was found, and what to do."""
+
+
+class LatqError(ValueError):
+    """Base of every error this package raises on purpose.
+
+    Args:
+        where: file, tensor, layer or option concerned.
+        expected: what would have been right.
+        found: what was there.
+        hint: what the user can do about it.
+    """
+
+    def __init__(self, where: str, expected: str, found: str, hint: str = "") -> None:
+        self.where, self.expected, self.found, self.hint = where, expected, found, hint
+        super().__init__(f"{where}: expected {expected}, found {found}." + (f" {hint}" if hint else ""))
+
+    def __reduce__(self) -> tuple[type, tuple[str, str, str, str]]:
+        # Worker processes pickle exceptions: rebuild from the four parts, not from the joined message.
+        return type(self), (self.where, self.expected, self.found, self.hint)
+
+
+class ConfigError(LatqError):
+    """A recipe, an option or a `quantization_config` that cannot be used."""
+
+
+class CheckpointError(LatqError):
+    """A checkpoint that is incomplete, corrupt or not of this format."""
+
+
+class CalibrationError(LatqError):
+    """Calibration data that is missing, unreadable or too small."""
+
+
+class NumericalError(LatqError):
+    """Non-finite numbers, or a Hessian that cannot be factorised."""
+
+
+class UnsupportedModelError(LatqError):
+    """A model whose architecture is not understood."""
+
+
+class UnsupportedShapeError(LatqError):
+    """A matrix shape that the chosen scheme or kernel cannot handle."""

@@ -1,0 +1,294 @@
+"""Canonical, length-limited Huffman coding of integer matrices in independently decodable chunks. FORMAT.md section 3.3.
+
+    integers z [rows, cols]
+      +-----------+-----------+---+      chunk (i, j): chunk_rows x chunk_cols, row-major inside
+      | chunk 0,0 | chunk 0,1 |   |      chunk_cols = min(cols, 1024), chunk_rows = max(1, 1024 // cols)
+      +-----------+-----------+---+      chunks follow each other without padding; chunk t starts at bit
+      | chunk 1,0 |    ...        |      sum(chunk_bits[:t]) of the stream
+
+Invariant: code lengths satisfy Kraft's equality (or there is a single symbol, of length 1), none above MAX_LENGTH.
+Within a word the stream runs from the most significant bit down.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+MAX_LENGTH = 15
+CHUNK_WEIGHTS = 1024
+ESCAPE_BITS = 32
+MAX_SYMBOLS = 4096
+_DENSE_HISTOGRAM = 1 << 22
+
+
+@dataclass(frozen=True)
+class HuffmanTable:
+    """A canonical code for first_symbol .. first_symbol + n - 1 and ESCAPE.
+
+    Attributes:
+        first_symbol: smallest integer with a place in the table.
+        lengths: uint8 [n + 1], code length per symbol, ESCAPE last; 0 means unused.
+    """
+
+    first_symbol: int
+    lengths: np.ndarray
+
+    @property
+    def escape(self) -> int:
+        """Index of ESCAPE."""
+        return len(self.lengths) - 1
+
+    def codes(self) -> np.ndarray:
+        """Canonical code words, uint32 [n + 1], right-aligned: shorter first, then by index."""
+        codes = np.zeros(len(self.lengths), dtype=np.uint32)
+        next_code, previous = 0, 0
+        for index in _canonical_order(self.lengths):
+            next_code <<= int(self.lengths[index]) - previous
+            codes[index] = next_code
+            next_code, previous = next_code + 1, int(self.lengths[index])
+        return codes
+
+    def lookup(self) -> tuple[np.ndarray, np.ndarray]:
+        """Decoding table over the next MAX_LENGTH bits: symbol index int32 [2**15] and code length int64 [2**15].
+
+        Prefixes that no code has get length 0.
+        """
+        order = _canonical_order(self.lengths)
+        spans = 1 << (MAX_LENGTH - self.lengths[order].astype(np.int64))
+        index = np.zeros(1 << MAX_LENGTH, dtype=np.int32)
+        length = np.zeros(1 << MAX_LENGTH, dtype=np.int64)
+        filled = int(spans.sum())
+        index[:filled] = np.repeat(order, spans)
+        length[:filled] = np.repeat(self.lengths[order].astype(np.int64), spans)
+        return index, length
+
+    def symbols(self, integers: np.ndarray) -> np.ndarray:
+        """Symbol index of each integer; ESCAPE where the table has no code for it."""
+        index = integers.astype(np.int64) - self.first_symbol
+        inside = (index >= 0) & (index < self.escape)
+        index = np.where(inside, index, self.escape)
+        return np.where(self.lengths[index] > 0, index, self.escape)
+
+
+@dataclass(frozen=True)
+class HuffmanStream:
+    """An encoded integer matrix.
+
+    Attributes:
+        table: the code.
+        chunk_bits: uint16 [row_blocks, col_blocks], encoded bits of each chunk.
+        stream: int32 [words].
+        shape: (rows, cols) of the integers.
+    """
+
+    table: HuffmanTable
+    chunk_bits: torch.Tensor
+    stream: torch.Tensor
+    shape: tuple[int, int]
+
+    def storage_bits(self) -> int:
+        """Everything stored: stream words, table with its first symbol, chunk lengths."""
+        return 32 * self.stream.numel() + table_bits(len(self.table.lengths)) + 16 * self.chunk_bits.numel()
+
+    def decode(self) -> torch.Tensor:
+        """The integers, int32 [rows, cols], on the CPU. All chunks advance together, one symbol a step."""
+        rows, cols = self.shape
+        chunk_rows, chunk_cols = chunk_shape(cols)
+        row_blocks, col_blocks = grid_shape(self.shape)
+        ends = np.cumsum(self.chunk_bits.cpu().numpy().astype(np.int64).ravel())
+        position = ends - self.chunk_bits.cpu().numpy().astype(np.int64).ravel()
+        words = np.append(self.stream.cpu().numpy().view(np.uint32), np.zeros(3, np.uint32)).astype(np.uint64)
+        index, length = self.table.lookup()
+        widths = np.minimum(cols - np.arange(col_blocks) * chunk_cols, chunk_cols)
+        heights = np.minimum(rows - np.arange(row_blocks) * chunk_rows, chunk_rows)
+        counts = (heights[:, None] * widths[None, :]).ravel()
+        out = np.zeros((row_blocks * col_blocks, chunk_rows * chunk_cols), dtype=np.int32)
+        for step in range(out.shape[1]):
+            active = np.nonzero(step < counts)[0]
+            prefix = _peek(words, position[active], MAX_LENGTH)
+            symbol, used = index[prefix], length[prefix]
+            value = symbol + self.table.first_symbol
+            escaped = np.nonzero(symbol == self.table.escape)[0]
+            if escaped.size:
+                raw = _peek(words, position[active[escaped]] + used[escaped], ESCAPE_BITS)
+                value[escaped] = raw.astype(np.uint32).view(np.int32)
+                used[escaped] += ESCAPE_BITS
+            out[active, step] = value
+            # A corrupt stream must not walk out of bounds: clamp, and let the end check below refuse it.
+            position[active] = np.minimum(position[active] + used, 32 * len(words) - 96)
+        if not np.array_equal(position, ends):
+            raise ValueError("a chunk does not end where its length says")
+        return _unblock(out, counts, self.shape)
+
+
+def chunk_shape(cols: int) -> tuple[int, int]:
+    """(chunk_rows, chunk_cols) for a matrix of `cols` columns."""
+    return max(1, CHUNK_WEIGHTS // max(cols, 1)), min(cols, CHUNK_WEIGHTS)
+
+
+def grid_shape(shape: tuple[int, int]) -> tuple[int, int]:
+    """(row_blocks, col_blocks) of a matrix."""
+    chunk_rows, chunk_cols = chunk_shape(shape[1])
+    return -(-shape[0] // chunk_rows), -(-shape[1] // max(chunk_cols, 1))
+
+
+def table_bits(entries: int) -> int:
+    """Stored bits of a table: one byte per length and the 32-bit first symbol."""
+    return 8 * entries + 32
+
+
+def code_lengths(counts: np.ndarray, limit: int = MAX_LENGTH) -> np.ndarray:
+    """Optimal code lengths under a limit, by package-merge (Larmore and Hirschberg, 1990).
+
+    Args:
+        counts: int64 [n], occurrences; zero means no code.
+        limit: longest code in bits.
+
+    Returns:
+        uint8 [n]; a single used symbol gets length 1.
+    """
+    used = np.nonzero(counts)[0]
+    lengths = np.zeros(len(counts), dtype=np.uint8)
+    if len(used) <= 1:
+        lengths[used] = 1
+        return lengths
+    if len(used) > 1 << limit:
+        raise ValueError(f"{len(used)} symbols do not fit codes of at most {limit} bits")
+    order = used[np.argsort(counts[used], kind="stable")]
+    leaves = counts[order].astype(np.int64)
+    # At every level the fresh leaves and the packages (pairs) of the level before are merged by weight. Which leaves a
+    # choice of the cheapest items takes is always a prefix of the sorted leaves, so one flag per item is enough.
+    weights, is_leaf = leaves, [np.ones(len(leaves), dtype=bool)]
+    for _ in range(limit - 1):
+        pairs = len(weights) // 2 * 2
+        merged = np.concatenate([leaves, weights[:pairs:2] + weights[1:pairs:2]])
+        rank = np.argsort(merged, kind="stable")
+        weights = merged[rank]
+        is_leaf.append(rank < len(leaves))
+    chosen = 2 * len(leaves) - 2
+    for level in reversed(is_leaf):
+        taken = int(level[:chosen].sum())
+        lengths[order[:taken]] += 1
+        chosen = 2 * (chosen - taken)
+    return lengths
+
+
+def build_table(low: int, counts: np.ndarray, outside: int = 0) -> tuple[HuffmanTable, int]:
+    """The cheapest table for a histogram, and the payload bits it leads to.
+
+    Rare integers at both ends go through ESCAPE where their table bytes cost more than they save.
+
+    Args:
+        low: integer that counts[0] belongs to.
+        counts: int64 [n], occurrences of low, low + 1, ...
+        outside: occurrences of integers that `counts` does not cover.
+    """
+    total, best = int(counts.sum()) + outside, None
+    peak = int(np.argmax(counts))
+    for tail in (0.0, 1e-5, 1e-4, 5e-4, 2e-3, 8e-3):
+        first, last = _core(counts, tail * total, peak)
+        escaped = total - int(counts[first:last].sum())
+        lengths = code_lengths(np.append(counts[first:last], escaped))
+        used = np.append(counts[first:last], escaped)
+        payload = int((used * lengths.astype(np.int64)).sum()) + ESCAPE_BITS * escaped
+        table = HuffmanTable(low + first, lengths)
+        cost = payload + table_bits(len(lengths))
+        if best is None or cost < best[0]:
+            best = (cost, table, payload)
+    assert best is not None
+    return best[1], best[2]
+
+
+def encoded_bits(integers: torch.Tensor) -> int:
+    """Stored bits of `encode(integers)` without encoding: the payload in whole words, the table, the chunk lengths."""
+    table, payload = build_table(*_histogram(integers))
+    row_blocks, col_blocks = grid_shape((integers.shape[0], integers.shape[1]))
+    return -(-payload // 32) * 32 + table_bits(len(table.lengths)) + 16 * row_blocks * col_blocks
+
+
+def encode(integers: torch.Tensor) -> HuffmanStream:
+    """Encode int32 [rows, cols]."""
+    shape = (integers.shape[0], integers.shape[1])
+    table, payload = build_table(*_histogram(integers))
+    blocked, chunk_of = _block(integers.cpu().numpy())
+    symbol = table.symbols(blocked)
+    length = table.lengths[symbol].astype(np.int64)
+    escaped = symbol == table.escape
+    words = np.zeros(-(-payload // 32) + 3, dtype=np.uint64)
+    total_length = length + ESCAPE_BITS * escaped
+    start = np.cumsum(total_length) - total_length
+    _put(words, start, table.codes()[symbol].astype(np.uint64), length)
+    raw = blocked[escaped].astype(np.int32).view(np.uint32).astype(np.uint64)
+    _put(words, (start + length)[escaped], raw, np.full(raw.shape, ESCAPE_BITS, dtype=np.int64))
+    grid = grid_shape(shape)
+    chunk_bits = np.bincount(chunk_of, weights=total_length, minlength=grid[0] * grid[1]).astype(np.uint16)
+    stream = words[: -(-payload // 32)].astype(np.uint32).view(np.int32)
+    return HuffmanStream(table, torch.from_numpy(chunk_bits.reshape(grid)), torch.from_numpy(stream.copy()), shape)
+
+
+def _histogram(integers: torch.Tensor) -> tuple[int, np.ndarray, int]:
+    """(lowest counted integer, occurrences from there on, occurrences not covered)."""
+    flat = integers.reshape(-1).to(torch.int64)
+    if flat.numel() == 0:
+        return 0, np.zeros(1, dtype=np.int64), 0
+    low, high = (int(bound) for bound in flat.aminmax())
+    if high - low >= _DENSE_HISTOGRAM:
+        # A few far integers would make the histogram huge: count what lies around the median, escape the rest.
+        low, high = int(flat.median()) - MAX_SYMBOLS, int(flat.median()) + MAX_SYMBOLS
+        inside = flat[(flat >= low) & (flat <= high)]
+    else:
+        inside = flat
+    counts = torch.bincount(inside - low, minlength=high - low + 1).cpu().numpy()
+    return low, counts, flat.numel() - inside.numel()
+
+
+def _core(counts: np.ndarray, allowance: float, peak: int) -> tuple[int, int]:
+    """Range [first, last) around the peak that leaves at most about `allowance` occurrences outside on each side."""
+    cumulative = np.cumsum(counts)
+    total = cumulative[-1]
+    first = int(np.searchsorted(cumulative, allowance / 2, side="right"))
+    last = int(np.searchsorted(cumulative, total - allowance / 2, side="left")) + 1
+    first, last = min(first, peak), max(last, peak + 1)
+    half = MAX_SYMBOLS // 2
+    return max(first, peak - half), min(last, peak + half, len(counts))
+
+
+def _canonical_order(lengths: np.ndarray) -> np.ndarray:
+    used = np.nonzero(lengths)[0]
+    return used[np.argsort(lengths[used], kind="stable")]
+
+
+def _block(integers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Integers in stored order, int32 [n], and the chunk of each, int64 [n]."""
+    rows, cols = integers.shape
+    chunk_rows, chunk_cols = chunk_shape(cols)
+    _, col_blocks = grid_shape((rows, cols))
+    row, col = np.indices((rows, cols), sparse=True)
+    chunk = (row // chunk_rows) * col_blocks + col // max(chunk_cols, 1)
+    order = np.argsort(chunk.ravel(), kind="stable")
+    return integers.ravel()[order], chunk.ravel()[order]
+
+
+def _unblock(chunks: np.ndarray, counts: np.ndarray, shape: tuple[int, int]) -> torch.Tensor:
+    """Inverse of `_block` for decoded chunks int32 [n_chunks, capacity] of which the first counts[i] are valid."""
+    flat = chunks[np.arange(chunks.shape[1])[None, :] < counts[:, None]]
+    position, _ = _block(np.arange(shape[0] * shape[1], dtype=np.int64).reshape(shape))
+    out = np.empty(shape[0] * shape[1], dtype=np.int32)
+    out[position] = flat
+    return torch.from_numpy(out.reshape(shape))
+
+
+def _peek(words: np.ndarray, position: np.ndarray, bits: int) -> np.ndarray:
+    """The next `bits` (<= 32) bits of the stream at each bit position, right-aligned."""
+    word, offset = position >> 5, (position & 31).astype(np.uint64)
+    pair = (words[word] << np.uint64(32)) | words[word + 1]
+    return ((pair << offset) >> np.uint64(64 - bits)).astype(np.int64)
+
+
+def _put(words: np.ndarray, position: np.ndarray, value: np.ndarray, length: np.ndarray) -> None:
+    """Or `value` (right-aligned, `length` <= 32 bits) into the stream at each bit position; fields never overlap."""
+    word, offset = position >> 5, position & 31
+    pair = value << (64 - offset - length).astype(np.uint64)
+    np.bitwise_or.at(words, word, pair >> np.uint64(32))
+    np.bitwise_or.at(words, word + 1, pair & np.uint64(0xFFFFFFFF))

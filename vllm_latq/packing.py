@@ -1,0 +1,46 @@
+"""Packing of b-bit codes into int32 words, and back. FORMAT.md section 3.1.
+
+Invariant: code j of a row occupies bits [j*b, (j+1)*b) of the row's little-endian bit stream; bits past the last code
+are zero. Codes may straddle words (b = 3). `unpack_codes(pack_codes(codes, b), b, cols) == codes`.
+"""
+
+import torch
+
+WORD_BITS = 32
+
+
+def packed_words(cols: int, bits: int) -> int:
+    """Number of int32 words in a packed row of `cols` codes."""
+    return -(-cols * bits // WORD_BITS)
+
+
+def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Pack unsigned codes [rows, cols] (any integer dtype, values < 2**bits) into int32 [rows, packed_words]."""
+    rows, cols = codes.shape
+    words = packed_words(cols, bits)
+    low, shift = _positions(cols, bits, codes.device)
+    wide = codes.to(torch.int64) << shift
+    packed = torch.zeros((rows, words + 1), dtype=torch.int64, device=codes.device)
+    # Fields never overlap, so addition is a bitwise or; a straddling code leaves its upper part to the next word.
+    packed.index_add_(1, low, wide & 0xFFFFFFFF)
+    packed.index_add_(1, low + 1, wide >> WORD_BITS)
+    packed = packed[:, :words]
+    return torch.where(packed >= 1 << 31, packed - (1 << 32), packed).to(torch.int32)
+
+
+def unpack_codes(packed: torch.Tensor, bits: int, cols: int) -> torch.Tensor:
+    """Inverse of `pack_codes`: int32 [rows, packed_words] -> uint8 codes [rows, cols]."""
+    if WORD_BITS % bits == 0:
+        shifts = torch.arange(0, WORD_BITS, bits, dtype=torch.int32, device=packed.device)
+        codes = (packed.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)
+        return codes.to(torch.uint8).reshape(packed.shape[0], -1)[:, :cols]
+    low, shift = _positions(cols, bits, packed.device)
+    words = torch.nn.functional.pad(packed.to(torch.int64) & 0xFFFFFFFF, (0, 1))
+    pair = words[:, low] | (words[:, low + 1] << WORD_BITS)
+    return ((pair >> shift) & ((1 << bits) - 1)).to(torch.uint8)
+
+
+def _positions(cols: int, bits: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Word index and bit offset of each code in a row."""
+    start = torch.arange(cols, dtype=torch.int64, device=device) * bits
+    return start // WORD_BITS, start % WORD_BITS

@@ -1,0 +1,64 @@
+"""The table of tensors that a quantized linear consists of. FORMAT.md section 3 is the same table in prose.
+
+It drives the writer, the validator, the loaders and the tests: a tensor that is not in it does not exist.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from vllm_latq import huffman
+from vllm_latq.config import LayerScheme
+from vllm_latq.csr import column_dtype
+from vllm_latq.packing import packed_words
+
+SHAPE = "weight_shape"
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """dtype and shape of a stored tensor; None stands for a size that depends on the data."""
+
+    dtype: torch.dtype
+    shape: tuple[int | None, ...]
+
+    def mismatch(self, tensor: torch.Tensor) -> str | None:
+        """What is wrong with a tensor, as "expected ..., found ..." parts joined by '|'; None if nothing is."""
+        same = len(tensor.shape) == len(self.shape) and all(
+            want is None or want == got for want, got in zip(self.shape, tensor.shape, strict=True)
+        )
+        return None if same and tensor.dtype == self.dtype else f"{tensor.dtype} {tuple(tensor.shape)}"
+
+    def __str__(self) -> str:
+        return f"{self.dtype} ({', '.join('*' if size is None else str(size) for size in self.shape)})"
+
+
+def tensor_specs(scheme: LayerScheme, rows: int, cols: int, where: str = "layer") -> Mapping[str, TensorSpec]:
+    """Suffix -> spec of every tensor of a linear [rows, cols] stored under `scheme`."""
+    specs = {SHAPE: TensorSpec(torch.int32, (2,))}
+    if scheme.encoding == "huffman":
+        return specs | {
+            "scale": TensorSpec(torch.float32, (1,)),
+            "first_symbol": TensorSpec(torch.int32, (1,)),
+            "code_lengths": TensorSpec(torch.uint8, (None,)),
+            "chunk_bits": TensorSpec(torch.uint16, huffman.grid_shape((rows, cols))),
+            "stream": TensorSpec(torch.int32, (None,)),
+        }
+    assert scheme.bits is not None
+    specs |= {
+        "qweight": TensorSpec(torch.int32, (rows, packed_words(cols, scheme.bits))),
+        "scales": TensorSpec(torch.bfloat16, (rows, scheme.groups(cols, where))),
+    }
+    if scheme.outliers:
+        specs |= {
+            "outlier_row_ptr": TensorSpec(torch.int32, (rows + 1,)),
+            "outlier_col_idx": TensorSpec(column_dtype(cols), (None,)),
+            "outlier_values": TensorSpec(torch.bfloat16, (None,)),
+        }
+    return specs
+
+
+def stored_bits(tensors: Mapping[str, torch.Tensor]) -> int:
+    """Bits that a linear's tensors take on disk: everything is counted."""
+    return sum(8 * tensor.element_size() * tensor.numel() for tensor in tensors.values())

@@ -1,0 +1,232 @@
+"""A quantized weight matrix in memory, in each of the two encodings.
+
+Invariant: an instance made by `from_tensors` has passed `validate.check`, so nothing that reads it can leave its bounds.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from vllm_latq import huffman, validate
+from vllm_latq.config import SUPPORTED_BITS, WHOLE_ROW, LayerScheme
+from vllm_latq.csr import CSR
+from vllm_latq.errors import CheckpointError
+from vllm_latq.huffman import HuffmanStream, HuffmanTable
+from vllm_latq.packing import pack_codes, unpack_codes
+from vllm_latq.spec import SHAPE, stored_bits
+
+OUTLIER_BITS = 32
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """W[i, j] = row_scales[i] * (scales[i, j // group_size] * z[i, j] + outliers[i, j]); an absent factor is 1.
+
+    Attributes:
+        qweight: int32 [rows, words], codes z + 2**(bits - 1).
+        bits: 2, 3, 4 or 8.
+        group_size: input channels per scale, -1 for the whole row.
+        cols: input channels.
+        scales: bfloat16 [rows, groups], or None.
+        row_scales: float32 [rows], or None; only in memory, never stored.
+        outliers: CSR [rows, cols], or None; z is 0 where it has an entry.
+    """
+
+    qweight: torch.Tensor
+    bits: int
+    group_size: int
+    cols: int
+    scales: torch.Tensor | None = None
+    row_scales: torch.Tensor | None = None
+    outliers: CSR | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.qweight.shape[0], self.cols
+
+    @property
+    def scheme(self) -> LayerScheme:
+        return LayerScheme("packed", self.bits, self.group_size, self.outliers is not None)
+
+    def integers(self) -> torch.Tensor:
+        """z of the inliers, int32 [rows, cols]."""
+        return unpack_codes(self.qweight, self.bits, self.cols).to(torch.int32) - (1 << (self.bits - 1))
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """W, computed in float32 and rounded once to `dtype`, [rows, cols]."""
+        weight = self.integers().to(torch.float32)
+        if self.scales is not None:
+            grouped = weight.view(*self.scales.shape, -1)
+            weight = (grouped * self.scales.to(torch.float32).unsqueeze(-1)).view_as(weight)
+        if self.outliers is not None:
+            self.outliers.add_to(weight)
+        if self.row_scales is not None:
+            weight *= self.row_scales.unsqueeze(1)
+        return weight.to(dtype)
+
+    def outlier_density(self) -> float:
+        return 0.0 if self.outliers is None else self.outliers.nnz / (self.shape[0] * self.cols)
+
+    def to_tensors(self) -> dict[str, torch.Tensor]:
+        """Suffix -> tensor, as stored."""
+        assert self.scales is not None
+        assert self.row_scales is None
+        tensors = {SHAPE: _shape_tensor(self.shape), "qweight": self.qweight, "scales": self.scales}
+        if self.outliers is not None:
+            tensors["outlier_row_ptr"] = self.outliers.row_ptr
+            tensors["outlier_col_idx"] = self.outliers.col_idx
+            tensors["outlier_values"] = self.outliers.values
+        return tensors
+
+    def storage_bits(self) -> int:
+        return stored_bits(self.to_tensors())
+
+    @classmethod
+    def from_integers(
+        cls,
+        integers: torch.Tensor,
+        scales: torch.Tensor,
+        bits: int,
+        group_size: int,
+        outlier_mask: torch.Tensor | None = None,
+        outlier_values: torch.Tensor | None = None,
+    ) -> "PackedWeight":
+        """Pack integers on the grid.
+
+        Args:
+            integers: int [rows, cols] in [-2**(bits-1), 2**(bits-1)), ignored where `outlier_mask` is true.
+            scales: bfloat16 [rows, groups].
+            bits: 2, 3, 4 or 8.
+            group_size: input channels per scale, -1 for the whole row.
+            outlier_mask: bool [rows, cols]; None for a scheme without outliers.
+            outlier_values: [rows, cols], read where the mask is true, rounded to bfloat16.
+        """
+        outliers = None
+        if outlier_mask is not None:
+            assert outlier_values is not None
+            integers = integers.masked_fill(outlier_mask, 0)
+            outliers = CSR.from_mask(outlier_mask, outlier_values.to(torch.bfloat16))
+        qweight = pack_codes(integers + (1 << (bits - 1)), bits)
+        return cls(qweight, bits, group_size, integers.shape[1], scales, None, outliers)
+
+    @classmethod
+    def from_tensors(
+        cls, tensors: Mapping[str, torch.Tensor], scheme: LayerScheme, shape: tuple[int, int], where: str
+    ) -> "PackedWeight":
+        """Validate and wrap stored tensors (suffix -> tensor); raises CheckpointError."""
+        validate.check(tensors, scheme, shape, where)
+        assert scheme.bits is not None
+        assert scheme.group_size is not None
+        outliers = None
+        if scheme.outliers:
+            parts = (tensors[f"outlier_{part}"] for part in ("row_ptr", "col_idx", "values"))
+            outliers = CSR(*parts, cols=shape[1])
+        return cls(tensors["qweight"], scheme.bits, scheme.group_size, shape[1], tensors["scales"], None, outliers)
+
+
+@dataclass(frozen=True)
+class HuffmanWeight:
+    """W = scale * z with entropy-coded integers.
+
+    Attributes:
+        scale: float32 [1].
+        stream: the encoded integers.
+    """
+
+    scale: torch.Tensor
+    stream: HuffmanStream
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.stream.shape
+
+    @property
+    def scheme(self) -> LayerScheme:
+        return LayerScheme("huffman")
+
+    def integers(self) -> torch.Tensor:
+        """z, int32 [rows, cols] on the CPU."""
+        return self.stream.decode()
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """W, computed in float32 and rounded once to `dtype`, [rows, cols]."""
+        return (self.integers().to(torch.float32) * self.scale.cpu()).to(dtype)
+
+    def outlier_density(self) -> float:
+        return 0.0
+
+    def to_tensors(self) -> dict[str, torch.Tensor]:
+        """Suffix -> tensor, as stored."""
+        return {
+            SHAPE: _shape_tensor(self.shape),
+            "scale": self.scale,
+            "first_symbol": torch.tensor([self.stream.table.first_symbol], dtype=torch.int32),
+            "code_lengths": torch.from_numpy(self.stream.table.lengths),
+            "chunk_bits": self.stream.chunk_bits,
+            "stream": self.stream.stream,
+        }
+
+    def storage_bits(self) -> int:
+        return stored_bits(self.to_tensors())
+
+    def to_packed(self, bits: int | None = None) -> PackedWeight:
+        """The same integers as b-bit inliers and CSR overflow, without loss; `bits` None picks the fewest bytes."""
+        return pack_integers(self.integers(), self.scale.cpu().expand(self.shape[0]), bits)
+
+    @classmethod
+    def from_tensors(
+        cls, tensors: Mapping[str, torch.Tensor], scheme: LayerScheme, shape: tuple[int, int], where: str
+    ) -> "HuffmanWeight":
+        """Validate and wrap stored tensors (suffix -> tensor); raises CheckpointError. Decodes nothing."""
+        validate.check(tensors, scheme, shape, where)
+        lengths = np.ascontiguousarray(tensors["code_lengths"].cpu().numpy())
+        table = HuffmanTable(int(tensors["first_symbol"]), lengths)
+        return cls(tensors["scale"], HuffmanStream(table, tensors["chunk_bits"], tensors["stream"], shape))
+
+
+Weight = PackedWeight | HuffmanWeight
+
+
+def weight_from_tensors(
+    tensors: Mapping[str, torch.Tensor], scheme: LayerScheme, shape: tuple[int, int], where: str
+) -> Weight:
+    """Validate and wrap the tensors of one linear, whatever its encoding; raises CheckpointError."""
+    cls = PackedWeight if scheme.encoding == "packed" else HuffmanWeight
+    return cls.from_tensors(tensors, scheme, shape, where)
+
+
+def decode_checked(weight: HuffmanWeight, where: str) -> torch.Tensor:
+    """The integers of a Huffman weight; a stream that contradicts its chunk lengths raises CheckpointError."""
+    try:
+        return weight.integers()
+    except ValueError as error:
+        expected = "chunks that decode to their own length"
+        raise CheckpointError(f"{where}.stream", expected, str(error), "The checkpoint is damaged.") from None
+
+
+def best_bits(integers: torch.Tensor) -> int:
+    """The inlier width in SUPPORTED_BITS that minimises b + 32 * overflow rate for int32 [rows, cols]."""
+
+    def cost(bits: int) -> float:
+        half = 1 << (bits - 1)
+        overflow = ((integers < -half) | (integers >= half)).sum()
+        return bits + OUTLIER_BITS * float(overflow) / max(integers.numel(), 1)
+
+    return min(SUPPORTED_BITS, key=cost)
+
+
+def pack_integers(integers: torch.Tensor, row_scales: torch.Tensor, bits: int | None = None) -> PackedWeight:
+    """Unclipped integers int32 [rows, cols] on per-row scales float32 [rows], as inliers and overflow, without loss."""
+    bits = bits or best_bits(integers)
+    half = 1 << (bits - 1)
+    overflow = (integers < -half) | (integers >= half)
+    outliers = CSR.from_mask(overflow, integers.to(torch.float32))
+    qweight = pack_codes(integers.masked_fill(overflow, 0) + half, bits)
+    row_scales = row_scales.to(torch.float32).contiguous()
+    return PackedWeight(qweight, bits, WHOLE_ROW, integers.shape[1], None, row_scales, outliers)
+
+
+def _shape_tensor(shape: tuple[int, int]) -> torch.Tensor:
+    return torch.tensor(shape, dtype=torch.int32)
