@@ -1,0 +1,270 @@
+"""Nearest plane: GPTQ's recursion (blocked), and Babai's algorithm as its oracle.
+
+Invariant: with w' the value a weight has when its turn comes and q what it is rounded to,
+
+    sum_t D_t (w'_t - q_t)^2 == (q - w)^T H (q - w)        (H damped; ALGORITHMS: exact error identity)
+
+Everything is stored transposed and permuted, so that one step touches contiguous rows of all output channels:
+
+              output channels r
+            +-------------------+
+    order[0]| e_0   (done)      |   finished rows hold the error e = w' - q
+    order[1]| e_1               |
+      ...   | - - - - - - - - - |   a batch receives the errors of all rows above it in one matmul,
+    order[t]| w'_t  (now)       |   w'[batch] -= P[:start, batch]^T @ e[:start],  P = U / diag(U),
+      ...   | w    (untouched)  |   then is done in batches of INNER_BATCH columns, and those one by one
+            +-------------------+
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from vllm_latq.errors import ConfigError, NumericalError
+from vllm_latq.quantize.lattice import Factor
+
+Overflow = Literal["clip", "lattice", "exact"]
+OUTLIER_DTYPE = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """What a rounding pass found; original column order.
+
+    Attributes:
+        z: int32 [r, c], integers; 0 where a weight was kept exactly.
+        outlier_mask: bool [r, c], where the nearest integer lies outside [low, high]: clipped, kept as a lattice
+            point, or kept exactly, as `keep_overflow` said.
+        outlier_values: bfloat16 [r, c], what was kept exactly, 0 elsewhere; None unless `keep_overflow` is "exact".
+        scales: [r or 1, G], in the dtype of the recursion.
+        group_width: columns per scale.
+        loss: float64 [r], sum_t D_t (w'_t - q_t)^2.
+        bound: float64 [r], 1/4 sum_t D_t s_t^2 (Theorem 4); the loss is below it unless something was clipped.
+    """
+
+    z: torch.Tensor
+    outlier_mask: torch.Tensor
+    outlier_values: torch.Tensor | None
+    scales: torch.Tensor
+    group_width: int
+    loss: torch.Tensor
+    bound: torch.Tensor
+
+    @property
+    def dequantized(self) -> torch.Tensor:
+        """scale * z, or the exact outlier: [r, c] in the dtype of the recursion."""
+        cols = self.z.shape[1]
+        values = self.z * self.scales.repeat_interleave(self.group_width, 1)[:, :cols]
+        return values if self.outlier_values is None else values + self.outlier_values
+
+    @property
+    def outlier_rate(self) -> float:
+        """Share of weights in `outlier_mask`."""
+        return float(self.outlier_mask.sum()) / max(1, self.outlier_mask.numel())
+
+
+def nearest_plane(
+    weight: torch.Tensor,
+    factor: Factor,
+    scales: torch.Tensor,
+    low: int | None = None,
+    high: int | None = None,
+    keep_overflow: Overflow = "clip",
+    block_size: int = 128,
+    group_size: int | None = None,
+    where: str = "",
+) -> Rounding:
+    """GPTQ with lazy batch updates ("GPTQ as Babai", Algorithm 1).
+
+    Args:
+        weight: float32 or float64 [r, c]; its dtype is that of the recursion.
+        factor: of the layer's Hessian.
+        scales: positive; a scalar, [r, c], or [r, c / group_size] with `group_size` (-1: whole row) in the original
+            column order. Cast to the dtype of the weight.
+        low, high: the integer grid; None for no clipping.
+        keep_overflow: what happens to a weight whose integer leaves the grid: "clip" it, keep it as a "lattice"
+            point, or keep its current value "exact"ly, rounded to bfloat16.
+        block_size: columns per lazy batch; does not change the result beyond floating-point rounding.
+        where: name of the layer, for errors.
+
+    Raises:
+        NumericalError: the recursion left the finite numbers or the integers that fit.
+    """
+    rows, cols = weight.shape
+    if (low is None) != (high is None):
+        raise ConfigError(where or "nearest_plane", "both of low and high, or neither", f"low={low}, high={high}")
+    steps = _Steps.of(scales, cols, group_size, factor.order, weight.dtype, where)
+    state = _State(
+        residual=weight.T[factor.order].contiguous(),
+        integers=weight.new_empty(cols, rows),
+        exact=weight.new_zeros(cols, rows) if keep_overflow == "exact" else None,
+        propagation=factor.propagation(weight.dtype),
+        steps=steps,
+        low=-math.inf if low is None else low,
+        high=math.inf if high is None else high,
+        clip=keep_overflow == "clip" and low is not None,
+    )
+    for start in range(0, cols, block_size):
+        state.round_batch(start, min(start + block_size, cols))
+    return state.finish(factor, where)
+
+
+def babai(
+    weight: torch.Tensor,
+    hessian: torch.Tensor,
+    scales: torch.Tensor,
+    order: torch.Tensor,
+    low: int | None = None,
+    high: int | None = None,
+) -> torch.Tensor:
+    """Babai's nearest plane algorithm, back to front ("GPTQ as Babai", Algorithm 3): the oracle of the tests.
+
+    A upper triangular with A^T A = H in the reversed rounding order; y = A w; for j = c .. 1 round y_j / (A_jj s_j)
+    and take A[:, j] q_j off y. By Theorem 3 the integers are those of `nearest_plane` with the same rounding order.
+
+    Args:
+        weight: float64 [r, c].
+        hessian: float64 [c, c], damped, original column order.
+        scales: float64, broadcastable to [r, c].
+        order: int64 [c], the rounding order (as in Factor); Babai runs on its reverse, last column first.
+        low, high: the integer grid; None for no clipping.
+
+    Returns:
+        int32 [r, c] in the original column order.
+    """
+    columns = order.flip(0)
+    basis = torch.linalg.cholesky(hessian[columns][:, columns], upper=True)
+    steps = scales.expand_as(weight)[:, columns]
+    target = weight[:, columns] @ basis.T
+    integers = torch.zeros_like(weight)
+    for j in reversed(range(weight.shape[1])):
+        nearest = (target[:, j] / (basis[j, j] * steps[:, j])).round()
+        if low is not None or high is not None:
+            nearest = nearest.clamp(low, high)
+        integers[:, columns[j]] = nearest
+        target -= torch.outer(nearest * steps[:, j], basis[:, j])
+    return integers.to(torch.int32)
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """Scales laid out for the recursion: by_group [G, r or 1]; group_of[t] is the group of the column of step t."""
+
+    by_group: torch.Tensor
+    group_of: torch.Tensor
+    width: int
+
+    @classmethod
+    def of(
+        cls,
+        scales: torch.Tensor,
+        cols: int,
+        group_size: int | None,
+        order: torch.Tensor,
+        dtype: torch.dtype,
+        where: str,
+    ) -> "_Steps":
+        by_group = scales.to(dtype).reshape(1, 1) if scales.numel() == 1 else scales.to(dtype).T.contiguous()
+        groups = len(by_group)
+        if scales.numel() == 1 or group_size == -1:
+            width = max(cols, 1)
+        else:
+            width = group_size or 1
+        if groups != max(1, -(-cols // width)):
+            found = f"{groups} with group_size {group_size}"
+            raise ConfigError(where or "scales", f"{-(-cols // width)} scale groups for {cols} columns", found)
+        return cls(by_group, order // width, width)
+
+    def take(self, start: int, stop: int) -> torch.Tensor:
+        """Scales of steps start .. stop - 1, [stop - start, r or 1]."""
+        return self.by_group[self.group_of[start:stop]]
+
+    def weighted_squares(self, diagonal: torch.Tensor, rows: int) -> torch.Tensor:
+        """sum_t D_t s_t^2 of each row, float64 [rows]."""
+        per_group = torch.zeros(len(self.by_group), dtype=torch.float64, device=diagonal.device)
+        per_group.index_add_(0, self.group_of, diagonal)
+        return (per_group @ self.by_group.to(torch.float64).square()).expand(rows)
+
+
+@dataclass
+class _State:
+    """The working set of one pass, transposed and permuted: see the module's picture.
+
+    residual [c, r] turns from w' into the error e row by row; integers [c, r] are not yet clipped; exact [c, r] holds
+    the bfloat16 values of outliers and 0 elsewhere.
+    """
+
+    residual: torch.Tensor
+    integers: torch.Tensor
+    exact: torch.Tensor | None
+    propagation: torch.Tensor
+    steps: _Steps
+    low: float
+    high: float
+    clip: bool
+
+    def round_batch(self, start: int, stop: int) -> None:
+        """Steps start .. stop - 1."""
+        self._receive(0, start, stop)
+        scales = self.steps.take(start, stop)
+        for t in range(start, stop):
+            self._receive(start, t, t + 1)
+            self._round_one(t, scales[t - start])
+
+    def _receive(self, first: int, start: int, stop: int) -> None:
+        """Move rows start .. stop - 1 by the errors of rows first .. start - 1."""
+        if start > first:
+            moves = self.propagation[first:start, start:stop].T
+            self.residual[start:stop].addmm_(moves, self.residual[first:start], alpha=-1)
+
+    def _round_one(self, t: int, scale: torch.Tensor) -> None:
+        current, integer = self.residual[t], self.integers[t]
+        torch.div(current, scale, out=integer).round_()
+        if self.exact is not None:
+            outside = (integer < self.low) | (integer > self.high)
+            self.exact[t] = torch.where(outside, current.to(OUTLIER_DTYPE).to(current.dtype), 0.0)
+            nearest = integer.masked_fill(outside, 0)
+            current.sub_(self.exact[t])
+        else:
+            nearest = integer.clamp(self.low, self.high) if self.clip else integer
+        current.addcmul_(nearest, scale, value=-1)
+
+    def finish(self, factor: Factor, where: str) -> Rounding:
+        """Back to the original layout, with loss and bound."""
+        cols, rows = self.residual.shape
+        loss = torch.zeros(rows, dtype=torch.float64, device=self.residual.device)
+        # In slices, so that no float64 copy of the whole matrix is made.
+        for lo in range(0, cols, 128):
+            loss += factor.diagonal[lo : lo + 128] @ self.residual[lo : lo + 128].to(torch.float64).square()
+        self._check(loss, where)
+        outside = (self.integers < self.low) | (self.integers > self.high)
+        if self.clip:
+            self.integers.clamp_(self.low, self.high)
+        elif self.exact is not None:
+            self.integers.masked_fill_(outside, 0)
+        inverse = torch.argsort(factor.order)
+        exact = None if self.exact is None else self.exact.to(OUTLIER_DTYPE)[inverse].T.contiguous()
+        return Rounding(
+            z=self.integers.to(torch.int32)[inverse].T.contiguous(),
+            outlier_mask=outside[inverse].T.contiguous(),
+            outlier_values=exact,
+            scales=self.steps.by_group.T,
+            group_width=self.steps.width,
+            loss=loss,
+            bound=self.steps.weighted_squares(factor.diagonal, rows) / 4,
+        )
+
+    def _check(self, loss: torch.Tensor, where: str) -> None:
+        """Refuse what does not fit: NaN and infinities, and integers that the dtype no longer holds exactly."""
+        bits = 24 if self.integers.dtype == torch.float32 else 31
+        largest = max(abs(float(end)) for end in self.integers.aminmax()) if self.integers.numel() else 0.0
+        if torch.isfinite(loss).all() and largest < 1 << bits:
+            return
+        raise NumericalError(
+            where or "nearest_plane",
+            f"finite weights and integers below 2^{bits}",
+            f"integers up to {largest:g} and a loss of {float(loss.sum()):g}",
+            "The scales are far too small for this Hessian: raise the damping or the bits.",
+        )
