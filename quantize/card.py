@@ -1,0 +1,32 @@
+"""The model card (README.md) of a checkpoint."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from vllm_latq.quantize.recipe import Recipe
+
+
+def model_card(source: Path, recipe: Recipe, report: Mapping[str, Any]) -> str:
+    """Markdown text with Hugging Face front matter: what this is, how it was made, how to serve it."""
+    totals = report["totals"]
+    options = "\n".join(f"- {key}: `{value}`" for key, value in recipe.to_dict().items())
+    return f"""---
+base_model: {source.name}
+library_name: vllm
+tags:
+- latq
+- quantized
+---
+# {source.name}, quantized with {recipe.method}
+
+{totals["weights"]:,} weights at {totals["bits_per_weight"]:.3f} bits each, everything stored counted
+({totals["bytes"]:,} bytes). Per-layer errors and bounds are in `latq_report.json`.
+
+Serve it: `pip install vllm-latq vllm`, then `vllm serve PATH --quantization latq`.
+
+Check it: `latq verify PATH`. Look at it: `latq inspect PATH`.
+
+## Recipe
+{options}
+"""

@@ -1,0 +1,76 @@
+"""Hessians X^T X of a block's linears, accumulated while the block runs: one per shared input.
+
+Invariant: linears that are called with the same tensor (q/k/v, gate/up) share one accumulator.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+
+@dataclass
+class InputHessian:
+    """X^T X of one input.
+
+    Attributes:
+        linears: names of the linears that read this input, in call order.
+        matrix: float32 [c, c], the sum over all tokens seen.
+        tokens: number of tokens seen.
+    """
+
+    linears: list[str]
+    matrix: torch.Tensor
+    tokens: int = 0
+
+    def add(self, inputs: torch.Tensor) -> None:
+        """Accumulate inputs [..., c]."""
+        rows = inputs.reshape(-1, inputs.shape[-1]).to(torch.float32)
+        self.matrix.addmm_(rows.T, rows)
+        self.tokens += rows.shape[0]
+
+
+@dataclass
+class HessianCollector:
+    """Accumulates the Hessians of named linears of one block.
+
+    Attributes:
+        hessians: in the order in which the block first reads their inputs.
+    """
+
+    hessians: list[InputHessian] = field(default_factory=list)
+
+    @contextmanager
+    def watching(self, linears: Mapping[str, nn.Linear]) -> Iterator[None]:
+        """Accumulate while the context lasts; forward passes of the block go inside."""
+        handles = [linear.register_forward_pre_hook(self._hook(name)) for name, linear in linears.items()]
+        self._by_linear: dict[str, InputHessian] = {}
+        self._last: tuple[torch.Tensor, InputHessian] | None = None
+        try:
+            yield
+        finally:
+            self._last = None
+            for handle in handles:
+                handle.remove()
+
+    def _hook(self, name: str):  # type: ignore[no-untyped-def]
+        def see(_module: nn.Module, arguments: tuple[torch.Tensor, ...]) -> None:
+            inputs = arguments[0]
+            # Holding the last input keeps its identity from being reused by another tensor.
+            shared = self._last is not None and self._last[0] is inputs
+            if name not in self._by_linear:
+                self._by_linear[name] = self._last[1] if shared else self._new(inputs)  # type: ignore[index]
+                self._by_linear[name].linears.append(name)
+            if not shared:
+                self._by_linear[name].add(inputs)
+            self._last = (inputs, self._by_linear[name])
+
+        return see
+
+    def _new(self, inputs: torch.Tensor) -> InputHessian:
+        size = inputs.shape[-1]
+        hessian = InputHessian([], torch.zeros(size, size, dtype=torch.float32, device=inputs.device))
+        self.hessians.append(hessian)
+        return hessian

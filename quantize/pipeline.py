@@ -1,0 +1,290 @@
+"""From a model directory to a quantized checkpoint, one decoder block after another.
+
+    for each block:  run it on the activations of the quantized prefix, one Hessian per shared input
+                     quantize its linears       -> shard on disk, records
+                     run it again, quantized    -> activations of the next block
+
+Invariant: what the next block sees is computed with the weights that were written, so a resumed run, which reads them
+back, goes on exactly where an uninterrupted one would be.
+"""
+
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import vllm_latq
+from vllm_latq.config import CheckpointConfig, LayerScheme
+from vllm_latq.errors import ConfigError, NumericalError
+from vllm_latq.quantize.calibration import load_samples
+from vllm_latq.quantize.card import model_card
+from vllm_latq.quantize.decoder import HEAD, Batch, Decoder
+from vllm_latq.quantize.hessian import HessianCollector, InputHessian
+from vllm_latq.quantize.lattice import factorize
+from vllm_latq.quantize.methods import quantize_layer
+from vllm_latq.quantize.recipe import Recipe
+from vllm_latq.quantize.writer import CheckpointWriter
+from vllm_latq.spec import tensor_specs
+from vllm_latq.weights import Weight, weight_from_tensors
+
+# Tokens that pass through a block at a time: enough to keep the matmuls busy, small beside the block itself.
+TOKENS_PER_BATCH = 8192
+
+Listener = Callable[[Mapping[str, Any]], None]
+
+
+def quantize_checkpoint(
+    recipe: Recipe,
+    source: str | Path,
+    destination: str | Path,
+    *,
+    calibration: str | None = None,
+    device: str | None = None,
+    resume: bool = False,
+    on_event: Listener | None = None,
+) -> dict[str, Any]:
+    """Quantize a Hugging Face model directory.
+
+    Args:
+        recipe: what to do.
+        source: model directory (config.json, safetensors, tokenizer) of a supported family.
+        destination: directory to create. It appears complete or not at all; until then `destination.partial` holds
+            the finished blocks.
+        calibration: text file or dataset name, see `load_samples`; not needed by methods without a Hessian.
+        device: torch device; None takes CUDA where there is one.
+        resume: go on with `destination.partial` of an interrupted run.
+        on_event: called with plain dicts: one "start", one "layer" per linear, one "block" per block, one "done".
+
+    Returns:
+        The report, as stored in the checkpoint.
+
+    Raises:
+        LatqError: anything wrong with recipe, model, calibration data or destination.
+    """
+    started = time.perf_counter()
+    emit = on_event or (lambda event: None)
+    decoder = Decoder(source, device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    quantized = quantized_linears(decoder, recipe)
+    identity = {
+        "recipe": recipe.to_dict(),
+        "source": str(Path(source).resolve()),
+        "calibration": calibration,
+        "version": vllm_latq.__version__,
+    }
+    samples = calibration_samples(decoder, recipe, calibration)
+    writer = CheckpointWriter(destination, len(decoder) + 1, identity, resume)
+    emit({"event": "start", "blocks": len(decoder), "linears": len(quantized), "samples": _sizes(samples)})
+    run = _Run(decoder, recipe, quantized, writer, emit)
+    run.blocks(samples)
+    report = run.report(samples, time.perf_counter() - started)
+    config = CheckpointConfig(recipe.scheme, recipe.ignore, recipe=recipe.to_dict())
+    writer.finish(Path(source), config, report, model_card(Path(source), recipe, report))
+    emit({"event": "done", "destination": str(destination), **report["totals"]})
+    return report
+
+
+def quantized_linears(decoder: Decoder, recipe: Recipe) -> dict[str, nn.Linear]:
+    """Full name -> (meta) linear of everything that the recipe quantizes; raises if a scheme does not fit a shape."""
+    linears = {name: linear for index in range(len(decoder)) for name, linear in decoder.linears(index).items()}
+    linears[HEAD] = decoder.model.lm_head
+    config = CheckpointConfig(recipe.scheme, recipe.ignore)
+    chosen = {name: linear for name, linear in linears.items() if not config.is_ignored(name)}
+    if HEAD in chosen and decoder.tied:
+        hint = "Add lm_head to --ignore: it shares its weight with the embedding."
+        raise ConfigError("ignore", "lm_head among the ignored modules", "a tied lm_head to be quantized", hint)
+    if not chosen:
+        raise ConfigError("ignore", "some linear left to quantize", "all of them ignored")
+    for name, linear in chosen.items():
+        tensor_specs(recipe.scheme, linear.out_features, linear.in_features, where=name)
+    return chosen
+
+
+def calibration_samples(decoder: Decoder, recipe: Recipe, calibration: str | None) -> torch.Tensor | None:
+    """Token ids int64 [n, seq_len]; None where the method needs no data."""
+    if calibration is None:
+        if recipe.needs_calibration:
+            hint = "Give a text file or a dataset: --calibration FILE, --calibration wikitext2."
+            raise ConfigError("calibration", f"calibration data for method {recipe.method}", "none", hint)
+        return None
+    from transformers import AutoTokenizer
+
+    limit = getattr(decoder.config, "max_position_embeddings", None)
+    if limit is not None and recipe.seq_len > limit:
+        raise ConfigError("seq_len", f"at most {limit}, the model's max_position_embeddings", str(recipe.seq_len))
+    tokenizer = AutoTokenizer.from_pretrained(decoder.source)
+    samples = load_samples(tokenizer, calibration, recipe.num_samples, recipe.seq_len, recipe.seed)
+    vocabulary = decoder.base.embed_tokens.num_embeddings
+    if int(samples.max()) >= vocabulary:
+        raise ConfigError("tokenizer", f"token ids below {vocabulary}", str(int(samples.max())), "Is it the model's?")
+    widest = max(linear.in_features for index in range(len(decoder)) for linear in decoder.linears(index).values())
+    if samples.numel() < widest and recipe.needs_calibration:
+        warnings.warn(
+            f"calibration: {samples.numel()} tokens for layers of up to {widest} input channels make singular "
+            "Hessians; damping alone decides there. Use more samples or a longer seq_len.",
+            stacklevel=2,
+        )
+    return samples
+
+
+class _Run:
+    """One quantization run: the state that passes from block to block."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        recipe: Recipe,
+        quantized: Mapping[str, nn.Linear],
+        writer: CheckpointWriter,
+        emit: Listener,
+    ) -> None:
+        self.decoder, self.recipe, self.quantized, self.writer, self.emit = decoder, recipe, quantized, writer, emit
+        self.layers: list[dict[str, Any]] = []
+
+    def blocks(self, samples: torch.Tensor | None) -> None:
+        batches = [] if samples is None else self._embed(samples)
+        for index in range(len(self.decoder)):
+            linears = {name: linear for name, linear in self.decoder.linears(index).items() if name in self.quantized}
+            self._shard(
+                index, self.decoder.block_name(index) + ".", linears, self.decoder.block(index), batches, advance=True
+            )
+        linears = {HEAD: self.decoder.model.lm_head} if HEAD in self.quantized else {}
+        self._shard(len(self.decoder), None, linears, self.decoder.head(), batches, advance=False)
+
+    def _embed(self, samples: torch.Tensor) -> list[Batch]:
+        return self.decoder.embed(samples, max(1, TOKENS_PER_BATCH // samples.shape[1]))
+
+    def _shard(
+        self,
+        shard: int,
+        prefix: str | None,
+        linears: Mapping[str, nn.Linear],
+        context: AbstractContextManager[nn.Module],
+        batches: list[Batch],
+        advance: bool,
+    ) -> None:
+        """Quantize, or read back, the linears of one shard, and carry the activations past its block."""
+        earlier = self.writer.records(shard)
+        tensors = self._other_tensors(prefix, linears) if earlier is None else {}
+        if linears or (advance and batches):
+            with context as block, torch.no_grad():
+                if earlier is None:
+                    records, quantized = self._quantize(shard, block, linears, batches)
+                    tensors.update(quantized)
+                else:
+                    self._read_back(shard, linears)
+                    records = earlier["layers"]
+                if advance:
+                    for batch in batches:
+                        batch.hidden = self.decoder.run(shard, block, batch)
+                        batch.arguments[shard] = {}
+        else:
+            records = []
+        if earlier is None:
+            self.writer.add(shard, tensors, {"layers": records})
+        self.layers.extend(records)
+        self.emit({"event": "block", "block": shard, "linears": len(records), "resumed": earlier is not None})
+
+    def _quantize(
+        self, shard: int, block: nn.Module, linears: Mapping[str, nn.Linear], batches: list[Batch]
+    ) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
+        records, tensors = {}, {}
+        for hessian in self._hessians(shard, block, linears, batches):
+            factor = None
+            if hessian.tokens:
+                where = hessian.linears[0]
+                if not torch.isfinite(hessian.matrix).all():
+                    hint = "The model overflows on this text, or its weights are damaged."
+                    raise NumericalError(where, "finite calibration activations", "NaN or infinity", hint)
+                factor = factorize(hessian.matrix, self.recipe.order, self.recipe.damping, where)
+            for name in hessian.linears:
+                result = quantize_layer(linears[name].weight, factor, self.recipe, name)
+                linears[name].weight.copy_(result.weight.dequantize().to(linears[name].weight.dtype))
+                tensors.update({f"{name}.{suffix}": tensor for suffix, tensor in result.weight.to_tensors().items()})
+                records[name] = asdict(result.record)
+                self.emit({"event": "layer", **records[name]})
+        return [records[name] for name in linears], tensors
+
+    def _hessians(
+        self, shard: int, block: nn.Module, linears: Mapping[str, nn.Linear], batches: list[Batch]
+    ) -> list[InputHessian]:
+        if not batches:
+            return [InputHessian([name], torch.empty(0)) for name in linears]
+        collector = HessianCollector()
+        with collector.watching(linears):
+            for batch in batches:
+                if shard == len(self.decoder):
+                    block(batch.hidden.to(self.decoder.device))
+                else:
+                    self.decoder.run(shard, block, batch)
+        return collector.hessians
+
+    def _read_back(self, shard: int, linears: Mapping[str, nn.Linear]) -> None:
+        """Put the weights that an earlier run wrote into the block."""
+        path = self.writer.partial / self.writer.shard_name(shard)
+        for name, linear in linears.items():
+            weight = _stored_weight(path, name, self.recipe.scheme, (linear.out_features, linear.in_features))
+            linear.weight.copy_(weight.dequantize().to(linear.weight.dtype))
+
+    def _other_tensors(self, prefix: str | None, linears: Mapping[str, nn.Linear]) -> dict[str, torch.Tensor]:
+        """The tensors of a shard that stay as they are: those under `prefix`, or (None) those under no block."""
+        blocks = tuple(self.decoder.block_name(index) + "." for index in range(len(self.decoder)))
+        replaced = {f"{name}.weight" for name in linears}
+        chosen = [
+            name
+            for name in self.decoder.store.names()
+            if (name.startswith(prefix) if prefix else not name.startswith(blocks)) and name not in replaced
+        ]
+        if self.decoder.tied:
+            # A tied head is stored once, as the embedding.
+            chosen = [name for name in chosen if name != f"{HEAD}.weight"]
+        return {name: self.decoder.store.get(name) for name in chosen}
+
+    def report(self, samples: torch.Tensor | None, seconds: float) -> dict[str, Any]:
+        """Everything that was measured, as stored in the checkpoint."""
+        return {
+            "vllm_latq": vllm_latq.__version__,
+            "torch": torch.__version__,
+            "recipe": self.recipe.to_dict(),
+            "calibration": _sizes(samples),
+            "device": str(self.decoder.device.type),
+            "seconds": round(seconds, 3),
+            "totals": totals(self.layers),
+            "layers": self.layers,
+        }
+
+
+def totals(layers: list[dict[str, Any]]) -> dict[str, Any]:
+    """Sums over the quantized linears: weights, stored bits per weight, bytes, summed error and bound."""
+    weights = sum(layer["shape"][0] * layer["shape"][1] for layer in layers)
+    bits = sum(layer["bits"] * layer["shape"][0] * layer["shape"][1] for layer in layers)
+
+    def total(key: str) -> float | None:
+        values = [layer.get(key) for layer in layers]
+        return None if any(value is None for value in values) else sum(values)
+
+    return {
+        "weights": weights,
+        "bits_per_weight": bits / weights,
+        "bytes": round(bits / 8),
+        "error": total("error"),
+        "bound": total("bound"),
+    }
+
+
+def _sizes(samples: torch.Tensor | None) -> dict[str, int] | None:
+    return None if samples is None else {"samples": samples.shape[0], "seq_len": samples.shape[1]}
+
+
+def _stored_weight(path: Path, module: str, scheme: LayerScheme, shape: tuple[int, int]) -> Weight:
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt", device="cpu") as shard:
+        suffixes = tensor_specs(scheme, *shape, where=module)
+        tensors = {suffix: shard.get_tensor(f"{module}.{suffix}") for suffix in suffixes}
+    return weight_from_tensors(tensors, scheme, shape, module)

@@ -1,0 +1,147 @@
+"""Writes a checkpoint block by block, so that an interrupted run leaves nothing that loads and loses nothing.
+
+Everything goes to `OUT.partial`. A finished block is one safetensors shard and one small JSON of its records, each
+renamed into place after it was written. `finish` adds the index, the report, the model card, the tokenizer and, last,
+config.json, and renames the directory to `OUT`. A later run may adopt the finished blocks of `OUT.partial`.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from vllm_latq.checkpoint import INDEX_FILE, REPORT_FILE, fingerprint_of, read_json, tensor_digest
+from vllm_latq.config import CheckpointConfig
+from vllm_latq.errors import CheckpointError, ConfigError
+
+COMPANION_FILES = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+_STATE_FILE = "state.json"
+
+
+class CheckpointWriter:
+    """One checkpoint in the making.
+
+    Args:
+        destination: directory to create; must not exist or be empty.
+        shards: number of shards that will be added.
+        identity: whatever must be equal for a partial run to be resumed: recipe, source, versions; plain JSON.
+        resume: adopt the finished shards of an interrupted run of the same identity.
+    """
+
+    def __init__(self, destination: str | Path, shards: int, identity: Mapping[str, Any], resume: bool = False) -> None:
+        self.destination = Path(destination)
+        self.shards = shards
+        if self.destination.exists() and (not self.destination.is_dir() or any(self.destination.iterdir())):
+            hint = "Choose another directory or remove this one."
+            raise CheckpointError(str(destination), "a new or empty directory", "one that holds files", hint)
+        self.partial = self.destination.with_name(self.destination.name + ".partial")
+        state = {"shards": shards, "identity": json.loads(json.dumps(identity))}
+        if self.partial.exists() and not resume:
+            hint = "Go on with --resume, or remove it to start over."
+            raise CheckpointError(str(self.partial), "no partial run", "an interrupted one", hint)
+        if self.partial.exists():
+            self._check_same(state)
+        else:
+            self.partial.mkdir(parents=True)
+            self._write_json(_STATE_FILE, state)
+
+    def records(self, shard: int) -> dict[str, Any] | None:
+        """What `add` recorded for a shard of an earlier run; None if it was not finished."""
+        path = self.partial / self._records_name(shard)
+        return read_json(path) if path.exists() else None
+
+    def add(self, shard: int, tensors: Mapping[str, torch.Tensor], records: Mapping[str, Any]) -> None:
+        """Write a shard and its records; when this returns they survive a crash."""
+        stored = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        path = self.partial / self.shard_name(shard)
+        save_file(stored, path.with_suffix(".tmp"), metadata={"format": "pt"})
+        _rename_durably(path.with_suffix(".tmp"), path)
+        bookkeeping = {
+            "digests": [tensor_digest(name, tensor) for name, tensor in stored.items()],
+            "bytes": sum(tensor.element_size() * tensor.numel() for tensor in stored.values()),
+        }
+        self._write_json(self._records_name(shard), {**records, **bookkeeping})
+
+    def finish(
+        self,
+        source: Path,
+        quantization: CheckpointConfig,
+        report: Mapping[str, Any],
+        card: str,
+    ) -> None:
+        """Complete the directory and move it to its destination."""
+        finished = [read_json(self.partial / self._records_name(shard)) for shard in range(self.shards)]
+        digests = [digest for records in finished for digest in records["digests"]]
+        weight_map = {
+            digest.split(" ", 1)[0]: self.shard_name(shard)
+            for shard, records in enumerate(finished)
+            for digest in records["digests"]
+        }
+        total = sum(records["bytes"] for records in finished)
+        self._write_json(INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        self._write_json(REPORT_FILE, report)
+        (self.partial / "README.md").write_text(card, encoding="utf-8")
+        for name in COMPANION_FILES:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, self.partial / name)
+        config = read_json(source / "config.json")
+        quantization_config = {**quantization.to_dict(), "fingerprint": fingerprint_of(digests)}
+        self._write_json("config.json", {**config, "quantization_config": quantization_config})
+        for shard in range(self.shards):
+            (self.partial / self._records_name(shard)).unlink()
+        (self.partial / _STATE_FILE).unlink()
+        if self.destination.exists():
+            self.destination.rmdir()
+        _rename_durably(self.partial, self.destination)
+
+    def shard_name(self, shard: int) -> str:
+        return f"model-{shard + 1:05d}-of-{self.shards:05d}.safetensors"
+
+    def _records_name(self, shard: int) -> str:
+        return f"records-{shard + 1:05d}.json"
+
+    def _check_same(self, state: Mapping[str, Any]) -> None:
+        found = read_json(self.partial / _STATE_FILE)
+        if found != state:
+            old, new = found.get("identity", {}), state["identity"]
+            changed = sorted(key for key in {*old, *new} if old.get(key) != new.get(key)) or ["shards"]
+            hint = "Resume with the same options, or remove it to start over."
+            expected = "an interrupted run of the same recipe and model"
+            raise ConfigError(str(self.partial), expected, f"one with another {', '.join(changed)}", hint)
+
+    def _write_json(self, name: str, value: Mapping[str, Any]) -> None:
+        path = self.partial / name
+        temporary = path.with_name(path.name + ".tmp")
+        temporary.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        _rename_durably(temporary, path)
+
+
+def _rename_durably(old: Path, new: Path) -> None:
+    """Rename after the contents reached the disk, then make the rename itself durable."""
+    _sync(old)
+    os.replace(old, new)
+    _sync(new.parent)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,229 @@
+"""The `latq` command: quantize, verify, inspect, eval.
+
+Exit status: 0 done, 1 a problem that was reported, 2 wrong usage.
+"""
+
+import argparse
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import vllm_latq
+from vllm_latq import console
+from vllm_latq.errors import LatqError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit status."""
+    options = build_parser().parse_args(arguments)
+    warnings.showwarning = _show_warning
+    try:
+        return options.run(options)
+    except LatqError as error:
+        print(f"latq: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("latq: interrupted; finished blocks are kept", file=sys.stderr)
+        return 130
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="latq", description="Lattice quantization with an error guarantee.")
+    parser.add_argument("--version", action="version", version=f"vllm-latq {vllm_latq.__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_quantize(commands)
+    _add_verify(commands)
+    _add_inspect(commands)
+    _add_eval(commands)
+    return parser
+
+
+def _add_quantize(commands: Any) -> None:
+    command = commands.add_parser("quantize", help="quantize a model into a checkpoint")
+    command.set_defaults(run=_quantize)
+    command.add_argument("model", metavar="MODEL", help="model directory or hub name")
+    command.add_argument("destination", metavar="OUT", help="directory to create")
+    # Defaults live in Recipe alone: an option that is not given is not passed on.
+    recipe = command.add_argument_group("recipe", argument_default=argparse.SUPPRESS)
+    recipe.add_argument("--method", required=True, choices=("rtn", "gptq", "ssqr", "hptq", "hrtn"))
+    recipe.add_argument("--bits", type=int, help="code width: 2, 3, 4 or 8 (rtn, gptq, ssqr; default 4)")
+    recipe.add_argument("--group-size", type=int, help="input channels per scale, -1 for a whole row (default 128)")
+    recipe.add_argument("--outlier-rate", type=float, help="share of weights kept as outliers (ssqr; default 0.01)")
+    recipe.add_argument("--target-bits", type=float, help="stored bits per weight to meet (hptq, hrtn)")
+    recipe.add_argument("--order", choices=("natural", "act", "min-pivot"), help="rounding order (default act)")
+    recipe.add_argument("--damping", type=float, help="of the Hessian, relative to its mean diagonal (default 0.01)")
+    recipe.add_argument("--scales", choices=("absmax", "mse"), help="how group scales are found (default mse)")
+    recipe.add_argument("--num-samples", type=int, help="calibration windows (default 256)")
+    recipe.add_argument("--seq-len", type=int, help="tokens per calibration window (default 2048)")
+    recipe.add_argument("--seed", type=int, help="of the choice of windows (default 0)")
+    recipe.add_argument("--ignore", nargs="*", help="modules to leave unquantized (default lm_head)")
+    command.add_argument("--calibration", help="text file, wikitext2, c4, or a hub dataset org/name[:config]")
+    command.add_argument("--device", help="torch device (default: cuda where there is one)")
+    command.add_argument("--resume", action="store_true", help="go on with an interrupted run")
+    command.add_argument("--dry-run", action="store_true", help="show shapes, bits and bytes; compute nothing")
+    command.add_argument("--json", action="store_true", help="one JSON object per event (with --dry-run: the plan)")
+
+
+def _add_verify(commands: Any) -> None:
+    command = commands.add_parser("verify", help="check every invariant of a checkpoint")
+    command.set_defaults(run=_verify)
+    command.add_argument("checkpoint", metavar="CKPT")
+    command.add_argument("--json", action="store_true")
+
+
+def _add_inspect(commands: Any) -> None:
+    command = commands.add_parser("inspect", help="show what a checkpoint holds")
+    command.set_defaults(run=_inspect)
+    command.add_argument("checkpoint", metavar="CKPT")
+    command.add_argument("--json", action="store_true")
+
+
+def _add_eval(commands: Any) -> None:
+    command = commands.add_parser("eval", help="perplexity, divergence from a baseline, zero-shot tasks")
+    command.set_defaults(run=_eval)
+    command.add_argument("model", metavar="MODEL_OR_CKPT")
+    text = command.add_mutually_exclusive_group()
+    text.add_argument("--text", help="text file")
+    text.add_argument("--dataset", help="wikitext2, c4, or a hub dataset org/name[:config]")
+    command.add_argument("--tasks", nargs="+", help="lm-eval tasks, zero-shot")
+    command.add_argument("--include-path", help="folder with further lm-eval task definitions")
+    command.add_argument("--limit", type=float, help="documents per task")
+    command.add_argument("--baseline", help="original model: adds KL divergence and top-1 agreement")
+    command.add_argument("--seq-len", type=int, default=2048)
+    command.add_argument("--batch-size", type=int, default=1)
+    command.add_argument("--device")
+    command.add_argument("--dtype", default="auto", help="auto (as stored), float32, bfloat16 or float16")
+    command.add_argument("--json", action="store_true")
+
+
+def _quantize(options: argparse.Namespace) -> int:
+    from vllm_latq.quantize.loading import model_directory
+    from vllm_latq.quantize.pipeline import quantize_checkpoint
+    from vllm_latq.quantize.plan import plan
+    from vllm_latq.quantize.recipe import Recipe
+
+    names = Recipe.__dataclass_fields__.keys()
+    given = {name: value for name, value in vars(options).items() if name in names}
+    if "ignore" in given:
+        given["ignore"] = tuple(given["ignore"])
+    recipe = Recipe(**given)
+    source = model_directory(options.model)
+    if options.dry_run:
+        planned = plan(recipe, source)
+        if options.json:
+            console.print_json(planned)
+            return 0
+        rows = [
+            (layer["name"], f"{layer['shape'][0]}x{layer['shape'][1]}", f"{layer['bits']:.3f}", f"{layer['bytes']:,}")
+            for layer in planned["layers"]
+        ]
+        total = planned["totals"]
+        rows.append(("total", f"{total['weights']:,}", f"{total['bits_per_weight']:.3f}", f"{total['bytes']:,}"))
+        console.print_table(f"{recipe.method}: what would be quantized", ("linear", "shape", "bits", "bytes"), rows)
+        return 0
+    with console.JsonEvents() if options.json else console.ProgressDisplay() as display:
+        quantize_checkpoint(
+            recipe,
+            source,
+            options.destination,
+            calibration=options.calibration,
+            device=options.device,
+            resume=options.resume,
+            on_event=display,
+        )
+    return 0
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from vllm_latq.checkpoint import verify
+
+    problems = [str(problem) for problem in verify(options.checkpoint)]
+    if options.json:
+        console.print_json({"checkpoint": options.checkpoint, "valid": not problems, "problems": problems})
+    else:
+        for problem in problems:
+            print(f"latq: {problem}", file=sys.stderr)
+        print(f"{options.checkpoint}: {f'{len(problems)} problem(s)' if problems else 'valid'}")
+    return 1 if problems else 0
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    from vllm_latq.inspection import inspect_checkpoint
+
+    summary = inspect_checkpoint(options.checkpoint)
+    if options.json:
+        console.print_json(summary)
+        return 0
+    rows = [
+        (
+            layer["name"],
+            f"{layer['shape'][0]}x{layer['shape'][1]}",
+            layer["encoding"],
+            f"{layer['bits']:.3f}",
+            f"{100 * layer['outlier_density']:.2f}%",
+            console.number(layer["relative_error"]),
+            console.number(layer["error"]),
+            console.number(layer["bound"]),
+        )
+        for layer in summary["layers"]
+    ]
+    weights, bits = f"{summary['weights']:,}", f"{summary['bits_per_weight']:.3f}"
+    rows.append(("total", weights, f"{summary['bytes']:,} bytes", bits, "", "", "", ""))
+    columns = ("linear", "shape", "encoding", "bits", "outliers", "relative error", "error", "bound")
+    console.print_table(options.checkpoint, columns, rows)
+    return 0
+
+
+def _eval(options: argparse.Namespace) -> int:
+    from vllm_latq.errors import ConfigError
+
+    source = options.text or options.dataset
+    if source is None and not options.tasks:
+        raise ConfigError("eval", "--text, --dataset or --tasks", "none of them")
+    result: dict[str, Any] = {}
+    if source is not None:
+        from vllm_latq.quantize.evaluate import evaluate
+
+        evaluation = evaluate(
+            options.model,
+            source,
+            seq_len=options.seq_len,
+            baseline=options.baseline,
+            device=options.device,
+            batch_size=options.batch_size,
+            dtype=options.dtype,
+        )
+        result |= evaluation.to_dict()
+    if options.tasks:
+        from vllm_latq.quantize.tasks import run_tasks
+
+        result["tasks"] = run_tasks(
+            options.model,
+            options.tasks,
+            limit=options.limit,
+            include_path=options.include_path,
+            device=options.device,
+            dtype=options.dtype,
+        )
+    if options.json:
+        console.print_json(result)
+        return 0
+    tasks = result.pop("tasks", {})
+    rows = [(name, console.number(value, 6)) for name, value in result.items()]
+    rows += [
+        (f"{task} {metric}", console.number(value, 4))
+        for task, metrics in tasks.items()
+        for metric, value in metrics.items()
+        if isinstance(value, float | int)
+    ]
+    console.print_table(options.model, ("measure", "value"), rows)
+    return 0
+
+
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    print(f"latq: warning: {message}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,96 @@
+"""What the commands show: tables, and the progress of a quantization as a live bar, plain lines or JSON lines."""
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+
+def print_json(value: Any) -> None:
+    """One JSON document on standard output."""
+    print(json.dumps(value, indent=2))
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    """A number with a few significant digits; a dash for None."""
+    return "-" if value is None else f"{value:.{digits}g}"
+
+
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table whose first column is text and whose others are right-aligned."""
+    table = Table(title=title)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    # Piped output is not cut to a terminal's width.
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+
+
+class JsonEvents:
+    """One JSON object per line and event."""
+
+    def __enter__(self) -> "JsonEvents":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def __call__(self, event: Mapping[str, Any]) -> None:
+        print(json.dumps(event), flush=True)
+
+
+class ProgressDisplay:
+    """A live bar on a terminal; one line per linear above it, or alone where there is no terminal."""
+
+    def __init__(self) -> None:
+        self.console = Console(stderr=True)
+        self.progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=self.console,
+            disable=not self.console.is_terminal,
+        )
+
+    def __enter__(self) -> "ProgressDisplay":
+        self.progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.progress.stop()
+
+    def __call__(self, event: Mapping[str, Any]) -> None:
+        handler = getattr(self, f"_{event['event']}")
+        handler(event)
+
+    def _start(self, event: Mapping[str, Any]) -> None:
+        self.task = self.progress.add_task("linears", total=event["linears"])
+
+    def _layer(self, event: Mapping[str, Any]) -> None:
+        holds = {True: "holds", False: "VIOLATED", None: "not claimed"}[event["bound_holds"]]
+        self.console.print(
+            f"{event['name']}  {event['shape'][0]}x{event['shape'][1]}  {event['bits']:.3f} bits  "
+            f"outliers {100 * event['outlier_density']:.2f}%  relative error {number(event['relative_error'])}  "
+            f"error {number(event['error'])}  bound {number(event['bound'])} ({holds})  {event['seconds']:.2f} s",
+            highlight=False,
+            soft_wrap=True,
+        )
+        self.progress.advance(self.task)
+
+    def _block(self, event: Mapping[str, Any]) -> None:
+        if event["resumed"]:
+            self.console.print(f"block {event['block']}: taken from the interrupted run", highlight=False)
+            self.progress.advance(self.task, event["linears"])
+
+    def _done(self, event: Mapping[str, Any]) -> None:
+        self.console.print(
+            f"{event['destination']}: {event['bits_per_weight']:.4f} bits per weight, {event['bytes']:,} bytes",
+            highlight=False,
+        )

@@ -1,0 +1,47 @@
+"""What a checkpoint holds, layer by layer: sizes recounted from the stored tensors, errors from its report."""
+
+from pathlib import Path
+from typing import Any
+
+from vllm_latq.checkpoint import CheckpointReader
+
+_FROM_REPORT = ("error", "relative_error", "bound", "expected_error", "bound_holds", "damping", "seconds")
+
+
+def inspect_checkpoint(directory: str | Path) -> dict[str, Any]:
+    """A JSON-ready summary.
+
+    Returns:
+        `bits_per_weight` and `bytes` over all quantized linears, everything stored counted; `weights`; `recipe`;
+        `fingerprint`; and `layers`: name, shape, encoding, bits (stored per weight), outlier_density, and from the
+        report error, relative_error, bound, bound_holds.
+
+    Raises:
+        LatqError: the checkpoint is damaged.
+    """
+    reader = CheckpointReader(directory)
+    measured = {layer["name"]: layer for layer in reader.report().get("layers", [])}
+    layers, total_bits, total_weights = [], 0, 0
+    for name, (rows, cols) in reader.shapes.items():
+        weight = reader.weight(name)
+        bits = weight.storage_bits()
+        total_bits, total_weights = total_bits + bits, total_weights + rows * cols
+        record = measured.get(name, {})
+        layers.append(
+            {
+                "name": name,
+                "shape": [rows, cols],
+                "encoding": weight.scheme.encoding,
+                "bits": bits / (rows * cols),
+                "outlier_density": weight.outlier_density(),
+                **{key: record.get(key) for key in _FROM_REPORT},
+            }
+        )
+    return {
+        "bits_per_weight": total_bits / max(total_weights, 1),
+        "bytes": total_bits // 8,
+        "weights": total_weights,
+        "recipe": dict(reader.config.recipe),
+        "fingerprint": reader.config.fingerprint,
+        "layers": layers,
+    }
