@@ -1,0 +1,143 @@
+"""The recipe of a quantization run.
+
+Invariant: an instance is valid; it states everything the result depends on besides model and calibration text.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from vllm_latq.config import SUPPORTED_BITS, WHOLE_ROW, LayerScheme
+from vllm_latq.errors import ConfigError
+from vllm_latq.quantize.lattice import ORDERS
+from vllm_latq.quantize.scales import SCALE_METHODS
+
+# Options a method does not read. Setting one would suggest an effect it does not have, so it is refused.
+_RECURSION = ("order", "damping", "block_size")
+_GRID = ("bits", "group_size", "outlier_rate", "scales")
+_UNUSED = {
+    "rtn": ("outlier_rate", "target_bits", *_RECURSION),
+    "gptq": ("outlier_rate", "target_bits"),
+    "ssqr": ("target_bits",),
+    "hptq": _GRID,
+    "hrtn": (*_GRID, *_RECURSION),
+}
+METHODS = tuple(_UNUSED)
+HUFFMAN_METHODS = ("hptq", "hrtn")
+MAX_OUTLIER_RATE = 0.5
+MAX_TARGET_BITS = 16.0
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to quantize a model.
+
+    Attributes:
+        method: rtn (round to nearest), gptq (clipped), ssqr (unclipped, overflow to sparse outliers), hptq (unclipped,
+            one scale, Huffman-coded) or hrtn (the same by plain rounding).
+        bits: code width of rtn, gptq and ssqr: 2, 3, 4 or 8.
+        group_size: input channels per scale, -1 for the whole row.
+        outlier_rate: share of the weights that ssqr may keep as outliers, in (0, 0.5].
+        target_bits: average stored bits per weight of hptq and hrtn, in (1, 16].
+        order: rounding order: natural, act or min-pivot.
+        damping: lambda relative to the mean diagonal of the Hessian.
+        scales: absmax or mse.
+        num_samples: calibration sequences.
+        seq_len: tokens in each.
+        seed: picks the calibration sequences.
+        ignore: linears that stay unquantized, by name or ending.
+        block_size: columns per lazy batch of the recursion; a matter of speed.
+    """
+
+    method: str
+    bits: int = 4
+    group_size: int = 128
+    outlier_rate: float = 0.01
+    target_bits: float | None = None
+    order: str = "act"
+    damping: float = 0.01
+    scales: str = "mse"
+    num_samples: int = 256
+    seq_len: int = 2048
+    seed: int = 0
+    ignore: tuple[str, ...] = ("lm_head",)
+    block_size: int = 128
+
+    def __post_init__(self) -> None:
+        _check_choice("method", self.method, METHODS)
+        _check_choice("order", self.order, ORDERS)
+        _check_choice("scales", self.scales, SCALE_METHODS)
+        if type(self.bits) is not int or self.bits not in SUPPORTED_BITS:
+            raise _error("bits", f"one of {', '.join(map(str, SUPPORTED_BITS))}", self.bits)
+        if self.group_size != WHOLE_ROW:
+            _check_integer("group_size", self.group_size, 1, "-1 (whole row) or a positive integer")
+        for name, low in (("num_samples", 1), ("seq_len", 1), ("seed", 0), ("block_size", 1)):
+            _check_integer(name, getattr(self, name), low)
+        _check_number("outlier_rate", self.outlier_rate, 0.0, MAX_OUTLIER_RATE)
+        _check_number("damping", self.damping, 0.0, math.inf)
+        if self.target_bits is not None:
+            _check_number("target_bits", self.target_bits, 1.0, MAX_TARGET_BITS)
+        elif self.method in HUFFMAN_METHODS:
+            hint = f"{self.method} searches for the scale that meets it."
+            raise _error("target_bits", "average bits per weight above 1 and at most 16", None, hint)
+        self._check_unused()
+        object.__setattr__(self, "ignore", _names(self.ignore))
+
+    def _check_unused(self) -> None:
+        for field in fields(self):
+            if field.name in _UNUSED[self.method] and getattr(self, field.name) != field.default:
+                hint = f"{self.method} does not use {field.name}: leave it out."
+                raise _error(field.name, f"the default {field.default!r}", getattr(self, field.name), hint)
+
+    @property
+    def scheme(self) -> LayerScheme:
+        """How the layers are stored."""
+        if self.method in HUFFMAN_METHODS:
+            return LayerScheme("huffman")
+        return LayerScheme("packed", self.bits, self.group_size, outliers=self.method == "ssqr")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values, every field."""
+        return {**asdict(self), "ignore": list(self.ignore)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Recipe":
+        """Inverse of `to_dict`; fields may be left out, unknown keys are refused with ConfigError."""
+        if not isinstance(values, Mapping):
+            raise ConfigError("recipe", "an object", type(values).__name__)
+        known = {field.name for field in fields(cls)}
+        unknown = sorted(str(key) for key in values if key not in known)
+        if unknown:
+            raise ConfigError("recipe", f"keys among {', '.join(sorted(known))}", f"unknown {', '.join(unknown)}")
+        if "method" not in values:
+            raise _error("method", f"one of {', '.join(METHODS)}", None)
+        return cls(**values)
+
+
+def _error(field: str, expected: str, found: Any, hint: str = "") -> ConfigError:
+    return ConfigError(f"recipe.{field}", expected, "nothing" if found is None else repr(found), hint)
+
+
+def _check_choice(field: str, value: Any, choices: tuple[str, ...]) -> None:
+    if not isinstance(value, str) or value not in choices:
+        raise _error(field, f"one of {', '.join(choices)}", value)
+
+
+def _check_integer(field: str, value: Any, low: int, expected: str = "") -> None:
+    # bool is an int to Python, and a mistake here.
+    if type(value) is not int or value < low:
+        raise _error(field, expected or f"an integer of at least {low}", value)
+
+
+def _check_number(field: str, value: Any, above: float, up_to: float) -> None:
+    if type(value) not in (int, float) or not above < value <= up_to or math.isinf(value):
+        expected = f"a finite number above {above:g}" + ("" if math.isinf(up_to) else f" and at most {up_to:g}")
+        raise _error(field, expected, value)
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    # A bare string would be taken apart into letters.
+    if not isinstance(value, list | tuple) or not all(isinstance(name, str) and name for name in value):
+        raise _error("ignore", "a list of module names", value)
+    return tuple(value)

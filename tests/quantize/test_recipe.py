@@ -1,0 +1,111 @@
+"""The recipe refuses every bad value by name, and survives the way through JSON."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+
+from vllm_latq.config import LayerScheme
+from vllm_latq.errors import ConfigError
+from vllm_latq.quantize.recipe import METHODS, Recipe
+
+GOOD = {
+    "rtn": {"bits": 3, "group_size": 64, "scales": "absmax"},
+    "gptq": {"bits": 2, "group_size": -1, "order": "min-pivot", "damping": 0.1, "block_size": 32},
+    "ssqr": {"bits": 8, "outlier_rate": 0.5, "seed": 7, "ignore": ("lm_head", "mlp.gate")},
+    "hptq": {"target_bits": 2.5, "order": "natural", "num_samples": 3, "seq_len": 100},
+    "hrtn": {"target_bits": 16},
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_round_trip_through_json(method):
+    recipe = Recipe(method, **GOOD[method])
+    values = json.loads(json.dumps(recipe.to_dict()))
+    assert set(values) == {field.name for field in dataclasses.fields(Recipe)}
+    assert Recipe.from_dict(values) == recipe
+    assert hash(Recipe.from_dict(values)) == hash(recipe)
+
+
+def test_defaults():
+    recipe = Recipe("ssqr")
+    assert (recipe.bits, recipe.group_size, recipe.outlier_rate, recipe.order, recipe.scales) == (
+        4,
+        128,
+        0.01,
+        "act",
+        "mse",
+    )
+    assert (recipe.damping, recipe.num_samples, recipe.seq_len, recipe.ignore) == (0.01, 256, 2048, ("lm_head",))
+    assert Recipe.from_dict({"method": "ssqr"}) == recipe
+
+
+def test_scheme_of_each_method():
+    assert Recipe("rtn", bits=3).scheme == LayerScheme("packed", 3, 128, False)
+    assert Recipe("gptq", group_size=-1).scheme == LayerScheme("packed", 4, -1, False)
+    assert Recipe("ssqr", bits=2).scheme == LayerScheme("packed", 2, 128, True)
+    assert Recipe("hptq", target_bits=3).scheme == Recipe("hrtn", target_bits=2).scheme == LayerScheme("huffman")
+
+
+BAD = [
+    ("gptq", "bits", [0, 1, 5, 6, 16, -4, True, 4.0, "4", None]),
+    ("gptq", "group_size", [0, -2, 12.5, True, "128", None]),
+    ("ssqr", "outlier_rate", [0, 0.0, -0.01, 0.51, 1, math.nan, math.inf, True, "1%", None]),
+    ("hptq", "target_bits", [None, 0, 1, 1.0, 16.01, -3, math.nan, math.inf, True, "3"]),
+    ("hrtn", "target_bits", [None, 1.0, 17]),
+    ("gptq", "order", ["", "descending", "ACT", None, 1]),
+    ("gptq", "damping", [0, 0.0, -0.01, math.nan, math.inf, True, "0.01", None]),
+    ("gptq", "scales", ["", "max", None, ["mse"]]),
+    ("gptq", "num_samples", [0, -1, 1.5, True, None]),
+    ("gptq", "seq_len", [0, -1, 2048.0, None]),
+    ("gptq", "seed", [-1, 0.5, True, None]),
+    ("gptq", "block_size", [0, -128, None]),
+    ("gptq", "ignore", ["lm_head", None, ("",), (1,), {"lm_head"}]),
+    ("gptq", "target_bits", [3.0]),
+    ("gptq", "outlier_rate", [0.02]),
+    ("rtn", "order", ["natural"]),
+    ("rtn", "damping", [0.02]),
+    ("ssqr", "target_bits", [3]),
+    ("hptq", "bits", [3]),
+    ("hptq", "group_size", [64]),
+    ("hptq", "scales", ["absmax"]),
+    ("hrtn", "order", ["natural"]),
+]
+
+
+@pytest.mark.parametrize(("method", "field", "value"), [(m, f, value) for m, f, values in BAD for value in values])
+def test_bad_values_are_refused_by_name(method, field, value):
+    target = {"target_bits": 3.0} if method in ("hptq", "hrtn") else {}
+    for build in (
+        lambda options: Recipe(method, **options),
+        lambda options: Recipe.from_dict({"method": method, **options}),
+    ):
+        with pytest.raises(ConfigError, match=f"^recipe.{field}: expected .*, found ") as caught:
+            build({**target, field: value})
+        assert ("nothing" if value is None else repr(value)) in str(caught.value)
+
+
+@pytest.mark.parametrize("method", ["", "awq", "GPTQ", None, 4])
+def test_unknown_method_lists_the_known_ones(method):
+    with pytest.raises(ConfigError, match="rtn, gptq, ssqr, hptq, hrtn"):
+        Recipe(method)
+
+
+def test_unused_options_say_so():
+    with pytest.raises(ConfigError, match="hptq does not use bits: leave it out"):
+        Recipe("hptq", bits=3, target_bits=3.0)
+
+
+def test_from_dict_refuses_what_it_does_not_know():
+    with pytest.raises(ConfigError, match="unknown bit, group"):
+        Recipe.from_dict({"method": "gptq", "group": 1, "bit": 4})
+    with pytest.raises(ConfigError, match="expected an object, found list"):
+        Recipe.from_dict(["gptq"])
+    with pytest.raises(ConfigError, match=r"recipe\.method: expected one of rtn, .*, found nothing"):
+        Recipe.from_dict({"bits": 4})
+
+
+def test_recipe_is_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Recipe("rtn").bits = 3

@@ -1,0 +1,112 @@
+"""Static scales: what is returned is what is stored, and nothing shrinks better."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_latq.errors import ConfigError, NumericalError, UnsupportedShapeError
+from vllm_latq.quantize.scales import SCALE_METHODS, SHRINK_STEPS, SMALLEST_SHRINK, grid, group_scales
+
+FLOAT32_TOLERANCE = 1e-6
+
+
+def weights(rows: int, cols: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(rows, cols, generator=generator)
+    return weight * (1 + 4 * torch.rand(rows, cols, generator=generator).pow(10))
+
+
+def squared_error(weight: torch.Tensor, scales: torch.Tensor, bits: int) -> torch.Tensor:
+    """Error of each group, float64 [r, G]."""
+    grouped = weight.double().view(*scales.shape, -1)
+    steps = scales.double().unsqueeze(-1)
+    return ((grouped / steps).round().clamp(*grid(bits)) * steps - grouped).square().sum(-1)
+
+
+def test_grid_is_twos_complement():
+    assert [grid(bits) for bits in (2, 3, 4, 8)] == [(-2, 1), (-4, 3), (-8, 7), (-128, 127)]
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize(
+    ("rows", "cols", "group_size"), [(1, 1, 1), (33, 63, 21), (33, 63, -1), (7, 500, 125), (5, 32, 32)]
+)
+def test_absmax_is_the_rounded_largest_weight(bits, rows, cols, group_size):
+    weight = weights(rows, cols)
+    scales = group_scales(weight, bits, group_size, "absmax")
+    groups = 1 if group_size == -1 else cols // group_size
+    largest = torch.stack([part.abs().amax(1) for part in weight.split(cols // groups, 1)], 1)
+    assert scales.dtype == torch.bfloat16
+    assert torch.equal(scales, (largest / grid(bits)[1]).to(torch.bfloat16))
+
+
+@given(
+    bits=st.sampled_from([2, 3, 4, 8]),
+    rows=st.sampled_from([1, 33]),
+    groups=st.sampled_from([1, 3]),
+    group_size=st.sampled_from([1, 21, 64]),
+    seed=st.integers(0, 10**6),
+)
+@settings(max_examples=25, deadline=None)
+def test_mse_is_the_best_of_all_candidates(bits, rows, groups, group_size, seed):
+    weight = weights(rows, groups * group_size, seed)
+    found = squared_error(weight, group_scales(weight, bits, group_size, "mse"), bits)
+    largest = weight.view(rows, groups, -1).abs().amax(-1) / grid(bits)[1]
+    for step in range(1, SHRINK_STEPS + 1):
+        candidate = (largest * (SMALLEST_SHRINK + (1 - SMALLEST_SHRINK) * step / SHRINK_STEPS)).to(torch.bfloat16)
+        error = squared_error(weight, candidate, bits)
+        assert bool((found <= error * (1 + FLOAT32_TOLERANCE) + 1e-12).all())
+
+
+def test_rows_do_not_influence_each_other():
+    # More rows than one chunk of the search holds.
+    weight = weights(600, 512)
+    together = group_scales(weight, 3, 64)
+    assert torch.equal(together, torch.cat([group_scales(part, 3, 64) for part in weight.split(123)]))
+
+
+@pytest.mark.parametrize("how", SCALE_METHODS)
+def test_zero_and_vanishing_groups_have_scale_one(how):
+    weight = weights(3, 8)
+    weight[1, 4:] = 0
+    weight[2, :4] = 1e-41
+    scales = group_scales(weight, 4, 4, how)
+    assert scales[1, 1] == 1
+    assert scales[2, 0] == 1
+    assert bool((scales > 0).all())
+    rounded = (weight / scales.float().repeat_interleave(4, 1)).round()
+    assert not rounded[1, 4:].any()
+    assert not rounded[2, :4].any()
+
+
+@pytest.mark.parametrize("how", SCALE_METHODS)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_non_finite_weights_are_named(how, bad):
+    weight = weights(4, 8)
+    weight[2, 5] = bad
+    with pytest.raises(NumericalError, match=r"layers\.0\.o_proj: expected finite weight, found .* at \[2, 5\] and 1"):
+        group_scales(weight, 4, 4, how, where="layers.0.o_proj")
+
+
+def test_weights_beyond_bfloat16_are_refused():
+    with pytest.raises(NumericalError, match="bfloat16 can hold"):
+        group_scales(torch.tensor([[3.4e38]]), 2, 1, "absmax")
+
+
+def test_groups_must_divide_the_columns():
+    with pytest.raises(UnsupportedShapeError, match=r"up_proj: expected input channels divisible by group_size=5"):
+        group_scales(weights(2, 8), 4, 5, where="up_proj")
+
+
+def test_unknown_method_is_refused():
+    with pytest.raises(ConfigError, match="mse, absmax"):
+        group_scales(weights(2, 8), 4, 4, "max")
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (3, 0)])
+def test_empty_weights(shape):
+    scales = group_scales(torch.zeros(shape), 4, -1)
+    assert scales.shape == (shape[0], 1)
