@@ -1,0 +1,70 @@
+"""Calibration samples: equally long windows of token ids, the activations of which make the Hessians.
+
+Invariant: the windows do not overlap and are the same for the same text, tokenizer, sizes and seed.
+"""
+
+import warnings
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from vllm_latq.errors import CalibrationError
+from vllm_latq.quantize.text_source import calibration_text
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# English text has about 4 characters per token; reading twice that leaves windows to choose from.
+CHARS_PER_TOKEN = 8
+
+
+def tokenize(tokenizer: "PreTrainedTokenizerBase", text: str) -> Tensor:
+    """Token ids of the whole text, int64 [n], with the special tokens the tokenizer adds to one text, as in GPTQ."""
+    # verbose=False: "longer than the model's maximum length" does not matter for text that is cut into windows.
+    return torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64)
+
+
+def load_samples(
+    tokenizer: "PreTrainedTokenizerBase", source: str, num_samples: int, seq_len: int, seed: int = 0
+) -> Tensor:
+    """Draws calibration windows from a text.
+
+    The text is tokenized as one string and cut into non-overlapping windows, of which `num_samples` are drawn without
+    replacement. A shorter text gives all the windows it has, with a warning that states both numbers.
+
+    Args:
+        tokenizer: the tokenizer of the model to be quantized.
+        source: a text file, `wikitext2`, `c4`, a hub dataset `org/name[:config]`, or a dataset folder.
+        num_samples: number of windows wanted, at least 1.
+        seq_len: tokens per window, at least 1.
+        seed: of the choice and the order of the windows.
+
+    Returns:
+        Token ids, int64 [n, seq_len] with 1 <= n <= num_samples.
+
+    Raises:
+        CalibrationError: a size below 1, a source that cannot be read, or a text shorter than one window.
+    """
+    for name, value in (("num_samples", num_samples), ("seq_len", seq_len)):
+        if value < 1:
+            raise CalibrationError(name, "at least 1", str(value))
+    text = calibration_text(source, max_chars=num_samples * seq_len * CHARS_PER_TOKEN, seed=seed)
+    ids = tokenize(tokenizer, text)
+    available = ids.numel() // seq_len
+    if available == 0:
+        raise CalibrationError(
+            f"calibration text {source}",
+            f"at least one window of {seq_len} tokens",
+            f"{ids.numel()} tokens",
+            "Use more text or a smaller seq_len.",
+        )
+    if available < num_samples:
+        warnings.warn(
+            f"calibration text {source}: {num_samples} windows of {seq_len} tokens were asked for, "
+            f"its {ids.numel()} tokens make {available}; calibrating on {available * seq_len} tokens.",
+            stacklevel=2,
+        )
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randperm(available, generator=generator)[:num_samples]
+    return ids[: available * seq_len].view(available, seq_len)[drawn].contiguous()

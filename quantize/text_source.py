@@ -1,0 +1,176 @@
+"""Text for calibration and evaluation, by name: a UTF-8 file, a dataset of the Hugging Face hub, or a dataset folder.
+
+Invariant: what is returned is never empty, and depends only on the source, the split and the seed.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_latq.errors import CalibrationError
+
+# Documents are drawn through a buffer of this size; a hub dataset is streamed, never downloaded whole.
+SHUFFLE_BUFFER = 10_000
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
+FILE_SUFFIXES = {".txt", ".md", ".rst", ".text", ".log"}
+
+
+@dataclass(frozen=True)
+class HubText:
+    """How the papers read a dataset: where it lies, which files and splits, and what joins its documents.
+
+    `shuffle` is False where consecutive rows belong together (WikiText-2's rows are single lines).
+    `evaluation_rows` and `evaluation_windows` are GPTQ's limits (its `datautils.py`); None reads everything.
+    """
+
+    path: str
+    config: str | None = None
+    data_files: dict[str, str] | None = None
+    evaluation_split: str = "test"
+    separator: str = "\n\n"
+    shuffle: bool = True
+    evaluation_rows: int | None = None
+    evaluation_windows: int | None = None
+
+
+KNOWN_DATASETS = {
+    "wikitext2": HubText("Salesforce/wikitext", config="wikitext-2-raw-v1", shuffle=False),
+    "c4": HubText(
+        "allenai/c4",
+        data_files={
+            "train": "en/c4-train.00000-of-01024.json.gz",
+            "validation": "en/c4-validation.00000-of-00008.json.gz",
+        },
+        evaluation_split="validation",
+        separator=" ",
+        evaluation_rows=1100,
+        evaluation_windows=256,
+    ),
+}
+
+
+def calibration_text(source: str, max_chars: int, seed: int = 0) -> str:
+    """The text to calibrate on: the whole file, or at least `max_chars` characters of a dataset's training split.
+
+    Args:
+        source: a text file, `wikitext2`, `c4`, `org/name[:config]`, or a folder `datasets.load_dataset` can read.
+        max_chars: reading a dataset stops after the document that reaches this many characters.
+        seed: of the order in which a dataset's documents are drawn.
+
+    Raises:
+        CalibrationError: the source does not exist, cannot be read or holds no text.
+    """
+    known = _resolve(source)
+    if known is None:
+        return _read_file(Path(source))
+    kept: list[str] = []
+    total = 0
+    for document in _documents(source, known, "train", seed if known.shuffle else None):
+        kept.append(document)
+        total += len(document)
+        if total >= max_chars:
+            break
+    return _not_blank(known.separator.join(kept), f"{source} (split train)")
+
+
+def evaluation_text(source: str) -> str:
+    """The text to evaluate on: the whole file, or a dataset's held-out split in its own order.
+
+    Args and errors as in `calibration_text`; the split is `test`, C4's is `validation`.
+    """
+    known = _resolve(source)
+    if known is None:
+        return _read_file(Path(source))
+    kept: list[str] = []
+    for document in _documents(source, known, known.evaluation_split, None):
+        kept.append(document)
+        if len(kept) == known.evaluation_rows:
+            break
+    return _not_blank(known.separator.join(kept), f"{source} (split {known.evaluation_split})")
+
+
+def evaluation_windows(source: str) -> int | None:
+    """The number of windows the papers evaluate of this source, None for all."""
+    known = KNOWN_DATASETS.get(source)
+    return known.evaluation_windows if known is not None else None
+
+
+def _resolve(source: str) -> HubText | None:
+    """The dataset `source` names, or None if it is a file."""
+    path = Path(source)
+    # Path("") is the current folder, which nobody meant.
+    if source and path.is_dir():
+        return HubText(source)
+    if source and path.exists():
+        return None
+    if source in KNOWN_DATASETS:
+        return KNOWN_DATASETS[source]
+    if HUB_NAME.fullmatch(source) and path.suffix.lower() not in FILE_SUFFIXES and not source.startswith("."):
+        name, _, config = source.partition(":")
+        return HubText(name, config=config or None)
+    raise CalibrationError(
+        f"text source {source!r}",
+        f"an existing text file, {', '.join(KNOWN_DATASETS)}, or a hub dataset org/name[:config]",
+        "no such file" if path.suffix or "/" in source else "neither a file nor a known dataset",
+        "Check the path; a relative path starts from the current folder.",
+    )
+
+
+def _read_file(path: Path) -> str:
+    where = f"text file {path}"
+    try:
+        # utf-8-sig: a byte order mark at the front is no text.
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise CalibrationError(
+            where,
+            "UTF-8 text",
+            f"{error.reason} at byte {error.start}",
+            "Convert it to UTF-8, for instance with iconv.",
+        ) from error
+    except OSError as error:
+        raise CalibrationError(
+            where, "a readable file", str(error.strerror or error), "Check its permissions."
+        ) from error
+    return _not_blank(text, where)
+
+
+def _documents(source: str, known: HubText, split: str, seed: int | None) -> Iterator[str]:
+    """The `text` fields of a split, streamed; drawn in a seeded random order unless `seed` is None."""
+    where = f"dataset {source} (split {split})"
+    try:
+        import datasets
+    except ImportError as error:
+        raise CalibrationError(
+            where,
+            "the `datasets` library to read it with",
+            "it is not installed",
+            'Run pip install "vllm-latq[eval]", or pass a text file.',
+        ) from error
+    try:
+        rows: Any = datasets.load_dataset(
+            known.path, known.config, split=split, data_files=known.data_files, streaming=True
+        )
+        if seed is not None:
+            rows = rows.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER)
+        for row in rows:
+            if not isinstance(row.get("text"), str):
+                raise CalibrationError(where, "a column `text` of strings", f"the columns {', '.join(row)}")
+            yield row["text"]
+    except CalibrationError:
+        raise
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise CalibrationError(
+            where,
+            "a dataset that can be read",
+            f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+            "Check the name, the configuration and the connection to the hub, or pass a text file.",
+        ) from error
+
+
+def _not_blank(text: str, where: str) -> str:
+    if not text.strip():
+        raise CalibrationError(where, "some text", "none", "Pass a source that is not empty.")
+    return text
