@@ -1,0 +1,81 @@
+"""lm-eval's tasks on a model or checkpoint, through lm-eval's Python API."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from vllm_latq.errors import ConfigError
+from vllm_latq.quantize.loading import default_device, load_model
+
+
+def run_tasks(
+    model_path: str | Path,
+    tasks: Sequence[str],
+    limit: int | float | None = None,
+    include_path: str | Path | None = None,
+    num_fewshot: int | None = 0,
+    batch_size: int = 8,
+    device: str | None = None,
+    dtype: str = "auto",
+) -> dict[str, dict[str, Any]]:
+    """Runs tasks of the lm-eval harness, zero-shot by default.
+
+    Args:
+        model_path: a Hugging Face directory or hub name; a checkpoint of this package too.
+        tasks: lm-eval task or group names, such as `arc_easy`; patterns (`arc_*`) are expanded.
+        limit: documents per task (a fraction if below 1), None for all.
+        include_path: a folder with further task definitions (YAML).
+        num_fewshot: examples in the prompt; None for what each task prescribes.
+        batch_size: requests per forward pass.
+        device: torch device; by default CUDA where there is one, else the CPU.
+        dtype: `auto` (as stored), or a torch dtype's name such as `float32`.
+
+    Returns:
+        lm-eval's results by task: metric name (`acc,none`, ...) to value.
+
+    Raises:
+        ConfigError: lm-eval is not installed, or a task it does not know.
+        CheckpointError: a model that cannot be loaded.
+    """
+    try:
+        import lm_eval
+        from lm_eval.models.huggingface import HFLM
+        from lm_eval.tasks import TaskManager
+    except ImportError as error:
+        raise ConfigError("tasks", "the lm-eval harness", f"{error}", 'Run pip install "vllm-latq[eval]".') from error
+    if include_path is not None and not Path(include_path).is_dir():
+        raise ConfigError("include_path", "a folder with task definitions", f"no folder {include_path}")
+    manager = TaskManager(include_path=str(include_path) if include_path is not None else None)
+    names = _known_tasks(tasks, manager)
+    model, tokenizer = load_model(model_path, device or default_device(), dtype)
+    harness = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
+    # bootstrap_iters=0: the standard errors of some metrics take 100 000 resamplings, minutes on a small machine.
+    output = lm_eval.simple_evaluate(
+        model=harness,
+        tasks=names,
+        num_fewshot=num_fewshot,
+        limit=limit,
+        task_manager=manager,
+        log_samples=False,
+        bootstrap_iters=0,
+    )
+    results: dict[str, dict[str, Any]] = output["results"]
+    return results
+
+
+def _known_tasks(tasks: Sequence[str], manager: Any) -> list[str]:
+    """The tasks the patterns match; each pattern must match at least one."""
+    if not tasks:
+        raise ConfigError("tasks", "at least one task", "none")
+    names: list[str] = []
+    for pattern in tasks:
+        matches = manager.match_tasks([pattern])
+        if not matches:
+            raise ConfigError(
+                f"task {pattern!r}",
+                "a task lm-eval knows",
+                "none of that name",
+                "List them with `lm-eval ls tasks`; give the folder of your own with --include-path.",
+            )
+        names.extend(matches)
+    return names
