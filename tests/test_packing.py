@@ -1,0 +1,33 @@
+"""Bit packing: exact round trips and the documented bit positions."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_latq.config import SUPPORTED_BITS
+from vllm_latq.packing import pack_codes, packed_words, unpack_codes
+
+
+@pytest.mark.parametrize("bits", SUPPORTED_BITS)
+@given(rows=st.integers(1, 4), cols=st.sampled_from([1, 31, 32, 33, 63, 96, 500]), seed=st.integers(0, 2**31))
+def test_round_trip(bits: int, rows: int, cols: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 2**bits, (rows, cols), generator=generator, dtype=torch.uint8)
+    packed = pack_codes(codes, bits)
+    assert packed.dtype == torch.int32
+    assert packed.shape == (rows, packed_words(cols, bits))
+    assert torch.equal(unpack_codes(packed, bits, cols), codes)
+
+
+@pytest.mark.parametrize("bits", SUPPORTED_BITS)
+def test_bit_positions_are_those_of_the_format(bits: int) -> None:
+    cols = 67
+    codes = torch.randint(0, 2**bits, (1, cols), generator=torch.Generator().manual_seed(0))
+    stream = sum(int(code) << (bits * j) for j, code in enumerate(codes[0]))
+    words = [(stream >> (32 * k)) & 0xFFFFFFFF for k in range(packed_words(cols, bits))]
+    assert [word & 0xFFFFFFFF for word in pack_codes(codes, bits)[0].tolist()] == words
+
+
+def test_no_rows() -> None:
+    assert unpack_codes(pack_codes(torch.zeros(0, 40, dtype=torch.uint8), 3), 3, 40).shape == (0, 40)

@@ -1,0 +1,120 @@
+"""Each invariant of FORMAT.md section 3 has one violation here, refused with its own message."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from vllm_latq import huffman, validate
+from vllm_latq.config import LayerScheme
+from vllm_latq.errors import CheckpointError
+from vllm_latq.weights import HuffmanWeight, PackedWeight, decode_checked
+
+SHAPE = (9, 66)
+PACKED = LayerScheme("packed", 3, 33, True)
+HUFFMAN = LayerScheme("huffman")
+Tensors = dict[str, torch.Tensor]
+
+
+def packed_tensors() -> Tensors:
+    generator = torch.Generator().manual_seed(0)
+    integers = torch.randint(-4, 4, SHAPE, generator=generator)
+    mask = torch.rand(SHAPE, generator=generator) < 0.2
+    scales = torch.rand(9, 2, generator=generator).add(0.1).to(torch.bfloat16)
+    values = torch.randn(SHAPE, generator=generator)
+    return PackedWeight.from_integers(integers, scales, 3, 33, mask, values).to_tensors()
+
+
+def huffman_tensors() -> Tensors:
+    integers = (torch.randn(SHAPE, generator=torch.Generator().manual_seed(1)) * 2).round().to(torch.int32)
+    return HuffmanWeight(torch.tensor([0.01]), huffman.encode(integers)).to_tensors()
+
+
+def setting(name: str, index: object, value: object) -> Callable[[Tensors], None]:
+    def damage(tensors: Tensors) -> None:
+        changed = tensors[name].to(torch.int64) if not tensors[name].is_floating_point() else tensors[name].clone()
+        changed[index] = value
+        tensors[name] = changed.to(tensors[name].dtype)
+
+    return damage
+
+
+def dropping(name: str) -> Callable[[Tensors], None]:
+    return lambda tensors: tensors.__delitem__(name)
+
+
+def replacing(name: str, function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Tensors], None]:
+    return lambda tensors: tensors.update({name: function(tensors[name])})
+
+
+def swap_first_columns(tensors: Tensors) -> None:
+    columns = tensors["outlier_col_idx"].to(torch.int64)
+    columns[[0, 1]] = columns[[1, 0]]
+    tensors["outlier_col_idx"] = columns.to(torch.uint16)
+
+
+PACKED_DAMAGE = [
+    (dropping("scales"), "layer.scales: expected a tensor torch.bfloat16 (9, 2), found no such tensor"),
+    (dropping("outlier_values"), "layer.outlier_values: expected a tensor"),
+    (lambda tensors: tensors.update(extra=torch.zeros(1)), "layer.extra: expected only"),
+    (replacing("qweight", lambda tensor: tensor[:, :-1]), "layer.qweight: expected torch.int32 (9, 7), found"),
+    (replacing("qweight", lambda tensor: tensor.to(torch.int64)), "layer.qweight: expected torch.int32"),
+    (replacing("scales", lambda tensor: tensor.float()), "layer.scales: expected torch.bfloat16"),
+    (setting("weight_shape", 0, 10), "layer.weight_shape: expected the shape of the linear"),
+    (setting("scales", (0, 0), float("nan")), "layer.scales: expected finite, positive scales, found 1"),
+    (setting("scales", (0, 0), -1.0), "layer.scales: expected finite, positive scales"),
+    (setting("scales", (0, 0), 0.0), "layer.scales: expected finite, positive scales"),
+    (setting("qweight", (3, -1), -1), "layer.qweight: expected zero bits after the last code"),
+    (setting("outlier_row_ptr", 0, 1), "layer.outlier_row_ptr: expected 0 first"),
+    (setting("outlier_row_ptr", -1, 10**6), "layer.outlier_row_ptr: expected 0 first and"),
+    (setting("outlier_row_ptr", 4, -7), "layer.outlier_row_ptr: expected offsets that never fall, found a fall after"),
+    (setting("outlier_col_idx", 0, 66), "layer.outlier_col_idx: expected columns in [0, 66)"),
+    (swap_first_columns, "layer.outlier_col_idx: expected columns that rise within each row"),
+    (setting("outlier_values", 0, float("inf")), "layer.outlier_values: expected finite values, found 1"),
+    (replacing("outlier_values", lambda tensor: tensor[:-1]), "layer.outlier_values: expected as many values"),
+]
+HUFFMAN_DAMAGE = [
+    (dropping("stream"), "layer.stream: expected a tensor"),
+    (setting("scale", 0, float("inf")), "layer.scale: expected a finite, positive scale"),
+    (setting("code_lengths", slice(None), 0), "layer.code_lengths: expected 1 to 4097 code lengths"),
+    (setting("code_lengths", 0, 16), "layer.code_lengths: expected 1 to 4097 code lengths of at most 15 bits"),
+    (replacing("code_lengths", lambda tensor: tensor[:0]), "layer.code_lengths: expected 1 to 4097"),
+    (setting("code_lengths", 0, 1), "layer.code_lengths: expected a complete prefix code (Kraft sum 1)"),
+    (setting("chunk_bits", (0, 0), 65535), "layer.chunk_bits: expected chunks that fill the stream"),
+    (replacing("stream", lambda tensor: tensor[:-1]), "layer.chunk_bits: expected chunks that fill the stream"),
+    (replacing("chunk_bits", lambda tensor: tensor.reshape(-1)[:1]), "layer.chunk_bits: expected torch.uint16 (1, 1)"),
+]
+
+
+def test_undamaged_tensors_have_no_problems() -> None:
+    assert list(validate.problems(packed_tensors(), PACKED, SHAPE, "layer")) == []
+    assert list(validate.problems(huffman_tensors(), HUFFMAN, SHAPE, "layer")) == []
+
+
+@pytest.mark.parametrize(("damage", "message"), PACKED_DAMAGE, ids=[message[:40] for _, message in PACKED_DAMAGE])
+def test_packed_violation(damage: Callable[[Tensors], None], message: str) -> None:
+    tensors = packed_tensors()
+    damage(tensors)
+    with pytest.raises(CheckpointError) as caught:
+        PackedWeight.from_tensors(tensors, PACKED, SHAPE, "layer")
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(("damage", "message"), HUFFMAN_DAMAGE, ids=[message[:40] for _, message in HUFFMAN_DAMAGE])
+def test_huffman_violation(damage: Callable[[Tensors], None], message: str) -> None:
+    tensors = huffman_tensors()
+    damage(tensors)
+    with pytest.raises(CheckpointError) as caught:
+        HuffmanWeight.from_tensors(tensors, HUFFMAN, SHAPE, "layer")
+    assert message in str(caught.value)
+
+
+def test_chunk_that_ends_elsewhere_is_refused_when_decoded() -> None:
+    integers = (torch.randn(40, 300, generator=torch.Generator().manual_seed(1)) * 2).round().to(torch.int32)
+    tensors = HuffmanWeight(torch.tensor([0.01]), huffman.encode(integers)).to_tensors()
+    bits = tensors["chunk_bits"].to(torch.int32)
+    bits[0, 0], bits[1, 0] = bits[0, 0] + 1, bits[1, 0] - 1
+    tensors["chunk_bits"] = bits.to(torch.uint16)
+    weight = HuffmanWeight.from_tensors(tensors, HUFFMAN, (40, 300), "layer")
+    with pytest.raises(CheckpointError, match="layer.stream: expected chunks that decode to their own length"):
+        decode_checked(weight, "layer")
