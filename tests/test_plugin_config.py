@@ -1,0 +1,131 @@
+"""Which method each layer gets, and what the plugin refuses."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import pytest
+import torch
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization import get_quantization_config
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.models.utils import WeightsMapper
+
+from vllm_latq import plugin, vllm_config
+from vllm_latq.config import CheckpointConfig, LayerScheme
+from vllm_latq.errors import ConfigError, UnsupportedModelError
+from vllm_latq.vllm_config import LatqConfig
+from vllm_latq.vllm_linear import LatqLinearMethod
+
+SCHEME = LayerScheme("packed", 4, 64, True)
+QKV = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+
+
+def quantization(ignore: tuple[str, ...] = (), overrides: dict[str, LayerScheme] | None = None) -> LatqConfig:
+    config = LatqConfig(CheckpointConfig(SCHEME, ignore, overrides or {}))
+    config.packed_modules_mapping = QKV
+    return config
+
+
+def bare(cls: type) -> torch.nn.Module:
+    """A layer object of a class, unbuilt: enough for the choice of a method."""
+    layer = cls.__new__(cls)
+    torch.nn.Module.__init__(layer)
+    return layer
+
+
+@pytest.fixture(autouse=True)
+def current_config() -> object:
+    with set_current_vllm_config(VllmConfig()):
+        yield
+
+
+def test_registering_twice_is_harmless() -> None:
+    plugin.register()
+    plugin.register()
+    assert get_quantization_config("latq") is LatqConfig
+
+
+def test_entry_point_imports_nothing_heavy() -> None:
+    code = "import sys, vllm_latq.plugin; assert 'vllm' not in sys.modules, 'vllm was imported'"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_linear_gets_the_method_and_ignored_stay_dense() -> None:
+    config = quantization(ignore=("o_proj", "model.layers.1.self_attn.q_proj"))
+    linear = bare(LinearBase)
+    assert isinstance(config.get_quant_method(linear, "model.layers.0.mlp.down_proj"), LatqLinearMethod)
+    assert isinstance(config.get_quant_method(linear, "model.layers.0.self_attn.o_proj"), UnquantizedLinearMethod)
+    assert isinstance(config.get_quant_method(linear, "model.layers.0.self_attn.qkv_proj"), LatqLinearMethod)
+
+
+def test_overrides_choose_the_scheme() -> None:
+    three = LayerScheme("packed", 3, 128, False)
+    config = quantization(overrides={"model.layers.0.mlp.down_proj": three})
+    assert config.get_quant_method(bare(LinearBase), "model.layers.0.mlp.down_proj").scheme == three
+    assert config.get_quant_method(bare(LinearBase), "model.layers.1.mlp.down_proj").scheme == SCHEME
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        quantization(ignore=("k_proj",)),
+        quantization(overrides={"model.layers.0.self_attn.v_proj": LayerScheme("packed", 3, 64, True)}),
+    ],
+    ids=["ignore", "scheme"],
+)
+def test_disagreeing_shards_of_a_merged_layer_are_refused(config: LatqConfig) -> None:
+    with pytest.raises(ConfigError, match=r"layers\.0\.self_attn\.qkv_proj: expected one scheme for all of its shards"):
+        config.get_quant_method(bare(LinearBase), "model.layers.0.self_attn.qkv_proj")
+
+
+@pytest.mark.parametrize(
+    ("tied", "ignore", "quantized"), [(False, (), True), (True, (), False), (False, ("lm_head",), False)]
+)
+def test_head(tied: bool, ignore: tuple[str, ...], quantized: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    text_config = SimpleNamespace(tie_word_embeddings=tied)
+    model_config = SimpleNamespace(hf_config=SimpleNamespace(get_text_config=lambda: text_config))
+    monkeypatch.setattr(vllm_config, "get_current_vllm_config", lambda: Mock(model_config=model_config))
+    method = quantization(ignore).get_quant_method(bare(ParallelLMHead), "lm_head")
+    assert isinstance(method, LatqLinearMethod) == quantized
+    assert quantized or method is None
+
+
+def test_embeddings_and_other_layers_are_left_alone() -> None:
+    assert quantization().get_quant_method(bare(VocabParallelEmbedding), "model.embed_tokens") is None
+    assert quantization().get_quant_method(torch.nn.Identity(), "model.layers.0.self_attn.attn") is None
+
+
+@pytest.mark.parametrize("name", ["FusedMoE", "RoutedExperts"])
+def test_experts_are_refused(name: str) -> None:
+    """Under both names vLLM has had for the layer, and for subclasses of it."""
+    experts = type("SomeExperts", (type(name, (torch.nn.Module,), {}),), {})()
+    with pytest.raises(UnsupportedModelError, match=r"mlp\.experts: expected a model without mixture-of-experts"):
+        quantization().get_quant_method(experts, "model.layers.0.mlp.experts")
+    assert quantization(ignore=("experts",)).get_quant_method(experts, "model.layers.0.mlp.experts") is None
+
+
+def test_vllm_still_knows_one_of_the_expert_layers() -> None:
+    import vllm.model_executor.layers.fused_moe as fused_moe
+
+    assert any(isinstance(getattr(fused_moe, name, None), type) for name in ("FusedMoE", "RoutedExperts"))
+
+
+def test_names_are_mapped_to_vllm_names() -> None:
+    config = quantization(("lm_head", "model.layers.1.o"), {"model.layers.0.mlp.down_proj": LayerScheme("huffman")})
+    config.apply_vllm_mapper(WeightsMapper(orig_to_new_prefix={"model.": "language_model."}))
+    assert config.checkpoint.ignore == ("lm_head", "language_model.layers.1.o")
+    assert list(config.checkpoint.overrides) == ["language_model.layers.0.mlp.down_proj"]
+
+
+def test_unquantized_model_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"the model is not quantized\. Quantize it first"):
+        LatqConfig()
+
+
+def test_unknown_format_is_refused() -> None:
+    config = CheckpointConfig(SCHEME).to_dict() | {"format_version": 99}
+    with pytest.raises(ConfigError, match=r"config\.json: quantization_config\.format_version: expected 1, found 99"):
+        LatqConfig.from_config(config)

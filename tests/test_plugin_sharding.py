@@ -1,0 +1,234 @@
+"""Every layer kind of vLLM, tensor parallel 1, 2 and 4: the loaded shards equal those of an unquantized layer, exactly.
+
+No engine and no process group: rank and world size are patched, and an unquantized vLLM layer that loads the
+dequantized matrices is the oracle.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import vllm.model_executor.layers.linear as vllm_linear_layers
+import vllm.model_executor.layers.vocab_parallel_embedding as vllm_vocab
+import vllm.model_executor.parameter as vllm_parameter
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+from vllm_latq.config import CheckpointConfig, LayerScheme
+from vllm_latq.errors import CheckpointError, UnsupportedShapeError
+from vllm_latq.huffman import encode
+from vllm_latq.linear_op import WEIGHT_ARGUMENTS, dequantize
+from vllm_latq.vllm_config import LatqConfig
+from vllm_latq.weights import HuffmanWeight, PackedWeight
+
+HIDDEN = 256
+VOCABULARY = 200  # vLLM pads it to 256, so that some rank owns padding
+PACKED = LayerScheme("packed", 4, 64, True)
+SCHEMES = {
+    "packed4": PACKED,
+    "packed3": LayerScheme("packed", 3, 32, True),
+    "packed2-row": LayerScheme("packed", 2, -1, True),
+    "packed8-plain": LayerScheme("packed", 8, 64, False),
+    "huffman": LayerScheme("huffman"),
+}
+Shard = tuple[Any, int, int]  # shard id, rows and columns in the checkpoint
+
+
+def random_weight(scheme: LayerScheme, rows: int, cols: int, seed: int) -> PackedWeight | HuffmanWeight:
+    """Random weights with an empty and a full row of outliers."""
+    generator = torch.Generator().manual_seed(seed)
+    if scheme.encoding == "huffman":
+        integers = (torch.randn(rows, cols, generator=generator) * 3).round().to(torch.int32)
+        integers[-1] = 100 + torch.arange(cols, dtype=torch.int32)
+        return HuffmanWeight(torch.rand(1, generator=generator) + 0.1, encode(integers))
+    half = 1 << (scheme.bits - 1)
+    integers = torch.randint(-half, half, (rows, cols), generator=generator, dtype=torch.int32)
+    scales = (torch.rand(rows, scheme.groups(cols), generator=generator) + 0.1).bfloat16()
+    if not scheme.outliers:
+        return PackedWeight.from_integers(integers, scales, scheme.bits, scheme.group_size)
+    mask = torch.rand(rows, cols, generator=generator) < 0.03
+    mask[0], mask[-1] = False, True
+    values = torch.randn(rows, cols, generator=generator)
+    return PackedWeight.from_integers(integers, scales, scheme.bits, scheme.group_size, mask, values)
+
+
+def quantization(scheme: LayerScheme) -> LatqConfig:
+    config = LatqConfig(CheckpointConfig(scheme))
+    config.packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up": ["gate_proj", "up_proj"]}
+    return config
+
+
+def _linear(cls: type, *sizes: Any, leaf: str = "x", **extra: Any) -> Callable[..., torch.nn.Module]:
+    def build(quant: LatqConfig | None) -> torch.nn.Module:
+        prefix = f"model.layers.0.{leaf}"
+        return cls(*sizes, bias=False, quant_config=quant, prefix=prefix, params_dtype=torch.float32, **extra)
+
+    return build
+
+
+def _head(quant: LatqConfig | None) -> torch.nn.Module:
+    return ParallelLMHead(VOCABULARY, HIDDEN, quant_config=quant, prefix="lm_head", params_dtype=torch.float32)
+
+
+def _qkv(kv_heads: int) -> Callable[..., torch.nn.Module]:
+    return _linear(QKVParallelLinear, HIDDEN, 32, 4, kv_heads, leaf="qkv_proj")
+
+
+# Kind -> layer and its checkpoint shards, in an order that is not the merged one.
+KINDS: dict[str, tuple[Callable[..., torch.nn.Module], list[Shard]]] = {
+    "replicated": (_linear(ReplicatedLinear, HIDDEN, 128), [(None, 128, HIDDEN)]),
+    "column": (_linear(ColumnParallelLinear, HIDDEN, 128), [(None, 128, HIDDEN)]),
+    "row": (_linear(RowParallelLinear, 512, 96), [(None, 96, 512)]),
+    "gate_up": (
+        _linear(MergedColumnParallelLinear, HIDDEN, [128, 128], leaf="gate_up"),
+        [(1, 128, HIDDEN), (0, 128, HIDDEN)],
+    ),
+    "gate_up_stored_merged": (_linear(MergedColumnParallelLinear, HIDDEN, [128, 128]), [(None, 256, HIDDEN)]),
+    "three_of_which_two_stored_merged": (
+        _linear(MergedColumnParallelLinear, HIDDEN, [64, 64, 128]),
+        [((0, 1), 128, HIDDEN), (2, 128, HIDDEN)],
+    ),
+    "gate_up_not_parallel": (
+        _linear(MergedColumnParallelLinear, HIDDEN, [128, 128], disable_tp=True),
+        [(0, 128, HIDDEN), (1, 128, HIDDEN)],
+    ),
+    "head": (_head, [(None, VOCABULARY, HIDDEN)]),
+}
+for kv in (1, 2, 4):
+    KINDS[f"qkv_{kv}"] = (_qkv(kv), [("v", 32 * kv, HIDDEN), ("q", 128, HIDDEN), ("k", 32 * kv, HIDDEN)])
+    KINDS[f"qkv_{kv}_stored_merged"] = (_qkv(kv), [(None, 32 * (4 + 2 * kv), HIDDEN)])
+
+
+@pytest.fixture
+def rank_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
+    """Pretend to be one rank of a tensor-parallel group."""
+
+    def pretend(rank: int, size: int) -> None:
+        for module in (vllm_linear_layers, vllm_parameter, vllm_vocab):
+            monkeypatch.setattr(module, "get_tensor_model_parallel_rank", lambda: rank)
+            monkeypatch.setattr(module, "get_tensor_model_parallel_world_size", lambda: size)
+
+    return pretend
+
+
+def build(kind: str, quant: LatqConfig | None) -> torch.nn.Module:
+    with set_current_vllm_config(VllmConfig()):
+        return KINDS[kind][0](quant)
+
+
+def load(layer: torch.nn.Module, shard_id: Any, tensors: dict[str, torch.Tensor]) -> None:
+    arguments = () if shard_id is None else (shard_id,)
+    for suffix, tensor in reversed(tensors.items()):
+        parameter = getattr(layer, suffix)
+        parameter.weight_loader(parameter, tensor, *arguments)
+
+
+def dense(layer: torch.nn.Module) -> torch.Tensor:
+    method = layer.quant_method
+    return dequantize(*(getattr(layer, name) for name in WEIGHT_ARGUMENTS), method.bits, method.cols)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_rank_gets_its_shard(kind: str, size: int, scheme: str, rank_of: Callable[[int, int], None]) -> None:
+    for rank in range(size):
+        rank_of(rank, size)
+        layer, oracle = build(kind, quantization(SCHEMES[scheme])), build(kind, None)
+        for seed, (shard_id, rows, cols) in enumerate(KINDS[kind][1]):
+            weight = random_weight(SCHEMES[scheme], rows, cols, seed)
+            load(layer, shard_id, weight.to_tensors())
+            load(oracle, shard_id, {"weight": weight.dequantize()})
+        layer.quant_method.process_weights_after_loading(layer)
+        torch.testing.assert_close(dense(layer), oracle.weight.data, rtol=0, atol=0)
+        x = torch.randn(3, layer.quant_method.cols)
+        expected = torch.nn.functional.linear(x, oracle.weight.data)
+        torch.testing.assert_close(layer.quant_method.apply(layer, x), expected, rtol=0, atol=0)
+
+
+def _load_all(layer: torch.nn.Module, kind: str, scheme: LayerScheme, skip: Sequence[tuple[Any, str]] = ()) -> None:
+    for seed, (shard_id, rows, cols) in enumerate(KINDS[kind][1]):
+        tensors = random_weight(scheme, rows, cols, seed).to_tensors()
+        load(layer, shard_id, {name: tensor for name, tensor in tensors.items() if (shard_id, name) not in skip})
+
+
+def test_huffman_shards_share_one_width(rank_of: Callable[[int, int], None]) -> None:
+    rank_of(0, 1)
+    layer = build("qkv_2", quantization(SCHEMES["huffman"]))
+    _load_all(layer, "qkv_2", SCHEMES["huffman"])
+    layer.quant_method.process_weights_after_loading(layer)
+    assert layer.quant_method.bits in (2, 3, 4, 8)
+    assert layer.row_scales.unique().numel() == 3  # q, k and v each keep their own scale
+    assert layer.scales is None
+
+
+@pytest.mark.parametrize("suffix", ["qweight", "scales", "outlier_values", "outlier_row_ptr", "weight_shape"])
+def test_missing_tensor_is_named(suffix: str, rank_of: Callable[[int, int], None]) -> None:
+    rank_of(0, 1)
+    layer = build("qkv_2", quantization(PACKED))
+    _load_all(layer, "qkv_2", PACKED, skip=[("k", suffix)])
+    with pytest.raises(CheckpointError, match=rf"layers\.0\.k_proj\.{suffix}: .*found no such tensor"):
+        layer.quant_method.process_weights_after_loading(layer)
+
+
+def test_missing_shard_is_named(rank_of: Callable[[int, int], None]) -> None:
+    rank_of(1, 2)
+    layer = build("gate_up", quantization(PACKED))
+    load(layer, 0, random_weight(PACKED, 128, HIDDEN, 0).to_tensors())
+    with pytest.raises(CheckpointError, match=r"layers\.0\.up_proj: expected tensors weight_shape, qweight"):
+        layer.quant_method.process_weights_after_loading(layer)
+
+
+@pytest.mark.parametrize("kind", ["column", "head"])
+def test_layer_without_any_tensor_is_named(kind: str, rank_of: Callable[[int, int], None]) -> None:
+    rank_of(0, 1)
+    layer = build(kind, quantization(PACKED))
+    with pytest.raises(CheckpointError, match="none of them in the checkpoint"):
+        layer.quant_method.process_weights_after_loading(layer)
+
+
+def test_damaged_tensor_is_refused(rank_of: Callable[[int, int], None]) -> None:
+    rank_of(0, 1)
+    layer = build("column", quantization(PACKED))
+    tensors = random_weight(PACKED, 128, HIDDEN, 0).to_tensors()
+    tensors["outlier_col_idx"][0] = HIDDEN
+    load(layer, None, tensors)
+    with pytest.raises(CheckpointError, match=r"layers\.0\.x\.outlier_col_idx: expected columns in"):
+        layer.quant_method.process_weights_after_loading(layer)
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "cols"), [("column", 128, 2 * HIDDEN), ("head", VOCABULARY + 1, HIDDEN), ("column", 64, HIDDEN)]
+)
+def test_shapes_of_another_model_are_refused(
+    kind: str, rows: int, cols: int, rank_of: Callable[[int, int], None]
+) -> None:
+    rank_of(0, 1)
+    layer = build(kind, quantization(PACKED))
+    load(layer, None, random_weight(PACKED, rows, cols, 0).to_tensors())
+    with pytest.raises(CheckpointError, match="of different models"):
+        layer.quant_method.process_weights_after_loading(layer)
+
+
+def test_group_cut_by_tensor_parallelism_is_refused(rank_of: Callable[[int, int], None]) -> None:
+    rank_of(0, 4)
+    with pytest.raises(UnsupportedShapeError, match=r"layers\.0\.x: expected input channels per rank in whole groups"):
+        build("row", quantization(LayerScheme("packed", 4, 256, True)))
+
+
+def test_bias_is_added_once(rank_of: Callable[[int, int], None]) -> None:
+    rank_of(0, 1)
+    layer = build("column", quantization(PACKED))
+    _load_all(layer, "column", PACKED)
+    layer.quant_method.process_weights_after_loading(layer)
+    x, bias = torch.randn(2, HIDDEN), torch.randn(128)
+    method = layer.quant_method
+    torch.testing.assert_close(method.apply(layer, x, bias), method.apply(layer, x) + bias, rtol=0, atol=0)

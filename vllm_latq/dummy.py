@@ -1,0 +1,55 @@
+"""Random weights of a scheme's layout, for `--load-format dummy`: sizes and speed are real, the numbers are not."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from vllm_latq.config import WHOLE_ROW, LayerScheme
+from vllm_latq.csr import CSR
+from vllm_latq.packing import packed_words
+from vllm_latq.weights import PackedWeight
+
+DEFAULT_OUTLIER_RATE = 0.01
+# The width that Huffman checkpoints of about 4 bits decode to.
+HUFFMAN_BITS = 4
+# Small, as vLLM's own dummy weights are, so that activations stay finite.
+SCALE = 1e-3
+
+
+def dummy_weight(scheme: LayerScheme, rows: int, cols: int, recipe: Mapping[str, Any]) -> PackedWeight:
+    """A PackedWeight [rows, cols] on the CPU with random codes and evenly spread outliers.
+
+    Args:
+        scheme: of the layer; a Huffman layer gets the layout it has once decoded.
+        rows: output channels.
+        cols: input channels.
+        recipe: its `outlier_rate` sets the number of outliers.
+    """
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    bits = scheme.bits or HUFFMAN_BITS
+    limits = torch.iinfo(torch.int32)
+    words = (rows, packed_words(cols, bits))
+    qweight = torch.randint(limits.min, limits.max, words, generator=generator, dtype=torch.int32, device="cpu")
+    huffman = scheme.encoding == "huffman"
+    outliers = None
+    if huffman or scheme.outliers:
+        rate = float(recipe.get("outlier_rate") or DEFAULT_OUTLIER_RATE)
+        outliers = _spread_outliers(rows, cols, rate, torch.float32 if huffman else torch.bfloat16)
+    return PackedWeight(
+        qweight=qweight,
+        bits=bits,
+        group_size=WHOLE_ROW if scheme.group_size is None else scheme.group_size,
+        cols=cols,
+        scales=None if huffman else torch.full((rows, scheme.groups(cols)), SCALE, dtype=torch.bfloat16, device="cpu"),
+        row_scales=torch.full((rows,), SCALE, dtype=torch.float32, device="cpu") if huffman else None,
+        outliers=outliers,
+    )
+
+
+def _spread_outliers(rows: int, cols: int, rate: float, dtype: torch.dtype) -> CSR:
+    """About `rate` outliers of value 0, equally many in each row."""
+    per_row = max(1, min(cols, round(rate * cols)))
+    columns = (torch.arange(per_row, device="cpu") * cols // per_row).repeat(rows)
+    row = torch.arange(rows, device="cpu").repeat_interleave(per_row)
+    return CSR.from_sorted(row, columns, torch.zeros(rows * per_row, dtype=dtype, device="cpu"), (rows, cols))

@@ -1,0 +1,167 @@
+"""The one operator that multiplies by a packed weight: `latq::ssqr_linear`.
+
+    y[.., i] = sum_j x[.., j] * row_scales[i] * (scales[i, j // group_size] * z[i, j] + outliers[i, j])
+
+Invariant: outlier arrays may be longer than row_ptr[-1]; what lies behind it has column 0 and value 0. The padding
+makes layers of one shape share a compiled graph although their outliers differ in number.
+
+It is registered once, when this module is imported, for every backend, with a fake implementation for tracing.
+"""
+
+import torch
+
+from vllm_latq.csr import CSR
+from vllm_latq.packing import unpack_codes
+from vllm_latq.weights import PackedWeight
+
+WEIGHT_ARGUMENTS = ("qweight", "scales", "row_scales", "row_ptr", "col_idx", "values")
+SMALLEST_CAPACITY = 64
+# Weights unpacked at a time: bounds the int64 and float32 temporaries to a few hundred MB for the largest heads.
+BLOCK_WEIGHTS = 1 << 24
+
+_SCHEMA = (
+    "(Tensor x, Tensor qweight, Tensor? scales, Tensor? row_scales, Tensor? row_ptr, Tensor? col_idx, "
+    "Tensor? values, int bits, int group_size, int cols) -> Tensor"
+)
+
+
+def outlier_capacity(nnz: int) -> int:
+    """The smallest of 4/4, 5/4, 6/4, 7/4 times a power of two that holds `nnz` entries: at most a fifth is unused."""
+    if nnz <= SMALLEST_CAPACITY:
+        return SMALLEST_CAPACITY
+    quarter = 1 << max((nnz - 1).bit_length() - 3, 0)
+    return -(-nnz // quarter) * quarter
+
+
+def weight_arguments(weight: PackedWeight, capacity: int | None = None) -> dict[str, torch.Tensor | None]:
+    """The operator's tensors by argument name, outliers padded to `capacity` (default: `outlier_capacity`)."""
+    arguments = {"qweight": weight.qweight, "scales": weight.scales, "row_scales": weight.row_scales}
+    if weight.outliers is None:
+        return arguments | dict.fromkeys(("row_ptr", "col_idx", "values"))
+    outliers = pad_outliers(weight.outliers, capacity or outlier_capacity(weight.outliers.nnz))
+    return arguments | {"row_ptr": outliers.row_ptr, "col_idx": outliers.col_idx, "values": outliers.values}
+
+
+def pad_outliers(outliers: CSR, capacity: int) -> CSR:
+    """Lengthen col_idx and values to `capacity` entries with column 0 and value 0; row_ptr stays as it is."""
+    col_idx = outliers.col_idx.new_zeros(capacity)
+    values = outliers.values.new_zeros(capacity)
+    col_idx[: outliers.nnz] = outliers.col_idx
+    values[: outliers.nnz] = outliers.values
+    return CSR(outliers.row_ptr, col_idx, values, outliers.cols)
+
+
+def dequantize(
+    qweight: torch.Tensor,
+    scales: torch.Tensor | None,
+    row_scales: torch.Tensor | None,
+    row_ptr: torch.Tensor | None,
+    col_idx: torch.Tensor | None,
+    values: torch.Tensor | None,
+    bits: int,
+    cols: int,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """The dense weight [rows, cols]: each entry computed in float32 and rounded once to `dtype`.
+
+    Args:
+        qweight: int32 [rows, words].
+        scales: bfloat16 [rows, groups], or None.
+        row_scales: float32 [rows], or None.
+        row_ptr: int32 [rows + 1], or None for a weight without outliers.
+        col_idx: uint16 or int32 [capacity], or None.
+        values: bfloat16 or float32 [capacity], or None.
+        bits: code width.
+        cols: input channels.
+        dtype: of the result.
+    """
+    rows = qweight.shape[0]
+    weight = torch.empty((rows, cols), dtype=dtype, device=qweight.device)
+    step = max(1, BLOCK_WEIGHTS // cols)
+    for start in range(0, rows, step):
+        block = slice(start, min(start + step, rows))
+        inliers = unpack_codes(qweight[block], bits, cols).to(torch.float32) - float(1 << (bits - 1))
+        if scales is not None:
+            grouped = inliers.view(*scales[block].shape, -1)
+            inliers = (grouped * scales[block].to(torch.float32).unsqueeze(-1)).view_as(inliers)
+        if row_scales is not None:
+            inliers *= row_scales[block].unsqueeze(1)
+        weight[block] = inliers
+    if row_ptr is not None and col_idx is not None and values is not None:
+        _add_outliers(weight, row_scales, row_ptr, col_idx, values)
+    return weight
+
+
+def _add_outliers(
+    weight: torch.Tensor,
+    row_scales: torch.Tensor | None,
+    row_ptr: torch.Tensor,
+    col_idx: torch.Tensor,
+    values: torch.Tensor,
+) -> None:
+    """Add padded outliers in place. The inlier below an outlier is 0, so adding rounds nothing twice.
+
+    No size here depends on row_ptr's contents: the device is not synchronised, and CUDA graphs can capture it.
+    """
+    rows, cols = weight.shape
+    entry = torch.arange(values.numel(), dtype=row_ptr.dtype, device=row_ptr.device)
+    row = torch.searchsorted(row_ptr[1:].contiguous(), entry, right=True).clamp_(max=rows - 1)
+    entries = values.to(torch.float32)
+    if row_scales is not None:
+        entries = entries * row_scales[row]
+    weight.view(-1).index_add_(0, row * cols + col_idx.to(torch.int64), entries.to(weight.dtype))
+
+
+torch.library.define("latq::ssqr_linear", _SCHEMA)
+
+
+@torch.library.impl("latq::ssqr_linear", "CompositeExplicitAutograd")
+def _ssqr_linear(
+    x: torch.Tensor,
+    qweight: torch.Tensor,
+    scales: torch.Tensor | None,
+    row_scales: torch.Tensor | None,
+    row_ptr: torch.Tensor | None,
+    col_idx: torch.Tensor | None,
+    values: torch.Tensor | None,
+    bits: int,
+    group_size: int,
+    cols: int,
+) -> torch.Tensor:
+    weight = dequantize(qweight, scales, row_scales, row_ptr, col_idx, values, bits, cols, x.dtype)
+    return torch.nn.functional.linear(x, weight)
+
+
+@torch.library.register_fake("latq::ssqr_linear")
+def _ssqr_linear_fake(
+    x: torch.Tensor,
+    qweight: torch.Tensor,
+    scales: torch.Tensor | None,
+    row_scales: torch.Tensor | None,
+    row_ptr: torch.Tensor | None,
+    col_idx: torch.Tensor | None,
+    values: torch.Tensor | None,
+    bits: int,
+    group_size: int,
+    cols: int,
+) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], qweight.shape[0]))
+
+
+def ssqr_linear(
+    x: torch.Tensor,
+    qweight: torch.Tensor,
+    scales: torch.Tensor | None,
+    row_scales: torch.Tensor | None,
+    row_ptr: torch.Tensor | None,
+    col_idx: torch.Tensor | None,
+    values: torch.Tensor | None,
+    bits: int,
+    group_size: int,
+    cols: int,
+) -> torch.Tensor:
+    """x [.., cols] times the transposed weight (arguments as `dequantize` takes them) -> [.., rows], dtype of x.
+
+    `group_size` (-1: the whole row) is redundant with the shape of `scales`; kernels are chosen by it.
+    """
+    return torch.ops.latq.ssqr_linear(x, qweight, scales, row_scales, row_ptr, col_idx, values, bits, group_size, cols)

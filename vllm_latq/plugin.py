@@ -1,0 +1,11 @@
+"""Entry point of the vLLM plugin (group `vllm.general_plugins`).
+
+vLLM calls `register` in the API server, the engine core, every worker and a model-inspection subprocess, sometimes
+more than once in a process; if importing this module failed, vLLM would only log it. So it imports nothing by itself.
+"""
+
+
+def register() -> None:
+    """Make `quant_method: latq` and `--quantization latq` known to vLLM. Calling it again changes nothing."""
+    # The class registers itself when its module is first imported.
+    import vllm_latq.vllm_config  # noqa: F401

@@ -1,0 +1,111 @@
+"""vLLM's view of a checkpoint's `quantization_config`: which layer gets which method."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization import register_quantization_config
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+from vllm_latq.config import QUANT_METHOD, CheckpointConfig, LayerScheme
+from vllm_latq.errors import ConfigError, UnsupportedModelError
+from vllm_latq.vllm_linear import LatqLinearMethod
+
+# By name, because the class moved and was renamed between the supported vLLM releases.
+_MOE_LAYERS = {"FusedMoE", "RoutedExperts"}
+
+
+@register_quantization_config(QUANT_METHOD)
+class LatqConfig(QuantizationConfig):
+    """The quantization method `latq`.
+
+    Args:
+        checkpoint: the parsed `quantization_config`. vLLM passes none for `--quantization latq` on a model that has
+            no such config; that is refused.
+    """
+
+    def __init__(self, checkpoint: CheckpointConfig | None = None) -> None:
+        super().__init__()
+        if checkpoint is None:
+            raise ConfigError(
+                "config.json: quantization_config",
+                "the configuration of a quantized checkpoint",
+                "none: the model is not quantized",
+                "Quantize it first (`latq quantize MODEL OUT`), then serve OUT.",
+            )
+        self.checkpoint = checkpoint
+
+    def get_name(self) -> Any:
+        return QUANT_METHOD
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.half, torch.float32]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 75
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return []
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "LatqConfig":
+        return cls(CheckpointConfig.from_dict(config, where="config.json: quantization_config"))
+
+    def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
+        """Rename the modules that the config names the way vLLM renames the model's."""
+        # Newer mappers also stack names (q_proj -> qkv_proj), which must not touch the unstacked names kept here.
+        rename = getattr(hf_to_vllm_mapper, "get_rename_mapper", None)
+        mapper = rename() if rename else hf_to_vllm_mapper
+        self.checkpoint = replace(
+            self.checkpoint,
+            ignore=tuple(mapper.apply_list(list(self.checkpoint.ignore))),
+            overrides=mapper.apply_dict(dict(self.checkpoint.overrides)),
+        )
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """The method of a layer; None leaves attention and embeddings as they are."""
+        if isinstance(layer, LinearBase):
+            shards = self._shard_names(prefix)
+            scheme = self._common_scheme(prefix, shards)
+            return LatqLinearMethod(scheme, prefix, shards, self._recipe()) if scheme else UnquantizedLinearMethod()
+        if isinstance(layer, ParallelLMHead):
+            scheme = None if _embeddings_are_tied() else self.checkpoint.scheme_for(prefix)
+            return LatqLinearMethod(scheme, prefix, [prefix], self._recipe()) if scheme else None
+        if _MOE_LAYERS & {base.__name__ for base in type(layer).__mro__} and not self.checkpoint.is_ignored(prefix):
+            raise UnsupportedModelError(
+                prefix,
+                "a model without mixture-of-experts layers",
+                f"quantized experts ({type(layer).__name__})",
+                "latq does not quantize experts; name them in the checkpoint's `ignore` if they are stored dense.",
+            )
+        return None
+
+    def _recipe(self) -> dict[str, Any]:
+        return dict(self.checkpoint.recipe)
+
+    def _shard_names(self, prefix: str) -> list[str]:
+        """Checkpoint modules behind a vLLM layer: three for `...qkv_proj`, one for most."""
+        parent, _, leaf = prefix.rpartition(".")
+        leaves = self.packed_modules_mapping.get(leaf, [leaf])
+        return [f"{parent}.{name}" if parent else name for name in leaves]
+
+    def _common_scheme(self, prefix: str, shards: list[str]) -> LayerScheme | None:
+        schemes = {name: self.checkpoint.scheme_for(name) for name in shards}
+        if len(set(schemes.values())) > 1:
+            found = "; ".join(f"{name}: {scheme or 'ignored'}" for name, scheme in schemes.items())
+            hint = "vLLM merges these into one matrix: quantize or ignore them alike."
+            raise ConfigError(prefix, "one scheme for all of its shards", found, hint)
+        return schemes[shards[0]]
+
+
+def _embeddings_are_tied() -> bool:
+    """Whether the model will use the embedding as its head; a tied head has no tensors of its own."""
+    model_config = get_current_vllm_config().model_config
+    if model_config is None:
+        return False
+    return bool(getattr(model_config.hf_config.get_text_config(), "tie_word_embeddings", False))

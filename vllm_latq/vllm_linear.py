@@ -1,0 +1,228 @@
+"""The linear method: loads both encodings, cuts this rank's part, hands it to `latq::ssqr_linear`.
+
+    checkpoint tensors --CheckpointTensor--> whole shards on the CPU --validate, decode--> PackedWeight per shard
+        --cat_rows, take--> this rank's PackedWeight --weight_arguments--> parameters that the operator reads
+
+Which rows a rank owns is not computed here: vLLM's own weight loader is run on an `arange` and says it, so merged
+layers, KV-head replication and vocabulary padding follow vLLM in every release.
+
+Invariant: after `process_weights_after_loading` a layer holds validated weights or an error named what is wrong.
+vLLM itself does not notice missing tensors of quantized layers.
+"""
+
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.layers.linear import LinearMethodBase, register_weight_loader_v2_supported_method
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.parameter import BasevLLMParameter, ModelWeightParameter
+
+from vllm_latq.config import LayerScheme
+from vllm_latq.dummy import dummy_weight
+from vllm_latq.errors import CheckpointError
+from vllm_latq.linear_op import WEIGHT_ARGUMENTS, outlier_capacity, ssqr_linear, weight_arguments
+from vllm_latq.sharding import ZERO_ROW, cat_rows, check_groups, take
+from vllm_latq.spec import SHAPE, tensor_specs
+from vllm_latq.weights import HuffmanWeight, PackedWeight, best_bits, decode_checked, pack_integers, weight_from_tensors
+
+ShardId = Hashable  # None, "q"/"k"/"v", the index of a merged matrix, or a tuple of indices
+
+
+class CheckpointTensor(BasevLLMParameter):
+    """Collects one tensor of each checkpoint shard, whole and on the CPU, until all of a layer have arrived.
+
+    Nothing is cut on arrival: the tensors of a linear only make sense together, and their order is not defined.
+    The parameter's own data counts arrivals, one element per shard, because `reload_weights` processes a layer once
+    as many elements have been copied as its parameters have.
+    """
+
+    def __new__(cls, shards: int, dtype: torch.dtype) -> "CheckpointTensor":
+        return super().__new__(cls, data=torch.empty(shards, dtype=dtype))
+
+    def __init__(self, shards: int, dtype: torch.dtype) -> None:
+        super().__init__(data=self.data, weight_loader=self.keep)
+        self.arrived: dict[ShardId, torch.Tensor] = {}
+
+    @staticmethod
+    def keep(param: Any, loaded_weight: torch.Tensor, loaded_shard_id: ShardId = None) -> None:
+        """A vLLM weight loader; the names of its arguments are part of vLLM's interface."""
+        # vLLM's own online quantization keeps loaded tensors too, so its iterators do not reuse their memory.
+        param.arrived[loaded_shard_id] = loaded_weight.detach().to("cpu")
+        shards = len(loaded_shard_id) if isinstance(loaded_shard_id, tuple) else 1
+        count = param.data.numel() if loaded_shard_id is None else shards
+        param.data[:count].copy_(torch.ones(count, dtype=param.dtype, device=param.device))
+
+
+@register_weight_loader_v2_supported_method
+class LatqLinearMethod(LinearMethodBase):
+    """Weights and forward pass of one linear layer or language-model head.
+
+    Args:
+        scheme: how the layer's shards are stored.
+        prefix: vLLM's name of the layer.
+        shard_names: checkpoint names of the matrices merged into it, in vLLM's order.
+        recipe: of the checkpoint; sets the outlier rate of dummy weights.
+    """
+
+    def __init__(self, scheme: LayerScheme, prefix: str, shard_names: list[str], recipe: Mapping[str, Any]) -> None:
+        self.scheme, self.prefix, self.shard_names, self.recipe = scheme, prefix, shard_names, recipe
+        # Fixed by the first load, so that `reload_weights` can write into the same tensors.
+        self.bits = scheme.bits
+        self.capacity: int | None = None
+
+    def create_weights(
+        self,
+        layer: torch.nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """Register a collecting parameter per stored tensor; raises UnsupportedShapeError for a cut scale group."""
+        self.rows, self.cols, self.all_cols = sum(output_partition_sizes), input_size_per_partition, input_size
+        self.partition_rows = list(output_partition_sizes)
+        self.dummy = str(get_current_vllm_config().load_config.load_format) == "dummy"
+        if self.scheme.group_size is not None:
+            check_groups(self.scheme.group_size, 0, self.cols, self.prefix)
+        self.suffixes = list(specs := tensor_specs(self.scheme, output_size, input_size, self.prefix))
+        for suffix, spec in specs.items():
+            layer.register_parameter(suffix, CheckpointTensor(len(output_partition_sizes), spec.dtype))
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Turn the collected tensors into the operator's; raises CheckpointError if they are incomplete or invalid."""
+        collectors = {
+            suffix: parameter
+            for suffix in self.suffixes
+            if isinstance(parameter := getattr(layer, suffix, None), CheckpointTensor)
+        }
+        if not collectors:
+            return  # already processed
+        shards: dict[ShardId, dict[str, torch.Tensor]] = {}
+        for suffix, collector in collectors.items():
+            for shard_id, tensor in collector.arrived.items():
+                shards.setdefault(shard_id, {})[suffix] = tensor
+            # vLLM keeps copies of the parameter for reloading, which share this dict.
+            collector.arrived.clear()
+        if shards or not self.dummy:
+            weight = self._local_weight(layer, shards)
+        else:
+            weight = dummy_weight(self.scheme, self.rows, self.cols, self.recipe)
+        self._install(layer, weight, collectors[SHAPE].device)
+
+    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x [.., cols] -> [.., rows] of this rank, dtype of x."""
+        assert self.bits is not None
+        arguments = {name: getattr(layer, name) for name in WEIGHT_ARGUMENTS}
+        y = ssqr_linear(x, **arguments, bits=self.bits, group_size=self.group_size, cols=self.cols)
+        return y if bias is None else y + bias
+
+    def _local_weight(self, layer: torch.nn.Module, shards: Mapping[ShardId, dict[str, torch.Tensor]]) -> PackedWeight:
+        """Validate the shards, merge them, and cut what this rank owns."""
+        source = torch.full((self.rows,), ZERO_ROW, dtype=torch.int64, device="cpu")
+        weights: dict[ShardId, PackedWeight | HuffmanWeight] = {}
+        offset = 0
+        for shard_id, tensors in shards.items():
+            weight = self._read_shard(shard_id, tensors)
+            owned = self._owned_rows(layer, shard_id, weight.shape[0])
+            source = torch.where(owned >= 0, owned + offset, source)
+            offset += weight.shape[0]
+            weights[shard_id] = weight
+        self._check_complete(layer, source)
+        whole = cat_rows(self._as_packed(weights))
+        return take(whole, source, self._owned_columns(layer), self.prefix)
+
+    def _read_shard(self, shard_id: ShardId, tensors: Mapping[str, torch.Tensor]) -> PackedWeight | HuffmanWeight:
+        where = self._shard_name(shard_id)
+        stored = tensors.get(SHAPE)
+        if stored is None or stored.numel() != 2:
+            found = "no such tensor" if stored is None else f"{stored.dtype} {tuple(stored.shape)}"
+            raise CheckpointError(f"{where}.{SHAPE}", "a tensor int32 (2)", found, "The checkpoint is incomplete.")
+        shape = (int(stored[0]), int(stored[1]))
+        if shape[1] != self.all_cols:
+            hint = "config.json and the tensors are of different models."
+            raise CheckpointError(f"{where}.{SHAPE}", f"{self.all_cols} input channels", str(shape[1]), hint)
+        return weight_from_tensors(tensors, self.scheme, shape, where)
+
+    def _as_packed(self, weights: Mapping[ShardId, PackedWeight | HuffmanWeight]) -> list[PackedWeight]:
+        """Huffman shards as inliers of one common width and overflow: the same integers, each row on its own scale."""
+        integers = {
+            shard_id: decode_checked(weight, self._shard_name(shard_id))
+            for shard_id, weight in weights.items()
+            if isinstance(weight, HuffmanWeight)
+        }
+        if integers and self.bits is None:
+            self.bits = best_bits(torch.cat(list(integers.values())))
+        return [
+            pack_integers(integers[shard_id], weight.scale.cpu().expand(weight.shape[0]), self.bits)
+            if isinstance(weight, HuffmanWeight)
+            else weight
+            for shard_id, weight in weights.items()
+        ]
+
+    def _owned_rows(self, layer: torch.nn.Module, shard_id: ShardId, checkpoint_rows: int) -> torch.Tensor:
+        """For each row of this rank, the row of the checkpoint shard that belongs there, or ZERO_ROW; int64 [rows]."""
+        # One-based, because rows that the loader leaves alone or pads are 0.
+        numbers = torch.arange(1, checkpoint_rows + 1, device="cpu").unsqueeze(1)
+        target = torch.zeros((self.rows, 1), dtype=torch.int64, device="cpu")
+        if self.cols != self.all_cols:  # the input is split: every rank has all rows
+            return numbers[:, 0] - 1
+        loaded = self._load_numbers(layer, numbers, target, shard_id)
+        return loaded[:, 0] - 1
+
+    def _owned_columns(self, layer: torch.nn.Module) -> tuple[int, int]:
+        if self.cols == self.all_cols:
+            return 0, self.cols
+        numbers = torch.arange(self.all_cols, device="cpu").unsqueeze(0)
+        target = torch.zeros((1, self.cols), dtype=torch.int64, device="cpu")
+        low = int(self._load_numbers(layer, numbers, target, None)[0, 0])
+        return low, low + self.cols
+
+    def _load_numbers(self, layer: Any, numbers: torch.Tensor, target: torch.Tensor, shard_id: ShardId) -> torch.Tensor:
+        """Run the layer's own weight loader on numbers instead of weights."""
+        loader = getattr(layer, "weight_loader_v2", None) or layer.weight_loader
+        probe = ModelWeightParameter(data=target, input_dim=1, output_dim=0, weight_loader=loader)
+        probe.tp_rank, probe.tp_size = getattr(layer, "tp_rank", probe.tp_rank), layer.tp_size
+        try:
+            loader(probe, numbers, *(() if shard_id is None else (shard_id,)))
+        except (AssertionError, RuntimeError) as error:
+            where, found = f"{self._shard_name(shard_id)}.{SHAPE}", f"{numbers.shape[0]} rows ({error})"
+            hint = "config.json and the tensors are of different models."
+            raise CheckpointError(where, "the rows that the model's layer has", found, hint) from error
+        return probe.data
+
+    def _check_complete(self, layer: torch.nn.Module, source: torch.Tensor) -> None:
+        if isinstance(layer, VocabParallelEmbedding) and (source >= 0).any():
+            return  # the rest is padding of the vocabulary
+        for index, part in enumerate(source.split(self.partition_rows)):
+            if (part < 0).any():
+                merged = len(self.shard_names) == len(self.partition_rows)
+                name = self.shard_names[index] if merged else self.prefix
+                expected = f"tensors {', '.join(self.suffixes)}"
+                hint = "The checkpoint is incomplete, or its `ignore` list does not name a layer stored unquantized."
+                raise CheckpointError(name, expected, "none of them in the checkpoint", hint)
+
+    def _shard_name(self, shard_id: ShardId) -> str:
+        """Checkpoint name of a shard; the layer's own name where the checkpoint stores it merged."""
+        index = {"q": 0, "k": 1, "v": 2}.get(shard_id) if isinstance(shard_id, str) else shard_id
+        known = isinstance(index, int) and index < len(self.shard_names)
+        return self.shard_names[index] if known else self.prefix  # type: ignore[call-overload]
+
+    def _install(self, layer: torch.nn.Module, weight: PackedWeight, device: torch.device) -> None:
+        """Replace the collecting parameters by the operator's."""
+        if weight.outliers is not None:
+            nnz = weight.outliers.nnz
+            self.capacity = self.capacity or outlier_capacity(nnz)
+            if nnz > self.capacity:
+                hint = "Reloaded weights go into the memory of the first ones: restart the server with this checkpoint."
+                raise CheckpointError(self.prefix, f"at most {self.capacity} outliers", str(nnz), hint)
+        self.bits, self.group_size = weight.bits, weight.group_size
+        for suffix in self.suffixes:
+            delattr(layer, suffix)
+        for name, tensor in weight_arguments(weight, self.capacity).items():
+            parameter = None if tensor is None else Parameter(tensor.to(device), requires_grad=False)
+            layer.register_parameter(name, parameter)
