@@ -26,7 +26,7 @@ from vllm_latq.quantize.calibration import load_samples
 from vllm_latq.quantize.card import model_card
 from vllm_latq.quantize.decoder import HEAD, Batch, Decoder
 from vllm_latq.quantize.hessian import HessianCollector, InputHessian
-from vllm_latq.quantize.lattice import factorize
+from vllm_latq.quantize.lattice import Factor, factorize
 from vllm_latq.quantize.methods import quantize_layer
 from vllm_latq.quantize.recipe import Recipe
 from vllm_latq.quantize.writer import CheckpointWriter
@@ -195,20 +195,26 @@ class _Run:
     ) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
         records, tensors = {}, {}
         for hessian in self._hessians(shard, block, linears, batches):
-            factor = None
-            if hessian.tokens:
-                where = hessian.linears[0]
-                if not torch.isfinite(hessian.matrix).all():
-                    hint = "The model overflows on this text, or its weights are damaged."
-                    raise NumericalError(where, "finite calibration activations", "NaN or infinity", hint)
-                factor = factorize(hessian.matrix, self.recipe.order, self.recipe.damping, where)
+            known = self._factorized(hessian)
             for name in hessian.linears:
-                result = quantize_layer(linears[name].weight, factor, self.recipe, name)
-                linears[name].weight.copy_(result.weight.dequantize().to(linears[name].weight.dtype))
+                result = quantize_layer(linears[name].weight, known, self.recipe, name)
+                linears[name].weight.copy_(result.dequantized)
                 tensors.update({f"{name}.{suffix}": tensor for suffix, tensor in result.weight.to_tensors().items()})
                 records[name] = asdict(result.record)
                 self.emit({"event": "layer", **records[name]})
         return [records[name] for name in linears], tensors
+
+    def _factorized(self, hessian: InputHessian) -> torch.Tensor | Factor | None:
+        """What the linears of one input are quantized with: its factor, or just the Hessian to measure errors."""
+        if not hessian.tokens:
+            return None
+        where = hessian.linears[0]
+        if not torch.isfinite(hessian.matrix).all():
+            hint = "The model overflows on this text, or its weights are damaged."
+            raise NumericalError(where, "finite calibration activations", "NaN or infinity", hint)
+        if not self.recipe.needs_calibration:
+            return hessian.matrix
+        return factorize(hessian.matrix, self.recipe.order, self.recipe.damping, where)
 
     def _hessians(
         self, shard: int, block: nn.Module, linears: Mapping[str, nn.Linear], batches: list[Batch]

@@ -1,8 +1,17 @@
-"""Fixtures for all tests: the bundled model and its texts."""
+"""Fixtures for all tests: the bundled model, its texts, and quantized variants of it with dense twins."""
 
+import json
+import shutil
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from vllm_latq.config import CheckpointConfig, LayerScheme
+from vllm_latq.huffman import encode
+from vllm_latq.weights import HuffmanWeight, PackedWeight
 
 DATA = Path(__file__).parent / "data"
 
@@ -47,3 +56,108 @@ def _quantized(recipe: object, model: Path, text: Path, factory: pytest.TempPath
     destination = factory.mktemp("checkpoints") / "checkpoint"
     quantize_checkpoint(recipe, model, destination, calibration=str(text))  # type: ignore[arg-type]
     return destination
+
+
+class CheckpointPair(NamedTuple):
+    """A quantized checkpoint and an unquantized one (float32) with the dequantized weights."""
+
+    latq: Path
+    dense: Path
+
+
+class CheckpointMaker:
+    """Writes quantized variants of the bundled model beside their dense twins, by plain rounding to nearest.
+
+    Args:
+        source: model directory with one safetensors file.
+        directory: where the checkpoints go.
+    """
+
+    def __init__(self, source: Path, directory: Path) -> None:
+        self.source, self.directory = source, directory
+
+    def __call__(self, name: str, config: CheckpointConfig, noise_seed: int | None = None) -> CheckpointPair:
+        """Quantize every linear that `config` does not ignore. An `lm_head` to be quantized is untied first.
+
+        Args:
+            name: of the directories.
+            config: scheme, ignore list and overrides.
+            noise_seed: adds a little noise to the weights first, to get another model of the same shape.
+        """
+        pair = CheckpointPair(self.directory / f"{name}-latq", self.directory / f"{name}-dense")
+        tensors = load_file(self.source / "model.safetensors")
+        tied = config.is_ignored("lm_head")
+        if not tied:
+            tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        stored, dense = {}, {}
+        generator = None if noise_seed is None else torch.Generator().manual_seed(noise_seed)
+        for key, tensor in tensors.items():
+            module, original = key.removesuffix(".weight"), tensor.float()
+            scheme = config.scheme_for(module)
+            if generator is not None and tensor.ndim == 2:
+                original += 0.1 * original.std() * torch.randn(original.shape, generator=generator)
+            if scheme is None or tensor.ndim != 2 or module.endswith("embed_tokens"):
+                stored[key], dense[key] = tensor, tensor.float()
+                continue
+            weight = round_to_nearest(original, scheme)
+            stored |= {f"{module}.{suffix}": value.contiguous() for suffix, value in weight.to_tensors().items()}
+            dense[key] = weight.dequantize()
+        self._write(pair.latq, stored, {"quantization_config": config.to_dict(), "tie_word_embeddings": tied})
+        self._write(pair.dense, dense, {"dtype": "float32", "tie_word_embeddings": tied})
+        return pair
+
+    def _write(self, directory: Path, tensors: dict[str, torch.Tensor], changes: dict[str, Any]) -> None:
+        directory.mkdir()
+        for file in self.source.iterdir():
+            if file.name not in ("config.json", "model.safetensors"):
+                shutil.copy(file, directory)
+        config = json.loads((self.source / "config.json").read_text()) | changes
+        (directory / "config.json").write_text(json.dumps(config))
+        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def round_to_nearest(weight: torch.Tensor, scheme: LayerScheme) -> PackedWeight | HuffmanWeight:
+    """Quantize float32 [rows, cols]; a scheme with outliers keeps the largest 1%, the rest goes on absmax scales."""
+    if scheme.encoding == "huffman":
+        scale = weight.std() / 3
+        return HuffmanWeight(scale.reshape(1), encode((weight / scale).round().to(torch.int32)))
+    mask = weight.abs() > weight.abs().flatten().kthvalue(int(0.99 * weight.numel())).values
+    inliers = weight.masked_fill(mask, 0) if scheme.outliers else weight
+    grouped = inliers.view(weight.shape[0], scheme.groups(weight.shape[1]), -1)
+    half = 1 << (scheme.bits - 1)
+    scales = (grouped.abs().amax(-1) / (half - 1)).clamp(min=1e-6).to(torch.bfloat16)
+    integers = (grouped / scales.float().unsqueeze(-1)).round().clamp(-half, half - 1).view_as(weight).to(torch.int32)
+    outliers = (mask, weight) if scheme.outliers else (None, None)
+    return PackedWeight.from_integers(integers, scales, scheme.bits, scheme.group_size, *outliers)
+
+
+@pytest.fixture(scope="session")
+def make_checkpoint(mini_model: Path, tmp_path_factory: pytest.TempPathFactory) -> CheckpointMaker:
+    return CheckpointMaker(mini_model, tmp_path_factory.mktemp("checkpoints"))
+
+
+@pytest.fixture(scope="session")
+def ssqr_pair(make_checkpoint: CheckpointMaker) -> CheckpointPair:
+    """3 bits with outliers; groups of 64, so that tensor parallel 2 cuts none."""
+    return make_checkpoint("ssqr", CheckpointConfig(LayerScheme("packed", 3, 64, True), ("lm_head",)))
+
+
+@pytest.fixture(scope="session")
+def other_ssqr_pair(make_checkpoint: CheckpointMaker) -> CheckpointPair:
+    """Other weights in the layout of `ssqr_pair`."""
+    return make_checkpoint("other", CheckpointConfig(LayerScheme("packed", 3, 64, True), ("lm_head",)), noise_seed=1)
+
+
+@pytest.fixture(scope="session")
+def hptq_pair(make_checkpoint: CheckpointMaker) -> CheckpointPair:
+    return make_checkpoint("hptq", CheckpointConfig(LayerScheme("huffman"), ("lm_head",)))
+
+
+@pytest.fixture(scope="session")
+def mixed_pair(make_checkpoint: CheckpointMaker) -> CheckpointPair:
+    """4 bits without outliers, a Huffman-coded layer and one on whole-row scales; the untied lm_head is quantized."""
+    overrides = {
+        "model.layers.1.mlp.down_proj": LayerScheme("huffman"),
+        "model.layers.2.self_attn.o_proj": LayerScheme("packed", 2, -1, True),
+    }
+    return make_checkpoint("mixed", CheckpointConfig(LayerScheme("packed", 4, 64, False), (), overrides))

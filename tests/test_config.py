@@ -70,7 +70,7 @@ def test_ignore_matches_whole_components() -> None:
 def test_groups() -> None:
     assert PACKED.groups(256) == 2
     assert LayerScheme("packed", 4, -1).groups(33) == 1
-    with pytest.raises(UnsupportedShapeError, match="divisible by group_size=128.*found 200"):
+    with pytest.raises(UnsupportedShapeError, match=r"divisible by group_size=128.*found 200"):
         PACKED.groups(200)
 
 

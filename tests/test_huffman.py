@@ -127,7 +127,6 @@ def test_corrupt_stream_is_refused_or_decodes(seed: int) -> None:
     damaged = dataclasses.replace(encoded, stream=stream)
     try:
         decoded = damaged.decode()
-    except ValueError as error:
-        assert "chunk" in str(error)
-    else:
-        assert decoded.shape == integers.shape
+    except ValueError:
+        decoded = None  # the flipped bits moved the end of a chunk, and it was noticed
+    assert decoded is None or (decoded.shape == integers.shape and not torch.equal(decoded, integers))

@@ -116,5 +116,5 @@ def test_chunk_that_ends_elsewhere_is_refused_when_decoded() -> None:
     bits[0, 0], bits[1, 0] = bits[0, 0] + 1, bits[1, 0] - 1
     tensors["chunk_bits"] = bits.to(torch.uint16)
     weight = HuffmanWeight.from_tensors(tensors, HUFFMAN, (40, 300), "layer")
-    with pytest.raises(CheckpointError, match="layer.stream: expected chunks that decode to their own length"):
+    with pytest.raises(CheckpointError, match=r"layer\.stream: expected chunks that decode to their own length"):
         decode_checked(weight, "layer")

@@ -114,20 +114,28 @@ def test_already_quantized(copy: Path) -> None:
         Decoder(copy, "cpu")
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        (lambda tensors: tensors["model.layers.1.mlp.up_proj.weight"].view(-1)[:3].fill_(float("nan")), NumericalError,
-         r"model\.layers\.1\.mlp\.up_proj\.weight: expected finite weights, found 3 NaN"),
-        (lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"), CheckpointError,
-         r"expected a tensor model\.layers\.1\.mlp\.up_proj\.weight"),
-        (lambda tensors: tensors.update({"model.layers.1.mlp.up_proj.weight": torch.zeros(3, 3)}), UnsupportedModelError,
-         r"expected shape \(768, 256\), found \(3, 3\)"),
-    ],
-)  # fmt: skip
-def test_damaged_weights(copy: Path, change: Any, error: type[Exception], message: str) -> None:
+UP = "model.layers.1.mlp.up_proj.weight"
+DAMAGE = [
+    (
+        lambda tensors: tensors[UP].view(-1)[:3].fill_(float("nan")),
+        NumericalError,
+        "expected finite weights, found 3 NaN",
+    ),
+    (lambda tensors: tensors.pop(UP), CheckpointError, f"expected a tensor {UP}"),
+    (
+        lambda tensors: tensors.update({UP: torch.zeros(3, 3)}),
+        UnsupportedModelError,
+        "expected shape (768, 256), found",
+    ),
+]
+
+
+@pytest.mark.parametrize(("damage", "error", "message"), DAMAGE)
+def test_damaged_weights(copy: Path, damage: Any, error: type[Exception], message: str) -> None:
     tensors = load_file(copy / "model.safetensors")
-    change(tensors)
+    damage(tensors)
     save_file(tensors, copy / "model.safetensors")
-    with pytest.raises(error, match=message), Decoder(copy, "cpu").block(1):
+    with pytest.raises(error) as caught, Decoder(copy, "cpu").block(1):
         pass
+    assert message in str(caught.value)
+    assert UP in str(caught.value)

@@ -48,6 +48,11 @@ def test_scheme_of_each_method():
     assert Recipe("hptq", target_bits=3).scheme == Recipe("hrtn", target_bits=2).scheme == LayerScheme("huffman")
 
 
+def test_plain_rounding_needs_no_calibration():
+    needed = {method: Recipe(method, **GOOD[method]).needs_calibration for method in METHODS}
+    assert needed == {"rtn": False, "gptq": True, "ssqr": True, "hptq": True, "hrtn": False}
+
+
 BAD = [
     ("gptq", "bits", [0, 1, 5, 6, 16, -4, True, 4.0, "4", None]),
     ("gptq", "group_size", [0, -2, 12.5, True, "128", None]),

@@ -1,0 +1,136 @@
+"""Quantize the bundled model by every method, print what each costs and loses, then serve one with `vllm serve`.
+
+    python serving_examples/demo.py [--model DIR] [--bits 4 3 2] [--no-serve]
+
+Everything it prints is measured in this run; checkpoints stay in demo-output/.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+from openai import OpenAI
+
+from vllm_latq.console import print_table
+from vllm_latq.inspection import inspect_checkpoint
+from vllm_latq.quantize.evaluate import Evaluation, evaluate
+from vllm_latq.quantize.pipeline import quantize_checkpoint
+from vllm_latq.quantize.recipe import Recipe
+
+ROOT = Path(__file__).resolve().parent.parent
+DATA = ROOT / "tests" / "data"
+PROMPT = "The following example shows how to open a file and"
+# A group scale of 16 bits per 128 weights: what 4-bit codes really take is 4.125 bits.
+SCALE_BITS = 16 / 128
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=DATA / "pydoc-mini")
+    parser.add_argument("--calibration", default=str(DATA / "calibration.txt"))
+    parser.add_argument("--text", default=str(DATA / "evaluation.txt"))
+    parser.add_argument("--output", type=Path, default=ROOT / "demo-output")
+    parser.add_argument("--bits", type=int, nargs="+", default=[4, 3, 2])
+    parser.add_argument("--no-serve", action="store_true")
+    options = parser.parse_args()
+    shutil.rmtree(options.output, ignore_errors=True)
+    rows = [row("bf16", None, options.model, options)]
+    for bits in options.bits:
+        for name, recipe in recipes(bits).items():
+            checkpoint = options.output / f"{name}-{bits}"
+            print(f"quantizing: {name}, {bits} bits", file=sys.stderr)
+            quantize_checkpoint(recipe, options.model, checkpoint, calibration=options.calibration)
+            rows.append(row(name, bits, checkpoint, options))
+    columns = ("method", "bits per weight", "KL to bf16", "top-1 agreement", "perplexity", "bytes")
+    print_table(f"{options.model.name}: {Path(options.text).name}, windows of 256 tokens", columns, rows)
+    if not options.no_serve:
+        print(completion(options.output / f"ssqr-{options.bits[0]}"))
+
+
+def recipes(bits: int) -> dict[str, Recipe]:
+    """Every method at about the same stored size."""
+    shared = {"num_samples": 256, "seq_len": 256}
+    target = bits + SCALE_BITS
+    return {
+        "rtn": Recipe("rtn", bits, **shared),
+        "gptq": Recipe("gptq", bits, **shared),
+        "ssqr": Recipe("ssqr", bits, outlier_rate=0.01, **shared),
+        "hptq": Recipe("hptq", target_bits=target, **shared),
+        "hrtn": Recipe("hrtn", target_bits=target, **shared),
+    }
+
+
+def row(name: str, bits: int | None, model: Path, options: argparse.Namespace) -> tuple[str, ...]:
+    """One line of the table."""
+    baseline = None if bits is None else options.model
+    result: Evaluation = evaluate(model, options.text, seq_len=256, baseline=baseline, batch_size=16, dtype="float32")
+    if bits is None:
+        return name, "16", "0", "1", f"{result.perplexity:.3f}", f"{bf16_bytes(options):,}"
+    summary = inspect_checkpoint(model)
+    label = f"{name} {bits}" + (" 1%" if name == "ssqr" else "")
+    return (
+        label,
+        f"{summary['bits_per_weight']:.3f}",
+        f"{result.kl:.2e}",
+        f"{result.top1_agreement:.4f}",
+        f"{result.perplexity:.3f}",
+        f"{summary['bytes']:,}",
+    )
+
+
+def bf16_bytes(options: argparse.Namespace) -> int:
+    """Bytes of the linears that the methods quantize, in bf16."""
+    from vllm_latq.quantize.plan import plan
+
+    return 2 * plan(Recipe("rtn", 4), options.model)["totals"]["weights"]
+
+
+def completion(checkpoint: Path) -> str:
+    """Serve a checkpoint with the real `vllm serve`, ask it for a completion, stop it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    limits = ["--max-model-len", "256", "--max-num-seqs", "4", "--max-num-batched-tokens", "256"]
+    if not shutil.which("nvidia-smi"):
+        limits += ["--enforce-eager", "--kv-cache-memory-bytes", "33554432"]
+    command = [str(Path(sys.executable).with_name("vllm")), "serve", str(checkpoint), "--quantization", "latq"]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "demo", *limits]
+    print("serving:", " ".join(command[1:3]), file=sys.stderr)
+    log = checkpoint.parent / "server.log"
+    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
+    with log.open("w") as output:
+        server = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
+    try:
+        wait_until_healthy(server, port, log)
+        client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none")
+        answer = client.completions.create(model="demo", prompt=PROMPT, max_tokens=24, temperature=0)
+        return json.dumps({"served": str(checkpoint.name), "prompt": PROMPT, "completion": answer.choices[0].text})
+    finally:
+        server.terminate()
+        try:
+            server.wait(30)
+        except subprocess.TimeoutExpired:
+            server.kill()
+
+
+def wait_until_healthy(server: subprocess.Popen[bytes], port: int, log: Path, seconds: float = 300) -> None:
+    """Poll the server's health page; raise with the end of its log if it dies or takes too long."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and server.poll() is None:
+        try:
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2)
+            return
+        except OSError:
+            time.sleep(0.5)
+    raise SystemExit(f"vllm serve did not come up; the end of {log.name}:\n{log.read_text()[-3000:]}")
+
+
+if __name__ == "__main__":
+    main()

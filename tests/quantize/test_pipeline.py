@@ -1,0 +1,207 @@
+"""The whole way from a model to a checkpoint: every method, resumption, and every kind of bad input."""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from vllm_latq.checkpoint import CheckpointReader, verify
+from vllm_latq.errors import CalibrationError, ConfigError, LatqError, NumericalError, UnsupportedShapeError
+from vllm_latq.quantize.pipeline import quantize_checkpoint
+from vllm_latq.quantize.plan import plan
+from vllm_latq.quantize.recipe import Recipe
+from vllm_latq.weights import PackedWeight
+
+FEW = {"num_samples": 16, "seq_len": 128}
+RECIPES = {
+    "rtn": Recipe("rtn", 4, **FEW),
+    "gptq": Recipe("gptq", 3, group_size=64, **FEW),
+    "ssqr": Recipe("ssqr", 2, outlier_rate=0.02, order="min-pivot", **FEW),
+    "hptq": Recipe("hptq", target_bits=3.125, **FEW),
+    "hrtn": Recipe("hrtn", target_bits=3.125, **FEW),
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(mini_model: Path, calibration_text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    directory = tmp_path_factory.mktemp("methods")
+    for name, recipe in RECIPES.items():
+        quantize_checkpoint(recipe, mini_model, directory / name, calibration=str(calibration_text))
+    return {name: directory / name for name in RECIPES}
+
+
+@pytest.mark.parametrize("method", RECIPES)
+def test_checkpoint_is_valid_and_complete(method: str, checkpoints: dict[str, Path], mini_model: Path) -> None:
+    assert list(verify(checkpoints[method])) == []
+    reader = CheckpointReader(checkpoints[method])
+    original = load_file(mini_model / "model.safetensors")
+    assert Recipe.from_dict(reader.config.recipe) == RECIPES[method]
+    for name, tensor in original.items():
+        module = name.removesuffix(".weight")
+        if module in reader.shapes:
+            assert reader.shapes[module] == tuple(tensor.shape)
+        elif name != "lm_head.weight":
+            assert torch.equal(reader.store.get(name), tensor)
+    assert len(reader.shapes) == 4 * 7
+
+
+@pytest.mark.parametrize("method", RECIPES)
+def test_report_states_errors_and_bounds(method: str, checkpoints: dict[str, Path]) -> None:
+    report = CheckpointReader(checkpoints[method]).report()
+    assert report["calibration"] == {"samples": 16, "seq_len": 128}
+    for layer in report["layers"]:
+        assert layer["error"] > 0
+        assert 0 < layer["relative_error"] < 1
+        if method in ("ssqr", "hptq"):
+            assert layer["bound_holds"] is True
+            assert layer["error"] <= layer["bound"]
+    if method in ("hptq", "hrtn"):
+        # the scale of a search ends where every layer meets its target
+        assert all(RECIPES[method].target_bits - 0.02 < layer["bits"] <= 3.125 for layer in report["layers"])  # type: ignore[operator]
+    if method == "ssqr":
+        assert all(0.01 < layer["outlier_density"] <= 0.02 for layer in report["layers"])
+
+
+def test_first_layers_error_is_that_of_its_activations(
+    checkpoints: dict[str, Path], mini_model: Path, calibration_text: Path
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from vllm_latq.quantize.calibration import load_samples
+
+    samples = load_samples(AutoTokenizer.from_pretrained(mini_model), str(calibration_text), 16, 128)
+    model = AutoModelForCausalLM.from_pretrained(mini_model, dtype=torch.float32)
+    seen: list[torch.Tensor] = []
+    linear = model.model.layers[0].self_attn.q_proj
+    linear.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0]))
+    with torch.no_grad():
+        model(samples)
+    inputs = seen[0].reshape(-1, 256).double()
+    reader = CheckpointReader(checkpoints["gptq"])
+    moved = reader.weight("model.layers.0.self_attn.q_proj").dequantize().double() - linear.weight.double()
+    (layer,) = (layer for layer in reader.report()["layers"] if layer["name"] == "model.layers.0.self_attn.q_proj")
+    assert layer["error"] == pytest.approx(float((inputs @ moved.T).square().sum()), rel=1e-3)
+
+
+def test_dry_run_predicts_the_size(checkpoints: dict[str, Path], mini_model: Path) -> None:
+    for method, recipe in RECIPES.items():
+        planned = plan(recipe, mini_model)
+        report = CheckpointReader(checkpoints[method]).report()
+        tolerance = 0 if method in ("rtn", "gptq") else 0.02
+        measured = report["totals"]["bits_per_weight"]
+        assert planned["totals"]["bits_per_weight"] == pytest.approx(measured, rel=tolerance, abs=1e-12)
+        assert [layer["name"] for layer in planned["layers"]] == [layer["name"] for layer in report["layers"]]
+
+
+class Killed(Exception):
+    """Stands for the process being killed."""
+
+
+@pytest.mark.parametrize("after", [0, 1, 3])
+def test_resumed_equals_uninterrupted(
+    after: int, checkpoints: dict[str, Path], mini_model: Path, calibration_text: Path, tmp_path: Path
+) -> None:
+    def killer(event: Mapping[str, Any]) -> None:
+        if event["event"] == "block" and event["block"] == after:
+            raise Killed
+
+    out, recipe, text = tmp_path / "out", RECIPES["ssqr"], str(calibration_text)
+    with pytest.raises(Killed):
+        quantize_checkpoint(recipe, mini_model, out, calibration=text, on_event=killer)
+    assert not out.exists()
+    quantize_checkpoint(recipe, mini_model, out, calibration=text, resume=True)
+    for shard in checkpoints["ssqr"].glob("*.safetensors"):
+        assert shard.read_bytes() == (out / shard.name).read_bytes()
+    assert (out / "config.json").read_bytes() == (checkpoints["ssqr"] / "config.json").read_bytes()
+
+
+def test_untied_head_can_be_quantized(mini_model: Path, calibration_text: Path, tmp_path: Path) -> None:
+    source = Path(shutil.copytree(mini_model, tmp_path / "untied"))
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    tensors = load_file(source / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, source / "model.safetensors")
+    recipe = Recipe("gptq", 4, ignore=(), **FEW)
+    quantize_checkpoint(recipe, source, tmp_path / "out", calibration=str(calibration_text))
+    head = CheckpointReader(tmp_path / "out").weight("lm_head")
+    assert isinstance(head, PackedWeight)
+    relative = (head.dequantize() - tensors["lm_head.weight"].float()).norm() / tensors["lm_head.weight"].float().norm()
+    assert 0 < relative < 0.2
+
+
+def test_tied_head_cannot_be_quantized(mini_model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="Add lm_head to --ignore"):
+        quantize_checkpoint(Recipe("rtn", 4, ignore=()), mini_model, tmp_path / "out")
+
+
+def test_everything_ignored(mini_model: Path, tmp_path: Path) -> None:
+    linears = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
+    with pytest.raises(ConfigError, match="expected some linear left to quantize"):
+        quantize_checkpoint(Recipe("rtn", 4, ignore=linears), mini_model, tmp_path / "out")
+
+
+def test_group_size_that_does_not_divide(mini_model: Path, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedShapeError, match=r"q_proj: expected input channels divisible by group_size=100"):
+        quantize_checkpoint(Recipe("rtn", 4, group_size=100), mini_model, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_method_with_a_hessian_needs_calibration(mini_model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="expected calibration data for method gptq"):
+        quantize_checkpoint(Recipe("gptq", 4), mini_model, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_methods_without_a_hessian_do_not(mini_model: Path, tmp_path: Path) -> None:
+    report = quantize_checkpoint(Recipe("rtn", 4), mini_model, tmp_path / "out")
+    assert report["calibration"] is None
+    assert {layer["error"] for layer in report["layers"]} == {None}
+    assert list(verify(tmp_path / "out")) == []
+
+
+def test_too_little_text(mini_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("import os\n")
+    with pytest.raises(CalibrationError, match="at least one window of 128 tokens"):
+        quantize_checkpoint(
+            Recipe("gptq", 4, **FEW), mini_model, tmp_path / "out", calibration=str(tmp_path / "short.txt")
+        )
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_fewer_tokens_than_channels_warns_with_numbers(
+    mini_model: Path, calibration_text: Path, tmp_path: Path
+) -> None:
+    recipe = Recipe("gptq", 4, num_samples=2, seq_len=64)
+    with pytest.warns(UserWarning, match="128 tokens for layers of up to 768 input channels"):
+        quantize_checkpoint(recipe, mini_model, tmp_path / "out", calibration=str(calibration_text))
+
+
+def test_sequences_longer_than_the_model(mini_model: Path, calibration_text: Path, tmp_path: Path) -> None:
+    recipe = Recipe("gptq", 4, num_samples=2, seq_len=4096)
+    with pytest.raises(ConfigError, match="expected at most 2048"):
+        quantize_checkpoint(recipe, mini_model, tmp_path / "out", calibration=str(calibration_text))
+
+
+def test_overflowing_activations_name_the_layer_and_keep_the_work(
+    mini_model: Path, calibration_text: Path, tmp_path: Path
+) -> None:
+    source = Path(shutil.copytree(mini_model, tmp_path / "source"))
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.2.input_layernorm.weight"] = torch.full((256,), 3e38, dtype=torch.bfloat16)
+    save_file(tensors, source / "model.safetensors")
+    with pytest.raises(NumericalError, match=r"model\.layers\.2\.self_attn\.q_proj: expected finite calibration"):
+        quantize_checkpoint(RECIPES["gptq"], source, tmp_path / "out", calibration=str(calibration_text))
+    assert not (tmp_path / "out").exists()
+    assert len(list((tmp_path / "out.partial").glob("*.safetensors"))) == 2
+
+
+def test_destination_that_exists(mini_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(LatqError, match="expected a new or empty directory"):
+        quantize_checkpoint(Recipe("rtn", 4), mini_model, tmp_path)

@@ -1,0 +1,85 @@
+"""The checkpoint appears complete or not at all, and finished shards survive."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from vllm_latq.checkpoint import TensorStore, checkpoint_fingerprint
+from vllm_latq.config import CheckpointConfig, LayerScheme
+from vllm_latq.errors import CheckpointError, ConfigError
+from vllm_latq.quantize.writer import CheckpointWriter
+
+IDENTITY = {"recipe": {"bits": 4}, "source": "model"}
+CONFIG = CheckpointConfig(LayerScheme("packed", 4, 128))
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    directory = tmp_path / "source"
+    directory.mkdir()
+    (directory / "config.json").write_text('{"model_type": "llama"}')
+    (directory / "tokenizer.json").write_text("{}")
+    return directory
+
+
+def write(out: Path, source: Path, resume: bool = False) -> CheckpointWriter:
+    writer = CheckpointWriter(out, 2, IDENTITY, resume)
+    for shard in range(2):
+        if writer.records(shard) is None:
+            writer.add(shard, {f"tensor{shard}": torch.full((3,), shard)}, {"layers": [shard]})
+    writer.finish(source, CONFIG, {"layers": []}, "# card\n")
+    return writer
+
+
+def test_complete_directory(tmp_path: Path, source: Path) -> None:
+    write(tmp_path / "out", source)
+    names = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert names == [
+        "README.md",
+        "config.json",
+        "latq_report.json",
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+        "tokenizer.json",
+    ]
+    store = TensorStore(tmp_path / "out")
+    assert sorted(store.names()) == ["tensor0", "tensor1"]
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["model_type"] == "llama"
+    assert config["quantization_config"]["fingerprint"] == checkpoint_fingerprint(store)
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_interrupted_run_does_not_load_and_resumes(tmp_path: Path, source: Path) -> None:
+    writer = CheckpointWriter(tmp_path / "out", 2, IDENTITY)
+    writer.add(0, {"tensor0": torch.full((3,), 0)}, {"layers": [0]})
+    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "out.partial" / "config.json").exists()
+    with pytest.raises(CheckpointError, match=r"found an interrupted one\. Go on with --resume"):
+        CheckpointWriter(tmp_path / "out", 2, IDENTITY)
+    resumed = CheckpointWriter(tmp_path / "out", 2, IDENTITY, resume=True)
+    assert resumed.records(0)["layers"] == [0]  # type: ignore[index]
+    assert resumed.records(1) is None
+    write(tmp_path / "out", source, resume=True)
+    write(tmp_path / "straight", source)
+    for path in (tmp_path / "straight").iterdir():
+        assert path.read_bytes() == (tmp_path / "out" / path.name).read_bytes()
+
+
+def test_resume_with_another_recipe_is_refused(tmp_path: Path) -> None:
+    CheckpointWriter(tmp_path / "out", 2, IDENTITY)
+    with pytest.raises(ConfigError, match="found one with another recipe"):
+        CheckpointWriter(tmp_path / "out", 2, {**IDENTITY, "recipe": {"bits": 3}}, resume=True)
+
+
+def test_existing_files_are_never_touched(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "precious").write_text("x")
+    with pytest.raises(CheckpointError, match="expected a new or empty directory"):
+        CheckpointWriter(out, 1, IDENTITY)
+    assert [path.name for path in out.iterdir()] == ["precious"]
+    assert not (tmp_path / "out.partial").exists()

@@ -1,0 +1,87 @@
+"""The `latq` command, run as a user would."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from vllm_latq.cli import main
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [str(Path(sys.executable).with_name("latq")), *(str(argument) for argument in arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+def test_quantize_verify_inspect_eval(
+    mini_model: Path, calibration_text: Path, evaluation_text: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    options = ["--method", "ssqr", "--bits", 4, "--num-samples", 16, "--seq-len", 128]
+    done = run("quantize", mini_model, out, *options, "--calibration", calibration_text)
+    assert done.returncode == 0, done.stderr
+    assert "model.layers.3.mlp.down_proj" in done.stderr
+    assert "(holds)" in done.stderr
+    verified = run("verify", out)
+    assert (verified.returncode, verified.stdout) == (0, f"{out}: valid\n")
+    summary = json.loads(run("inspect", out, "--json").stdout)
+    assert 4.3 < summary["bits_per_weight"] < 4.7
+    assert {"name", "shape", "bits", "outlier_density", "relative_error", "error", "bound"} <= summary["layers"][
+        0
+    ].keys()
+    assert "model.layers.0.self_attn.q_proj" in run("inspect", out).stdout
+    text = ["--text", evaluation_text, "--seq-len", 256, "--baseline", mini_model, "--json"]
+    result = json.loads(run("eval", out, *text).stdout)
+    assert 20 < result["perplexity"] < 60
+    assert 0 < result["kl"] < 0.01
+    assert 0.9 < result["top1_agreement"] < 1
+    assert result["tokens"] > 1000
+
+
+def test_quantize_json_events(mini_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["quantize", str(mini_model), str(tmp_path / "out"), "--method", "rtn", "--json"]) == 0
+    events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [event["event"] for event in events].count("layer") == 28
+    assert (events[0]["event"], events[-1]["event"]) == ("start", "done")
+    assert events[-1]["bits_per_weight"] == pytest.approx(4.125, abs=0.01)
+
+
+def test_dry_run_computes_and_writes_nothing(
+    mini_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["quantize", str(mini_model), str(tmp_path / "out"), "--method", "gptq", "--bits", "3", "--dry-run"]
+    assert main([*arguments, "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert planned["totals"]["bits_per_weight"] == pytest.approx(3.125, abs=0.01)
+    assert main(arguments) == 0
+    assert "model.layers.3.mlp.down_proj" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["quantize", "nowhere", "out", "--method", "rtn"], "expected a model directory or a hub name"),
+        (["quantize", "MODEL", "out", "--method", "rtn", "--bits", "5"], "bits: expected one of"),
+        (["quantize", "MODEL", "out", "--method", "hptq"], "target_bits: expected"),
+        (["quantize", "MODEL", "out", "--method", "gptq"], "expected calibration data for method gptq"),
+        (["quantize", "MODEL", "out", "--method", "gptq", "--calibration", "no.txt"], "no.txt"),
+        (["verify", "MODEL"], "expected a `quantization_config`, found none"),
+        (["inspect", "nowhere"], "expected a model directory, found no such directory"),
+        (["eval", "MODEL"], "expected --text, --dataset or --tasks"),
+        (["eval", "nowhere", "--text", "x"], "nowhere"),
+    ],
+)
+def test_bad_input_is_one_clear_line(
+    arguments: list[str], message: str, mini_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    assert main([str(mini_model) if argument == "MODEL" else argument for argument in arguments]) == 1
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.err.startswith("latq: ")
+    assert "Traceback" not in captured.err
+    assert not list(tmp_path.iterdir())
