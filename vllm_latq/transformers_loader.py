@@ -1,0 +1,135 @@
+"""transformers' quantizer for `quant_method: latq`, registered when this module is imported.
+
+    checkpoint tensors --buffers of LatqLinear--> validate, decode --> the operator's tensors --latq::ssqr_linear--> y
+
+Without it `AutoModelForCausalLM.from_pretrained` would load random weights and only warn. Invariant: a model that comes
+out of `from_pretrained` holds validated weights; training and saving through transformers are refused.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from vllm_latq.config import QUANT_METHOD, CheckpointConfig, LayerScheme
+from vllm_latq.linear_op import WEIGHT_ARGUMENTS, dequantize, ssqr_linear, weight_arguments
+from vllm_latq.spec import tensor_specs
+from vllm_latq.weights import HuffmanWeight, decode_checked, pack_integers, weight_from_tensors
+
+# Shape of a tensor that has not been loaded; no stored tensor has three dimensions.
+_ABSENT = (0, 0, 0)
+
+
+class LatqLinear(nn.Module):
+    """A quantized linear: first a container for its stored tensors, after `finish` a user of `latq::ssqr_linear`.
+
+    Args:
+        in_features: input channels.
+        out_features: output channels.
+        bias: whether there is a `bias`, stored unquantized.
+        scheme: how the weight is stored.
+        name: module name in the model, for errors.
+        dtype: of the bias.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool, scheme: LayerScheme, name: str, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.scheme, self.name = in_features, out_features, scheme, name
+        self.specs = tensor_specs(scheme, out_features, in_features, name)
+        for suffix, spec in self.specs.items():
+            # Some sizes depend on the data: for quantized models, transformers puts tensors of any shape here.
+            self.register_buffer(suffix, torch.empty(_ABSENT, dtype=spec.dtype))
+        self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype), requires_grad=False) if bias else None
+
+    def finish(self) -> None:
+        """Validate what was loaded and keep the operator's tensors instead; raises CheckpointError."""
+        device = next(self.buffers()).device
+        buffers = {suffix: self.get_buffer(suffix) for suffix in self.specs}
+        stored = {suffix: tensor.cpu() for suffix, tensor in buffers.items() if tensor.shape != _ABSENT}
+        weight = weight_from_tensors(stored, self.scheme, (self.out_features, self.in_features), self.name)
+        for suffix in self.specs:
+            delattr(self, suffix)
+        if isinstance(weight, HuffmanWeight):
+            weight = pack_integers(decode_checked(weight, self.name), weight.scale.expand(self.out_features))
+        self.bits, self.group_size = weight.bits, weight.group_size
+        for name, tensor in weight_arguments(weight).items():
+            self.register_buffer(name, None if tensor is None else tensor.to(device))
+
+    def dense_weight(self, dtype: torch.dtype) -> torch.Tensor:
+        """The dequantized weight [out_features, in_features]."""
+        return dequantize(**self._arguments(), bits=self.bits, cols=self.in_features, dtype=dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [.., in_features] -> [.., out_features]."""
+        y = ssqr_linear(x, **self._arguments(), bits=self.bits, group_size=self.group_size, cols=self.in_features)
+        return y if self.bias is None else y + self.bias
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, {self.scheme}"
+
+    def _arguments(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in WEIGHT_ARGUMENTS}
+
+
+@register_quantization_config(QUANT_METHOD)
+class LatqQuantizationConfig(QuantizationConfigMixin):
+    """A checkpoint's `quantization_config` as transformers wants it; its keys are those of FORMAT.md section 2.
+
+    Args:
+        values: the JSON object; raises ConfigError on anything that this version of the format does not know.
+    """
+
+    def __init__(self, **values: Any) -> None:
+        self.quant_method = QUANT_METHOD  # type: ignore[assignment]
+        self.checkpoint = CheckpointConfig.from_dict(values, "config.json: quantization_config")
+
+    def to_dict(self) -> dict[str, Any]:
+        return self.checkpoint.to_dict()
+
+
+@register_quantizer(QUANT_METHOD)
+class LatqQuantizer(HfQuantizer):
+    """Replaces the quantized linears of a model before loading, and turns what was loaded into weights after it."""
+
+    requires_calibration = True
+
+    def is_serializable(self) -> bool:
+        return False
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+    def _process_model_before_weight_loading(self, model: Any, dtype: torch.dtype | None = None, **_: Any) -> None:
+        tied = getattr(model.config.get_text_config(), "tie_word_embeddings", False)
+        tied_head = model.get_output_embeddings() if tied else None
+        assert isinstance(self.quantization_config, LatqQuantizationConfig)
+        for name, module in list(model.named_modules()):
+            scheme = self.quantization_config.checkpoint.scheme_for(name)
+            if not isinstance(module, nn.Linear) or scheme is None or module is tied_head:
+                continue
+            with torch.device("meta"):
+                bias, dtype = module.bias is not None, dtype or torch.bfloat16
+                linear = LatqLinear(module.in_features, module.out_features, bias, scheme, name, dtype)
+            model.set_submodule(name, linear)
+
+    def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
+        for module in model.modules():
+            if isinstance(module, LatqLinear):
+                module.finish()
+        return model
+
+    def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
+        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype or torch.bfloat16
+        for name, module in list(model.named_modules()):
+            if isinstance(module, LatqLinear):
+                with torch.device("meta"):
+                    linear = nn.Linear(module.in_features, module.out_features, bias=module.bias is not None)
+                linear.weight = nn.Parameter(module.dense_weight(dtype), requires_grad=False)
+                linear.register_parameter("bias", module.bias)
+                model.set_submodule(name, linear)
+        return model
