@@ -1,8 +1,9 @@
-"""Loads a model or checkpoint through transformers, for evaluation.
+"""Finds a model or checkpoint, and loads it through transformers for evaluation.
 
 Invariant: a checkpoint of this package is never loaded without its quantizer being registered.
 """
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +17,39 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
+# A model as safetensors, with its tokenizer; not the copies in other formats that many repositories hold.
+SNAPSHOT_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+HUB_NAME = re.compile(r"([\w-][\w.-]*/)?[\w-][\w.-]*")
+
+
 def default_device() -> str:
     """CUDA where there is one, else the CPU."""
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def model_directory(name: str | Path) -> Path:
+    """The local directory of a model: the one named, or a snapshot of a hub repository, downloaded if need be.
+
+    Raises:
+        CheckpointError: neither a directory nor a hub name that can be reached.
+    """
+    path, where = Path(name), f"model {name}"
+    if str(name) and path.is_dir():
+        return path
+    if not HUB_NAME.fullmatch(str(name)) or path.exists():
+        found = "a file" if path.is_file() else "no such directory"
+        raise CheckpointError(where, "a model directory or a hub name org/name", found, "Check the path.")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(str(name), allow_patterns=SNAPSHOT_FILES))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            where,
+            "a model directory or a hub name that can be reached",
+            _summary(error),
+            "Check the name and the connection to the hub.",
+        ) from error
 
 
 def load_model(path: str | Path, device: str, dtype: str = "auto") -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
@@ -38,23 +69,20 @@ def load_model(path: str | Path, device: str, dtype: str = "auto") -> "tuple[Pre
     if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise ConfigError("dtype", "auto, float32, bfloat16 or float16", repr(dtype))
     where = f"model {path}"
-    if not Path(path).is_dir() and (Path(path).is_absolute() or Path(path).exists() or str(path).count("/") > 1):
-        found = "a file" if Path(path).is_file() else "no such directory"
-        raise CheckpointError(where, "a model directory or a hub name", found, "Check the path.")
+    directory = model_directory(path)
     # transformers' own annotations of the auto classes do not know `output_loading_info`.
     causal_lm: Any = AutoModelForCausalLM
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        model, info = causal_lm.from_pretrained(path, dtype=dtype, output_loading_info=True)
+        tokenizer = AutoTokenizer.from_pretrained(directory)
+        model, info = causal_lm.from_pretrained(directory, dtype=dtype, output_loading_info=True)
     except LatqError:
         raise
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        first_line = (str(error).splitlines() or [""])[0].rstrip(".")
         raise CheckpointError(
             where,
-            "a model directory or a hub name that can be reached",
-            f"{type(error).__name__}: {first_line}",
-            "Check the path, and that config.json, the weights and the tokenizer are there and whole.",
+            "a model that transformers can load",
+            _summary(error),
+            "Check that config.json, the weights and the tokenizer are there and whole.",
         ) from error
     # transformers only warns about these, and would evaluate random weights or no text at all.
     if missing := sorted(info["missing_keys"]):
@@ -66,3 +94,8 @@ def load_model(path: str | Path, device: str, dtype: str = "auto") -> "tuple[Pre
     except (RuntimeError, AssertionError) as error:
         # torch: RuntimeError for an unknown device, AssertionError where CUDA is not compiled in.
         raise ConfigError("device", "a device torch can use", f"{device!r}: {error}") from error
+
+
+def _summary(error: BaseException) -> str:
+    """An error of another library in one line."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0].rstrip('.')}"

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from vllm_latq.errors import CheckpointError, ConfigError
-from vllm_latq.quantize.loading import load_model
+from vllm_latq.quantize.loading import load_model, model_directory
 
 WEIGHT = "model.layers.2.mlp.up_proj.weight"
 
@@ -27,7 +27,7 @@ def test_paths_that_hold_no_model(mini_model: Path, tmp_path: Path) -> None:
         load_model(tmp_path / "nowhere", "cpu")
     with pytest.raises(CheckpointError, match="found a file"):
         load_model(mini_model / "config.json", "cpu")
-    with pytest.raises(CheckpointError, match="expected a model directory or a hub name that can be reached"):
+    with pytest.raises(CheckpointError, match="expected a model that transformers can load"):
         load_model(tmp_path, "cpu")
 
 
@@ -57,7 +57,10 @@ def _without_tokenizer(folder: Path) -> None:
         (lambda folder: (folder / "config.json").write_text("{"), "not a valid JSON"),
         (lambda folder: (folder / "config.json").write_text('{"model_type": "abacus"}'), "model type `abacus`"),
         (lambda folder: _one_weight(folder, lambda weight: None), f"expected all weights, found 1 missing.*{WEIGHT}"),
-        (lambda folder: _one_weight(folder, lambda weight: weight[:5].clone()), "expected a model directory.*mismatch"),
+        (
+            lambda folder: _one_weight(folder, lambda weight: weight[:5].clone()),
+            "expected a model that transformers can load.*mismatch",
+        ),
         (_without_tokenizer, "expected a tokenizer, found none"),
     ],
     ids=["truncated", "no-weights", "bad-json", "unknown-type", "missing-weight", "wrong-shape", "no-tokenizer"],
@@ -76,3 +79,23 @@ def test_device_and_dtype(mini_model: Path) -> None:
         load_model(mini_model, "cpu", "float31")
     with pytest.raises(ConfigError, match="device: expected a device torch can use, found 'abacus'"):
         load_model(mini_model, "abacus")
+
+
+def test_model_directory(mini_model: Path) -> None:
+    assert model_directory(mini_model) == mini_model
+    assert model_directory(str(mini_model)) == mini_model
+
+
+@pytest.mark.parametrize("name", ["", "/no/such", "a/b/c", "../up/side", "./here"])
+def test_names_that_are_no_model(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match="expected a model directory or a hub name org/name, found no such"):
+        model_directory(name)
+
+
+@pytest.mark.parametrize("name", ["org/name", "name"])
+def test_hub_out_of_reach(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match=f"model {name}: .*connection to the hub"):
+        model_directory(name)
