@@ -97,6 +97,11 @@ class Recipe:
             return LayerScheme("huffman")
         return LayerScheme("packed", self.bits, self.group_size, outliers=self.method == "ssqr")
 
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether the method reads a Hessian; the others only use one to measure their error."""
+        return self.method not in ("rtn", "hrtn")
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values, every field."""
         return {**asdict(self), "ignore": list(self.ignore)}

@@ -2,7 +2,7 @@
 
 Invariant: with w' the value a weight has when its turn comes and q what it is rounded to,
 
-    sum_t D_t (w'_t - q_t)^2 == (q - w)^T H (q - w)        (H damped; ALGORITHMS: exact error identity)
+    sum_t D_t (w'_t - q_t)^2 == (q - w)^T H (q - w)        (H damped)
 
 Everything is stored transposed and permuted, so that one step touches contiguous rows of all output channels:
 

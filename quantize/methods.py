@@ -1,0 +1,227 @@
+"""One layer, by any of the methods: weight and Hessian in, stored weight and its measured certificate out.
+
+Invariant: the error of the record is measured on the numbers that are stored, with the undamped Hessian, in float64;
+the bound is Theorem 5's, with the damped one. Where nothing was clipped, the error must be below the bound.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from vllm_latq.errors import CalibrationError, NumericalError
+from vllm_latq.huffman import encode
+from vllm_latq.quantize.hptq import HPTQResult, hptq, hrtn
+from vllm_latq.quantize.lattice import Factor, factorize, require_finite
+from vllm_latq.quantize.recipe import Recipe
+from vllm_latq.quantize.rounding import nearest_plane
+from vllm_latq.quantize.scales import grid, group_scales
+from vllm_latq.quantize.ssqr import ssqr
+from vllm_latq.weights import HuffmanWeight, PackedWeight, Weight
+
+# The recursion runs in float32: a bound met with equality may be missed by its rounding.
+BOUND_SLACK = 1e-6
+_ROWS_AT_ONCE = 1024
+
+
+@dataclass(frozen=True)
+class LayerRecord:
+    """What was measured while a layer was quantized; None where there was nothing to measure it with.
+
+    Attributes:
+        name: of the layer.
+        shape: (r, c).
+        bits: stored bits per weight, everything counted.
+        outlier_density: share of weights in the CSR part.
+        error: ||X (Q - W)^T||^2 summed over outputs and calibration tokens.
+        relative_error: error / ||X W^T||^2.
+        bound: worst case of the error (Theorem 5 of the ICLR paper, 4 of v1) for this order, damping and these scales;
+            None for plain rounding, which it does not cover.
+        expected_error: a third of the bound, its mean for uniformly distributed weights.
+        bound_holds: error <= bound; None where weights were clipped, which voids the bound.
+        damping: relative damping that was used; None for plain rounding.
+        seconds: wall time, the factorisation excluded if it was given.
+        clipped: number of weights whose integer the grid cut; 0 for plain rounding, where it voids no bound.
+        note: anything that did not go as asked, in words; empty if nothing.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    bits: float
+    outlier_density: float
+    error: float | None
+    relative_error: float | None
+    bound: float | None
+    expected_error: float | None
+    bound_holds: bool | None
+    damping: float | None
+    seconds: float
+    clipped: int = 0
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class LayerResult:
+    """A quantized layer.
+
+    Attributes:
+        weight: as stored, on the device of the input.
+        record: its measurements.
+        dequantized: float32 [r, c], equal to weight.dequantize() without unpacking or decoding it.
+    """
+
+    weight: Weight
+    record: LayerRecord
+    dequantized: torch.Tensor
+
+
+@dataclass(frozen=True)
+class _Quantized:
+    """What a method hands back. bound: total over the rows, None for plain rounding; clipped: weights the grid cut."""
+
+    weight: Weight
+    dequantized: torch.Tensor
+    bound: float | None = None
+    clipped: int = 0
+    note: str = ""
+
+
+def quantize_layer(
+    weight: torch.Tensor, hessian: torch.Tensor | Factor | None, recipe: Recipe, where: str = ""
+) -> LayerResult:
+    """Quantize one linear layer.
+
+    Args:
+        weight: [r, c], any floating dtype; computed on in float64 if it is float64, else in float32.
+        hessian: X^T X summed over calibration tokens, not normalised, float32 or float64 [c, c]; or its Factor, so that
+            layers with a shared input factorise once; None only for rtn and hrtn, whose error then stays unmeasured.
+        recipe: method and options.
+        where: name of the layer, for the record and for errors.
+
+    Raises:
+        NumericalError: weight or Hessian are not finite, or the method cannot be carried out on them.
+        CalibrationError: a Hessian is needed and missing.
+    """
+    started = time.perf_counter()
+    weight = weight.detach().to(torch.float64 if weight.dtype == torch.float64 else torch.float32)
+    if weight.dim() != 2:
+        raise NumericalError(where or "weight", "a matrix [out, in]", f"shape {tuple(weight.shape)}")
+    require_finite(weight, "weight", where)
+    if hessian is None and recipe.needs_calibration:
+        hint = "Was the layer called at all while the calibration text ran?"
+        raise CalibrationError(where or "hessian", f"a Hessian for {recipe.method}", "none", hint)
+    factor = _factor(hessian, recipe, where) if recipe.needs_calibration else None
+    gram = hessian.undamped if isinstance(hessian, Factor) else hessian
+    if gram is not None and tuple(gram.shape) != (weight.shape[1], weight.shape[1]):
+        expected = f"a Hessian of {weight.shape[1]} input channels"
+        raise NumericalError(where or "hessian", expected, f"shape {tuple(gram.shape)}")
+    done = _METHODS[recipe.method](weight, factor, recipe, where)
+    return LayerResult(done.weight, _record(done, weight, gram, factor, where, started), done.dequantized)
+
+
+def output_energy(weight: torch.Tensor, hessian: torch.Tensor) -> float:
+    """||X W^T||^2 = trace(W H W^T) for weight [r, c] and H = X^T X [c, c]; float64, a slice of the rows at a time."""
+    hessian = hessian.to(torch.float64)
+    total = 0.0
+    for rows in weight.split(_ROWS_AT_ONCE):
+        rows = rows.to(torch.float64)
+        total += float(torch.vdot((rows @ hessian).reshape(-1), rows.reshape(-1)))
+    return max(total, 0.0)
+
+
+def _factor(hessian: torch.Tensor | Factor | None, recipe: Recipe, where: str) -> Factor:
+    if isinstance(hessian, Factor):
+        return hessian
+    assert hessian is not None
+    return factorize(hessian, recipe.order, recipe.damping, where)
+
+
+def _record(
+    done: _Quantized,
+    weight: torch.Tensor,
+    gram: torch.Tensor | None,
+    factor: Factor | None,
+    where: str,
+    started: float,
+) -> LayerRecord:
+    error = relative = holds = None
+    if gram is not None:
+        require_finite(gram, "Hessian", where)
+        error = output_energy(done.dequantized - weight, gram)
+        energy = output_energy(weight, gram)
+        relative = error / energy if energy else 0.0
+        if done.bound is not None and not done.clipped:
+            holds = error <= done.bound * (1 + BOUND_SLACK)
+    rows, cols = weight.shape
+    return LayerRecord(
+        name=where,
+        shape=(rows, cols),
+        bits=done.weight.storage_bits() / max(weight.numel(), 1),
+        outlier_density=done.weight.outlier_density() if weight.numel() else 0.0,
+        error=error,
+        relative_error=relative,
+        bound=done.bound,
+        expected_error=None if done.bound is None else done.bound / 3,
+        bound_holds=holds,
+        damping=None if factor is None else factor.damping,
+        seconds=time.perf_counter() - started,
+        clipped=done.clipped,
+        note=done.note,
+    )
+
+
+def _rtn(weight: torch.Tensor, _factor: Factor | None, recipe: Recipe, where: str) -> _Quantized:
+    scales = group_scales(weight, recipe.bits, recipe.group_size, recipe.scales, where)
+    steps = scales.to(weight.dtype).repeat_interleave(weight.shape[1] // scales.shape[1], 1)
+    integers = (weight / steps).round().clamp(*grid(recipe.bits))
+    stored = PackedWeight.from_integers(integers.to(torch.int32), scales, recipe.bits, recipe.group_size)
+    return _Quantized(stored, (integers * steps).to(torch.float32))
+
+
+def _gptq(weight: torch.Tensor, factor: Factor | None, recipe: Recipe, where: str) -> _Quantized:
+    assert factor is not None
+    scales = group_scales(weight, recipe.bits, recipe.group_size, recipe.scales, where)
+    low, high = grid(recipe.bits)
+    rounding = nearest_plane(weight, factor, scales, low, high, "clip", recipe.block_size, recipe.group_size, where)
+    stored = PackedWeight.from_integers(rounding.z, scales, recipe.bits, recipe.group_size)
+    dequantized = rounding.dequantized.to(torch.float32)
+    return _Quantized(stored, dequantized, float(rounding.bound.sum()), int(rounding.outlier_mask.sum()))
+
+
+def _ssqr(weight: torch.Tensor, factor: Factor | None, recipe: Recipe, where: str) -> _Quantized:
+    assert factor is not None
+    base = group_scales(weight, recipe.bits, recipe.group_size, recipe.scales, where)
+    found = ssqr(weight, factor, base, recipe.bits, recipe.group_size, recipe.outlier_rate, recipe.block_size, where)
+    rounding = found.rounding
+    stored = PackedWeight.from_integers(
+        rounding.z, found.scales, recipe.bits, recipe.group_size, rounding.outlier_mask, rounding.outlier_values
+    )
+    dequantized = rounding.dequantized.to(torch.float32)
+    return _Quantized(stored, dequantized, float(rounding.bound.sum()), note=found.note)
+
+
+def _hptq(weight: torch.Tensor, factor: Factor | None, recipe: Recipe, where: str) -> _Quantized:
+    assert factor is not None
+    assert recipe.target_bits is not None
+    return _huffman(hptq(weight, factor, recipe.target_bits, recipe.block_size, where))
+
+
+def _hrtn(weight: torch.Tensor, _factor: Factor | None, recipe: Recipe, where: str) -> _Quantized:
+    assert recipe.target_bits is not None
+    return _huffman(hrtn(weight, recipe.target_bits, where))
+
+
+def _huffman(found: HPTQResult) -> _Quantized:
+    stored = HuffmanWeight(found.scale.reshape(1), encode(found.integers))
+    bound = None if found.rounding is None else float(found.rounding.bound.sum())
+    return _Quantized(stored, found.integers.to(torch.float32) * found.scale, bound, note=found.note)
+
+
+_METHODS: dict[str, Callable[[torch.Tensor, Factor | None, Recipe, str], _Quantized]] = {
+    "rtn": _rtn,
+    "gptq": _gptq,
+    "ssqr": _ssqr,
+    "hptq": _hptq,
+    "hrtn": _hrtn,
+}

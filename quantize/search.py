@@ -1,0 +1,155 @@
+"""Search for the argument at which a falling, not quite monotone function just meets a target.
+
+SSQR looks for the scale multiplier that meets an outlier rate, HPTQ for the scale that meets an average of bits: both
+fall as the scale grows, nearly monotonically, and a probe costs a pass over the matrix.
+
+Invariant: the result is the best feasible probe (largest value <= target) among all that were made, not the last one.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+
+T = TypeVar("T")
+Point = tuple[float, float]
+
+# Regula falsi can creep along one side of a bracket: every third probe halves it.
+_HALVE_EVERY = 3
+# Below this width of the bracket, in log2 units, all probes give the same integers: 2^-20 is less than float32's step.
+_NARROW = 2.0**-20
+_FIRST_STEP = 0.5
+# A sample has an eighth of the rows, and at least this many: 1 % of outliers in 256 x 1024 weights is counted to 2 %.
+_SAMPLE_ROWS = 256
+
+
+@dataclass(frozen=True)
+class Probe(Generic[T]):
+    """One evaluation: position x (log2 of the scale), value there, and whatever it was computed from."""
+
+    x: float
+    value: float
+    payload: T
+
+
+@dataclass(frozen=True)
+class Outcome(Generic[T]):
+    """What a search found.
+
+    Attributes:
+        best: the feasible probe with the largest value; if none is feasible, the probe with the smallest.
+        feasible: whether best.value <= target.
+        met: whether it is within the tolerance, too.
+        probes: number of evaluations.
+        slope: d value / d x near the target, for a search that starts from here; None if unknown.
+    """
+
+    best: Probe[T]
+    feasible: bool
+    met: bool
+    probes: int
+    slope: float | None
+
+
+def search_target(
+    evaluate: Callable[[float], tuple[float, T]],
+    *,
+    target: float,
+    tolerance: float,
+    start: float,
+    slope: float,
+    lower: float,
+    upper: float,
+    max_probes: int,
+) -> Outcome[T]:
+    """Probe until a value lies in [target - tolerance, target], the bracket closes, or the probes are used up.
+
+    Args:
+        evaluate: x -> (value, payload); falls, nearly monotonically, as x grows.
+        target: largest feasible value.
+        tolerance: how far below the target is near enough.
+        start: first probe.
+        slope: expected d value / d x, negative, to step from one side before there is a bracket.
+        lower, upper: range of x.
+        max_probes: at least 1.
+    """
+    # Aim at the middle of the window: aiming at its edge would miss it half the time.
+    aim = target - tolerance / 2
+    best: Probe[T] | None = None
+    above: Point | None = None
+    below: Point | None = None
+    x, step = min(max(start, lower), upper), _FIRST_STEP
+    probes, previous = 0, None
+    while True:
+        value, payload = evaluate(x)
+        probes += 1
+        slope, previous = _slope(previous, (x, value)) or slope, (x, value)
+        best = _better(best, Probe(x, value, payload), target)
+        if value > target:
+            # A probe beyond the other side contradicts it: the function is not monotone there. Trust the newer one.
+            above, below = (x, value), below if below and below[0] > x else None
+        else:
+            below, above = (x, value), above if above and above[0] < x else None
+        if target - tolerance <= best.value <= target or probes >= max_probes:
+            break
+        following = _next(above, below, aim, slope, step, probes % _HALVE_EVERY == 0)
+        following = min(max(following, lower), upper)
+        if abs(following - x) < _NARROW:
+            break
+        step = step if above and below else 2 * step
+        x = following
+    feasible = best.value <= target
+    return Outcome(best, feasible, feasible and best.value >= target - tolerance, probes, _slope(above, below))
+
+
+def sample_rows(weight: torch.Tensor) -> torch.Tensor | None:
+    """Rows to search on first, int64, sorted, the same at every call; None if a sample would save little."""
+    rows = weight.shape[0]
+    size = max(_SAMPLE_ROWS, rows // 8)
+    if rows < 3 * size:
+        return None
+    # Not every eighth row: heads and rotary pairs repeat with powers of two.
+    chosen = torch.randperm(rows, generator=torch.Generator().manual_seed(0))[:size]
+    return chosen.sort().values.to(weight.device)
+
+
+def _better(best: Probe[T] | None, probe: Probe[T], target: float) -> Probe[T]:
+    if best is None:
+        return probe
+    if (best.value <= target) != (probe.value <= target):
+        return best if best.value <= target else probe
+    closer = probe.value > best.value if probe.value <= target else probe.value < best.value
+    return probe if closer else best
+
+
+def _next(
+    above: Point | None,
+    below: Point | None,
+    aim: float,
+    slope: float,
+    step: float,
+    halve: bool,
+) -> float:
+    """Where to probe: inside the bracket if there is one, else a step of at most `step` beyond the one side known."""
+    if above and below:
+        width = below[0] - above[0]
+        drop = above[1] - below[1]
+        share = (above[1] - aim) / drop if drop > 0 and math.isfinite(drop) and not halve else 0.5
+        # Never onto an end of the bracket, where nothing new is learned.
+        return above[0] + width * min(max(share, 0.02), 0.98)
+    known = above or below
+    assert known is not None
+    newton = (aim - known[1]) / slope
+    if above:
+        return known[0] + min(max(newton, 0.01 * step), step)
+    return known[0] + max(min(newton, -0.01 * step), -step)
+
+
+def _slope(one: Point | None, other: Point | None) -> float | None:
+    """Of the secant through two points, if it falls."""
+    if one is None or other is None or one[0] == other[0]:
+        return None
+    secant = (other[1] - one[1]) / (other[0] - one[0])
+    return secant if -math.inf < secant < 0 else None

@@ -1,0 +1,114 @@
+"""SSQR: nearest plane with adjusted scales and sparse outliers.
+
+ICLR 2026 version of "GPTQ as Babai", section 5, Algorithm 9.
+
+Invariant: nothing is clipped. A weight whose integer leaves the grid is stored as its current value in bfloat16, so the
+recursion only propagates what that rounding leaves of its error.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from vllm_latq.quantize.lattice import Factor
+from vllm_latq.quantize.rounding import Rounding, nearest_plane
+from vllm_latq.quantize.scales import SCALE_DTYPE, grid
+from vllm_latq.quantize.search import sample_rows, search_target
+
+# At 2 bits with strongly correlated inputs the outlier rate can stop falling as the scales grow, because their errors
+# feed back through the recursion. Beyond 8 times the MSE scales nearly everything rounds to 0: a rate met
+# there would be no success. Small multipliers are for rates far above 1 % on heavy tails.
+SMALLEST_OCTAVES, LARGEST_OCTAVES = -10.0, 3.0
+RATE_TOLERANCE = 0.02
+MAX_PROBES = 20
+# Where a search starts from: near 1 %, the rate fell by the power 4 (heavy tails) to 6 (Gaussian) of the multiplier.
+_USUAL_SLOPE = -5.0
+# Rates this many octaves below the target all count as "far below": keeps the logarithm of zero finite.
+_FLOOR_OCTAVES = 10.0
+
+
+@dataclass(frozen=True)
+class SSQRResult:
+    """What the search settled on.
+
+    Attributes:
+        rounding: with `outlier_values`.
+        scales: bfloat16 [r, G], as used.
+        multiplier: of the base scales, before rounding to bfloat16.
+        passes: quantizations of the whole matrix that the search took.
+        note: empty, or why the outlier rate is not the one asked for.
+    """
+
+    rounding: Rounding
+    scales: torch.Tensor
+    multiplier: float
+    passes: int
+    note: str
+
+
+def ssqr(
+    weight: torch.Tensor,
+    factor: Factor,
+    base_scales: torch.Tensor,
+    bits: int,
+    group_size: int,
+    outlier_rate: float,
+    block_size: int = 128,
+    where: str = "",
+) -> SSQRResult:
+    """Search for the multiplier of the base scales whose outlier rate is within 2 % of the target and not above it.
+
+    The rate falls as the scales grow, but not always monotonically: the best feasible multiplier seen is kept. If none
+    was feasible, the one with the fewest outliers is, and `note` says so.
+
+    Args:
+        weight: float32 or float64 [r, c].
+        factor: of the layer's Hessian.
+        base_scales: bfloat16 [r, G], as from `group_scales(how="mse")`.
+        bits: of the grid.
+        group_size: input channels per scale, -1 for the whole row.
+        outlier_rate: target, in (0, 1).
+        block_size: columns per lazy batch.
+        where: name of the layer, for errors.
+    """
+    low, high = grid(bits)
+
+    def probe(rows: torch.Tensor | None, octaves: float) -> tuple[float, tuple[Rounding, torch.Tensor]]:
+        part, base = (weight, base_scales) if rows is None else (weight[rows], base_scales[rows])
+        scales = _scaled(base, 2.0**octaves)
+        rounding = nearest_plane(part, factor, scales, low, high, "exact", block_size, group_size, where)
+        floor = outlier_rate * 2.0**-_FLOOR_OCTAVES
+        return math.log2(max(rounding.outlier_rate, floor)), (rounding, scales)
+
+    search = partial(
+        search_target,
+        target=math.log2(outlier_rate),
+        lower=SMALLEST_OCTAVES,
+        upper=LARGEST_OCTAVES,
+        max_probes=MAX_PROBES,
+    )
+    start, slope = 0.0, _USUAL_SLOPE
+    rows = sample_rows(weight)
+    if rows is not None:
+        near = _tolerance(outlier_rate, rows.numel() * weight.shape[1])
+        sampled = search(lambda octaves: probe(rows, octaves), tolerance=near, start=start, slope=slope)
+        start, slope = sampled.best.x, sampled.slope or slope
+    near = _tolerance(outlier_rate, weight.numel())
+    found = search(lambda octaves: probe(None, octaves), tolerance=near, start=start, slope=slope)
+    rounding, scales = found.best.payload
+    note = "" if found.met else f"outlier rate {rounding.outlier_rate:.4%}, the nearest found to {outlier_rate:.4%}"
+    return SSQRResult(rounding, scales, 2.0**found.best.x, found.probes, note)
+
+
+def _scaled(base: torch.Tensor, multiplier: float) -> torch.Tensor:
+    """Scales times a multiplier, rounded to bfloat16 as they will be stored, and kept positive."""
+    scaled = (base.to(torch.float32) * multiplier).to(SCALE_DTYPE)
+    return scaled.clamp(min=torch.finfo(SCALE_DTYPE).tiny)
+
+
+def _tolerance(outlier_rate: float, weights: int) -> float:
+    """How far below the target, in octaves, a rate may stay: 2 %, or what whole outliers allow in a small matrix."""
+    reachable = min((1 - RATE_TOLERANCE) * outlier_rate, math.floor(outlier_rate * weights) / max(weights, 1))
+    return math.log2(outlier_rate / reachable) if reachable else _FLOOR_OCTAVES

@@ -1,0 +1,92 @@
+"""SSQR: the outlier rate is met, nothing is clipped, and the certificate holds for what is stored."""
+
+import math
+
+import pytest
+import torch
+
+from vllm_latq.quantize.lattice import factorize
+from vllm_latq.quantize.scales import group_scales
+from vllm_latq.quantize.ssqr import LARGEST_OCTAVES, RATE_TOLERANCE, ssqr
+
+FLOAT32_TOLERANCE = 1e-3
+
+
+def layer(rows: int, cols: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Heavy-tailed weight float32 [r, c] and a Hessian of correlated inputs [c, c]."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(rows, cols, generator=generator)
+    weight *= 0.02 * (1 + 3 * torch.rand(rows, cols, generator=generator).pow(12))
+    inputs = torch.randn(3 * cols, cols, generator=generator)
+    inputs = inputs + 0.5 * inputs.roll(1, 1) + 0.3 * inputs[:, :1]
+    return weight, inputs.T @ inputs
+
+
+def run(weight, hessian, bits=3, group_size=-1, outlier_rate=0.01):
+    factor = factorize(hessian)
+    base = group_scales(weight, bits, group_size)
+    return factor, base, ssqr(weight, factor, base, bits, group_size, outlier_rate)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("outlier_rate", [0.01, 0.05])
+def test_outlier_rate_is_met(bits, outlier_rate):
+    weight, hessian = layer(256, 192)
+    _, base, found = run(weight, hessian, bits, 64, outlier_rate)
+    assert found.note == ""
+    assert (1 - RATE_TOLERANCE) * outlier_rate <= found.rounding.outlier_rate <= outlier_rate
+    assert torch.equal(found.scales, (base.float() * found.multiplier).to(torch.bfloat16))
+    outliers = found.rounding.outlier_mask
+    assert int(found.rounding.z.min()) >= -(1 << (bits - 1))
+    assert int(found.rounding.z.max()) < 1 << (bits - 1)
+    assert not found.rounding.z[outliers].any()
+
+
+def test_error_is_below_the_bound_and_identity_holds():
+    weight, hessian = layer(256, 192)
+    factor, _, found = run(weight, hessian, 3, 64)
+    error = (found.rounding.dequantized - weight).double()
+    loss = ((error @ factor.hessian) * error).sum(1)
+    torch.testing.assert_close(loss, found.rounding.loss, rtol=FLOAT32_TOLERANCE, atol=0)
+    assert bool((loss <= found.rounding.bound).all())
+
+
+def test_many_rows_are_searched_on_a_sample_first():
+    weight, hessian = layer(1024, 48)
+    _, _, found = run(weight, hessian, 4, 16)
+    assert found.note == ""
+    assert (1 - RATE_TOLERANCE) * 0.01 <= found.rounding.outlier_rate <= 0.01
+    assert found.passes <= 6
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(1, 1), (1, 33), (33, 1), (33, 63)])
+def test_small_matrices_keep_as_many_outliers_as_fit(rows, cols):
+    weight, hessian = layer(rows, cols)
+    _, _, found = run(weight, hessian, 4, -1, 0.05)
+    assert int(found.rounding.outlier_mask.sum()) <= math.floor(0.05 * rows * cols)
+    assert torch.isfinite(found.rounding.dequantized).all()
+
+
+def test_zero_weights_have_no_outliers():
+    _, hessian = layer(8, 32)
+    _, _, found = run(torch.zeros(8, 32), hessian, 4, 16)
+    assert found.rounding.outlier_rate == 0
+    assert not found.rounding.dequantized.any()
+    assert "outlier rate 0.0000%" in found.note
+
+
+def test_unreachable_rate_is_recorded_with_the_fewest_outliers(monkeypatch):
+    # With the largest multiplier below what the rate needs, no probe is feasible.
+    monkeypatch.setattr("vllm_latq.quantize.ssqr.LARGEST_OCTAVES", -1.0)
+    assert LARGEST_OCTAVES > 0
+    weight, hessian = layer(64, 96)
+    _, _, found = run(weight, hessian, 3, 32, 0.01)
+    assert found.multiplier == 0.5
+    assert found.rounding.outlier_rate > 0.01
+    assert found.note == f"outlier rate {found.rounding.outlier_rate:.4%}, the nearest found to 1.0000%"
+
+
+def test_more_outliers_make_less_error():
+    weight, hessian = layer(256, 192)
+    losses = [float(run(weight, hessian, 3, 64, rate)[2].rounding.loss.sum()) for rate in (0.005, 0.02, 0.08)]
+    assert losses[0] > losses[1] > losses[2]
