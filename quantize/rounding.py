@@ -22,6 +22,7 @@ from typing import Literal
 
 import torch
 
+from vllm_latq.config import WHOLE_ROW
 from vllm_latq.errors import ConfigError, NumericalError
 from vllm_latq.quantize.lattice import Factor
 
@@ -95,7 +96,7 @@ def nearest_plane(
     rows, cols = weight.shape
     if (low is None) != (high is None):
         raise ConfigError(where or "nearest_plane", "both of low and high, or neither", f"low={low}, high={high}")
-    steps = _Steps.of(scales, cols, group_size, factor.order, weight.dtype, where)
+    steps = _Steps.of(scales, weight, group_size, factor.order, where)
     state = _State(
         residual=weight.T[factor.order].contiguous(),
         integers=weight.new_empty(cols, rows),
@@ -160,21 +161,21 @@ class _Steps:
     def of(
         cls,
         scales: torch.Tensor,
-        cols: int,
+        weight: torch.Tensor,
         group_size: int | None,
         order: torch.Tensor,
-        dtype: torch.dtype,
         where: str,
     ) -> "_Steps":
-        by_group = scales.to(dtype).reshape(1, 1) if scales.numel() == 1 else scales.to(dtype).T.contiguous()
-        groups = len(by_group)
-        if scales.numel() == 1 or group_size == -1:
-            width = max(cols, 1)
-        else:
-            width = group_size or 1
-        if groups != max(1, -(-cols // width)):
-            found = f"{groups} with group_size {group_size}"
-            raise ConfigError(where or "scales", f"{-(-cols // width)} scale groups for {cols} columns", found)
+        rows, cols = weight.shape
+        scales = scales.to(weight)
+        if scales.dim() == 0:
+            return cls(scales.reshape(1, 1), torch.zeros_like(order), max(cols, 1))
+        width = max(cols, 1) if group_size == WHOLE_ROW else group_size or 1
+        expected = (rows, max(1, -(-cols // width)))
+        if tuple(scales.shape) != expected:
+            hint = f"Groups of {width} columns in a weight of {rows} x {cols}."
+            raise ConfigError(where or "scales", f"scales of shape {expected}", f"{tuple(scales.shape)}", hint)
+        by_group = scales.T.contiguous()
         return cls(by_group, order // width, width)
 
     def take(self, start: int, stop: int) -> torch.Tensor:

@@ -203,7 +203,8 @@ def test_non_finite_weights_and_huge_integers_are_errors():
 def test_mismatched_arguments_are_errors():
     weight, hessian, scales = case(3, 6, 10)
     factor = factorize(hessian)
-    with pytest.raises(ConfigError, match="scale groups"):
-        nearest_plane(weight, factor, scales[:, :2], group_size=2)
+    for wrong, group_size in ((scales[:, :2], 2), (scales[:2], None), (scales[:, :1], 3), (scales[0], 1)):
+        with pytest.raises(ConfigError, match="scales of shape"):
+            nearest_plane(weight, factor, wrong, group_size=group_size)
     with pytest.raises(ConfigError, match="low and high"):
         nearest_plane(weight, factor, scales, low=0)
