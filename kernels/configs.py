@@ -1,0 +1,86 @@
+"""Launch configurations of the decode kernels: one validated table, chosen by GPU architecture and number of rows.
+
+No entry has been timed on a GPU yet: `source` says where each comes from, and `bench.py --tune` prints replacements.
+"""
+
+from dataclasses import dataclass
+
+from vllm_latq.kernels.errors import require
+
+STATIC = "instruction counts and roofline arithmetic (NOTES.md), Triton 3.9.0 and 3.6.0, 2025-11; not timed"
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """One way to launch a decode kernel.
+
+    Attributes:
+        max_rows: largest number of activation rows it serves; also BLOCK_M of the tensor-core kernel.
+        block_n: output features per program.
+        num_warps: warps per program.
+        stages: depth of the asynchronous copies, in superblocks.
+        bias_dot: remove the bias by a small extra dot (few rows) or on the unpacked floats (many rows).
+        slots: outlier slots a program reads at once.
+        programs_per_processor: split-K is raised until the grid has this many programs per multiprocessor.
+        min_superblocks: fewest superblocks a program is given by split-K.
+        kernel: "tensor_core" or "simt".
+        source: the measurement or the reasoning behind the entry.
+    """
+
+    max_rows: int
+    block_n: int
+    num_warps: int
+    stages: int
+    bias_dot: bool
+    slots: int = 8
+    programs_per_processor: int = 4
+    min_superblocks: int = 4
+    kernel: str = "tensor_core"
+    source: str = STATIC
+
+    def __post_init__(self) -> None:
+        where = "DecodeConfig"
+        require(self.kernel in ("tensor_core", "simt"), f"{where}.kernel", "'tensor_core' or 'simt'", self.kernel)
+        require(self.max_rows in (8, 16, 32, 64), f"{where}.max_rows", "8, 16, 32 or 64", self.max_rows)
+        require(self.block_n in (64, 128, 256), f"{where}.block_n", "64, 128 or 256", self.block_n)
+        require(self.num_warps in (1, 2, 4, 8), f"{where}.num_warps", "1, 2, 4 or 8", self.num_warps)
+        require(1 <= self.stages <= 8, f"{where}.stages", "1 to 8", self.stages)
+        require(self.slots in (1, 2, 4, 8, 16), f"{where}.slots", "1, 2, 4, 8 or 16", self.slots)
+        require(self.min_superblocks >= 1, f"{where}.min_superblocks", "1 or more", self.min_superblocks)
+        require(self.kernel == "tensor_core" or self.max_rows == 8, f"{where}.max_rows", "8 for the SIMT kernel",
+                self.max_rows)  # fmt: skip
+
+    @property
+    def bias_rows(self) -> int:
+        """Rows of the constant operand of the bias dot; 0 removes the bias on the floats instead.
+
+        The smallest tile that keeps every warp busy once: 16 rows a warp, 64 for a warp group.
+        """
+        return min(self.block_n, 16 * self.num_warps) if self.bias_dot else 0
+
+    def parts(self, padded_rows: int, superblocks: int, processors: int) -> int:
+        """Split-K factor: enough programs to fill the GPU, none with too little to do."""
+        tiles = padded_rows // self.block_n
+        wanted = -(-processors * self.programs_per_processor // tiles)
+        return max(1, min(wanted, superblocks // self.min_superblocks))
+
+
+AMPERE = (
+    DecodeConfig(max_rows=8, block_n=128, num_warps=2, stages=4, bias_dot=True),
+    DecodeConfig(max_rows=16, block_n=128, num_warps=2, stages=4, bias_dot=True),
+    DecodeConfig(max_rows=32, block_n=128, num_warps=4, stages=3, bias_dot=False, programs_per_processor=2),
+    DecodeConfig(max_rows=64, block_n=128, num_warps=4, stages=3, bias_dot=False, programs_per_processor=2),
+)
+HOPPER = AMPERE
+TABLE: dict[str, tuple[DecodeConfig, ...]] = {"sm_80": AMPERE, "sm_86": AMPERE, "sm_89": AMPERE, "sm_90": HOPPER}
+DEFAULT = AMPERE
+MAX_DECODE_ROWS = max(config.max_rows for config in DEFAULT)
+
+
+def decode_config(rows: int, arch: str = "") -> DecodeConfig:
+    """The table's entry for `rows` activation rows (1 to MAX_DECODE_ROWS) on `arch`, for example "sm_90"."""
+    for config in TABLE.get(arch, DEFAULT):
+        if rows <= config.max_rows:
+            return config
+    require(False, "decode_config", f"at most {MAX_DECODE_ROWS} rows", rows, "Use the prefill path.")
+    raise AssertionError

@@ -1,0 +1,144 @@
+"""Outlier storage for the kernels: 16-row slices, stored column-major, balanced by sorting rows inside a row block.
+
+One entry is one int32: the bf16 value in the high half, the column in the low half. Row block b (64 rows) owns slices
+4b..4b+3; slice s owns slots slice_ptr[s]..slice_ptr[s+1], and slot t holds one entry of each of its 16 rows:
+
+    entries int32 [slots, 16]:   slot t    r0 r1 r2 ... r15      short rows are padded with entry 0 (value 0, column 0)
+                                 slot t+1  r0 r1 r2 ... r15
+
+Rows of a block are sorted by their count, longest first, so the rows of a slice are about equally long: little padding,
+and slice 4b is the longest of its block. A warp reads a slot in one piece and every lane keeps its own row.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from vllm_latq.kernels.errors import require
+from vllm_latq.kernels.layout import ROW_BLOCK
+
+SLICE_ROWS = 16
+MAX_COLUMNS = 1 << 16
+_BUCKETS_PER_OCTAVE = 8
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """Outliers sorted by row, then column. row, col: int64 [n]; value: bfloat16 [n]."""
+
+    row: torch.Tensor
+    col: torch.Tensor
+    value: torch.Tensor
+
+
+@dataclass(frozen=True)
+class OutlierSlices:
+    """entries: int32 [slots padded to a bucket, 16]; slice_ptr: int32 [padded rows / 16 + 1]."""
+
+    entries: torch.Tensor
+    slice_ptr: torch.Tensor
+
+
+def bucket(count: int) -> int:
+    """`count` rounded up to one of eight sizes per power of two, so that equal layer shapes share tensor shapes."""
+    if count <= _BUCKETS_PER_OCTAVE:
+        return max(count, 1)
+    step = 1 << max(0, (count - 1).bit_length() - 1 - (_BUCKETS_PER_OCTAVE.bit_length() - 1))
+    return -(-count // step) * step
+
+
+def check_csr(row_ptr: torch.Tensor, col_idx: torch.Tensor, values: torch.Tensor, rows: int, cols: int) -> None:
+    """Refuse CSR arrays that could make a kernel read out of bounds. Called once, at load; synchronises the device."""
+    require(cols <= MAX_COLUMNS, "outliers", f"at most {MAX_COLUMNS} columns (16-bit column index)", cols,
+            "Shard the layer, or store it without outliers.")  # fmt: skip
+    require(row_ptr.shape == (rows + 1,), "row_ptr", f"{rows + 1} entries", tuple(row_ptr.shape))
+    require(col_idx.shape == values.shape and col_idx.ndim == 1, "col_idx and values", "two vectors of one length",
+            f"{tuple(col_idx.shape)} and {tuple(values.shape)}")  # fmt: skip
+    pointers = row_ptr.to(torch.int64).cpu()
+    require(int(pointers[0]) == 0 and int(pointers[-1]) == col_idx.numel(), "row_ptr",
+            f"to run from 0 to {col_idx.numel()}", f"{int(pointers[0])}..{int(pointers[-1])}")  # fmt: skip
+    require(bool((pointers.diff() >= 0).all()), "row_ptr", "never to fall", "a falling entry")
+    if col_idx.numel():
+        low, high = col_idx.to(torch.int64).aminmax()
+        require(int(low) >= 0 and int(high) < cols, "col_idx", f"columns in [0, {cols})", f"{int(low)}..{int(high)}")
+
+
+def coordinates(row_ptr: torch.Tensor, col_idx: torch.Tensor, values: torch.Tensor, cols: int) -> Coordinates:
+    """CSR -> sorted coordinates with bf16 values, exactly.
+
+    Entries of one (row, column) are summed in float64 first. A value with more than the 8 significant bits of bf16 (an
+    overflowing HPTQ integer above 256) becomes two or three entries that add up to it.
+    """
+    rows = torch.arange(row_ptr.numel() - 1, device=row_ptr.device)
+    row = torch.repeat_interleave(rows, row_ptr.diff().to(torch.int64), output_size=col_idx.numel())
+    place, inverse = torch.unique(row * cols + col_idx.to(torch.int64), return_inverse=True)
+    rest = torch.zeros(place.numel(), dtype=torch.float64, device=values.device)
+    rest.index_add_(0, inverse, values.to(torch.float64))
+    places, parts = [], []
+    for _ in range(3):
+        part = rest.to(torch.bfloat16)
+        places.append(place)
+        parts.append(part)
+        keep = rest != part.to(torch.float64)
+        place, rest = place[keep], (rest - part.to(torch.float64))[keep]
+        if not place.numel():
+            break
+    require(not place.numel(), "outlier values", "at most 24 significant bits", "a value with more",
+            "Store outliers as bfloat16, or as float32 integers.")  # fmt: skip
+    at, value = torch.cat(places), torch.cat(parts)
+    by_place = torch.argsort(at, stable=True)
+    at = at[by_place]
+    return Coordinates(at // cols, at % cols, value[by_place])
+
+
+def row_order(counts: torch.Tensor, padded: int) -> torch.Tensor:
+    """Checkpoint row of each tile row: within each row block, rows with more outliers first.
+
+    Args:
+        counts: int64 [rows], outliers per row.
+        padded: rows after padding; padding rows keep their own index, at or above `rows`.
+
+    Returns:
+        int64 [padded].
+    """
+    full = torch.full((padded,), -1, dtype=torch.int64, device=counts.device)
+    full[: counts.numel()] = counts
+    within = torch.argsort(full.view(-1, ROW_BLOCK), dim=1, descending=True, stable=True)
+    return (within + torch.arange(0, padded, ROW_BLOCK, device=counts.device)[:, None]).flatten()
+
+
+def slice_entries(points: Coordinates, order: torch.Tensor) -> OutlierSlices:
+    """Lay sorted coordinates out in slices.
+
+    Args:
+        points: sorted by row, then column.
+        order: int64 [padded rows], checkpoint row of each tile row.
+    """
+    padded, device = order.numel(), order.device
+    tile_row = torch.empty_like(order)
+    tile_row[order] = torch.arange(padded, device=device)
+    counts = torch.bincount(points.row, minlength=padded)
+    longest = counts[order].view(-1, SLICE_ROWS).amax(1)
+    slice_ptr = torch.zeros(longest.numel() + 1, dtype=torch.int64, device=device)
+    slice_ptr[1:] = longest.cumsum(0)
+    first = counts.cumsum(0) - counts
+    nth_in_row = torch.arange(points.row.numel(), device=device) - first[points.row]
+    target = tile_row[points.row]
+    slot = slice_ptr[target // SLICE_ROWS] + nth_in_row
+    entries = torch.zeros(bucket(int(slice_ptr[-1])), SLICE_ROWS, dtype=torch.int32, device=device)
+    value_bits = points.value.view(torch.int16).to(torch.int32) << 16
+    entries[slot, target % SLICE_ROWS] = value_bits | points.col.to(torch.int32)
+    return OutlierSlices(entries, slice_ptr.to(torch.int32))
+
+
+def slices_to_coordinates(slices: OutlierSlices, order: torch.Tensor) -> Coordinates:
+    """Inverse of `slice_entries`, without the padding (entries of value 0), sorted by row, then column."""
+    slots = int(slices.slice_ptr[-1])
+    entries = slices.entries[:slots]
+    owner = torch.repeat_interleave(slices.slice_ptr.diff().to(torch.int64), output_size=slots)
+    tile_row = owner[:, None] * SLICE_ROWS + torch.arange(SLICE_ROWS, device=entries.device)
+    value = (entries >> 16).to(torch.int16).view(torch.bfloat16)
+    kept = value != 0
+    row, col, value = order[tile_row][kept], (entries & 0xFFFF).to(torch.int64)[kept], value[kept]
+    by_place = torch.argsort(row * MAX_COLUMNS + col, stable=True)
+    return Coordinates(row[by_place], col[by_place], value[by_place])

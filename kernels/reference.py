@@ -1,0 +1,47 @@
+"""What the kernels compute, in plain torch. Shares no helper with them: it reads the checkpoint's bits one by one.
+
+W[i, j] = row_scales[i] * (scales[i, j // group_size] * (code[i, j] - 2^(bits - 1)) + outlier[i, j])
+"""
+
+import torch
+
+
+def dequantize_reference(
+    qweight: torch.Tensor,
+    bits: int,
+    group_size: int,
+    cols: int,
+    scales: torch.Tensor | None = None,
+    row_scales: torch.Tensor | None = None,
+    row_ptr: torch.Tensor | None = None,
+    col_idx: torch.Tensor | None = None,
+    values: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The weight matrix, float64 [rows, cols], of checkpoint tensors.
+
+    Args:
+        qweight: int32 [rows, ceil(cols * bits / 32)], a little-endian bit stream per row.
+        scales: bfloat16 [rows, groups] or None for 1.
+        row_scales: float32 [rows] or None for 1.
+        row_ptr, col_idx, values: CSR outliers or all None; entries of one place add up.
+    """
+    rows, device = qweight.shape[0], qweight.device
+    stream = (qweight.to(torch.int64)[:, :, None] >> torch.arange(32, device=device)) & 1
+    bit = stream.reshape(rows, -1)[:, : cols * bits].reshape(rows, cols, bits)
+    code = (bit << torch.arange(bits, device=device)).sum(-1)
+    weight = (code - 2 ** (bits - 1)).double()
+    if scales is not None:
+        group = torch.arange(cols, device=device) // (cols if group_size == -1 else group_size)
+        weight *= scales.double()[:, group]
+    if row_ptr is not None and col_idx is not None and values is not None:
+        for row in range(rows):
+            entry = slice(int(row_ptr[row]), int(row_ptr[row + 1]))
+            weight[row].index_add_(0, col_idx[entry].to(torch.int64), values[entry].double())
+    if row_scales is not None:
+        weight *= row_scales.double()[:, None]
+    return weight
+
+
+def matmul_reference(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x [m, cols] times weight [rows, cols] transposed, float64 [m, rows]."""
+    return x.double() @ weight.double().t()

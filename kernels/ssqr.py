@@ -1,0 +1,255 @@
+"""Decode kernel: y = x W^T for a few rows of x, with the weights kept packed until they reach tensor-core registers.
+
+One program computes a tile of BLOCK_N output features (the M side of `tl.dot`) by BLOCK_M activation rows (the N side,
+8 for the smallest batches) over its share of the superblocks:
+
+    for each superblock of 256 columns:          words, scales and activations arrive by asynchronous copies
+        for each group:                          floats = bias + integer, one lop3 per pair of weights
+            p = floats . x - bias . x            the bias leaves through one small extra dot, or by FMA on the floats
+            acc += scale * p
+    acc += outliers                              every lane walks the slots of its own row
+    split-K partials go to a workspace; the last program of a row tile adds them in a fixed order and writes y
+
+Index names: rn tile row, rm activation row, sb superblock, part the split-K share.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_latq.kernels.configs import DecodeConfig
+from vllm_latq.kernels.fields import planes_of, words_of
+from vllm_latq.kernels.unpack import below, bias_piece, floats_piece, upper_rows
+from vllm_latq.kernels.weight import KernelWeight
+
+
+@triton.jit
+def multiply(a, b, acc, UPCAST: tl.constexpr):
+    """acc + a . b in float32. The interpreter multiplies raw bits of bf16, so it gets float32 operands."""
+    if UPCAST:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    else:
+        return tl.dot(a, b, acc)
+
+
+@triton.jit
+def minus_bias_dot(
+    words, x, P: tl.constexpr, SIZE: tl.constexpr, BITS: tl.constexpr, HALF: tl.constexpr, BIAS_ROWS: tl.constexpr,
+    UPCAST: tl.constexpr,
+):  # fmt: skip
+    """float32 [rows of words, BLOCK_M], equal rows: minus the bias of a piece times x: a dot of BIAS_ROWS rows.
+
+    The constant operand is built from the loaded words (their bits cancel), so that the compiler gives both dots one
+    operand layout: otherwise x would be read from shared memory twice and no longer copied asynchronously.
+    """
+    rows: tl.constexpr = words.shape[0]
+    top = words
+    if rows > BIAS_ROWS:
+        top = upper_rows(top)
+    if rows > 2 * BIAS_ROWS:
+        top = upper_rows(top)
+    if rows > 4 * BIAS_ROWS:
+        top = upper_rows(top)
+    zero = (top.to(tl.uint32, bitcast=True) >> 16 >> 16).to(tl.int32, bitcast=True)
+    p = tl.zeros((BIAS_ROWS, x.shape[1]), tl.float32)
+    p = multiply(bias_piece(zero, P, SIZE, BITS, 0, HALF), x, p, UPCAST)
+    if BITS == 8:
+        p = multiply(bias_piece(zero, P, SIZE, BITS, 1, HALF), x, p, UPCAST)
+    if rows > BIAS_ROWS:
+        p = below(p, p)
+    if rows > 2 * BIAS_ROWS:
+        p = below(p, p)
+    if rows > 4 * BIAS_ROWS:
+        p = below(p, p)
+    return p
+
+
+@triton.jit
+def piece_product(
+    a, b, c, d, x, P: tl.constexpr, SIZE: tl.constexpr, BITS: tl.constexpr, HALF: tl.constexpr, BLOCK_N: tl.constexpr,
+    BIAS_ROWS: tl.constexpr, ASM: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """float32 [BLOCK_N, BLOCK_M]: the integers of one piece times x [SIZE, BLOCK_M]."""
+    if BIAS_ROWS > 0:
+        p = minus_bias_dot(a, x, P, SIZE, BITS, HALF, BIAS_ROWS, UPCAST)
+    else:
+        p = tl.zeros((BLOCK_N, x.shape[1]), tl.float32)
+    p = multiply(floats_piece(a, b, c, d, P, SIZE, BITS, 0, HALF, BIAS_ROWS == 0, ASM, UPCAST), x, p, UPCAST)
+    if BITS == 8:
+        p = multiply(floats_piece(a, b, c, d, P, SIZE, BITS, 1, HALF, BIAS_ROWS == 0, ASM, UPCAST), x, p, UPCAST)
+    return p
+
+
+@triton.jit
+def outlier_tile(
+    x_ptr, stride_xm, entry_ptr, slice_ptr, tile, part, parts, M, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
+    SLOTS: tl.constexpr, TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """float32 [BLOCK_N, ROWS]: this part's outliers of a row tile times x. Parts take turns of SLOTS slots.
+
+    TRANSPOSED: x is [K, ROWS], so that one load serves all rows; its columns from M up hold garbage that is never used.
+    """
+    rn = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    rm = tl.arange(0, ROWS)
+    begin = tl.load(slice_ptr + rn // 16)
+    count = tl.load(slice_ptr + rn // 16 + 1) - begin
+    longest = tl.max(count, 0)
+    at = entry_ptr + begin.to(tl.int64) * 16 + rn % 16
+    acc = tl.zeros((BLOCK_N, ROWS), tl.float32)
+    for slot in range(part * SLOTS, longest, parts * SLOTS):
+        for u in tl.static_range(SLOTS):
+            live = slot + u < count
+            entry = tl.load(at + (slot + u) * 16, mask=live, other=0)
+            value = (entry & -65536).to(tl.float32, bitcast=True)  # bf16 bits are the high half of float32's
+            col = (entry & 0xFFFF)[:, None]
+            if TRANSPOSED:
+                x = tl.load(x_ptr + col * ROWS + rm[None, :], mask=live[:, None], other=0.0)
+            else:
+                x = tl.load(x_ptr + rm[None, :] * stride_xm + col, mask=live[:, None] & (rm < M)[None, :], other=0.0)
+            acc += value[:, None] * x.to(tl.float32)
+    return acc
+
+
+@triton.jit
+def store_rows(acc, y_ptr, order_ptr, row_scale_ptr, tile, N, M, HAS_ROW_SCALES: tl.constexpr, PERMUTED: tl.constexpr):
+    """Scale the tile's rows, round once and write y [M, N]."""
+    rn = tile * acc.shape[0] + tl.arange(0, acc.shape[0])
+    rm = tl.arange(0, acc.shape[1])
+    if HAS_ROW_SCALES:
+        acc = acc * tl.load(row_scale_ptr + rn)[:, None]
+    if PERMUTED:
+        rn = tl.load(order_ptr + rn)
+    at = y_ptr + rm[None, :].to(tl.int64) * N + rn[:, None]
+    tl.store(at, acc.to(y_ptr.dtype.element_ty), mask=(rm < M)[None, :] & (rn < N)[:, None])
+
+
+@triton.jit
+def add_parts(acc, partial_ptr, ticket_ptr, tile, part, parts):
+    """Write this part; the last program of the tile gets the sum over parts, in order, and True."""
+    rn = tl.arange(0, acc.shape[0])
+    rm = tl.arange(0, acc.shape[1])
+    size: tl.constexpr = acc.shape[0] * acc.shape[1]
+    at = partial_ptr + tile.to(tl.int64) * parts * size + rn[:, None] * acc.shape[1] + rm[None, :]
+    tl.store(at + part * size, acc)
+    # All of this program's stores come before its ticket, and the other programs' stores before the loads below.
+    tl.debug_barrier()
+    last = tl.atomic_add(ticket_ptr + tile, 1, sem="acq_rel", scope="gpu") == parts - 1
+    tl.debug_barrier()
+    if last:
+        acc = tl.zeros(acc.shape, tl.float32)
+        for other in range(parts):
+            acc += tl.load(at + other * size, cache_modifier=".cg")
+        tl.store(ticket_ptr + tile, 0)  # ready for the next launch: no memset
+    return acc, last
+
+
+@triton.jit
+def ssqr_tensor_core(
+    x_ptr, word_ptr, scale_ptr, flat_scale_ptr, row_scale_ptr, order_ptr, entry_ptr, slice_ptr, xt_ptr,
+    partial_ptr, ticket_ptr, y_ptr, M, N, K, stride_xm, supers, supers_per_part,
+    BITS: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr,
+    BIAS_ROWS: tl.constexpr, OUTLIER_ROWS: tl.constexpr, SLOTS: tl.constexpr, TRANSPOSED: tl.constexpr,
+    SPLIT: tl.constexpr, EVEN_K: tl.constexpr, HAS_FLAT_SCALES: tl.constexpr, HAS_ROW_SCALES: tl.constexpr,
+    ASM: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Grid (padded rows / BLOCK_N, parts). See the module docstring; arguments are described at the launcher."""
+    tile, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    HALF: tl.constexpr = x_ptr.dtype.element_ty == tl.float16
+    SIZE: tl.constexpr = 128 if GROUP == -1 else GROUP
+    PLANES: tl.constexpr = planes_of(BITS)
+    WORDS: tl.constexpr = words_of(BITS)
+    PLANE: tl.constexpr = 64 * WORDS
+    PAIRS: tl.constexpr = 128 // SIZE
+    rn = tl.arange(0, BLOCK_N)
+    rm = tl.arange(0, BLOCK_M)
+    rk = tl.arange(0, SIZE)
+    rw = tl.arange(0, WORDS)
+    begin = part * supers_per_part
+    end = min(begin + supers_per_part, supers)
+    block = (tile * (BLOCK_N // 64)).to(tl.int64) * supers + begin
+    words = word_ptr + block * (PLANES * PLANE)
+    words += ((rn // 64) * (supers * PLANES * PLANE) + (rn % 64) * WORDS)[:, None] + rw[None, :]
+    if GROUP != -1:
+        pairs = scale_ptr + block * (PAIRS * 64) + (rn // 64) * (supers * PAIRS * 64) + rn % 64
+    xs = x_ptr + begin * 256 + rm[None, :] * stride_xm + rk[:, None]
+    live = (rm < M)[None, :] & (rk >= 0)[:, None]
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for sb in tl.range(begin, end, num_stages=STAGES):
+        a = tl.load(words, eviction_policy="evict_first")
+        b = tl.load(words + PLANE, eviction_policy="evict_first") if PLANES > 1 else a
+        c = tl.load(words + 2 * PLANE, eviction_policy="evict_first") if PLANES > 2 else a
+        d = tl.load(words + 3 * PLANE, eviction_policy="evict_first") if PLANES > 3 else a
+        for i in tl.static_range(256 // SIZE):
+            if EVEN_K:
+                x = tl.load(xs + i * SIZE, mask=live, other=0.0)
+            else:
+                x = tl.load(xs + i * SIZE, mask=live & (sb * 256 + i * SIZE + rk < K)[:, None], other=0.0)
+            p = piece_product(a, b, c, d, x, i, SIZE, BITS, HALF, BLOCK_N, BIAS_ROWS, ASM, UPCAST)
+            if GROUP == -1:
+                acc += p
+            else:
+                pair = tl.load(pairs + (i // 2) * 64)
+                scale = (pair << 16) if i % 2 == 0 else (pair & -65536)
+                acc += p * scale.to(tl.float32, bitcast=True)[:, None]
+        words += PLANES * PLANE
+        if GROUP != -1:
+            pairs += PAIRS * 64
+        xs += 256
+    if HAS_FLAT_SCALES:
+        acc *= tl.load(flat_scale_ptr + tile * BLOCK_N + rn)[:, None]
+    if OUTLIER_ROWS > 0:
+        outlier_x_ptr = xt_ptr if TRANSPOSED else x_ptr
+        extra = outlier_tile(
+            outlier_x_ptr,
+            stride_xm,
+            entry_ptr,
+            slice_ptr,
+            tile,
+            part,
+            parts,
+            M,
+            BLOCK_N,
+            OUTLIER_ROWS,
+            SLOTS,
+            TRANSPOSED,
+        )
+        acc += extra if OUTLIER_ROWS == BLOCK_M else tl.where((rm == 0)[None, :], extra, 0.0)
+    if SPLIT:
+        acc, last = add_parts(acc, partial_ptr, ticket_ptr, tile, part, parts)
+        if last:
+            store_rows(acc, y_ptr, order_ptr, row_scale_ptr, tile, N, M, HAS_ROW_SCALES, OUTLIER_ROWS > 0)
+    else:
+        store_rows(acc, y_ptr, order_ptr, row_scale_ptr, tile, N, M, HAS_ROW_SCALES, OUTLIER_ROWS > 0)
+
+
+def launch_ssqr(
+    x: torch.Tensor,
+    weight: KernelWeight,
+    y: torch.Tensor,
+    partials: torch.Tensor | None,
+    transposed: torch.Tensor | None,
+    config: DecodeConfig,
+    parts: int,
+) -> None:
+    """Run the tensor-core kernel. Allocates nothing, checks nothing: see `dispatch.ssqr_matmul`.
+
+    Args:
+        x: [m, cols], bfloat16 or float16, last dimension contiguous, m <= config.max_rows.
+        y: [m, rows], contiguous, dtype of x.
+        partials: float32, at least parts * padded rows * config.max_rows elements; None when parts is 1.
+        transposed: [cols, config.max_rows] holding x^T in its first m columns; read for outliers, None for no more
+            than 8 rows.
+        parts: split-K factor.
+    """
+    m = x.shape[0]
+    outlier_rows = 0 if weight.entries is None else (1 if m == 1 else config.max_rows)
+    ssqr_tensor_core[(weight.padded_rows // config.block_n, parts)](
+        x, weight.words, weight.scale_pairs, weight.flat_scales, weight.row_scales, weight.order, weight.entries,
+        weight.slice_ptr, transposed, partials, weight.tickets, y, m, weight.rows, weight.cols, x.stride(0),
+        weight.superblocks, -(-weight.superblocks // parts),
+        BITS=weight.bits, GROUP=weight.group_size, BLOCK_N=config.block_n, BLOCK_M=config.max_rows,
+        STAGES=config.stages, BIAS_ROWS=config.bias_rows, OUTLIER_ROWS=outlier_rows, SLOTS=config.slots,
+        TRANSPOSED=transposed is not None, SPLIT=parts > 1, EVEN_K=weight.cols % 256 == 0,
+        HAS_FLAT_SCALES=weight.flat_scales is not None, HAS_ROW_SCALES=weight.row_scales is not None,
+        ASM=x.is_cuda and torch.version.hip is None, UPCAST=not x.is_cuda, num_warps=config.num_warps,
+    )  # fmt: skip

@@ -1,0 +1,199 @@
+"""Packed words -> floats in registers, for the kernels. The bit positions are those of `fields.py`.
+
+The floats exceed the weights' integers by a bias that depends only on the field; see `bias_piece`.
+HALF: fp16 floats instead of bf16. ASM: NVIDIA inline assembly, which keeps the two halves of a word together (with
+plain operators the compiler splits them and doubles the work).
+"""
+
+import triton
+import triton.language as tl
+
+from vllm_latq.kernels.fields import (
+    field_bias,
+    field_exponent,
+    field_mask,
+    field_offset,
+    field_plane,
+    field_shift,
+    minus_pair,
+    spare_shift,
+    words_of,
+)
+
+
+@triton.jit
+def mask_or(v, mask: tl.constexpr, exponent, ASM: tl.constexpr):
+    """(v & mask) | exponent in one instruction."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "lop3.b32 $0, $1, $2, $3, 0xea;", "=r,r,r,r", [v, mask, exponent], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        return (v & mask) | exponent
+
+
+@triton.jit
+def shifted(v, shift: tl.constexpr):
+    """v >> shift, or v << -shift. The sign bits that a right shift brings in are masked off later."""
+    if shift > 0:
+        return v >> shift
+    elif shift < 0:
+        return v << (-shift)
+    else:
+        return v
+
+
+@triton.jit
+def add_pair(v, addend: tl.constexpr, HALF: tl.constexpr):
+    """v + addend in both halves, as one fused multiply-add (there is no packed bf16 add before sm_90)."""
+    if HALF:
+        return tl.inline_asm_elementwise(
+            "add.rn.f16x2 $0, $1, $2;", "=r,r,r", [v, addend], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 one; mov.b32 one, 0x3F803F80; fma.rn.bf16x2 $0, $1, one, $2; }",
+            "=r,r,r", [v, addend], dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def beside(a, b):
+    """Concatenate [R, C] and [R, C] along columns; in registers, because the new column bit is the highest."""
+    return tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), (a.shape[0], 2 * a.shape[1]))
+
+
+@triton.jit
+def below(a, b):
+    """Concatenate [R, C] and [R, C] along rows, in registers."""
+    return tl.reshape(tl.permute(tl.join(a, b), (2, 0, 1)), (2 * a.shape[0], a.shape[1]))
+
+
+@triton.jit
+def halves(v, HALF: tl.constexpr):
+    """int32 [R, C] -> floats [R, 2C]: low half, high half, low half, ..."""
+    dtype: tl.constexpr = tl.float16 if HALF else tl.bfloat16
+    low = v.to(tl.int16).to(dtype, bitcast=True)
+    high = (v >> 16).to(tl.int16).to(dtype, bitcast=True)
+    return tl.reshape(tl.join(low, high), (v.shape[0], 2 * v.shape[1]))
+
+
+@triton.jit
+def spare_field(a, b, c, HALF: tl.constexpr, ASM: tl.constexpr):
+    """Field 15 of 3-bit codes: one bit from each plane."""
+    first: tl.constexpr = 0x10001 << field_offset(3, 15, HALF)
+    v = mask_or(shifted(a, spare_shift(0, HALF)), first, field_exponent(3, 15, HALF, 0), ASM)
+    v = mask_or(shifted(b, spare_shift(1, HALF)), 2 * first, v, ASM)
+    return mask_or(shifted(c, spare_shift(2, HALF)), 4 * first, v, ASM)
+
+
+@triton.jit
+def field(
+    a, b, c, d, F: tl.constexpr, BITS: tl.constexpr, DIGIT: tl.constexpr, HALF: tl.constexpr, EXACT: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """int32 [R, words]: field F as pairs of floats, bias + integer; with EXACT, without the bias (needs ASM)."""
+    if BITS == 3 and F == 15:
+        v = spare_field(a, b, c, HALF, ASM)
+    else:
+        plane: tl.constexpr = field_plane(BITS, F, DIGIT)
+        word = a if plane == 0 else b if plane == 1 else c if plane == 2 else d
+        v = shifted(word, field_shift(BITS, F, HALF))
+        v = mask_or(v, field_mask(BITS, F, HALF), field_exponent(BITS, F, HALF, DIGIT), ASM)
+    if EXACT:
+        v = add_pair(v, minus_pair(field_bias(BITS, F, HALF, DIGIT), HALF), HALF)
+    return v
+
+
+@triton.jit
+def upper_rows(v):
+    """The first half of the rows of [R, C], in registers."""
+    top, _ = tl.split(tl.permute(tl.reshape(v, (2, v.shape[0] // 2, v.shape[1])), (1, 2, 0)))
+    return top
+
+
+@triton.jit
+def bias_field(zero, F: tl.constexpr, BITS: tl.constexpr, DIGIT: tl.constexpr, HALF: tl.constexpr):
+    """int32 [R, words]: minus the bias of field F, as pairs of floats."""
+    return zero | minus_pair(field_bias(BITS, F, HALF, DIGIT), HALF)
+
+
+@triton.jit
+def words32(
+    a, b, c, d, P: tl.constexpr, BITS: tl.constexpr, DIGIT: tl.constexpr, HALF: tl.constexpr, EXACT: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """int32 [R, 16]: codes 32 P .. 32 P + 31 of a superblock as pairs of floats."""
+    if BITS == 3:
+        left = field(a, b, c, d, 2 * P, BITS, DIGIT, HALF, EXACT, ASM)
+        right = field(a, b, c, d, 2 * P + 1, BITS, DIGIT, HALF, EXACT, ASM)
+        return beside(left, right)
+    else:
+        return field(a, b, c, d, P, BITS, DIGIT, HALF, EXACT, ASM)
+
+
+@triton.jit
+def words64(
+    a, b, c, d, P: tl.constexpr, BITS: tl.constexpr, DIGIT: tl.constexpr, HALF: tl.constexpr, EXACT: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    left = words32(a, b, c, d, 2 * P, BITS, DIGIT, HALF, EXACT, ASM)
+    right = words32(a, b, c, d, 2 * P + 1, BITS, DIGIT, HALF, EXACT, ASM)
+    return beside(left, right)
+
+
+@triton.jit
+def words_piece(
+    a, b, c, d, P: tl.constexpr, SIZE: tl.constexpr, BITS: tl.constexpr, DIGIT: tl.constexpr, HALF: tl.constexpr,
+    EXACT: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """int32 [R, SIZE / 2]: codes SIZE * P .. SIZE * (P + 1) - 1 of a superblock, SIZE in {32, 64, 128}."""
+    if SIZE == 32:
+        return words32(a, b, c, d, P, BITS, DIGIT, HALF, EXACT, ASM)
+    elif SIZE == 64:
+        return words64(a, b, c, d, P, BITS, DIGIT, HALF, EXACT, ASM)
+    else:
+        left = words64(a, b, c, d, 2 * P, BITS, DIGIT, HALF, EXACT, ASM)
+        right = words64(a, b, c, d, 2 * P + 1, BITS, DIGIT, HALF, EXACT, ASM)
+        return beside(left, right)
+
+
+@triton.jit
+def bias32(zero, P: tl.constexpr, BITS: tl.constexpr, DIGIT: tl.constexpr, HALF: tl.constexpr):
+    """int32 [R, 16]: minus the bias of `words32`, as pairs of floats."""
+    if BITS == 3:
+        return beside(bias_field(zero, 2 * P, BITS, DIGIT, HALF), bias_field(zero, 2 * P + 1, BITS, DIGIT, HALF))
+    else:
+        return bias_field(zero, P, BITS, DIGIT, HALF)
+
+
+@triton.jit
+def bias64(zero, P: tl.constexpr, BITS: tl.constexpr, DIGIT: tl.constexpr, HALF: tl.constexpr):
+    return beside(bias32(zero, 2 * P, BITS, DIGIT, HALF), bias32(zero, 2 * P + 1, BITS, DIGIT, HALF))
+
+
+@triton.jit
+def bias_piece(zero, P: tl.constexpr, SIZE: tl.constexpr, BITS: tl.constexpr, DIGIT: tl.constexpr, HALF: tl.constexpr):
+    """[R, SIZE] bf16 or fp16: minus the bias of `floats_piece`, the same in every row. zero: int32 zeros [R, words]."""
+    if SIZE == 32:
+        v = bias32(zero, P, BITS, DIGIT, HALF)
+    elif SIZE == 64:
+        v = bias64(zero, P, BITS, DIGIT, HALF)
+    else:
+        v = beside(bias64(zero, 2 * P, BITS, DIGIT, HALF), bias64(zero, 2 * P + 1, BITS, DIGIT, HALF))
+    return halves(v, HALF)
+
+
+@triton.jit
+def floats_piece(
+    a, b, c, d, P: tl.constexpr, SIZE: tl.constexpr, BITS: tl.constexpr, DIGIT: tl.constexpr, HALF: tl.constexpr,
+    EXACT: tl.constexpr, ASM: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """[R, SIZE] bias + integer, or with EXACT the integers themselves; bf16 or fp16, float32 with UPCAST."""
+    v = halves(words_piece(a, b, c, d, P, SIZE, BITS, DIGIT, HALF, EXACT and ASM, ASM), HALF)
+    if UPCAST:
+        v = v.to(tl.float32)
+    if EXACT and not ASM:
+        bias = bias_piece(tl.zeros((v.shape[0], words_of(BITS)), tl.int32), P, SIZE, BITS, DIGIT, HALF)
+        v = (v.to(tl.float32) + bias.to(tl.float32)).to(v.dtype)
+    return v

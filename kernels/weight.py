@@ -1,0 +1,119 @@
+"""The weight as the kernels want it, made once at load."""
+
+from dataclasses import dataclass
+
+import torch
+
+from vllm_latq.kernels.errors import require
+from vllm_latq.kernels.layout import ROW_BLOCK, check_shape, padded_rows, tile_scales, tile_weight
+from vllm_latq.kernels.outliers import check_csr, coordinates, row_order, slice_entries
+
+
+@dataclass(frozen=True)
+class KernelWeight:
+    """W[i, j] = row_scales[i] * (scales[i, group of j] * (code[i, j] - 2^(bits-1)) + outlier[i, j]) in tile order.
+
+    Attributes:
+        words: int32 [row blocks, superblocks, planes, 64, words], see `layout.py`.
+        order: int32 [padded rows], checkpoint row of each tile row.
+        scale_pairs: int32 [row blocks, superblocks, pairs, 64] for group sizes 32, 64, 128; else None.
+        flat_scales: float32 [padded rows], tile order, where one scale serves the whole row; else None.
+        row_scales: float32 [padded rows], tile order, or None.
+        entries, slice_ptr: outlier slices, see `outliers.py`; None without outliers.
+        tickets: int32 [row blocks], zeros; the kernel leaves them zero.
+        processors: multiprocessors of the device, for choosing split-K; 1 on a CPU.
+    """
+
+    bits: int
+    group_size: int
+    rows: int
+    cols: int
+    words: torch.Tensor
+    order: torch.Tensor
+    scale_pairs: torch.Tensor | None
+    flat_scales: torch.Tensor | None
+    row_scales: torch.Tensor | None
+    entries: torch.Tensor | None
+    slice_ptr: torch.Tensor | None
+    tickets: torch.Tensor
+    processors: int
+
+    @property
+    def padded_rows(self) -> int:
+        return self.order.numel()
+
+    @property
+    def superblocks(self) -> int:
+        return self.words.shape[1]
+
+    def storage_bytes(self) -> int:
+        """Bytes that one product reads at least once."""
+        parts = (self.words, self.scale_pairs, self.flat_scales, self.row_scales, self.entries, self.slice_ptr)
+        return sum(part.numel() * part.element_size() for part in parts if part is not None)
+
+
+def _in_tile_order(vector: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """float32 [padded rows]; zero for padding."""
+    tiled = torch.zeros(order.numel(), dtype=torch.float32, device=vector.device)
+    real = order < vector.numel()
+    tiled[real] = vector[order[real]].to(torch.float32)
+    return tiled
+
+
+def prepare(
+    qweight: torch.Tensor,
+    bits: int,
+    group_size: int,
+    cols: int,
+    scales: torch.Tensor | None = None,
+    row_scales: torch.Tensor | None = None,
+    row_ptr: torch.Tensor | None = None,
+    col_idx: torch.Tensor | None = None,
+    values: torch.Tensor | None = None,
+) -> KernelWeight:
+    """Checkpoint tensors of one layer (or of merged layers, stacked by rows) -> KernelWeight, on their device.
+
+    Args:
+        qweight: int32 [rows, ceil(cols * bits / 32)], code j in bits [j * bits, (j + 1) * bits) of its row.
+        bits: 2, 3, 4 or 8.
+        group_size: 32, 64, 128 or -1 for one group per row.
+        scales: bfloat16 [rows, groups], or None for 1.
+        row_scales: float32 [rows], or None for 1.
+        row_ptr, col_idx, values: CSR outliers, int32 [rows + 1], integer [nnz], bfloat16 or float32 [nnz]; or all None.
+
+    Raises:
+        KernelInputError: shapes, dtypes or CSR arrays that a kernel must not be given.
+    """
+    check_shape(qweight, bits, group_size, cols)
+    rows, device = qweight.shape[0], qweight.device
+    groups = 1 if group_size == -1 else cols // group_size
+    if scales is not None:
+        require(scales.shape == (rows, groups) and scales.dtype == torch.bfloat16, "scales",
+                f"bfloat16 {(rows, groups)}", f"{scales.dtype} {tuple(scales.shape)}")  # fmt: skip
+    if row_scales is not None:
+        require(row_scales.shape == (rows,), "row_scales", f"{(rows,)}", tuple(row_scales.shape))
+    padded = padded_rows(rows)
+    order = torch.arange(padded, device=device)
+    slices = None
+    if row_ptr is not None and col_idx is not None and values is not None:
+        check_csr(row_ptr, col_idx, values, rows, cols)
+        if col_idx.numel():
+            points = coordinates(row_ptr, col_idx, values, cols)
+            order = row_order(torch.bincount(points.row, minlength=rows), padded)
+            slices = slice_entries(points, order)
+    per_group = scales is not None and group_size != -1
+    return KernelWeight(
+        bits=bits,
+        group_size=group_size if per_group else -1,
+        rows=rows,
+        cols=cols,
+        words=tile_weight(qweight, bits, cols, order),
+        order=order.to(torch.int32),
+        scale_pairs=tile_scales(scales, group_size, cols, order) if scales is not None and per_group else None,
+        flat_scales=_in_tile_order(scales[:, 0], order) if scales is not None and not per_group else None,
+        row_scales=_in_tile_order(row_scales, order) if row_scales is not None else None,
+        entries=slices.entries if slices else None,
+        slice_ptr=slices.slice_ptr if slices else None,
+        tickets=torch.zeros(padded // ROW_BLOCK, dtype=torch.int32, device=device),
+        processors=torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1,
+    )

@@ -1,0 +1,76 @@
+"""Kernel tests. Those marked `interpreter` need TRITON_INTERPRET=1 before triton is imported.
+
+They run in their own pytest process (`TRITON_INTERPRET=1 pytest tests/kernels`); the others run in any process.
+"""
+
+import dataclasses
+import os
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from vllm_latq.kernels.layout import codes_to_stream
+from vllm_latq.kernels.reference import dequantize_reference
+from vllm_latq.kernels.weight import KernelWeight, prepare
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "interpreter: needs TRITON_INTERPRET=1 before triton is imported")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    skip = pytest.mark.skip(reason="needs TRITON_INTERPRET=1: run `TRITON_INTERPRET=1 pytest tests/kernels`")
+    for item in items:
+        if item.get_closest_marker("interpreter") and not INTERPRETED:
+            item.add_marker(skip)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """Checkpoint tensors of a random layer, its weights in float64, and the same layer prepared for the kernels."""
+
+    tensors: dict
+    dense: torch.Tensor
+    weight: KernelWeight
+
+
+@pytest.fixture
+def make_layer() -> Callable[..., Layer]:
+    """Build a random layer: make_layer(bits, rows, cols, group_size=128, outliers=0.01, ...)."""
+
+    def make(
+        bits: int,
+        rows: int,
+        cols: int,
+        group_size: int = 128,
+        outliers: float = 0.01,
+        scales: bool = True,
+        row_scales: bool = False,
+        seed: int = 0,
+        full_rows: tuple[int, ...] = (),
+    ) -> Layer:
+        generator = torch.Generator().manual_seed(seed)
+        codes = torch.randint(0, 2**bits, (rows, cols), generator=generator, dtype=torch.uint8)
+        groups = 1 if group_size == -1 else cols // group_size
+        mask = torch.rand(rows, cols, generator=generator) < outliers
+        mask[list(full_rows)] = True
+        codes[mask] = 2 ** (bits - 1)
+        row_ptr = torch.zeros(rows + 1, dtype=torch.int32)
+        row_ptr[1:] = mask.sum(1).cumsum(0)
+        tensors = {
+            "qweight": codes_to_stream(codes, bits),
+            "bits": bits,
+            "group_size": group_size,
+            "cols": cols,
+            "scales": (torch.rand(rows, groups, generator=generator) * 0.02 + 0.005).bfloat16() if scales else None,
+            "row_scales": torch.rand(rows, generator=generator) + 0.5 if row_scales else None,
+            "row_ptr": row_ptr if outliers or full_rows else None,
+            "col_idx": mask.nonzero()[:, 1].to(torch.int32) if outliers or full_rows else None,
+            "values": torch.randn(int(mask.sum()), generator=generator).bfloat16() if outliers or full_rows else None,
+        }
+        return Layer(tensors, dequantize_reference(**tensors), prepare(**tensors))
+
+    return make

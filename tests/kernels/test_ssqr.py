@@ -1,0 +1,115 @@
+"""The tensor-core decode kernel in the interpreter, against float64."""
+
+import pytest
+import torch
+
+from vllm_latq.kernels.configs import DecodeConfig, decode_config
+from vllm_latq.kernels.dispatch import ssqr_matmul
+from vllm_latq.kernels.reference import matmul_reference
+from vllm_latq.kernels.ssqr import launch_ssqr
+
+pytestmark = pytest.mark.interpreter
+
+FLOAT32_TOLERANCE = 2e-6  # of the largest output: float32 sums, with a bias of at most 136 units removed per group
+
+
+def poisoned(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.full(shape, float("nan"), dtype=dtype)
+
+
+def run(layer, m: int, dtype: torch.dtype, parts: int = 1, config: DecodeConfig | None = None) -> None:
+    """Launch with every output and scratch tensor poisoned and float32 results, and compare."""
+    weight, config = layer.weight, config or decode_config(m)
+    x = torch.randn(m, weight.cols, generator=torch.Generator().manual_seed(m)).to(dtype)
+    y = poisoned(m, weight.rows)
+    partials = poisoned(parts * weight.padded_rows * config.max_rows) if parts > 1 else None
+    transposed = None
+    if weight.entries is not None and m > 8:
+        transposed = poisoned(weight.cols, config.max_rows, dtype=dtype)
+        transposed[:, :m] = x.t()
+    for _ in range(2 if parts > 1 else 1):  # the second launch finds the tickets as the first one left them
+        y.fill_(float("nan"))
+        launch_ssqr(x, weight, y, partials, transposed, config, parts)
+        expected = matmul_reference(x, layer.dense)
+        assert (y - expected).abs().max() <= FLOAT32_TOLERANCE * expected.abs().max()
+    assert not weight.tickets.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_every_width_and_type(make_layer, bits: int, dtype: torch.dtype) -> None:
+    run(make_layer(bits, 130, 512), 3, dtype)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("group_size", [32, 64, -1])
+def test_every_group_size(make_layer, bits: int, group_size: int) -> None:
+    run(make_layer(bits, 65, 256, group_size=group_size), 2, torch.bfloat16)
+
+
+@pytest.mark.parametrize("m", [1, 2, 7, 8, 9, 16, 17, 33, 64])
+def test_every_number_of_rows(make_layer, m: int) -> None:
+    run(make_layer(3, 100, 512), m, torch.bfloat16, parts=2)
+
+
+@pytest.mark.parametrize(
+    ("cols", "group_size"), [(128, 128), (384, 128), (96, 32), (320, 64), (500, -1), (1, -1), (33, -1)]
+)
+def test_odd_columns(make_layer, cols: int, group_size: int) -> None:
+    run(make_layer(4, 63, cols, group_size=group_size, outliers=0.05), 2, torch.bfloat16)
+
+
+@pytest.mark.parametrize("rows", [1, 33, 127, 129, 500])
+def test_odd_rows(make_layer, rows: int) -> None:
+    run(make_layer(3, rows, 256), 1, torch.float16)
+
+
+@pytest.mark.parametrize("parts", [2, 3, 5])
+def test_split_k(make_layer, parts: int) -> None:
+    run(make_layer(2, 70, 1280, outliers=0.02), 4, torch.bfloat16, parts=parts)
+
+
+@pytest.mark.parametrize("m", [1, 5, 12])
+def test_without_outliers(make_layer, m: int) -> None:
+    run(make_layer(3, 70, 512, outliers=0.0), m, torch.bfloat16, parts=2)
+
+
+@pytest.mark.parametrize("m", [1, 4, 20])
+def test_rows_full_of_outliers(make_layer, m: int) -> None:
+    run(make_layer(3, 70, 256, outliers=0.0, full_rows=(0, 69)), m, torch.bfloat16)
+
+
+@pytest.mark.parametrize(("scales", "group_size"), [(False, -1), (True, -1), (True, 64)])
+def test_row_scales(make_layer, scales: bool, group_size: int) -> None:
+    run(make_layer(4, 70, 256, group_size, scales=scales, row_scales=True, outliers=0.03), 2, torch.float16, parts=1)
+
+
+@pytest.mark.parametrize("block_n", [64, 128, 256])
+@pytest.mark.parametrize("bias_dot", [False, True])
+def test_tile_shapes(make_layer, block_n: int, bias_dot: bool) -> None:
+    config = DecodeConfig(max_rows=8, block_n=block_n, num_warps=2, stages=2, bias_dot=bias_dot)
+    layer = make_layer(3, 200, 256)
+    if layer.weight.padded_rows % block_n == 0:
+        run(layer, 2, torch.bfloat16, config=config)
+    for bits in (2, 8):
+        run(make_layer(bits, 200, 256), 2, torch.float16, config=config)
+
+
+def test_large_activations_do_not_lose_the_weights(make_layer) -> None:
+    """All-positive activations make the bias term large; it leaves group by group, before it can swamp the sum."""
+    layer = make_layer(2, 64, 1024, outliers=0.0)
+    x = torch.full((1, 1024), 100.0, dtype=torch.bfloat16)
+    y = poisoned(1, 64)
+    launch_ssqr(x, layer.weight, y, None, None, decode_config(1), 1)
+    expected = matmul_reference(x, layer.dense)
+    assert (y - expected).abs().max() <= 2e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("m", [1, 11])
+def test_the_entry_point(make_layer, m: int) -> None:
+    layer = make_layer(3, 70, 512)
+    x = torch.randn(1, m, 512).half()
+    y = ssqr_matmul(x, layer.weight)
+    expected = matmul_reference(x[0], layer.dense)
+    assert y.shape == (1, m, 70)
+    assert (y[0] - expected).abs().max() <= 2**-10 * expected.abs().max()  # one rounding to float16
