@@ -1,23 +1,37 @@
-"""Runs vLLM's engine on one model in a process of its own and prints what it generated, as one JSON line.
+"""Runs vLLM engines, one after another, in a process of its own and prints what they generated, as one JSON line.
 
-    python engine_probe.py '{"model": ..., "prompts": [[ids]], "tokens": 8, "reload": [...], "engine": {LLM arguments}}'
+    python engine_probe.py '[{"model": ..., "engine": {LLM arguments}, "reload": [checkpoints], "fails": bool}, ...]'
 
-A process per engine keeps thread binding, distributed state and compilation caches out of the tests.
+A process of its own keeps thread binding, distributed state and compilation caches out of the tests.
 """
 
+import gc
 import json
 import sys
 from typing import Any
 
 RESULT = "ENGINE-PROBE "
+TOKENS = 8
+PROMPTS = [list(range(5, 45)), [7], [90, 17, 300, 2000, 45, 6, 7, 8, 1024]]
+# Small and quick on a CPU; float32, so that only the order of additions differs between two ways to multiply.
+ENGINE = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": 256,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 256,
+    "kv_cache_memory_bytes": 1 << 25,
+    "enable_prefix_caching": False,
+    "seed": 0,
+}
 
 
-def generate(llm: Any, prompts: list[list[int]], tokens: int) -> list[dict[str, Any]]:
-    """Greedy token ids and, for each of them, the log-probabilities of the 5 likeliest tokens."""
+def generate(llm: Any) -> list[dict[str, Any]]:
+    """Greedy token ids for each prompt and, at each of them, the log-probabilities of the 5 likeliest tokens."""
     from vllm import SamplingParams
 
-    parameters = SamplingParams(temperature=0, max_tokens=tokens, logprobs=5, ignore_eos=True)
-    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], parameters, use_tqdm=False)
+    parameters = SamplingParams(temperature=0, max_tokens=TOKENS, logprobs=5, ignore_eos=True)
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], parameters, use_tqdm=False)
     return [
         {
             "tokens": list(output.outputs[0].token_ids),
@@ -30,25 +44,28 @@ def generate(llm: Any, prompts: list[list[int]], tokens: int) -> list[dict[str, 
     ]
 
 
-def main() -> None:
-    job = json.loads(sys.argv[1])
+def run(job: dict[str, Any]) -> Any:
+    """Generations of a model and of each checkpoint then loaded into the running engine; the error where one is due."""
     from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
 
-    defaults = {
-        "max_model_len": 256,
-        "max_num_seqs": 4,
-        "max_num_batched_tokens": 256,
-        "kv_cache_memory_bytes": 1 << 25,
-        "enable_prefix_caching": False,
-        "seed": 0,
-    }
-    llm = LLM(job["model"], **(defaults | job.get("engine", {})))
-    results = [generate(llm, job["prompts"], job["tokens"])]
-    for path in job.get("reload", []):
-        llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
-        results.append(generate(llm, job["prompts"], job["tokens"]))
-    print(RESULT + json.dumps(results), flush=True)
+    # vLLM collects garbage many times per engine; what has been imported need not be searched each time.
+    gc.freeze()
+    try:
+        llm = LLM(job["model"], **(ENGINE | job.get("engine", {})))
+        results = [generate(llm)]
+        for path in job.get("reload", []):
+            llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
+            results.append(generate(llm))
+        del llm
+    except Exception as error:
+        if not job.get("fails"):
+            raise
+        return f"{type(error).__name__}: {error}"
+    finally:
+        cleanup_dist_env_and_memory()
+    return results
 
 
 if __name__ == "__main__":
-    main()
+    print(RESULT + json.dumps([run(job) for job in json.loads(sys.argv[1])]), flush=True)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch._dynamo.testing
 
 from vllm_latq import linear_op
 from vllm_latq.linear_op import SMALLEST_CAPACITY, dequantize, outlier_capacity, ssqr_linear, weight_arguments
@@ -65,12 +66,12 @@ def test_empty_batch() -> None:
     assert run(weight, torch.empty(0, 64)).shape == (0, 8)
 
 
-def test_capacity_holds_and_wastes_at_most_a_fifth() -> None:
+def test_capacity_has_headroom_and_wastes_at_most_a_quarter() -> None:
     for nnz in range(5000):
         capacity = outlier_capacity(nnz)
-        assert capacity >= max(nnz, SMALLEST_CAPACITY)
-        assert capacity == SMALLEST_CAPACITY or capacity - nnz <= capacity / 5
-    assert len({outlier_capacity(nnz) for nnz in range(1 << 12, 1 << 13)}) <= 5
+        assert capacity >= max(nnz + nnz // 16, SMALLEST_CAPACITY)
+        assert capacity == SMALLEST_CAPACITY or capacity - nnz <= capacity / 4
+    assert len({outlier_capacity(nnz) for nnz in range(1 << 12, 1 << 13)}) <= 6
 
 
 def test_padding_does_not_change_the_result() -> None:

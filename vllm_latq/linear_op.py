@@ -26,11 +26,13 @@ _SCHEMA = (
 
 
 def outlier_capacity(nnz: int) -> int:
-    """The smallest of 4/4, 5/4, 6/4, 7/4 times a power of two that holds `nnz` entries: at most a fifth is unused."""
-    if nnz <= SMALLEST_CAPACITY:
-        return SMALLEST_CAPACITY
-    quarter = 1 << max((nnz - 1).bit_length() - 3, 0)
-    return -(-nnz // quarter) * quarter
+    """Entries to allocate for `nnz` outliers: few distinct sizes, and a sixteenth of headroom for reloaded weights.
+
+    It is 4/4, 5/4, 6/4 or 7/4 of a power of two, so layers of one shape mostly agree; at most a quarter is unused.
+    """
+    wanted = max(nnz + nnz // 16, SMALLEST_CAPACITY)
+    quarter = 1 << ((wanted - 1).bit_length() - 3)
+    return -(-wanted // quarter) * quarter
 
 
 def weight_arguments(weight: PackedWeight, capacity: int | None = None) -> dict[str, torch.Tensor | None]:

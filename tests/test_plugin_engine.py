@@ -1,0 +1,115 @@
+"""The real engine: tokens and log-probabilities of a checkpoint equal those of its dequantized weights."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+PROBE = Path(__file__).parent / "engine_probe.py"
+MARK = "ENGINE-PROBE "
+# Both sides multiply by the same float32 numbers; vLLM packs the dense ones for another matmul.
+LOGPROB_TOLERANCE = 2e-4
+MISSING = "model.layers.2.mlp.gate_proj.outlier_col_idx"
+
+pytestmark = pytest.mark.engine
+
+
+def probe(jobs: list[dict[str, Any]], **environment: str) -> list[list[Any]]:
+    """Run `engine_probe.py` on the jobs; the error output is shown if it fails."""
+    # One unbound thread: two that wait for each other on a busy core are ten times slower.
+    quick = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    offline = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(PROBE), json.dumps(jobs, default=str)],
+        env=os.environ | quick | offline | environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
+    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith(MARK)).removeprefix(MARK))
+
+
+def assert_same(got: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    assert len(got) == len(expected) > 0
+    for ours, theirs in zip(got, expected, strict=True):
+        assert ours["tokens"] == theirs["tokens"]
+        for position, reference in zip(ours["logprobs"], theirs["logprobs"], strict=True):
+            common = position.keys() & reference.keys()
+            assert len(common) >= 4  # the fifth may tie
+            for token in common:
+                assert position[token] == pytest.approx(reference[token], abs=LOGPROB_TOLERANCE)
+
+
+@pytest.fixture(scope="module")
+def generations(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Everything that one process can run, by name."""
+    pairs = {name: request.getfixturevalue(f"{name}_pair") for name in ("ssqr", "hptq", "mixed", "other_ssqr")}
+    jobs: dict[str, dict[str, Any]] = {}
+    for name, pair in pairs.items():
+        jobs[f"{name}-dense"] = {"model": pair.dense}
+    jobs["ssqr"] = {"model": pairs["ssqr"].latq, "reload": [pairs["other_ssqr"].latq, pairs["ssqr"].latq]}
+    jobs["hptq"] = {"model": pairs["hptq"].latq, "engine": {"quantization": "latq"}, "reload": [pairs["hptq"].latq]}
+    jobs["mixed"] = {"model": pairs["mixed"].latq}
+    jobs["dummy"] = {"model": pairs["ssqr"].latq, "engine": {"load_format": "dummy"}}
+    jobs["dummy-hptq"] = {"model": pairs["hptq"].latq, "engine": {"load_format": "dummy"}}
+    jobs["incomplete"] = {"model": without_tensor(pairs["ssqr"].latq, MISSING), "fails": True}
+    return dict(zip(jobs, probe(list(jobs.values())), strict=True))
+
+
+def without_tensor(source: Path, name: str) -> Path:
+    """A copy of a checkpoint that lacks one tensor."""
+    target = source.with_name("incomplete")
+    shutil.copytree(source, target)
+    tensors = load_file(target / "model.safetensors")
+    del tensors[name]
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+@pytest.mark.parametrize("name", ["ssqr", "hptq", "mixed"])
+def test_equals_the_dequantized_model(name: str, generations: dict[str, Any]) -> None:
+    assert_same(generations[name][0], generations[f"{name}-dense"][0])
+
+
+def test_reload_weights(generations: dict[str, Any]) -> None:
+    """To other weights and back; the other ones do differ."""
+    _, other, back = generations["ssqr"]
+    assert other != generations["ssqr"][0]
+    assert_same(other, generations["other_ssqr-dense"][0])
+    assert back == generations["ssqr"][0]
+
+
+def test_reload_weights_huffman(generations: dict[str, Any]) -> None:
+    first, again = generations["hptq"]
+    assert again == first
+
+
+@pytest.mark.parametrize("name", ["dummy", "dummy-hptq"])
+def test_dummy_weights_run(name: str, generations: dict[str, Any]) -> None:
+    for generation in generations[name][0]:
+        assert len(generation["tokens"]) == 8
+        assert all(logprob < 0 for position in generation["logprobs"] for logprob in position.values())
+
+
+def test_missing_tensor_stops_the_engine(generations: dict[str, Any]) -> None:
+    assert f"CheckpointError: {MISSING}: expected a tensor" in generations["incomplete"]
+    assert "no such tensor" in generations["incomplete"]
+
+
+def test_tensor_parallel_equals_one_process(mixed_pair: tuple[Path, Path], generations: dict[str, Any]) -> None:
+    """Cuts every kind of layer: packed, Huffman-coded, whole-row scales with outliers, and the head."""
+    jobs = [{"model": mixed_pair[0], "engine": {"tensor_parallel_size": 2}}]
+    assert_same(probe(jobs)[0][0], generations["mixed"][0])
+
+
+def test_compiled_equals_eager(ssqr_pair: tuple[Path, Path], generations: dict[str, Any], tmp_path: Path) -> None:
+    """torch.compile traces the operator through its fake implementation."""
+    jobs = [{"model": ssqr_pair[0], "engine": {"enforce_eager": False}}]
+    assert_same(probe(jobs, VLLM_CACHE_ROOT=str(tmp_path))[0][0], generations["ssqr"][0])
