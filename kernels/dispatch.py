@@ -5,8 +5,11 @@ CUDA-graph safe: no host synchronisation, no autotuning, scratch from the cachin
 
 import torch
 
-from vllm_latq.kernels.configs import DecodeConfig, decode_config
+from vllm_latq.kernels.configs import MAX_DECODE_ROWS, DecodeConfig, decode_config
+from vllm_latq.kernels.dequantize import prefill_matmul
 from vllm_latq.kernels.errors import require
+from vllm_latq.kernels.fields import SUPERBLOCK
+from vllm_latq.kernels.simt import launch_simt
 from vllm_latq.kernels.ssqr import launch_ssqr
 from vllm_latq.kernels.weight import KernelWeight
 
@@ -18,6 +21,11 @@ def check_activations(x: torch.Tensor, weight: KernelWeight) -> None:
     require(x.dtype in (torch.bfloat16, torch.float16), "x", "bfloat16 or float16", x.dtype)
     require(x.shape[-1] == weight.cols, "x", f"{weight.cols} columns", tuple(x.shape))
     require(x.device == weight.words.device, "x", f"a tensor on {weight.words.device}", x.device)
+
+
+def padded_columns(x: torch.Tensor, weight: KernelWeight) -> torch.Tensor:
+    """x with zero columns up to whole superblocks; x itself where it has them."""
+    return torch.nn.functional.pad(x, (0, weight.superblocks * SUPERBLOCK - weight.cols))
 
 
 def decode_matmul(
@@ -33,6 +41,9 @@ def decode_matmul(
     partials = transposed = None
     if parts > 1:
         partials = torch.empty(parts * weight.padded_rows * config.max_rows, dtype=torch.float32, device=x.device)
+    if config.kernel == "simt":
+        launch_simt(padded_columns(x, weight), weight, y, partials, config, parts)
+        return y
     if weight.entries is not None and m > OUTLIER_GATHER_ROWS:
         transposed = torch.empty(weight.cols, config.max_rows, dtype=x.dtype, device=x.device)
         transposed[:, :m] = x.t()
@@ -41,7 +52,7 @@ def decode_matmul(
 
 
 def ssqr_matmul(x: torch.Tensor, weight: KernelWeight, config: DecodeConfig | None = None) -> torch.Tensor:
-    """x W^T, accumulated in float32 and rounded once.
+    """x W^T. Up to MAX_DECODE_ROWS rows: fused, accumulated in float32, rounded once. Above: through dense chunks.
 
     Args:
         x: [..., cols], bfloat16 or float16, on the weight's device.
@@ -56,7 +67,11 @@ def ssqr_matmul(x: torch.Tensor, weight: KernelWeight, config: DecodeConfig | No
     """
     check_activations(x, weight)
     flat = x.reshape(-1, weight.cols)
-    if flat.shape[0] == 0:
+    m = flat.shape[0]
+    if m == 0:
         return x.new_empty(*x.shape[:-1], weight.rows)
-    config = config or decode_config(flat.shape[0])
-    return decode_matmul(flat, weight, config).view(*x.shape[:-1], weight.rows)
+    if m > (config.max_rows if config else MAX_DECODE_ROWS):
+        y = prefill_matmul(flat, weight)
+    else:
+        y = decode_matmul(flat, weight, config or decode_config(m, weight.arch))
+    return y.view(*x.shape[:-1], weight.rows)

@@ -45,17 +45,37 @@ def words(bits: int) -> int:
     return 8 if bits == 3 else 16
 
 
+@triton.constexpr_function
+def segment_count(bits, field):
+    """Segments that a field is stored in."""
+    return 3 if bits == 3 and field == 15 else 2 if bits == 8 else 1
+
+
+@triton.constexpr_function
+def field_segment(bits, field, index, part):
+    """Part 0 plane, 1 offset, 2 lowest code bit, 3 width, of segment `index` of a field."""
+    if bits == 3:
+        if field == 15:
+            segment = ((0, 3, 0, 1), (1, 15, 1, 1), (2, 15, 2, 1))[index]
+        else:
+            offset = (0, 4, 7, 10, 13)[field] if field < 5 else 3 * (field % 5)
+            segment = (field // 5, offset, 0, 3)
+    elif bits == 2:
+        segment = (0, 2 * field, 0, 2)
+    else:
+        segment = (field // 4 + 2 * index, 4 * (field % 4), 4 * index, 4)
+    return segment[part]
+
+
 def storage(bits: int) -> list[list[Segment]]:
     """For each field, the segments that its code is stored in."""
-    if bits == 2:
-        return [[Segment(0, 2 * f, 0, 2)] for f in range(8)]
-    if bits == 4:
-        return [[Segment(f // 4, 4 * (f % 4), 0, 4)] for f in range(8)]
-    if bits == 8:
-        return [[Segment(f // 4, 4 * (f % 4), 0, 4), Segment(2 + f // 4, 4 * (f % 4), 4, 4)] for f in range(8)]
-    whole = [(0, o) for o in (0, 4, 7, 10, 13)] + [(p, 3 * i) for p in (1, 2) for i in range(5)]
-    spare = [Segment(0, 3, 0, 1), Segment(1, 15, 1, 1), Segment(2, 15, 2, 1)]
-    return [[Segment(p, o, 0, 3)] for p, o in whole] + [spare]
+    return [
+        [
+            Segment(*(field_segment(bits, field, index, part) for part in range(4)))
+            for index in range(segment_count(bits, field))
+        ]
+        for field in range(SUPERBLOCK // (2 * words(bits)))
+    ]
 
 
 # (shift, offset) of each field of a word: shift right (left where negative), then the field starts at bit `offset`.

@@ -22,6 +22,7 @@ class KernelWeight:
         entries, slice_ptr: outlier slices, see `outliers.py`; None without outliers.
         tickets: int32 [row blocks], zeros; the kernel leaves them zero.
         processors: multiprocessors of the device, for choosing split-K; 1 on a CPU.
+        arch: "sm_90" and the like, for choosing launch configurations; empty where it is not an NVIDIA GPU.
     """
 
     bits: int
@@ -37,6 +38,7 @@ class KernelWeight:
     slice_ptr: torch.Tensor | None
     tickets: torch.Tensor
     processors: int
+    arch: str
 
     @property
     def padded_rows(self) -> int:
@@ -58,6 +60,14 @@ def _in_tile_order(vector: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     real = order < vector.numel()
     tiled[real] = vector[order[real]].to(torch.float32)
     return tiled
+
+
+def _device_facts(device: torch.device) -> tuple[int, str]:
+    """Multiprocessors, and the compute capability as "sm_XY" (empty unless NVIDIA)."""
+    if device.type != "cuda":
+        return 1, ""
+    facts = torch.cuda.get_device_properties(device)
+    return facts.multi_processor_count, "" if torch.version.hip else f"sm_{facts.major}{facts.minor}"
 
 
 def prepare(
@@ -93,6 +103,7 @@ def prepare(
     if row_scales is not None:
         require(row_scales.shape == (rows,), "row_scales", f"{(rows,)}", tuple(row_scales.shape))
     padded = padded_rows(rows)
+    processors, arch = _device_facts(device)
     order = torch.arange(padded, device=device)
     slices = None
     if row_ptr is not None and col_idx is not None and values is not None:
@@ -115,5 +126,6 @@ def prepare(
         entries=slices.entries if slices else None,
         slice_ptr=slices.slice_ptr if slices else None,
         tickets=torch.zeros(padded // ROW_BLOCK, dtype=torch.int32, device=device),
-        processors=torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1,
+        processors=processors,
+        arch=arch,
     )

@@ -1,11 +1,14 @@
-"""The tensor-core decode kernel in the interpreter, against float64."""
+"""The decode kernels in the interpreter, against float64."""
+
+from typing import Any
 
 import pytest
 import torch
 
 from vllm_latq.kernels.configs import DecodeConfig, decode_config
-from vllm_latq.kernels.dispatch import ssqr_matmul
+from vllm_latq.kernels.dispatch import padded_columns, ssqr_matmul
 from vllm_latq.kernels.reference import matmul_reference
+from vllm_latq.kernels.simt import launch_simt
 from vllm_latq.kernels.ssqr import launch_ssqr
 
 pytestmark = pytest.mark.interpreter
@@ -17,7 +20,7 @@ def poisoned(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.full(shape, float("nan"), dtype=dtype)
 
 
-def run(layer, m: int, dtype: torch.dtype, parts: int = 1, config: DecodeConfig | None = None) -> None:
+def run(layer: Any, m: int, dtype: torch.dtype, parts: int = 1, config: DecodeConfig | None = None) -> None:
     """Launch with every output and scratch tensor poisoned and float32 results, and compare."""
     weight, config = layer.weight, config or decode_config(m)
     x = torch.randn(m, weight.cols, generator=torch.Generator().manual_seed(m)).to(dtype)
@@ -29,10 +32,27 @@ def run(layer, m: int, dtype: torch.dtype, parts: int = 1, config: DecodeConfig 
         transposed[:, :m] = x.t()
     for _ in range(2 if parts > 1 else 1):  # the second launch finds the tickets as the first one left them
         y.fill_(float("nan"))
-        launch_ssqr(x, weight, y, partials, transposed, config, parts)
+        if config.kernel == "simt":
+            launch_simt(padded_columns(x, weight), weight, y, partials, config, parts)
+        else:
+            launch_ssqr(x, weight, y, partials, transposed, config, parts)
         expected = matmul_reference(x, layer.dense)
         assert (y - expected).abs().max() <= FLOAT32_TOLERANCE * expected.abs().max()
     assert not weight.tickets.any()
+
+
+SIMT = DecodeConfig(max_rows=8, block_n=64, num_warps=4, stages=2, bias_dot=False, slots=4, kernel="simt")
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize(("m", "group_size", "parts"), [(1, 128, 2), (3, 32, 1), (8, -1, 2)])
+def test_simt(make_layer, bits: int, m: int, group_size: int, parts: int) -> None:
+    run(make_layer(bits, 70, 512, group_size=group_size), m, torch.bfloat16, parts, SIMT)
+
+
+def test_simt_odd_shape_and_type(make_layer) -> None:
+    run(make_layer(3, 33, 500, group_size=-1, row_scales=True), 2, torch.float16, 1, SIMT)
+    run(make_layer(4, 129, 320, group_size=64, outliers=0.0), 1, torch.float16, 1, SIMT)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

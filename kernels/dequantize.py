@@ -1,0 +1,148 @@
+"""Prefill: tile words -> a dense chunk of W in bf16 or fp16, for the library's matmul.
+
+Two launches per chunk: every code times its scale, rounded once; then every outlier added at its place. The chunk is
+bounded, so a layer of any size needs the same scratch and the dense weights stay in or near the L2 cache.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_latq.kernels.fields import field_segment, planes_of, segment_count, words_of
+from vllm_latq.kernels.layout import ROW_BLOCK
+from vllm_latq.kernels.outliers import SLICE_ROWS
+from vllm_latq.kernels.weight import KernelWeight
+
+CHUNK_BYTES = 32 << 20  # dense weights at a time: below the L2 cache of an H100 or H200 (50 MB), and enough to fill it
+SLICE_SLOTS = 64
+
+
+@triton.jit
+def integer_field(tile_ptr, at, F: tl.constexpr, H: tl.constexpr, BITS: tl.constexpr, PLANE: tl.constexpr):
+    """int32 integers (code - zero point) of half H of field F; `at` addresses the words of plane 0."""
+    code = tl.zeros(at.shape, tl.int32)
+    for s in tl.static_range(segment_count(BITS, F)):
+        word = tl.load(tile_ptr + at + field_segment(BITS, F, s, 0) * PLANE)
+        bits = (word >> (field_segment(BITS, F, s, 1) + 16 * H)) & ((1 << field_segment(BITS, F, s, 3)) - 1)
+        code |= bits << field_segment(BITS, F, s, 2)
+    return code - (1 << (BITS - 1))
+
+
+@triton.jit
+def dequantize_tiles(
+    word_ptr, scale_ptr, flat_scale_ptr, row_scale_ptr, order_ptr, w_ptr, first_block, first_row, N, K, supers,
+    BITS: tl.constexpr, GROUP: tl.constexpr, HAS_FLAT_SCALES: tl.constexpr, HAS_ROW_SCALES: tl.constexpr,
+):  # fmt: skip
+    """Grid (row blocks of the chunk, superblocks). Writes w [chunk rows, K]: one tile without its outliers."""
+    block, sb = first_block + tl.program_id(0), tl.program_id(1)
+    PLANES: tl.constexpr = planes_of(BITS)
+    WORDS: tl.constexpr = words_of(BITS)
+    PLANE: tl.constexpr = 64 * WORDS
+    rn = tl.arange(0, 64)
+    rw = tl.arange(0, WORDS)
+    rk = tl.arange(0, 2 * WORDS)
+    at = rn[:, None] * WORDS + rw[None, :]
+    tile_ptr = word_ptr + (block.to(tl.int64) * supers + sb) * (PLANES * PLANE)
+    row = tl.load(order_ptr + block * 64 + rn)
+    first_col = sb * 256
+    out = w_ptr + (row - first_row).to(tl.int64)[:, None] * K + first_col + rk[None, :]
+    factor = tl.full((64,), 1.0, tl.float32)
+    if HAS_FLAT_SCALES:
+        factor *= tl.load(flat_scale_ptr + block * 64 + rn)
+    if HAS_ROW_SCALES:
+        factor *= tl.load(row_scale_ptr + block * 64 + rn)
+    for f in tl.static_range(128 // WORDS):
+        scale = factor
+        if GROUP != -1:
+            group: tl.constexpr = f * 2 * WORDS // GROUP
+            pair = tl.load(scale_ptr + ((block.to(tl.int64) * supers + sb) * (128 // GROUP) + group // 2) * 64 + rn)
+            scale *= ((pair << 16) if group % 2 == 0 else (pair & -65536)).to(tl.float32, bitcast=True)
+        low = integer_field(tile_ptr, at, f, 0, BITS, PLANE).to(tl.float32) * scale[:, None]
+        high = integer_field(tile_ptr, at, f, 1, BITS, PLANE).to(tl.float32) * scale[:, None]
+        value = tl.reshape(tl.join(low, high), (64, 2 * WORDS)).to(w_ptr.dtype.element_ty)
+        live = (row < N)[:, None] & (first_col + f * 2 * WORDS + rk < K)[None, :]
+        tl.store(out + f * 2 * WORDS, value, mask=live)
+
+
+@triton.jit
+def scatter_outliers(
+    entry_ptr, slice_ptr, order_ptr, row_scale_ptr, w_ptr, first_slice, first_row, K, HAS_ROW_SCALES: tl.constexpr,
+    SLOTS: tl.constexpr,
+):  # fmt: skip
+    """Grid (slices of the chunk,). Adds the outliers of 16 rows to w [chunk rows, K].
+
+    A row's entries are sorted by column, and at most three share one (`outliers.coordinates`): the first adds all.
+    """
+    s = first_slice + tl.program_id(0)
+    lane = tl.arange(0, 16)
+    slots = tl.arange(0, SLOTS)
+    begin = tl.load(slice_ptr + s)
+    count = tl.load(slice_ptr + s + 1) - begin
+    row = (tl.load(order_ptr + s * 16 + lane) - first_row).to(tl.int64)
+    factor = tl.full((16,), 1.0, tl.float32)
+    if HAS_ROW_SCALES:
+        factor = tl.load(row_scale_ptr + s * 16 + lane)
+    at = entry_ptr + begin.to(tl.int64) * 16 + lane[None, :]
+    for start in range(0, count, SLOTS):
+        slot = start + slots[:, None]
+        entry = tl.load(at + slot * 16, mask=slot < count, other=0)
+        before = tl.load(at + (slot - 1) * 16, mask=(slot > 0) & (slot < count), other=0)
+        col = entry & 0xFFFF
+        real = (entry & -65536) != 0
+        first = real & ((slot == 0) | ((before & 0xFFFF) != col) | ((before & -65536) == 0))
+        value = (entry & -65536).to(tl.float32, bitcast=True)
+        for ahead in tl.static_range(1, 3):
+            other = tl.load(at + (slot + ahead) * 16, mask=slot + ahead < count, other=0)
+            value += tl.where((other & 0xFFFF) == col, (other & -65536).to(tl.float32, bitcast=True), 0.0)
+        out = w_ptr + row[None, :] * K + col
+        base = tl.load(out, mask=first, other=0.0).to(tl.float32)
+        tl.store(out, (base + value * factor[None, :]).to(w_ptr.dtype.element_ty), mask=first)
+
+
+def launch_dequantize(weight: KernelWeight, w: torch.Tensor, first_block: int, blocks: int) -> None:
+    """Write rows first_block * 64 .. of the dense weight. Allocates nothing.
+
+    Args:
+        w: [rows of the chunk, cols], contiguous, bfloat16 or float16 (float32 in tests).
+        blocks: row blocks in the chunk.
+    """
+    first_row = first_block * ROW_BLOCK
+    dequantize_tiles[(blocks, weight.superblocks)](
+        weight.words, weight.scale_pairs, weight.flat_scales, weight.row_scales, weight.order, w, first_block,
+        first_row, weight.rows, weight.cols, weight.superblocks, BITS=weight.bits, GROUP=weight.group_size,
+        HAS_FLAT_SCALES=weight.flat_scales is not None, HAS_ROW_SCALES=weight.row_scales is not None, num_warps=4,
+    )  # fmt: skip
+    if weight.entries is not None:
+        per_block = ROW_BLOCK // SLICE_ROWS
+        scatter_outliers[(blocks * per_block,)](
+            weight.entries, weight.slice_ptr, weight.order, weight.row_scales, w, first_block * per_block, first_row,
+            weight.cols, HAS_ROW_SCALES=weight.row_scales is not None, SLOTS=SLICE_SLOTS, num_warps=4,
+        )  # fmt: skip
+
+
+def chunk_blocks(weight: KernelWeight, dtype: torch.dtype) -> int:
+    """Row blocks per chunk: as many as fit CHUNK_BYTES, at least one."""
+    return max(1, CHUNK_BYTES // (ROW_BLOCK * weight.cols * dtype.itemsize))
+
+
+def dequantize(weight: KernelWeight, dtype: torch.dtype) -> torch.Tensor:
+    """The whole dense weight [rows, cols], each element rounded once to `dtype`; for inspection and tests.
+
+    Where an outlier sits on a code that is not the zero point, the sum is rounded twice.
+    """
+    w = torch.empty(weight.rows, weight.cols, dtype=dtype, device=weight.words.device)
+    launch_dequantize(weight, w, 0, -(-weight.rows // ROW_BLOCK))
+    return w
+
+
+def prefill_matmul(x: torch.Tensor, weight: KernelWeight) -> torch.Tensor:
+    """y [m, rows] = x [m, cols] W^T through dense chunks and the library's matmul."""
+    y = torch.empty(x.shape[0], weight.rows, dtype=x.dtype, device=x.device)
+    step, blocks = chunk_blocks(weight, x.dtype), -(-weight.rows // ROW_BLOCK)
+    scratch = torch.empty(min(step * ROW_BLOCK, weight.rows), weight.cols, dtype=x.dtype, device=x.device)
+    for first in range(0, blocks, step):
+        begin, end = first * ROW_BLOCK, min((first + step) * ROW_BLOCK, weight.rows)
+        chunk = scratch[: end - begin]
+        launch_dequantize(weight, chunk, first, min(step, blocks - first))
+        torch.mm(x, chunk.t(), out=y[:, begin:end])
+    return y

@@ -1,0 +1,162 @@
+"""Decode kernel without tensor cores: y = x W^T for at most 8 rows of x, one fused multiply-add per weight and row.
+
+The alternative to `ssqr.ssqr_tensor_core` for the smallest batches; same tile words, outliers, split-K and epilogue.
+A lane keeps some words of some rows; a field becomes a float32 by one `lop3`, because bf16 bits are the high half of a
+float32's. The bias of a field leaves once per group and word column, as a product with the activations:
+
+    for each group:   p[row, word, m] = sum over fields and halves of (bias + integer) * x
+                      acc += scale * (p - sum of bias * x)
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_latq.kernels.configs import DecodeConfig
+from vllm_latq.kernels.fields import (
+    field_bias,
+    field_exponent,
+    field_mask,
+    field_offset,
+    field_plane,
+    field_shift,
+    planes_of,
+    spare_shift,
+    words_of,
+)
+from vllm_latq.kernels.ssqr import add_parts, outlier_tile, store_rows
+from vllm_latq.kernels.unpack import mask_or, shifted
+from vllm_latq.kernels.weight import KernelWeight
+
+
+@triton.jit
+def wide_field(
+    a, b, c, d, F: tl.constexpr, H: tl.constexpr, BITS: tl.constexpr, DIGIT: tl.constexpr, ASM: tl.constexpr
+):
+    """float32 [R, words]: bias + integer of half H of field F (the low or high digit of it, for 8 bits)."""
+    down: tl.constexpr = 0 if H == 1 else 16  # the low half is moved up to where the high half is
+    high: tl.constexpr = -65536
+    exponent: tl.constexpr = field_exponent(BITS, F, False, DIGIT) & high
+    if BITS == 3 and F == 15:
+        first: tl.constexpr = 1 << (16 + field_offset(3, 15, False))
+        v = mask_or(shifted(a, spare_shift(0, False) - down), first, exponent, ASM)
+        v = mask_or(shifted(b, spare_shift(1, False) - down), 2 * first, v, ASM)
+        v = mask_or(shifted(c, spare_shift(2, False) - down), 4 * first, v, ASM)
+    else:
+        plane: tl.constexpr = field_plane(BITS, F, DIGIT)
+        word = a if plane == 0 else b if plane == 1 else c if plane == 2 else d
+        v = shifted(word, field_shift(BITS, F, False) - down)
+        v = mask_or(v, field_mask(BITS, F, False) & high, exponent, ASM)
+    return v.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def field_product(
+    a, b, c, d, x_ptr, at, live, F: tl.constexpr, BITS: tl.constexpr, DIGIT: tl.constexpr, ASM: tl.constexpr
+):
+    """float32 [R, words, ROWS]: (integer + bias - bias) * x over the two halves of field F.
+
+    at: int [words, ROWS], offset of the first column of the field in x, per word and row.
+    """
+    bias: tl.constexpr = field_bias(BITS, F, False, DIGIT)
+    columns: tl.constexpr = 2 * words_of(BITS)
+    low = tl.load(x_ptr + at + F * columns, mask=live, other=0.0).to(tl.float32)
+    high = tl.load(x_ptr + at + F * columns + 1, mask=live, other=0.0).to(tl.float32)
+    p = wide_field(a, b, c, d, F, 0, BITS, DIGIT, ASM)[:, :, None] * low[None, :, :]
+    p += wide_field(a, b, c, d, F, 1, BITS, DIGIT, ASM)[:, :, None] * high[None, :, :]
+    return p - (bias * (low + high))[None, :, :]
+
+
+@triton.jit
+def ssqr_simt(
+    x_ptr, word_ptr, scale_ptr, flat_scale_ptr, row_scale_ptr, order_ptr, entry_ptr, slice_ptr,
+    partial_ptr, ticket_ptr, y_ptr, M, N, stride_xm, supers, supers_per_part,
+    BITS: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+    OUTLIERS: tl.constexpr, SLOTS: tl.constexpr, SPLIT: tl.constexpr, HAS_FLAT_SCALES: tl.constexpr,
+    HAS_ROW_SCALES: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Grid (padded rows / BLOCK_N, parts). x is [M, superblocks * 256], zero in the padding."""
+    tile, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    PLANES: tl.constexpr = planes_of(BITS)
+    WORDS: tl.constexpr = words_of(BITS)
+    PLANE: tl.constexpr = 64 * WORDS
+    SIZE: tl.constexpr = 128 if GROUP == -1 else GROUP
+    PER_GROUP: tl.constexpr = SIZE // (2 * WORDS)  # fields in a group
+    PAIRS: tl.constexpr = 128 // SIZE
+    rn = tl.arange(0, BLOCK_N)
+    rm = tl.arange(0, ROWS)
+    rw = tl.arange(0, WORDS)
+    begin = part * supers_per_part
+    end = min(begin + supers_per_part, supers)
+    block = (tile * (BLOCK_N // 64)).to(tl.int64) * supers + begin
+    words = word_ptr + block * (PLANES * PLANE)
+    words += ((rn // 64) * (supers * PLANES * PLANE) + (rn % 64) * WORDS)[:, None] + rw[None, :]
+    if GROUP != -1:
+        pairs = scale_ptr + block * (PAIRS * 64) + (rn // 64) * (supers * PAIRS * 64) + rn % 64
+    live = (rm < M)[None, :] & (rw >= 0)[:, None]
+    acc = tl.zeros((BLOCK_N, WORDS, ROWS), tl.float32)
+    for sb in tl.range(begin, end, num_stages=STAGES):
+        a = tl.load(words, eviction_policy="evict_first")
+        b = tl.load(words + PLANE, eviction_policy="evict_first") if PLANES > 1 else a
+        c = tl.load(words + 2 * PLANE, eviction_policy="evict_first") if PLANES > 2 else a
+        d = tl.load(words + 3 * PLANE, eviction_policy="evict_first") if PLANES > 3 else a
+        at = (sb * 256 + 2 * rw)[:, None] + rm[None, :] * stride_xm
+        for i in tl.static_range(256 // SIZE):
+            p = field_product(a, b, c, d, x_ptr, at, live, i * PER_GROUP, BITS, 0, ASM)
+            for f in tl.static_range(i * PER_GROUP + 1, (i + 1) * PER_GROUP):
+                p += field_product(a, b, c, d, x_ptr, at, live, f, BITS, 0, ASM)
+            if BITS == 8:
+                for f in tl.static_range(i * PER_GROUP, (i + 1) * PER_GROUP):
+                    p += field_product(a, b, c, d, x_ptr, at, live, f, BITS, 1, ASM)
+            if GROUP == -1:
+                acc += p
+            else:
+                pair = tl.load(pairs + (i // 2) * 64)
+                scale = (pair << 16) if i % 2 == 0 else (pair & -65536)
+                acc += p * scale.to(tl.float32, bitcast=True)[:, None, None]
+        words += PLANES * PLANE
+        if GROUP != -1:
+            pairs += PAIRS * 64
+    total = tl.sum(acc, 1)
+    if HAS_FLAT_SCALES:
+        total *= tl.load(flat_scale_ptr + tile * BLOCK_N + rn)[:, None]
+    if OUTLIERS:
+        total += outlier_tile(x_ptr, stride_xm, entry_ptr, slice_ptr, tile, part, parts, M, BLOCK_N, ROWS, SLOTS, False)
+    last = True
+    if SPLIT:
+        total, last = add_parts(total, partial_ptr, ticket_ptr, tile, part, parts)
+    if last:
+        store_rows(total, y_ptr, order_ptr, row_scale_ptr, tile, N, M, HAS_ROW_SCALES, OUTLIERS)
+
+
+def launch_simt(
+    x: torch.Tensor,
+    weight: KernelWeight,
+    y: torch.Tensor,
+    partials: torch.Tensor | None,
+    config: DecodeConfig,
+    parts: int,
+) -> None:
+    """Run the SIMT kernel. Allocates nothing, checks nothing: see `dispatch.ssqr_matmul`.
+
+    Args:
+        x: [m, superblocks * 256], bfloat16 or float16, last dimension contiguous, zero beyond `cols`, m <= 8.
+        y: [m, rows], contiguous.
+        partials: float32, at least parts * padded rows * row_tile(m) elements; None when parts is 1.
+        parts: split-K factor.
+    """
+    m = x.shape[0]
+    ssqr_simt[(weight.padded_rows // config.block_n, parts)](
+        x, weight.words, weight.scale_pairs, weight.flat_scales, weight.row_scales, weight.order, weight.entries,
+        weight.slice_ptr, partials, weight.tickets, y, m, weight.rows, x.stride(0), weight.superblocks,
+        -(-weight.superblocks // parts),
+        BITS=weight.bits, GROUP=weight.group_size, BLOCK_N=config.block_n, ROWS=row_tile(m), STAGES=config.stages,
+        OUTLIERS=weight.entries is not None, SLOTS=config.slots, SPLIT=parts > 1,
+        HAS_FLAT_SCALES=weight.flat_scales is not None, HAS_ROW_SCALES=weight.row_scales is not None,
+        ASM=x.is_cuda and torch.version.hip is None, num_warps=config.num_warps,
+    )  # fmt: skip
+
+
+def row_tile(m: int) -> int:
+    """Activation rows of the kernel's tile: the next power of two."""
+    return 1 << (m - 1).bit_length()

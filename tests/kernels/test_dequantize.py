@@ -1,0 +1,57 @@
+"""Prefill in the interpreter: dense chunks exactly, and the whole product."""
+
+import pytest
+import torch
+
+from vllm_latq.kernels import dequantize as module
+from vllm_latq.kernels.dequantize import dequantize, launch_dequantize, prefill_matmul
+from vllm_latq.kernels.dispatch import ssqr_matmul
+from vllm_latq.kernels.reference import matmul_reference
+from vllm_latq.kernels.weight import prepare
+
+pytestmark = pytest.mark.interpreter
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize(("cols", "group_size"), [(512, 128), (96, 32), (320, 64), (500, -1)])
+def test_dense_weights_exactly(make_layer, bits: int, cols: int, group_size: int) -> None:
+    """bf16 scales times small integers, and bf16 outliers, are exact in float32."""
+    layer = make_layer(bits, 130, cols, group_size=group_size, outliers=0.03, full_rows=(129,))
+    w = torch.full((130, cols), float("nan"))
+    launch_dequantize(layer.weight, w, 0, 3)
+    assert torch.equal(w.double(), layer.dense)
+
+
+def test_a_chunk_of_rows(make_layer) -> None:
+    layer = make_layer(3, 200, 256, outliers=0.05)
+    w = torch.full((72, 256), float("nan"))
+    launch_dequantize(layer.weight, w, 2, 2)
+    assert torch.equal(w.double(), layer.dense[128:])
+
+
+def test_row_scales(make_layer) -> None:
+    layer = make_layer(4, 65, 256, group_size=-1, scales=False, row_scales=True, outliers=0.05)
+    assert torch.allclose(dequantize(layer.weight, torch.float32).double(), layer.dense, rtol=2**-23)
+
+
+def test_overflowing_integers_are_put_together_again() -> None:
+    """An outlier above 256 is stored as several bf16 entries of one place."""
+    row_ptr = torch.tensor([0, 2, 4], dtype=torch.int32)
+    col_idx, values = torch.tensor([0, 5, 5, 6]), torch.tensor([1001.0, 65537.0, -300.0, 12345.0])
+    weight = prepare(
+        torch.full((2, 2), -2004318072, dtype=torch.int32), 4, -1, 16, None, None, row_ptr, col_idx, values
+    )
+    dense = torch.zeros(2, 16)
+    dense[[0, 0, 1, 1], col_idx] = values
+    assert torch.equal(dequantize(weight, torch.float32), dense)
+
+
+@pytest.mark.parametrize("m", [65, 70])
+def test_prefill_in_chunks(make_layer, monkeypatch: pytest.MonkeyPatch, m: int) -> None:
+    layer = make_layer(3, 130, 256)
+    x = torch.randn(m, 256).half()
+    expected = matmul_reference(x, layer.dense)
+    monkeypatch.setattr(module, "CHUNK_BYTES", 64 * 256 * 2)  # one row block at a time
+    for y in (prefill_matmul(x, layer.weight), ssqr_matmul(x, layer.weight)):
+        assert y.shape == (m, 130)
+        assert (y - expected).abs().max() <= 2**-9 * expected.abs().max()  # weights and result rounded to float16
