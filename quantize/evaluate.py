@@ -117,7 +117,7 @@ def evaluate(
         baseline: the original model, to compare the next-token distributions with.
         device: torch device; by default CUDA where there is one, else the CPU.
         batch_size: windows per forward pass.
-        dtype: `auto` (as stored), or a torch dtype's name such as `float32`, for both models.
+        dtype: of both models, see `load_model`.
         max_windows: stop after this many windows; by default all (C4: the 256 of GPTQ's protocol).
 
     Raises:

@@ -28,7 +28,7 @@ def run_tasks(
         num_fewshot: examples in the prompt; None for what each task prescribes.
         batch_size: requests per forward pass.
         device: torch device; by default CUDA where there is one, else the CPU.
-        dtype: `auto` (as stored), or a torch dtype's name such as `float32`.
+        dtype: see `load_model`.
 
     Returns:
         lm-eval's results by task: metric name (`acc,none`, ...) to value.
@@ -43,6 +43,8 @@ def run_tasks(
         from lm_eval.tasks import TaskManager
     except ImportError as error:
         raise ConfigError("tasks", "the lm-eval harness", f"{error}", 'Run pip install "vllm-latq[eval]".') from error
+    if not tasks:
+        raise ConfigError("tasks", "at least one task", "none")
     if include_path is not None and not Path(include_path).is_dir():
         raise ConfigError("include_path", "a folder with task definitions", f"no folder {include_path}")
     manager = TaskManager(include_path=str(include_path) if include_path is not None else None)
@@ -65,8 +67,6 @@ def run_tasks(
 
 def _known_tasks(tasks: Sequence[str], manager: Any) -> list[str]:
     """The tasks the patterns match; each pattern must match at least one."""
-    if not tasks:
-        raise ConfigError("tasks", "at least one task", "none")
     names: list[str] = []
     for pattern in tasks:
         matches = manager.match_tasks([pattern])

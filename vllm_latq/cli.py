@@ -93,7 +93,9 @@ def _add_eval(commands: Any) -> None:
     command.add_argument("--seq-len", type=int, default=2048)
     command.add_argument("--batch-size", type=int, default=1)
     command.add_argument("--device")
-    command.add_argument("--dtype", default="auto", help="auto (as stored), float32, bfloat16 or float16")
+    command.add_argument(
+        "--dtype", default="auto", help="float32, bfloat16, float16 or auto: float32 on a CPU, else as stored"
+    )
     command.add_argument("--json", action="store_true")
 
 

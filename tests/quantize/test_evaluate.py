@@ -93,6 +93,18 @@ def test_against_itself_nothing_moved(mini_model: Path, short_text: str) -> None
     assert got.top1_agreement == 1.0
 
 
+@pytest.mark.parametrize("name", ["ssqr", "hptq"])
+def test_checkpoint_evaluates_like_its_dequantized_weights(
+    name: str, mini_model: Path, short_text: str, request: pytest.FixtureRequest
+) -> None:
+    pair = request.getfixturevalue(f"{name}_pair")
+    latq = evaluate(pair.latq, short_text, seq_len=64, baseline=mini_model, device="cpu")
+    dense = evaluate(pair.dense, short_text, seq_len=64, baseline=mini_model, device="cpu")
+    assert latq.kl is not None
+    assert latq.kl > 0
+    assert (latq.perplexity, latq.kl, latq.top1_agreement) == (dense.perplexity, dense.kl, dense.top1_agreement)
+
+
 def test_kl_of_a_moved_model(mini_model: Path, moved_model: Path, short_text: str) -> None:
     small = evaluate(moved_model, short_text, 64, baseline=mini_model, dtype="float32", device="cpu")
     swapped = evaluate(mini_model, short_text, 64, baseline=moved_model, dtype="float32", device="cpu")

@@ -16,10 +16,10 @@ WEIGHT = "model.layers.2.mlp.up_proj.weight"
 
 def test_loads_in_the_asked_dtype(mini_model: Path) -> None:
     model, tokenizer = load_model(mini_model, "cpu")
-    assert model.dtype == torch.bfloat16
+    assert model.dtype == torch.float32
     assert not model.training
     assert tokenizer.decode(tokenizer("import os")["input_ids"]) == "import os"
-    assert load_model(mini_model, "cpu", "float32")[0].dtype == torch.float32
+    assert load_model(mini_model, "cpu", "bfloat16")[0].dtype == torch.bfloat16
 
 
 def test_paths_that_hold_no_model(mini_model: Path, tmp_path: Path) -> None:
