@@ -14,6 +14,27 @@ from vllm_latq.huffman import encode
 from vllm_latq.weights import HuffmanWeight, PackedWeight
 
 DATA = Path(__file__).parent / "data"
+TASK = """
+task: next_word
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    validation: {data}
+output_type: multiple_choice
+validation_split: validation
+doc_to_text: "{{{{question}}}}"
+doc_to_target: "{{{{answer}}}}"
+doc_to_choice: "{{{{choices}}}}"
+metric_list:
+  - metric: acc
+"""
+# The bundled model knows reStructuredText: what follows "versionadded::" is a version, and so on.
+TASK_ROWS = [
+    {"question": ".. versionadded::", "choices": [" 3.8", " banana"], "answer": 0},
+    {"question": ".. seealso", "choices": ["%", "::"], "answer": 1},
+    {"question": "Return ``True`` if", "choices": [" xyzzy", " the"], "answer": 1},
+    {"question": "import", "choices": [" os", " =="], "answer": 0},
+]
 
 
 @pytest.fixture(scope="session")
@@ -161,3 +182,15 @@ def mixed_pair(make_checkpoint: CheckpointMaker) -> CheckpointPair:
         "model.layers.2.self_attn.o_proj": LayerScheme("packed", 2, -1, True),
     }
     return make_checkpoint("mixed", CheckpointConfig(LayerScheme("packed", 4, 64, False), (), overrides))
+
+
+@pytest.fixture
+def tasks_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the lm-eval task `next_word`: four questions, which the bundled model answers right."""
+    data = tmp_path / "next_word.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in TASK_ROWS))
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    (folder / "next_word.yaml").write_text(TASK.format(data=data))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    return folder

@@ -1,4 +1,4 @@
-"""lm-eval through its Python API, on a task defined here."""
+"""lm-eval through its Python API, on a task of our own (`tasks_folder` in conftest.py)."""
 
 import json
 import sys
@@ -8,39 +8,6 @@ import pytest
 
 from vllm_latq.errors import ConfigError
 from vllm_latq.quantize.tasks import run_tasks
-
-TASK = """
-task: next_word
-dataset_path: json
-dataset_kwargs:
-  data_files:
-    validation: {data}
-output_type: multiple_choice
-validation_split: validation
-doc_to_text: "{{{{question}}}}"
-doc_to_target: "{{{{answer}}}}"
-doc_to_choice: "{{{{choices}}}}"
-metric_list:
-  - metric: acc
-"""
-# The bundled model knows reStructuredText: what follows "versionadded::" is a version, and so on.
-ROWS = [
-    {"question": ".. versionadded::", "choices": [" 3.8", " banana"], "answer": 0},
-    {"question": ".. seealso", "choices": ["%", "::"], "answer": 1},
-    {"question": "Return ``True`` if", "choices": [" xyzzy", " the"], "answer": 1},
-    {"question": "import", "choices": [" os", " =="], "answer": 0},
-]
-
-
-@pytest.fixture
-def tasks_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    data = tmp_path / "next_word.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    folder = tmp_path / "tasks"
-    folder.mkdir()
-    (folder / "next_word.yaml").write_text(TASK.format(data=data))
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    return folder
 
 
 def test_a_task_of_ones_own(mini_model: Path, tasks_folder: Path) -> None:

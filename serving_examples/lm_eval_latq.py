@@ -1,0 +1,39 @@
+"""Run lm-eval's tasks on a latq checkpoint through lm-eval's own `hf` model.
+
+    python serving_examples/lm_eval_latq.py CKPT --tasks arc_easy hellaswag --limit 100
+
+The `lm_eval` command would not know the format: `import vllm_latq` is what makes transformers read it.
+"""
+
+import argparse
+from collections.abc import Sequence
+
+import lm_eval
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import make_table
+
+import vllm_latq  # noqa: F401 - makes transformers read latq checkpoints
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", metavar="CKPT", help="directory that `latq quantize` wrote")
+    parser.add_argument("--tasks", nargs="+", default=["arc_easy"])
+    parser.add_argument("--include-path", help="folder with further task definitions")
+    parser.add_argument("--limit", type=int, help="documents per task")
+    parser.add_argument("--device", help="by default CUDA where there is one")
+    options = parser.parse_args(arguments)
+    results = lm_eval.simple_evaluate(
+        model="hf",
+        model_args={"pretrained": options.checkpoint},
+        tasks=options.tasks,
+        num_fewshot=0,
+        limit=options.limit,
+        device=options.device,
+        task_manager=TaskManager(include_path=options.include_path),
+    )
+    print(make_table(results))
+
+
+if __name__ == "__main__":
+    main()
