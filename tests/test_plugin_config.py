@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -129,3 +130,11 @@ def test_unknown_format_is_refused() -> None:
     config = CheckpointConfig(SCHEME).to_dict() | {"format_version": 99}
     with pytest.raises(ConfigError, match=r"config\.json: quantization_config\.format_version: expected 1, found 99"):
         LatqConfig.from_config(config)
+
+
+def test_quantization_flag_on_an_unquantized_model_is_refused(mini_model: Path) -> None:
+    """Through vLLM's own argument handling, as `vllm serve MODEL --quantization latq` goes."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    with pytest.raises(ValueError, match=r"the model is not quantized\. Quantize it first"):
+        EngineArgs(model=str(mini_model), quantization="latq").create_engine_config()

@@ -113,3 +113,4 @@ def test_compiled_equals_eager(ssqr_pair: tuple[Path, Path], generations: dict[s
     """torch.compile traces the operator through its fake implementation."""
     jobs = [{"model": ssqr_pair[0], "engine": {"enforce_eager": False}}]
     assert_same(probe(jobs, VLLM_CACHE_ROOT=str(tmp_path))[0][0], generations["ssqr"][0])
+    assert list((tmp_path / "torch_compile_cache").iterdir()), "nothing was compiled"
