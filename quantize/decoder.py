@@ -83,8 +83,8 @@ class Decoder:
     @torch.no_grad()
     def embed(self, samples: torch.Tensor, batch_size: int) -> list[Batch]:
         """Embed token ids int64 [n, tokens] and record what the model would pass to each of its blocks."""
-        recorders = nn.ModuleList(_Recorder() for _ in self.base.layers)
-        blocks, self.base.layers = self.base.layers, recorders
+        recorders = [_Recorder() for _ in self.base.layers]
+        blocks, self.base.layers = self.base.layers, nn.ModuleList(recorders)
         rotary = self.base.rotary_emb
         self.base.rotary_emb = type(rotary)(self.base.config).to(self.device)
         batches = []
@@ -141,6 +141,9 @@ class Decoder:
 
 class _Recorder(nn.Module):
     """Stands in for a block: keeps what it is called with and passes the hidden states on."""
+
+    hidden: torch.Tensor
+    arguments: dict[str, Any]
 
     def forward(self, hidden_states: torch.Tensor, **arguments: Any) -> torch.Tensor:
         self.hidden, self.arguments = hidden_states, arguments

@@ -271,8 +271,8 @@ def totals(layers: list[dict[str, Any]]) -> dict[str, Any]:
     bits = sum(layer["bits"] * layer["shape"][0] * layer["shape"][1] for layer in layers)
 
     def total(key: str) -> float | None:
-        values = [layer.get(key) for layer in layers]
-        return None if any(value is None for value in values) else sum(values)
+        values = [layer[key] for layer in layers if layer.get(key) is not None]
+        return sum(values) if len(values) == len(layers) else None
 
     return {
         "weights": weights,
