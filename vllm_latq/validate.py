@@ -92,7 +92,7 @@ def _csr(tensors: Mapping[str, torch.Tensor], shape: tuple[int, int], where: str
         row = int((row_ptr.diff() < 0).nonzero()[0])
         yield _error(f"{where}.outlier_row_ptr", "offsets that never fall", f"a fall after row {row}")
         return
-    if col_idx.numel() and not (0 <= int(col_idx.min()) and int(col_idx.max()) < shape[1]):
+    if col_idx.numel() and not (int(col_idx.min()) >= 0 and int(col_idx.max()) < shape[1]):
         found = f"{int(col_idx.min())} to {int(col_idx.max())}"
         yield _error(f"{where}.outlier_col_idx", f"columns in [0, {shape[1]})", found)
         return
