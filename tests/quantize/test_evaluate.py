@@ -213,6 +213,14 @@ def test_options_out_of_range(mini_model: Path, short_text: str, option: dict[st
         evaluate(mini_model, short_text, **{"device": "cpu", **option})
 
 
+def test_a_missing_model_is_reported_before_a_missing_text(mini_model: Path, tmp_path: Path) -> None:
+    nowhere, no_text = tmp_path / "nowhere", str(tmp_path / "missing.txt")
+    with pytest.raises(CheckpointError, match="nowhere: expected a model directory"):
+        evaluate(nowhere, no_text, device="cpu")
+    with pytest.raises(CheckpointError, match="nowhere: expected a model directory"):
+        evaluate(mini_model, no_text, baseline=nowhere, device="cpu")
+
+
 def test_unusable_text(mini_model: Path, tmp_path: Path) -> None:
     with pytest.raises(CalibrationError, match="expected an existing text file"):
         evaluate(mini_model, str(tmp_path / "missing.txt"), device="cpu")
