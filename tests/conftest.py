@@ -107,9 +107,9 @@ class CheckpointMaker:
         """
         pair = CheckpointPair(self.directory / f"{name}-latq", self.directory / f"{name}-dense")
         tensors = load_file(self.source / "model.safetensors")
-        tied = config.is_ignored("lm_head")
+        tied = config.is_ignored("lm_head") and "lm_head.weight" not in tensors
         if not tied:
-            tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+            tensors.setdefault("lm_head.weight", tensors["model.embed_tokens.weight"].clone())
         stored, dense = {}, {}
         generator = None if noise_seed is None else torch.Generator().manual_seed(noise_seed)
         for key, tensor in tensors.items():
@@ -194,3 +194,25 @@ def tasks_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "next_word.yaml").write_text(TASK.format(data=data))
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     return folder
+
+
+@pytest.fixture(scope="session")
+def biased_pair(mini_model: Path, tmp_path_factory: pytest.TempPathFactory) -> CheckpointPair:
+    """A random Qwen2: biases on q, k and v, and a single key-value head, which tensor parallelism must replicate."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 1}
+    config = Qwen2Config(
+        vocab_size=2048, num_hidden_layers=2, max_position_embeddings=256, initializer_range=0.2, **sizes
+    )
+    model = Qwen2ForCausalLM(config)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter)
+    source = tmp_path_factory.mktemp("biased") / "source"
+    model.save_pretrained(source)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(mini_model / file, source)
+    maker = CheckpointMaker(source, source.parent)
+    return maker("biased", CheckpointConfig(LayerScheme("packed", 3, 32, True), ("lm_head",)))

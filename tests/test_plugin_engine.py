@@ -30,7 +30,7 @@ def probe(jobs: list[dict[str, Any]], **environment: str) -> list[list[Any]]:
         env=os.environ | quick | offline | environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
     return json.loads(next(line for line in done.stdout.splitlines() if line.startswith(MARK)).removeprefix(MARK))
@@ -50,13 +50,16 @@ def assert_same(got: list[dict[str, Any]], expected: list[dict[str, Any]]) -> No
 @pytest.fixture(scope="module")
 def generations(request: pytest.FixtureRequest) -> dict[str, Any]:
     """Everything that one process can run, by name."""
-    pairs = {name: request.getfixturevalue(f"{name}_pair") for name in ("ssqr", "hptq", "mixed", "other_ssqr")}
+    pairs = {
+        name: request.getfixturevalue(f"{name}_pair") for name in ("ssqr", "hptq", "mixed", "biased", "other_ssqr")
+    }
     jobs: dict[str, dict[str, Any]] = {}
     for name, pair in pairs.items():
         jobs[f"{name}-dense"] = {"model": pair.dense}
     jobs["ssqr"] = {"model": pairs["ssqr"].latq, "reload": [pairs["other_ssqr"].latq, pairs["ssqr"].latq]}
     jobs["hptq"] = {"model": pairs["hptq"].latq, "engine": {"quantization": "latq"}, "reload": [pairs["hptq"].latq]}
     jobs["mixed"] = {"model": pairs["mixed"].latq}
+    jobs["biased"] = {"model": pairs["biased"].latq, "reload": [pairs["biased"].latq]}
     jobs["dummy"] = {"model": pairs["ssqr"].latq, "engine": {"load_format": "dummy"}}
     jobs["dummy-hptq"] = {"model": pairs["hptq"].latq, "engine": {"load_format": "dummy"}}
     jobs["incomplete"] = {"model": without_tensor(pairs["ssqr"].latq, MISSING), "fails": True}
@@ -73,7 +76,7 @@ def without_tensor(source: Path, name: str) -> Path:
     return target
 
 
-@pytest.mark.parametrize("name", ["ssqr", "hptq", "mixed"])
+@pytest.mark.parametrize("name", ["ssqr", "hptq", "mixed", "biased"])
 def test_equals_the_dequantized_model(name: str, generations: dict[str, Any]) -> None:
     assert_same(generations[name][0], generations[f"{name}-dense"][0])
 
@@ -86,8 +89,9 @@ def test_reload_weights(generations: dict[str, Any]) -> None:
     assert back == generations["ssqr"][0]
 
 
-def test_reload_weights_huffman(generations: dict[str, Any]) -> None:
-    first, again = generations["hptq"]
+@pytest.mark.parametrize("name", ["hptq", "biased"])
+def test_reload_the_same_weights(name: str, generations: dict[str, Any]) -> None:
+    first, again = generations[name]
     assert again == first
 
 
@@ -103,10 +107,14 @@ def test_missing_tensor_stops_the_engine(generations: dict[str, Any]) -> None:
     assert "no such tensor" in generations["incomplete"]
 
 
-def test_tensor_parallel_equals_one_process(mixed_pair: tuple[Path, Path], generations: dict[str, Any]) -> None:
-    """Cuts every kind of layer: packed, Huffman-coded, whole-row scales with outliers, and the head."""
-    jobs = [{"model": mixed_pair[0], "engine": {"tensor_parallel_size": 2}}]
-    assert_same(probe(jobs)[0][0], generations["mixed"][0])
+def test_tensor_parallel_equals_one_process(
+    mixed_pair: tuple[Path, Path], biased_pair: tuple[Path, Path], generations: dict[str, Any]
+) -> None:
+    """Cuts packed and Huffman-coded layers, whole-row scales, outliers and the head; replicates a KV head."""
+    split = {"tensor_parallel_size": 2}
+    mixed, biased = probe([{"model": pair[0], "engine": split} for pair in (mixed_pair, biased_pair)])
+    assert_same(mixed[0], generations["mixed"][0])
+    assert_same(biased[0], generations["biased"][0])
 
 
 def test_compiled_equals_eager(ssqr_pair: tuple[Path, Path], generations: dict[str, Any], tmp_path: Path) -> None:
