@@ -3,7 +3,7 @@
 No entry has been timed on a GPU yet: `source` says where each comes from, and `bench.py --tune` prints replacements.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vllm_latq.kernels.errors import require
 
@@ -58,6 +58,10 @@ class DecodeConfig:
         """
         return min(self.block_n, 16 * self.num_warps) if self.bias_dot else 0
 
+    def stages_for(self, bits: int) -> int:
+        """`stages`, or 2 where 8-bit codes would not leave room in the 99 KB of shared memory of sm_86 and sm_89."""
+        return min(self.stages, 2) if bits == 8 else self.stages
+
     def parts(self, padded_rows: int, superblocks: int, processors: int) -> int:
         """Split-K factor: enough programs to fill the GPU, none with too little to do."""
         tiles = padded_rows // self.block_n
@@ -65,22 +69,38 @@ class DecodeConfig:
         return max(1, min(wanted, superblocks // self.min_superblocks))
 
 
+# Two warps share a tile of 128 features at 8 rows, so every activation fragment serves four fragments of weights. From
+# 32 rows on, the extra dot would cost more than subtracting the bias on the floats. Hopper's matrix instruction (four
+# warps) has a lower count only from 16 rows on.
 AMPERE = (
-    DecodeConfig(max_rows=8, block_n=128, num_warps=2, stages=4, bias_dot=True),
-    DecodeConfig(max_rows=16, block_n=128, num_warps=2, stages=4, bias_dot=True),
-    DecodeConfig(max_rows=32, block_n=128, num_warps=4, stages=3, bias_dot=False, programs_per_processor=2),
-    DecodeConfig(max_rows=64, block_n=128, num_warps=4, stages=3, bias_dot=False, programs_per_processor=2),
+    DecodeConfig(max_rows=8, block_n=128, num_warps=2, stages=3, bias_dot=True),
+    DecodeConfig(max_rows=16, block_n=128, num_warps=2, stages=3, bias_dot=True, slots=4),
+    DecodeConfig(max_rows=32, block_n=128, num_warps=4, stages=3, bias_dot=False, slots=2, programs_per_processor=2),
+    DecodeConfig(max_rows=64, block_n=128, num_warps=8, stages=3, bias_dot=False, slots=2, programs_per_processor=1),
 )
-HOPPER = AMPERE
-TABLE: dict[str, tuple[DecodeConfig, ...]] = {"sm_80": AMPERE, "sm_86": AMPERE, "sm_89": AMPERE, "sm_90": HOPPER}
+ADA = (  # sm_86 and sm_89: 99 KB of shared memory, and a register allocation that spills Ampere's entries
+    replace(AMPERE[0], programs_per_processor=2),
+    DecodeConfig(max_rows=16, block_n=128, num_warps=4, stages=3, bias_dot=True, slots=4, programs_per_processor=2),
+    AMPERE[2],
+    replace(AMPERE[3], slots=1),
+)
+HOPPER = (
+    replace(AMPERE[0], programs_per_processor=5),
+    DecodeConfig(max_rows=16, block_n=128, num_warps=4, stages=3, bias_dot=True, slots=4),
+    *AMPERE[2:],
+)
+SIMT = DecodeConfig(max_rows=8, block_n=64, num_warps=2, stages=2, bias_dot=False, slots=4, kernel="simt")
+TABLE: dict[str, tuple[DecodeConfig, ...]] = {"sm_80": AMPERE, "sm_86": ADA, "sm_89": ADA, "sm_90": HOPPER}
 DEFAULT = AMPERE
-MAX_DECODE_ROWS = max(config.max_rows for config in DEFAULT)
 
 
-def decode_config(rows: int, arch: str = "") -> DecodeConfig:
-    """The table's entry for `rows` activation rows (1 to MAX_DECODE_ROWS) on `arch`, for example "sm_90"."""
-    for config in TABLE.get(arch, DEFAULT):
-        if rows <= config.max_rows:
-            return config
-    require(False, "decode_config", f"at most {MAX_DECODE_ROWS} rows", rows, "Use the prefill path.")
-    raise AssertionError
+def max_decode_rows(bits: int) -> int:
+    """Rows up to which the fused kernel serves; above, the prefill path. 8-bit codes spill registers at 64 rows."""
+    return 32 if bits == 8 else 64
+
+
+def decode_config(rows: int, bits: int, arch: str = "") -> DecodeConfig:
+    """The table's entry for `rows` activation rows (1 to max_decode_rows) on `arch`, for example "sm_90"."""
+    require(rows <= max_decode_rows(bits), "decode_config", f"at most {max_decode_rows(bits)} rows", rows,
+            "Use the prefill path.")  # fmt: skip
+    return next(config for config in TABLE.get(arch, DEFAULT) if rows <= config.max_rows)

@@ -5,7 +5,7 @@ CUDA-graph safe: no host synchronisation, no autotuning, scratch from the cachin
 
 import torch
 
-from vllm_latq.kernels.configs import MAX_DECODE_ROWS, DecodeConfig, decode_config
+from vllm_latq.kernels.configs import DecodeConfig, decode_config, max_decode_rows
 from vllm_latq.kernels.dequantize import prefill_matmul
 from vllm_latq.kernels.errors import require
 from vllm_latq.kernels.fields import SUPERBLOCK
@@ -52,7 +52,7 @@ def decode_matmul(
 
 
 def ssqr_matmul(x: torch.Tensor, weight: KernelWeight, config: DecodeConfig | None = None) -> torch.Tensor:
-    """x W^T. Up to MAX_DECODE_ROWS rows: fused, accumulated in float32, rounded once. Above: through dense chunks.
+    """x W^T. Up to `max_decode_rows`: fused, accumulated in float32, rounded once. Above: through dense chunks.
 
     Args:
         x: [..., cols], bfloat16 or float16, on the weight's device.
@@ -70,8 +70,8 @@ def ssqr_matmul(x: torch.Tensor, weight: KernelWeight, config: DecodeConfig | No
     m = flat.shape[0]
     if m == 0:
         return x.new_empty(*x.shape[:-1], weight.rows)
-    if m > (config.max_rows if config else MAX_DECODE_ROWS):
+    if m > (config.max_rows if config else max_decode_rows(weight.bits)):
         y = prefill_matmul(flat, weight)
     else:
-        y = decode_matmul(flat, weight, config or decode_config(m, weight.arch))
+        y = decode_matmul(flat, weight, config or decode_config(m, weight.bits, weight.arch))
     return y.view(*x.shape[:-1], weight.rows)

@@ -51,20 +51,21 @@ def wide_field(
 
 
 @triton.jit
-def field_product(
-    a, b, c, d, x_ptr, at, live, F: tl.constexpr, BITS: tl.constexpr, DIGIT: tl.constexpr, ASM: tl.constexpr
+def add_field(
+    p, q, a, b, c, d, x_ptr, at, live, F: tl.constexpr, BITS: tl.constexpr, DIGIT: tl.constexpr, ASM: tl.constexpr
 ):
-    """float32 [R, words, ROWS]: (integer + bias - bias) * x over the two halves of field F.
+    """p + (bias + integer) * x and q + bias * x over the two halves of field F.
 
-    at: int [words, ROWS], offset of the first column of the field in x, per word and row.
+    p: float32 [R, words, ROWS]; q: float32 [words, ROWS], the same for all weight rows.
+    at: int32 [words, ROWS], offset in x of the superblock's first column of each word, per activation row.
     """
-    bias: tl.constexpr = field_bias(BITS, F, False, DIGIT)
     columns: tl.constexpr = 2 * words_of(BITS)
     low = tl.load(x_ptr + at + F * columns, mask=live, other=0.0).to(tl.float32)
     high = tl.load(x_ptr + at + F * columns + 1, mask=live, other=0.0).to(tl.float32)
-    p = wide_field(a, b, c, d, F, 0, BITS, DIGIT, ASM)[:, :, None] * low[None, :, :]
+    p += wide_field(a, b, c, d, F, 0, BITS, DIGIT, ASM)[:, :, None] * low[None, :, :]
     p += wide_field(a, b, c, d, F, 1, BITS, DIGIT, ASM)[:, :, None] * high[None, :, :]
-    return p - (bias * (low + high))[None, :, :]
+    q += field_bias(BITS, F, False, DIGIT) * (low + high)
+    return p, q
 
 
 @triton.jit
@@ -102,12 +103,13 @@ def ssqr_simt(
         d = tl.load(words + 3 * PLANE, eviction_policy="evict_first") if PLANES > 3 else a
         at = (sb * 256 + 2 * rw)[:, None] + rm[None, :] * stride_xm
         for i in tl.static_range(256 // SIZE):
-            p = field_product(a, b, c, d, x_ptr, at, live, i * PER_GROUP, BITS, 0, ASM)
-            for f in tl.static_range(i * PER_GROUP + 1, (i + 1) * PER_GROUP):
-                p += field_product(a, b, c, d, x_ptr, at, live, f, BITS, 0, ASM)
-            if BITS == 8:
-                for f in tl.static_range(i * PER_GROUP, (i + 1) * PER_GROUP):
-                    p += field_product(a, b, c, d, x_ptr, at, live, f, BITS, 1, ASM)
+            p = tl.zeros((BLOCK_N, WORDS, ROWS), tl.float32)
+            q = tl.zeros((WORDS, ROWS), tl.float32)
+            for f in tl.static_range(i * PER_GROUP, (i + 1) * PER_GROUP):
+                p, q = add_field(p, q, a, b, c, d, x_ptr, at, live, f, BITS, 0, ASM)
+                if BITS == 8:
+                    p, q = add_field(p, q, a, b, c, d, x_ptr, at, live, f, BITS, 1, ASM)
+            p -= q[None, :, :]
             if GROUP == -1:
                 acc += p
             else:
@@ -150,8 +152,8 @@ def launch_simt(
         x, weight.words, weight.scale_pairs, weight.flat_scales, weight.row_scales, weight.order, weight.entries,
         weight.slice_ptr, partials, weight.tickets, y, m, weight.rows, x.stride(0), weight.superblocks,
         -(-weight.superblocks // parts),
-        BITS=weight.bits, GROUP=weight.group_size, BLOCK_N=config.block_n, ROWS=row_tile(m), STAGES=config.stages,
-        OUTLIERS=weight.entries is not None, SLOTS=config.slots, SPLIT=parts > 1,
+        BITS=weight.bits, GROUP=weight.group_size, BLOCK_N=config.block_n, ROWS=row_tile(m),
+        STAGES=config.stages_for(weight.bits), OUTLIERS=weight.entries is not None, SLOTS=config.slots, SPLIT=parts > 1,
         HAS_FLAT_SCALES=weight.flat_scales is not None, HAS_ROW_SCALES=weight.row_scales is not None,
         ASM=x.is_cuda and torch.version.hip is None, num_warps=config.num_warps,
     )  # fmt: skip

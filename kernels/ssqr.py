@@ -247,9 +247,26 @@ def launch_ssqr(
         x, weight.words, weight.scale_pairs, weight.flat_scales, weight.row_scales, weight.order, weight.entries,
         weight.slice_ptr, transposed, partials, weight.tickets, y, m, weight.rows, weight.cols, x.stride(0),
         weight.superblocks, -(-weight.superblocks // parts),
-        BITS=weight.bits, GROUP=weight.group_size, BLOCK_N=config.block_n, BLOCK_M=config.max_rows,
-        STAGES=config.stages, BIAS_ROWS=config.bias_rows, OUTLIER_ROWS=outlier_rows, SLOTS=config.slots,
-        TRANSPOSED=transposed is not None, SPLIT=parts > 1, EVEN_K=weight.cols % 256 == 0,
-        HAS_FLAT_SCALES=weight.flat_scales is not None, HAS_ROW_SCALES=weight.row_scales is not None,
-        ASM=x.is_cuda and torch.version.hip is None, UPCAST=not x.is_cuda, num_warps=config.num_warps,
+        **constants(weight.bits, weight.group_size, config, outlier_rows, transposed is not None, parts > 1),
+        EVEN_K=weight.cols % 256 == 0, HAS_FLAT_SCALES=weight.flat_scales is not None,
+        HAS_ROW_SCALES=weight.row_scales is not None, ASM=x.is_cuda and torch.version.hip is None,
+        UPCAST=not x.is_cuda, num_warps=config.num_warps,
     )  # fmt: skip
+
+
+def constants(
+    bits: int, group_size: int, config: DecodeConfig, outlier_rows: int, transposed: bool, split: bool
+) -> dict[str, int | bool]:
+    """The compile-time arguments that follow from a configuration; `audit` compiles with the same."""
+    return {
+        "BITS": bits,
+        "GROUP": group_size,
+        "BLOCK_N": config.block_n,
+        "BLOCK_M": config.max_rows,
+        "STAGES": config.stages_for(bits),
+        "BIAS_ROWS": config.bias_rows,
+        "OUTLIER_ROWS": outlier_rows,
+        "SLOTS": config.slots,
+        "TRANSPOSED": transposed,
+        "SPLIT": split,
+    }

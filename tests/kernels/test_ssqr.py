@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_latq.kernels.configs import DecodeConfig, decode_config
+from vllm_latq.kernels.configs import SIMT, DecodeConfig, decode_config
 from vllm_latq.kernels.dispatch import padded_columns, ssqr_matmul
 from vllm_latq.kernels.reference import matmul_reference
 from vllm_latq.kernels.simt import launch_simt
@@ -22,7 +22,8 @@ def poisoned(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 def run(layer: Any, m: int, dtype: torch.dtype, parts: int = 1, config: DecodeConfig | None = None) -> None:
     """Launch with every output and scratch tensor poisoned and float32 results, and compare."""
-    weight, config = layer.weight, config or decode_config(m)
+    weight = layer.weight
+    config = config or decode_config(m, weight.bits)
     x = torch.randn(m, weight.cols, generator=torch.Generator().manual_seed(m)).to(dtype)
     y = poisoned(m, weight.rows)
     partials = poisoned(parts * weight.padded_rows * config.max_rows) if parts > 1 else None
@@ -39,9 +40,6 @@ def run(layer: Any, m: int, dtype: torch.dtype, parts: int = 1, config: DecodeCo
         expected = matmul_reference(x, layer.dense)
         assert (y - expected).abs().max() <= FLOAT32_TOLERANCE * expected.abs().max()
     assert not weight.tickets.any()
-
-
-SIMT = DecodeConfig(max_rows=8, block_n=64, num_warps=4, stages=2, bias_dot=False, slots=4, kernel="simt")
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
@@ -120,7 +118,7 @@ def test_large_activations_do_not_lose_the_weights(make_layer) -> None:
     layer = make_layer(2, 64, 1024, outliers=0.0)
     x = torch.full((1, 1024), 100.0, dtype=torch.bfloat16)
     y = poisoned(1, 64)
-    launch_ssqr(x, layer.weight, y, None, None, decode_config(1), 1)
+    launch_ssqr(x, layer.weight, y, None, None, decode_config(1, 2), 1)
     expected = matmul_reference(x, layer.dense)
     assert (y - expected).abs().max() <= 2e-5 * expected.abs().max()
 

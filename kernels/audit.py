@@ -1,0 +1,156 @@
+"""Machine-code audit of the kernels, on a machine with no GPU: `python -m vllm_latq.kernels.audit [--json]`.
+
+Every kernel is compiled ahead of time for each architecture and its main loop is read back: instructions per weight and
+thread, registers, spills, shared memory. The counts are static: what the GPU has to issue, not how long it takes.
+"""
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from vllm_latq.kernels.configs import SIMT, TABLE, DecodeConfig, max_decode_rows
+from vllm_latq.kernels.errors import require
+from vllm_latq.kernels.sass import MachineCode, disassemble
+from vllm_latq.kernels.simt import ssqr_simt
+from vllm_latq.kernels.ssqr import constants, ssqr_tensor_core
+
+ARCHITECTURES = tuple(TABLE)
+BITS = (2, 3, 4, 8)
+_POINTERS = {
+    "word_ptr": "*i32", "scale_ptr": "*i32", "flat_scale_ptr": "*fp32", "row_scale_ptr": "*fp32", "order_ptr": "*i32",
+    "entry_ptr": "*i32", "slice_ptr": "*i32", "partial_ptr": "*fp32", "ticket_ptr": "*i32",
+}  # fmt: skip
+_NOT_ALIGNED = ("M", "supers", "supers_per_part")  # every other argument is divisible by 16 in a real model
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table. sass_per_weight: instructions of the main loop per weight, per thread that shares it."""
+
+    kernel: str
+    arch: str
+    bits: int
+    max_rows: int
+    sass_per_weight: float
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+
+
+@dataclass(frozen=True)
+class Audit:
+    """A row with what its gates need: opcodes of the main loop, and the whole kernel's code."""
+
+    row: Row
+    loop: Counter[str]
+    code: MachineCode
+
+    def bytes_loaded(self, width: int) -> int:
+        """Bytes per thread and trip that asynchronous copies load in pieces of `width` bytes."""
+        marks = {16: ".128", 8: ".64"}
+        copies = [opcode for opcode in self.loop.elements() if opcode.startswith("LDGSTS")]
+        return width * sum(
+            (marks[width] in opcode) if width in marks else not any(mark in opcode for mark in marks.values())
+            for opcode in copies
+        )
+
+
+def compile_kernel(
+    kernel: Any, arch: str, values: dict[str, Any], activations: str, num_warps: int
+) -> tuple[MachineCode, int]:
+    """Machine code and shared bytes of `kernel` for `arch`, with compile-time `values` and typed activations."""
+    require(isinstance(kernel, triton.JITFunction), "audit", "Triton's compiler", "its interpreter",
+            "Unset TRITON_INTERPRET.")  # fmt: skip
+    signature = {}
+    for name in kernel.arg_names:
+        if name in values:
+            signature[name] = "constexpr"
+        elif name.endswith("_ptr"):
+            signature[name] = _POINTERS.get(name, activations)
+        else:
+            signature[name] = "i32"
+    aligned = {
+        (position,): [["tt.divisibility", 16]]
+        for position, name in enumerate(signature)
+        if signature[name] != "constexpr" and name not in _NOT_ALIGNED
+    }
+    source = ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=aligned)
+    target = GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
+    compiled = triton.compile(source, target=target, options={"num_warps": num_warps})
+    return disassemble(compiled.asm["cubin"]), compiled.metadata.shared
+
+
+def _audit(
+    name: str, kernel: Any, arch: str, bits: int, config: DecodeConfig, values: dict[str, Any], activations: str
+) -> Audit:
+    code, shared = compile_kernel(kernel, arch, values, activations, config.num_warps)
+    loop = code.main_loop()
+    per_thread = config.block_n * 256 / (32 * config.num_warps)
+    row = Row(name, arch, bits, config.max_rows, round(loop.total() / per_thread, 3), code.registers,
+              code.spill_bytes(), shared)  # fmt: skip
+    return Audit(row, loop, code)
+
+
+def audit_tensor_core(
+    arch: str, bits: int, config: DecodeConfig, group_size: int = 128, outliers: bool = True, activations: str = "*bf16"
+) -> Audit:
+    """One configuration of the tensor-core kernel, with split-K."""
+    transposed = outliers and config.max_rows > 8
+    values = constants(bits, group_size, config, config.max_rows if outliers else 0, transposed, True)
+    values |= {"EVEN_K": True, "HAS_FLAT_SCALES": False, "HAS_ROW_SCALES": False, "ASM": True, "UPCAST": False}
+    return _audit("ssqr_tensor_core", ssqr_tensor_core, arch, bits, config, values, activations)
+
+
+def audit_simt(arch: str, bits: int, config: DecodeConfig = SIMT, rows: int = 1) -> Audit:
+    """The SIMT kernel at group size 128 for `rows` activation rows."""
+    values = {
+        "BITS": bits, "GROUP": 128, "BLOCK_N": config.block_n, "ROWS": rows, "STAGES": config.stages, "OUTLIERS": True,
+        "SLOTS": config.slots, "SPLIT": True, "HAS_FLAT_SCALES": False, "HAS_ROW_SCALES": False, "ASM": True,
+    }  # fmt: skip
+    audited = _audit("ssqr_simt", ssqr_simt, arch, bits, config, values, "*bf16")
+    return Audit(Row(**asdict(audited.row) | {"max_rows": rows}), audited.loop, audited.code)
+
+
+def audits(architectures: tuple[str, ...] = ARCHITECTURES, bits: tuple[int, ...] = BITS) -> Iterator[Audit]:
+    """Every kernel of the table, one by one."""
+    for arch in architectures:
+        for width in bits:
+            for config in TABLE[arch]:
+                if config.max_rows <= max_decode_rows(width):
+                    yield audit_tensor_core(arch, width, config)
+            yield audit_simt(arch, width)
+
+
+def print_table(rows: Iterator[Row], write: Callable[[str], None] = print) -> None:
+    """Rows as they come, as a Markdown table."""
+    write("| kernel | arch | bits | rows | SASS per weight | registers | spilled bytes | shared bytes |")
+    write("|---|---|---|---|---|---|---|---|")
+    for row in rows:
+        write("| " + " | ".join(str(value) for value in asdict(row).values()) + " |")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(prog="python -m vllm_latq.kernels.audit", description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="a list of objects instead of a table")
+    parser.add_argument("--arch", nargs="+", choices=ARCHITECTURES, default=ARCHITECTURES)
+    parser.add_argument("--bits", nargs="+", type=int, choices=BITS, default=BITS)
+    options = parser.parse_args(arguments)
+    rows = (audited.row for audited in audits(tuple(options.arch), tuple(options.bits)))
+    if options.json:
+        print(json.dumps([asdict(row) for row in rows], indent=1))
+    else:
+        print(f"Triton {triton.__version__}, torch {torch.__version__}; group size 128, outliers, split-K, bf16.\n")
+        print_table(rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""Gates on the machine code, compiled ahead of time for each architecture; no GPU.
+
+The compiler runs in a subprocess: under TRITON_INTERPRET the kernels of this process are not compilable.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+# Instructions per weight at 8 rows or fewer, group size 128, outliers and split-K compiled in. Counted with Triton 3.9
+# and 3.6.0: 1.40-1.43, 1.54-1.63 and 1.69-1.77; the ceilings leave 5% for another compiler. They include the removal of
+# the bias, which needs no launch of its own.
+CEILINGS = {2: 1.50, 3: 1.71, 4: 1.86}
+WIDER = {("sm_80", 16): 2.4, ("sm_86", 64): 7.2, ("sm_90", 32): 2.5}  # 3 bits, counted: 2.27, 6.8 and 2.3
+SHARED_LIMIT = {"sm_80": 163 << 10, "sm_86": 99 << 10, "sm_89": 99 << 10, "sm_90": 227 << 10}
+
+# (architecture, bits, rows, activations, group size); one row stands for the SIMT kernel.
+LOW_BATCH = [(arch, bits, 8, "*bf16", 128) for arch in SHARED_LIMIT for bits in CEILINGS]
+WIDE = [(arch, 3, rows, "*bf16", 128) for arch, rows in WIDER]
+OTHERS = [
+    ("sm_80", 3, 8, "*fp16", 128),
+    ("sm_80", 4, 8, "*bf16", -1),
+    ("sm_80", 3, 8, "*bf16", 32),
+    ("sm_90", 8, 8, "*bf16", 128),
+    ("sm_86", 4, 1, "*bf16", 128),
+]
+
+SCRIPT = """
+import json, sys
+from vllm_latq.kernels.audit import audit_simt, audit_tensor_core
+from vllm_latq.kernels.configs import TABLE
+found = []
+for arch, bits, rows, activations, group in json.loads(sys.argv[1]):
+    if rows == 1:
+        audited = audit_simt(arch, bits)
+    else:
+        config = next(c for c in TABLE[arch] if c.max_rows == rows)
+        audited = audit_tensor_core(arch, bits, config, group_size=group, activations=activations)
+    loop = audited.loop
+    found.append({
+        **vars(audited.row),
+        "shared_stores": sum(n for name, n in loop.items() if name.startswith(("STS", "STSM"))),
+        "plain_loads": sum(n for name, n in loop.items() if name.startswith("LDG.")),
+        "wide": audited.bytes_loaded(16), "middle": audited.bytes_loaded(8), "narrow": audited.bytes_loaded(4),
+        "matrix": sum(n for name, n in loop.items() if name.startswith(("HMMA", "HGMMA"))),
+    })
+print(json.dumps(found))
+"""
+
+
+def run_compiler(*arguments: str) -> list[dict]:
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    command = [sys.executable, "-W", "ignore", *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def audited() -> dict[tuple, dict]:
+    """Every case, compiled in one process."""
+    cases = LOW_BATCH + WIDE + OTHERS
+    return dict(zip(cases, run_compiler("-c", SCRIPT, json.dumps(cases)), strict=True))
+
+
+@pytest.mark.parametrize("case", LOW_BATCH + WIDE, ids=str)
+def test_gates(audited: dict[tuple, dict], case: tuple) -> None:
+    arch, bits, rows, _, _ = case
+    row = audited[case]
+    assert row["sass_per_weight"] <= (CEILINGS[bits] if rows == 8 else WIDER[arch, rows])
+    assert row["spill_bytes"] == 0
+    assert row["shared_stores"] == 0  # neither dequantized weights nor activations pass through registers on their way
+    assert row["plain_loads"] == 0
+    assert row["wide"] >= 0.9 * (row["wide"] + row["middle"] + row["narrow"])  # bytes that 16-byte copies bring
+    assert row["matrix"] > 0
+    assert row["shared_bytes"] <= SHARED_LIMIT[arch]
+
+
+@pytest.mark.parametrize("case", OTHERS, ids=str)
+def test_other_variants_do_not_spill(audited: dict[tuple, dict], case: tuple) -> None:
+    assert audited[case]["spill_bytes"] == 0
+    assert audited[case]["shared_bytes"] <= SHARED_LIMIT[case[0]]
+
+
+def test_command_line() -> None:
+    rows = run_compiler("-m", "vllm_latq.kernels.audit", "--json", "--arch", "sm_80", "--bits", "3")
+    keys = {"kernel", "arch", "bits", "max_rows", "sass_per_weight", "registers", "spill_bytes", "shared_bytes"}
+    assert rows
+    assert all(set(row) == keys for row in rows)
+    assert {row["max_rows"] for row in rows} == {1, 8, 16, 32, 64}
