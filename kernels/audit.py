@@ -17,7 +17,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from vllm_latq.kernels.configs import SIMT, TABLE, DecodeConfig, max_decode_rows
+from vllm_latq.kernels.dequantize import SLICE_SLOTS, dequantize_tiles, scatter_outliers
 from vllm_latq.kernels.errors import require
+from vllm_latq.kernels.huffman import LANES, huffman_chunks
 from vllm_latq.kernels.sass import MachineCode, disassemble
 from vllm_latq.kernels.simt import ssqr_simt
 from vllm_latq.kernels.ssqr import constants, ssqr_tensor_core
@@ -26,14 +28,19 @@ ARCHITECTURES = tuple(TABLE)
 BITS = (2, 3, 4, 8)
 _POINTERS = {
     "word_ptr": "*i32", "scale_ptr": "*i32", "flat_scale_ptr": "*fp32", "row_scale_ptr": "*fp32", "order_ptr": "*i32",
+    "stream_ptr": "*i32", "table_ptr": "*i32", "start_ptr": "*i64", "used_ptr": "*i32", "z_ptr": "*i32",
     "entry_ptr": "*i32", "slice_ptr": "*i32", "partial_ptr": "*fp32", "ticket_ptr": "*i32",
 }  # fmt: skip
-_NOT_ALIGNED = ("M", "supers", "supers_per_part")  # every other argument is divisible by 16 in a real model
+# Every other argument is divisible by 16 in a real model.
+_NOT_ALIGNED = ("M", "supers", "supers_per_part", "first_symbol", "escape", "chunks", "words", "chunk_rows")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table. sass_per_weight: instructions of the main loop per weight, per thread that shares it."""
+    """One line of the table.
+
+    sass_per_weight: instructions of the main loop, per weight and thread. bits 0: any width. max_rows 0: any number.
+    """
 
     kernel: str
     arch: str
@@ -89,14 +96,14 @@ def compile_kernel(
 
 
 def _audit(
-    name: str, kernel: Any, arch: str, bits: int, config: DecodeConfig, values: dict[str, Any], activations: str
-) -> Audit:
-    code, shared = compile_kernel(kernel, arch, values, activations, config.num_warps)
+    kernel: Any, arch: str, bits: int, rows: int, weights: int, values: dict[str, Any], num_warps: int,
+    activations: str = "*bf16",
+) -> Audit:  # fmt: skip
+    """Compile one kernel; `weights` is what a program handles per trip of its main loop."""
+    code, shared = compile_kernel(kernel, arch, values, activations, num_warps)
     loop = code.main_loop()
-    per_thread = config.block_n * 256 / (32 * config.num_warps)
-    row = Row(name, arch, bits, config.max_rows, round(loop.total() / per_thread, 3), code.registers,
-              code.spill_bytes(), shared)  # fmt: skip
-    return Audit(row, loop, code)
+    count = round(loop.total() * 32 * num_warps / weights, 3)
+    return Audit(Row(kernel.__name__, arch, bits, rows, count, code.registers, code.spill_bytes(), shared), loop, code)
 
 
 def audit_tensor_core(
@@ -106,7 +113,8 @@ def audit_tensor_core(
     transposed = outliers and config.max_rows > 8
     values = constants(bits, group_size, config, config.max_rows if outliers else 0, transposed, True)
     values |= {"EVEN_K": True, "HAS_FLAT_SCALES": False, "HAS_ROW_SCALES": False, "ASM": True, "UPCAST": False}
-    return _audit("ssqr_tensor_core", ssqr_tensor_core, arch, bits, config, values, activations)
+    weights = config.block_n * 256
+    return _audit(ssqr_tensor_core, arch, bits, config.max_rows, weights, values, config.num_warps, activations)
 
 
 def audit_simt(arch: str, bits: int, config: DecodeConfig = SIMT, rows: int = 1) -> Audit:
@@ -115,8 +123,19 @@ def audit_simt(arch: str, bits: int, config: DecodeConfig = SIMT, rows: int = 1)
         "BITS": bits, "GROUP": 128, "BLOCK_N": config.block_n, "ROWS": rows, "STAGES": config.stages, "OUTLIERS": True,
         "SLOTS": config.slots, "SPLIT": True, "HAS_FLAT_SCALES": False, "HAS_ROW_SCALES": False, "ASM": True,
     }  # fmt: skip
-    audited = _audit("ssqr_simt", ssqr_simt, arch, bits, config, values, "*bf16")
-    return Audit(Row(**asdict(audited.row) | {"max_rows": rows}), audited.loop, audited.code)
+    return _audit(ssqr_simt, arch, bits, rows, config.block_n * 256, values, config.num_warps)
+
+
+def audit_dequantize(arch: str, bits: int) -> Audit:
+    """Packed tiles to dense bf16, group size 128."""
+    values = {"BITS": bits, "GROUP": 128, "HAS_FLAT_SCALES": False, "HAS_ROW_SCALES": False}
+    return _audit(dequantize_tiles, arch, bits, 0, 64 * 256, values, 4)
+
+
+def audit_load_time(arch: str) -> Iterator[Audit]:
+    """The kernels that handle no packed codes: outliers into dense weights, and Huffman decoding."""
+    yield _audit(scatter_outliers, arch, 0, 0, 16 * SLICE_SLOTS, {"HAS_ROW_SCALES": False, "SLOTS": SLICE_SLOTS}, 4)
+    yield _audit(huffman_chunks, arch, 0, 0, LANES, {"LANES": LANES}, 1)
 
 
 def audits(architectures: tuple[str, ...] = ARCHITECTURES, bits: tuple[int, ...] = BITS) -> Iterator[Audit]:
@@ -127,6 +146,8 @@ def audits(architectures: tuple[str, ...] = ARCHITECTURES, bits: tuple[int, ...]
                 if config.max_rows <= max_decode_rows(width):
                     yield audit_tensor_core(arch, width, config)
             yield audit_simt(arch, width)
+            yield audit_dequantize(arch, width)
+        yield from audit_load_time(arch)
 
 
 def print_table(rows: Iterator[Row], write: Callable[[str], None] = print) -> None:

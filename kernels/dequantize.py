@@ -54,7 +54,7 @@ def dequantize_tiles(
     for f in tl.static_range(128 // WORDS):
         scale = factor
         if GROUP != -1:
-            group: tl.constexpr = f * 2 * WORDS // GROUP
+            group = f * 2 * WORDS // GROUP
             pair = tl.load(scale_ptr + ((block.to(tl.int64) * supers + sb) * (128 // GROUP) + group // 2) * 64 + rn)
             scale *= ((pair << 16) if group % 2 == 0 else (pair & -65536)).to(tl.float32, bitcast=True)
         low = integer_field(tile_ptr, at, f, 0, BITS, PLANE).to(tl.float32) * scale[:, None]

@@ -14,9 +14,10 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from vllm_latq.config import QUANT_METHOD, CheckpointConfig, LayerScheme
+from vllm_latq.huffman_decode import decode_stream
 from vllm_latq.linear_op import WEIGHT_ARGUMENTS, dequantize, ssqr_linear, weight_arguments
 from vllm_latq.spec import tensor_specs
-from vllm_latq.weights import HuffmanWeight, decode_checked, pack_integers, weight_from_tensors
+from vllm_latq.weights import HuffmanWeight, pack_integers, weight_from_tensors
 
 # Shape of a tensor that has not been loaded; no stored tensor has three dimensions.
 _ABSENT = (0, 0, 0)
@@ -54,7 +55,8 @@ class LatqLinear(nn.Module):
         for suffix in self.specs:
             delattr(self, suffix)
         if isinstance(weight, HuffmanWeight):
-            weight = pack_integers(decode_checked(weight, self.name), weight.scale.expand(self.out_features))
+            integers = decode_stream(weight.stream, f"{self.name}.stream", device)
+            weight = pack_integers(integers, weight.scale.to(device).expand(self.out_features))
         self.bits, self.group_size = weight.bits, weight.group_size
         for name, tensor in weight_arguments(weight).items():
             self.register_buffer(name, None if tensor is None else tensor.to(device))

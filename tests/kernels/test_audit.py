@@ -17,7 +17,8 @@ CEILINGS = {2: 1.50, 3: 1.71, 4: 1.86}
 WIDER = {("sm_80", 16): 2.4, ("sm_86", 64): 7.2, ("sm_90", 32): 2.5}  # 3 bits, counted: 2.27, 6.8 and 2.3
 SHARED_LIMIT = {"sm_80": 163 << 10, "sm_86": 99 << 10, "sm_89": 99 << 10, "sm_90": 227 << 10}
 
-# (architecture, bits, rows, activations, group size); one row stands for the SIMT kernel.
+# (architecture, bits, rows, activations, group size). One row stands for the SIMT kernel, none for the kernels that do
+# not depend on the rows: with bits, dequantization; without, the load-time kernels.
 LOW_BATCH = [(arch, bits, 8, "*bf16", 128) for arch in SHARED_LIMIT for bits in CEILINGS]
 WIDE = [(arch, 3, rows, "*bf16", 128) for arch, rows in WIDER]
 OTHERS = [
@@ -26,16 +27,20 @@ OTHERS = [
     ("sm_80", 3, 8, "*bf16", 32),
     ("sm_90", 8, 8, "*bf16", 128),
     ("sm_86", 4, 1, "*bf16", 128),
+    ("sm_80", 3, 0, "*bf16", 128),
+    ("sm_90", 0, 0, "*bf16", 128),
 ]
 
 SCRIPT = """
 import json, sys
-from vllm_latq.kernels.audit import audit_simt, audit_tensor_core
+from vllm_latq.kernels.audit import audit_dequantize, audit_load_time, audit_simt, audit_tensor_core
 from vllm_latq.kernels.configs import TABLE
 found = []
 for arch, bits, rows, activations, group in json.loads(sys.argv[1]):
     if rows == 1:
         audited = audit_simt(arch, bits)
+    elif rows == 0:
+        audited = audit_dequantize(arch, bits) if bits else max(audit_load_time(arch), key=lambda a: a.row.spill_bytes)
     else:
         config = next(c for c in TABLE[arch] if c.max_rows == rows)
         audited = audit_tensor_core(arch, bits, config, group_size=group, activations=activations)
@@ -90,4 +95,4 @@ def test_command_line() -> None:
     keys = {"kernel", "arch", "bits", "max_rows", "sass_per_weight", "registers", "spill_bytes", "shared_bytes"}
     assert rows
     assert all(set(row) == keys for row in rows)
-    assert {row["max_rows"] for row in rows} == {1, 8, 16, 32, 64}
+    assert {row["max_rows"] for row in rows} == {0, 1, 8, 16, 32, 64}

@@ -1,0 +1,54 @@
+"""The Huffman kernel in the interpreter, bit for bit against a plain Python reader and the checkpoint's decoder."""
+
+import pytest
+import torch
+
+from vllm_latq.huffman import encode
+from vllm_latq.kernels.errors import KernelInputError
+from vllm_latq.kernels.huffman import decode_huffman, lookup_table
+from vllm_latq.kernels.reference import huffman_reference
+
+pytestmark = pytest.mark.interpreter
+
+
+def integers(rows: int, cols: int, spread: float, wild: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rows * cols)
+    z = (torch.randn(rows, cols, generator=generator) * spread).round().to(torch.int32)
+    if wild:
+        z.view(-1)[:wild] = torch.tensor([2**31 - 1, -(2**31), 99999, -77777], dtype=torch.int32)[:wild]
+    return z
+
+
+def arguments(z: torch.Tensor) -> tuple:
+    coded = encode(z)
+    lengths = torch.from_numpy(coded.table.lengths)
+    return (coded.stream, coded.chunk_bits, lengths, coded.table.first_symbol, *z.shape)
+
+
+@pytest.mark.parametrize(
+    ("rows", "cols", "spread", "wild"),
+    [(3, 1500, 1.5, 4), (70, 33, 0.6, 1), (1, 1, 1.0, 0), (5, 100, 0.0, 0), (2, 200, 40.0, 0)],
+)
+def test_decodes_bit_for_bit(rows: int, cols: int, spread: float, wild: int) -> None:
+    z = integers(rows, cols, spread, wild)
+    given = arguments(z)
+    assert torch.equal(huffman_reference(*given), z)
+    assert torch.equal(decode_huffman(*given), z)
+
+
+def test_corrupt_streams_are_refused_and_read_nothing_outside() -> None:
+    stream, chunk_bits, *rest = arguments(integers(4, 600, 2.0, 2))
+    flipped = stream ^ torch.randint(-(2**31), 2**31, stream.shape, dtype=torch.int64).to(torch.int32)
+    with pytest.raises(KernelInputError, match="corrupt"):
+        decode_huffman(flipped, chunk_bits, *rest)
+    with pytest.raises(KernelInputError, match="words"):
+        decode_huffman(stream[:-1], chunk_bits, *rest)
+    with pytest.raises(KernelInputError, match="chunk_bits"):
+        decode_huffman(stream, chunk_bits[:-1], *rest)
+
+
+def test_lookup_table_refuses_lengths_that_are_no_prefix_code() -> None:
+    with pytest.raises(KernelInputError, match="prefix code"):
+        lookup_table(torch.tensor([1, 1, 1], dtype=torch.uint8))
+    with pytest.raises(KernelInputError, match="up to 15"):
+        lookup_table(torch.tensor([1, 16], dtype=torch.uint8))
