@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from vllm_latq.quantize.target import Drift
+
 
 @dataclass
 class InputHessian:
@@ -19,17 +21,22 @@ class InputHessian:
         linears: names of the linears that read this input, in call order.
         matrix: float32 [c, c], the sum over all tokens seen.
         tokens: number of tokens seen.
+        drift: how far this input is from the original model's; None where that one is not followed.
     """
 
     linears: list[str]
     matrix: torch.Tensor
     tokens: int = 0
+    drift: Drift | None = None
 
-    def add(self, inputs: torch.Tensor) -> None:
-        """Accumulate inputs [..., c]."""
-        rows = inputs.reshape(-1, inputs.shape[-1]).to(torch.float32)
+    def add(self, inputs: torch.Tensor, original: torch.Tensor | None = None) -> None:
+        """Accumulate inputs [..., c], and the original model's inputs for the same tokens."""
+        rows = _rows(inputs)
         self.matrix.addmm_(rows.T, rows)
         self.tokens += rows.shape[0]
+        if original is not None:
+            self.drift = self.drift or Drift.zeros(rows.shape[1], rows.device)
+            self.drift.add(rows, _rows(original))
 
 
 @dataclass
@@ -41,13 +48,23 @@ class HessianCollector:
     """
 
     hessians: list[InputHessian] = field(default_factory=list)
+    _by_linear: dict[str, InputHessian] = field(default_factory=dict)
+    _last: tuple[torch.Tensor, InputHessian] | None = None
 
     @contextmanager
-    def watching(self, linears: Mapping[str, nn.Linear]) -> Iterator[None]:
-        """Accumulate while the context lasts; forward passes of the block go inside."""
-        handles = [linear.register_forward_pre_hook(self._hook(name)) for name, linear in linears.items()]
-        self._by_linear: dict[str, InputHessian] = {}
-        self._last: tuple[torch.Tensor, InputHessian] | None = None
+    def watching(
+        self, linears: Mapping[str, nn.Linear], originals: Mapping[str, torch.Tensor] | None = None
+    ) -> Iterator[None]:
+        """Accumulate while the context lasts; forward passes of the block go inside.
+
+        Args:
+            linears: name -> linear.
+            originals: what `recording` saw of the same tokens in the original model; then one pass goes inside.
+        """
+        originals = originals or {}
+        handles = [
+            linear.register_forward_pre_hook(self._hook(name, originals.get(name))) for name, linear in linears.items()
+        ]
         try:
             yield
         finally:
@@ -55,7 +72,7 @@ class HessianCollector:
             for handle in handles:
                 handle.remove()
 
-    def _hook(self, name: str):  # type: ignore[no-untyped-def]
+    def _hook(self, name: str, original: torch.Tensor | None):  # type: ignore[no-untyped-def]
         def see(_module: nn.Module, arguments: tuple[torch.Tensor, ...]) -> None:
             inputs = arguments[0]
             # Holding the last input keeps its identity from being reused by another tensor.
@@ -64,7 +81,7 @@ class HessianCollector:
                 self._by_linear[name] = self._last[1] if shared else self._new(inputs)  # type: ignore[index]
                 self._by_linear[name].linears.append(name)
             if not shared:
-                self._by_linear[name].add(inputs)
+                self._by_linear[name].add(inputs, original)
             self._last = (inputs, self._by_linear[name])
 
         return see
@@ -74,3 +91,24 @@ class HessianCollector:
         hessian = InputHessian([], torch.zeros(size, size, dtype=torch.float32, device=inputs.device))
         self.hessians.append(hessian)
         return hessian
+
+
+@contextmanager
+def recording(linears: Mapping[str, nn.Linear]) -> Iterator[dict[str, torch.Tensor]]:
+    """Linear -> the input it was last called with, filled while the context lasts."""
+    seen: dict[str, torch.Tensor] = {}
+
+    def hook(name: str):  # type: ignore[no-untyped-def]
+        return lambda _module, arguments: seen.update({name: arguments[0]})
+
+    handles = [linear.register_forward_pre_hook(hook(name)) for name, linear in linears.items()]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _rows(inputs: torch.Tensor) -> torch.Tensor:
+    """[..., c] -> float32 [n, c]."""
+    return inputs.reshape(-1, inputs.shape[-1]).to(torch.float32)

@@ -1,7 +1,7 @@
 """One layer, by any of the methods: weight and Hessian in, stored weight and its measured certificate out.
 
-Invariant: the error of the record is measured on the numbers that are stored, with the undamped Hessian, in float64;
-the bound is Theorem 5's, with the damped one. Where nothing was clipped, the error must be below the bound.
+Invariant: the errors of the record are measured on the numbers that are stored, with the undamped Hessian, in float64;
+the bound is Theorem 5's, with the damped one. Where nothing was clipped, the rounding error must be below the bound.
 """
 
 import time
@@ -18,11 +18,11 @@ from vllm_latq.quantize.recipe import Recipe
 from vllm_latq.quantize.rounding import nearest_plane
 from vllm_latq.quantize.scales import grid, group_scales
 from vllm_latq.quantize.ssqr import ssqr
+from vllm_latq.quantize.target import Drift, corrected_target, output_energy, output_error
 from vllm_latq.weights import HuffmanWeight, PackedWeight, Weight
 
 # The recursion runs in float32: a bound met with equality may be missed by its rounding.
 BOUND_SLACK = 1e-6
-_ROWS_AT_ONCE = 1024
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,15 @@ class LayerRecord:
         shape: (r, c).
         bits: stored bits per weight, everything counted.
         outlier_density: share of weights in the CSR part.
-        error: ||X (Q - W)^T||^2 summed over outputs and calibration tokens.
+        error: ||Y Q^T - X W^T||^2 summed over outputs and calibration tokens; Y are the inputs after the quantized
+            prefix, X is the same, or with corrected targets the original model's inputs.
         relative_error: error / ||X W^T||^2.
-        bound: worst case of the error (Theorem 5 of the ICLR paper, 4 of v1) for this order, damping and these scales;
-            None for plain rounding, which it does not cover.
+        rounding_error: ||Y (Q - W')^T||^2, W' being what was rounded: the part of the error that the bound covers;
+            all of it unless targets are corrected.
+        bound: worst case of the rounding error (Theorem 5 of the ICLR paper, 4 of v1) for this order, damping and these
+            scales; None for plain rounding, which it does not cover.
         expected_error: a third of the bound, its mean for uniformly distributed weights.
-        bound_holds: error <= bound; None where weights were clipped, which voids the bound.
+        bound_holds: rounding_error <= bound; None where weights were clipped, which voids the bound.
         damping: relative damping that was used; None for plain rounding.
         seconds: wall time, the factorisation excluded if it was given.
         clipped: number of weights whose integer the grid cut; 0 for plain rounding, where it voids no bound.
@@ -52,6 +55,7 @@ class LayerRecord:
     outlier_density: float
     error: float | None
     relative_error: float | None
+    rounding_error: float | None
     bound: float | None
     expected_error: float | None
     bound_holds: bool | None
@@ -88,7 +92,11 @@ class _Quantized:
 
 
 def quantize_layer(
-    weight: torch.Tensor, hessian: torch.Tensor | Factor | None, recipe: Recipe, where: str = ""
+    weight: torch.Tensor,
+    hessian: torch.Tensor | Factor | None,
+    recipe: Recipe,
+    where: str = "",
+    drift: Drift | None = None,
 ) -> LayerResult:
     """Quantize one linear layer.
 
@@ -98,6 +106,7 @@ def quantize_layer(
             layers with a shared input factorise once; None only for rtn and hrtn, whose error then stays unmeasured.
         recipe: method and options.
         where: name of the layer, for the record and for errors.
+        drift: from the original model's inputs to those of the Hessian; the target is corrected for it.
 
     Raises:
         NumericalError: weight or Hessian are not finite, or the method cannot be carried out on them.
@@ -116,18 +125,13 @@ def quantize_layer(
     if gram is not None and tuple(gram.shape) != (weight.shape[1], weight.shape[1]):
         expected = f"a Hessian of {weight.shape[1]} input channels"
         raise NumericalError(where or "hessian", expected, f"shape {tuple(gram.shape)}")
-    done = _METHODS[recipe.method](weight, factor, recipe, where)
-    return LayerResult(done.weight, _record(done, weight, gram, factor, where, started), done.dequantized)
-
-
-def output_energy(weight: torch.Tensor, hessian: torch.Tensor) -> float:
-    """||X W^T||^2 = trace(W H W^T) for weight [r, c] and H = X^T X [c, c]; float64, a slice of the rows at a time."""
-    hessian = hessian.to(torch.float64)
-    total = 0.0
-    for rows in weight.split(_ROWS_AT_ONCE):
-        rows = rows.to(torch.float64)
-        total += float(torch.vdot((rows @ hessian).reshape(-1), rows.reshape(-1)))
-    return max(total, 0.0)
+    target = weight
+    if drift is not None and factor is not None:
+        require_finite(drift.energy, "drift of the activations", where)
+        target = corrected_target(weight, factor, drift, recipe.correction)
+    done = _METHODS[recipe.method](target, factor, recipe, where)
+    errors = _errors(done.dequantized, weight, target, gram, drift, where)
+    return LayerResult(done.weight, _record(done, weight, errors, factor, where, started), done.dequantized)
 
 
 def _factor(hessian: torch.Tensor | Factor | None, recipe: Recipe, where: str) -> Factor:
@@ -137,30 +141,47 @@ def _factor(hessian: torch.Tensor | Factor | None, recipe: Recipe, where: str) -
     return factorize(hessian, recipe.order, recipe.damping, where)
 
 
-def _record(
-    done: _Quantized,
+@dataclass(frozen=True)
+class _Errors:
+    """As in LayerRecord; None without a Hessian."""
+
+    total: float | None = None
+    relative: float | None = None
+    rounding: float | None = None
+
+
+def _errors(
+    quantized: torch.Tensor,
     weight: torch.Tensor,
+    target: torch.Tensor,
     gram: torch.Tensor | None,
-    factor: Factor | None,
+    drift: Drift | None,
     where: str,
-    started: float,
+) -> _Errors:
+    if gram is None:
+        return _Errors()
+    require_finite(gram, "Hessian", where)
+    total = output_error(quantized, weight, gram, drift)
+    energy = output_energy(weight, gram, drift)
+    rounding = total if drift is None else output_error(quantized, target, gram, None)
+    return _Errors(total, total / energy if energy else 0.0, rounding)
+
+
+def _record(
+    done: _Quantized, weight: torch.Tensor, errors: _Errors, factor: Factor | None, where: str, started: float
 ) -> LayerRecord:
-    error = relative = holds = None
-    if gram is not None:
-        require_finite(gram, "Hessian", where)
-        error = output_energy(done.dequantized - weight, gram)
-        energy = output_energy(weight, gram)
-        relative = error / energy if energy else 0.0
-        if done.bound is not None and not done.clipped:
-            holds = error <= done.bound * (1 + BOUND_SLACK)
+    holds = None
+    if errors.rounding is not None and done.bound is not None and not done.clipped:
+        holds = errors.rounding <= done.bound * (1 + BOUND_SLACK)
     rows, cols = weight.shape
     return LayerRecord(
         name=where,
         shape=(rows, cols),
         bits=done.weight.storage_bits() / max(weight.numel(), 1),
         outlier_density=done.weight.outlier_density() if weight.numel() else 0.0,
-        error=error,
-        relative_error=relative,
+        error=errors.total,
+        relative_error=errors.relative,
+        rounding_error=errors.rounding,
         bound=done.bound,
         expected_error=None if done.bound is None else done.bound / 3,
         bound_holds=holds,

@@ -24,17 +24,15 @@ from vllm_latq.config import CheckpointConfig, LayerScheme
 from vllm_latq.errors import ConfigError, NumericalError
 from vllm_latq.quantize.calibration import load_samples
 from vllm_latq.quantize.card import model_card
-from vllm_latq.quantize.decoder import HEAD, Batch, Decoder
-from vllm_latq.quantize.hessian import HessianCollector, InputHessian
+from vllm_latq.quantize.decoder import HEAD, Decoder
+from vllm_latq.quantize.hessian import InputHessian
 from vllm_latq.quantize.lattice import Factor, factorize
 from vllm_latq.quantize.methods import quantize_layer
 from vllm_latq.quantize.recipe import Recipe
+from vllm_latq.quantize.stream import Stream
 from vllm_latq.quantize.writer import CheckpointWriter
 from vllm_latq.spec import tensor_specs
 from vllm_latq.weights import Weight, weight_from_tensors
-
-# Tokens that pass through a block at a time: enough to keep the matmuls busy, small beside the block itself.
-TOKENS_PER_BATCH = 8192
 
 Listener = Callable[[Mapping[str, Any]], None]
 
@@ -147,17 +145,14 @@ class _Run:
         self.layers: list[dict[str, Any]] = []
 
     def blocks(self, samples: torch.Tensor | None) -> None:
-        batches = [] if samples is None else self._embed(samples)
+        stream = Stream(self.decoder, samples, original=self.recipe.target == "original")
         for index in range(len(self.decoder)):
             linears = {name: linear for name, linear in self.decoder.linears(index).items() if name in self.quantized}
             self._shard(
-                index, self.decoder.block_name(index) + ".", linears, self.decoder.block(index), batches, advance=True
+                index, self.decoder.block_name(index) + ".", linears, self.decoder.block(index), stream, advance=True
             )
         linears = {HEAD: self.decoder.model.lm_head} if HEAD in self.quantized else {}
-        self._shard(len(self.decoder), None, linears, self.decoder.head(), batches, advance=False)
-
-    def _embed(self, samples: torch.Tensor) -> list[Batch]:
-        return self.decoder.embed(samples, max(1, TOKENS_PER_BATCH // samples.shape[1]))
+        self._shard(len(self.decoder), None, linears, self.decoder.head(), stream, advance=False)
 
     def _shard(
         self,
@@ -165,24 +160,23 @@ class _Run:
         prefix: str | None,
         linears: Mapping[str, nn.Linear],
         context: AbstractContextManager[nn.Module],
-        batches: list[Batch],
+        stream: Stream,
         advance: bool,
     ) -> None:
         """Quantize, or read back, the linears of one shard, and carry the activations past its block."""
         earlier = self.writer.records(shard)
         tensors = self._other_tensors(prefix, linears) if earlier is None else {}
-        if linears or (advance and batches):
+        if linears or (advance and stream):
             with context as block, torch.no_grad():
                 if earlier is None:
-                    records, quantized = self._quantize(shard, block, linears, batches)
+                    records, quantized = self._quantize(stream.inputs(shard, block, linears), linears)
                     tensors.update(quantized)
                 else:
+                    stream.skip(shard, block)
                     self._read_back(shard, linears)
                     records = earlier["layers"]
                 if advance:
-                    for batch in batches:
-                        batch.hidden = self.decoder.run(shard, block, batch)
-                        batch.arguments[shard] = {}
+                    stream.advance(shard, block)
         else:
             records = []
         if earlier is None:
@@ -191,13 +185,13 @@ class _Run:
         self.emit({"event": "block", "block": shard, "linears": len(records), "resumed": earlier is not None})
 
     def _quantize(
-        self, shard: int, block: nn.Module, linears: Mapping[str, nn.Linear], batches: list[Batch]
+        self, hessians: list[InputHessian], linears: Mapping[str, nn.Linear]
     ) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
         records, tensors = {}, {}
-        for hessian in self._hessians(shard, block, linears, batches):
+        for hessian in hessians:
             known = self._factorized(hessian)
             for name in hessian.linears:
-                result = quantize_layer(linears[name].weight, known, self.recipe, name)
+                result = quantize_layer(linears[name].weight, known, self.recipe, name, hessian.drift)
                 linears[name].weight.copy_(result.dequantized)
                 tensors.update({f"{name}.{suffix}": tensor for suffix, tensor in result.weight.to_tensors().items()})
                 records[name] = asdict(result.record)
@@ -215,20 +209,6 @@ class _Run:
         if not self.recipe.needs_calibration:
             return hessian.matrix
         return factorize(hessian.matrix, self.recipe.order, self.recipe.damping, where)
-
-    def _hessians(
-        self, shard: int, block: nn.Module, linears: Mapping[str, nn.Linear], batches: list[Batch]
-    ) -> list[InputHessian]:
-        if not batches:
-            return [InputHessian([name], torch.empty(0)) for name in linears]
-        collector = HessianCollector()
-        with collector.watching(linears):
-            for batch in batches:
-                if shard == len(self.decoder):
-                    block(batch.hidden.to(self.decoder.device))
-                else:
-                    self.decoder.run(shard, block, batch)
-        return collector.hessians
 
     def _read_back(self, shard: int, linears: Mapping[str, nn.Linear]) -> None:
         """Put the weights that an earlier run wrote into the block."""

@@ -12,9 +12,10 @@ from vllm_latq.config import SUPPORTED_BITS, WHOLE_ROW, LayerScheme
 from vllm_latq.errors import ConfigError
 from vllm_latq.quantize.lattice import ORDERS
 from vllm_latq.quantize.scales import SCALE_METHODS
+from vllm_latq.quantize.target import TARGETS
 
 # Options a method does not read. Setting one would suggest an effect it does not have, so it is refused.
-_RECURSION = ("order", "damping", "block_size")
+_RECURSION = ("order", "damping", "block_size", "target", "correction")
 _GRID = ("bits", "group_size", "outlier_rate", "scales")
 _UNUSED = {
     "rtn": ("outlier_rate", "target_bits", *_RECURSION),
@@ -43,6 +44,9 @@ class Recipe:
         order: rounding order: natural, act or min-pivot.
         damping: lambda relative to the mean diagonal of the Hessian.
         scales: absmax or mse.
+        target: what a layer's output should be: quantized (of its own weights, on the inputs that the quantized prefix
+            gives it) or original (of the original model).
+        correction: share of the way to the corrected weights that target "original" goes, in (0, 1].
         num_samples: calibration sequences.
         seq_len: tokens in each.
         seed: picks the calibration sequences.
@@ -58,6 +62,8 @@ class Recipe:
     order: str = "act"
     damping: float = 0.01
     scales: str = "mse"
+    target: str = "quantized"
+    correction: float = 1.0
     num_samples: int = 256
     seq_len: int = 2048
     seed: int = 0
@@ -68,6 +74,7 @@ class Recipe:
         _check_choice("method", self.method, METHODS)
         _check_choice("order", self.order, ORDERS)
         _check_choice("scales", self.scales, SCALE_METHODS)
+        _check_choice("target", self.target, TARGETS)
         if type(self.bits) is not int or self.bits not in SUPPORTED_BITS:
             raise _error("bits", f"one of {', '.join(map(str, SUPPORTED_BITS))}", self.bits)
         if self.group_size != WHOLE_ROW:
@@ -76,6 +83,7 @@ class Recipe:
             _check_integer(name, getattr(self, name), low)
         _check_number("outlier_rate", self.outlier_rate, 0.0, MAX_OUTLIER_RATE)
         _check_number("damping", self.damping, 0.0, math.inf)
+        _check_number("correction", self.correction, 0.0, 1.0)
         if self.target_bits is not None:
             _check_number("target_bits", self.target_bits, 1.0, MAX_TARGET_BITS)
         elif self.method in HUFFMAN_METHODS:
@@ -89,6 +97,8 @@ class Recipe:
             if field.name in _UNUSED[self.method] and getattr(self, field.name) != field.default:
                 hint = f"{self.method} does not use {field.name}: leave it out."
                 raise _error(field.name, f"the default {field.default!r}", getattr(self, field.name), hint)
+        if self.target == "quantized" and self.correction != 1.0:
+            raise _error("correction", "the default 1.0", self.correction, "Only target original is corrected.")
 
     @property
     def scheme(self) -> LayerScheme:

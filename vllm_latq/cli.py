@@ -54,6 +54,12 @@ def _add_quantize(commands: Any) -> None:
     recipe.add_argument("--order", choices=("natural", "act", "min-pivot"), help="rounding order (default act)")
     recipe.add_argument("--damping", type=float, help="of the Hessian, relative to its mean diagonal (default 0.01)")
     recipe.add_argument("--scales", choices=("absmax", "mse"), help="how group scales are found (default mse)")
+    recipe.add_argument(
+        "--target", choices=("quantized", "original"), help="whose layer outputs to match (default quantized)"
+    )
+    recipe.add_argument(
+        "--correction", type=float, help="share of the correction that --target original makes (default 1)"
+    )
     recipe.add_argument("--num-samples", type=int, help="calibration windows (default 256)")
     recipe.add_argument("--seq-len", type=int, help="tokens per calibration window (default 2048)")
     recipe.add_argument("--seed", type=int, help="of the choice of windows (default 0)")

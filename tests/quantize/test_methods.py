@@ -9,8 +9,9 @@ import torch
 
 from vllm_latq.errors import CalibrationError, NumericalError, UnsupportedShapeError
 from vllm_latq.quantize.lattice import factorize
-from vllm_latq.quantize.methods import LayerResult, output_energy, quantize_layer
+from vllm_latq.quantize.methods import LayerResult, quantize_layer
 from vllm_latq.quantize.recipe import METHODS, Recipe
+from vllm_latq.quantize.target import output_energy
 from vllm_latq.weights import HuffmanWeight, PackedWeight, weight_from_tensors
 
 FLOAT64_TOLERANCE = 1e-10

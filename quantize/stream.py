@@ -1,0 +1,78 @@
+"""The calibration text on its way through the blocks: what each linear is fed, and what the next block will see.
+
+    hidden:    after the blocks quantized so far           -> Y, the inputs that the quantized model will have
+    original:  after the same blocks with their own weights -> X, kept only for corrected targets
+
+Invariant: inputs are always seen with the block's own weights in place; `advance` runs with those that were written.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from vllm_latq.quantize.decoder import Batch, Decoder
+from vllm_latq.quantize.hessian import HessianCollector, InputHessian, recording
+
+# Tokens that pass through a block at a time: enough to keep the matmuls busy, small beside the block itself.
+TOKENS_PER_BATCH = 8192
+
+
+class Stream:
+    """Hidden states of all calibration samples, a block at a time.
+
+    Args:
+        decoder: whose blocks they pass.
+        samples: token ids int64 [n, tokens]; None for no calibration, when there is nothing to see.
+        original: whether the original model's hidden states are carried along.
+    """
+
+    def __init__(self, decoder: Decoder, samples: torch.Tensor | None, original: bool = False) -> None:
+        self.decoder = decoder
+        self.batches: list[Batch] = []
+        if samples is not None:
+            self.batches = decoder.embed(samples, max(1, TOKENS_PER_BATCH // samples.shape[1]))
+        self.originals = [batch.hidden for batch in self.batches] if original else None
+
+    def __bool__(self) -> bool:
+        return bool(self.batches)
+
+    def inputs(self, shard: int, block: nn.Module, linears: Mapping[str, nn.Linear]) -> list[InputHessian]:
+        """Hessians of the linears' inputs; carries the original stream past the block."""
+        if not self.batches:
+            return [InputHessian([name], torch.empty(0)) for name in linears]
+        collector = HessianCollector()
+        for position, batch in enumerate(self.batches):
+            seen = self._original(position, shard, block, linears)
+            with collector.watching(linears, seen):
+                self._run(shard, block, batch)
+        return collector.hessians
+
+    def skip(self, shard: int, block: nn.Module) -> None:
+        """Carry the original stream past a block whose inputs need not be seen again."""
+        for position in range(len(self.batches)):
+            self._original(position, shard, block, {})
+
+    def advance(self, shard: int, block: nn.Module) -> None:
+        """Carry the quantized stream past a block that holds its quantized weights."""
+        for batch in self.batches:
+            batch.hidden = self._run(shard, block, batch)
+            batch.arguments[shard] = {}
+
+    def _original(
+        self, position: int, shard: int, block: nn.Module, linears: Mapping[str, nn.Linear]
+    ) -> dict[str, torch.Tensor] | None:
+        """One batch of the original stream past the block: what each linear was fed, None without that stream."""
+        if self.originals is None:
+            return None
+        arguments = self.batches[position].arguments
+        with recording(linears) as seen:
+            self.originals[position] = self._run(shard, block, Batch(self.originals[position], arguments))
+        return seen
+
+    def _run(self, shard: int, block: nn.Module, batch: Batch) -> torch.Tensor:
+        if shard < len(self.decoder):
+            return self.decoder.run(shard, block, batch)
+        # Nothing follows the head: its logits are not kept.
+        block(batch.hidden.to(self.decoder.device))
+        return batch.hidden

@@ -1,0 +1,87 @@
+"""Corrected targets: what a layer has to hit when its inputs already come from a quantized prefix.
+
+With X the inputs of the original model, Y those of the quantized prefix and W the layer, the quantized layer Q should
+give Y Q^T = X W^T. The lattice is that of Y; the target, in the coordinates of the weights, is
+
+    W' = argmin_V ||Y V^T - X W^T||^2 + lambda ||V - W||^2 = W + ((Y^T Y + lambda I)^-1 Y^T (X - Y) W^T)^T
+
+(Birnick, "The Lattice Geometry of Neural Network Quantization", section 3; Remark 5.3 of Zhang et al., "Provable
+Post-Training Quantization: Theoretical Analysis of OPTQ and Qronos").
+
+Invariant: only Y and the difference X - Y enter, never a difference of large Gram matrices; without drift W' is W.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from vllm_latq.quantize.lattice import Factor
+
+TARGETS = ("quantized", "original")
+_ROWS_AT_ONCE = 1024
+
+
+@dataclass
+class Drift:
+    """How far the inputs have moved: sums over calibration tokens, float32 [c, c].
+
+    Attributes:
+        cross: Y^T (X - Y).
+        energy: (X - Y)^T (X - Y).
+    """
+
+    cross: torch.Tensor
+    energy: torch.Tensor
+
+    @classmethod
+    def zeros(cls, channels: int, device: torch.device) -> "Drift":
+        """Of no tokens yet."""
+        return cls(*(torch.zeros(channels, channels, dtype=torch.float32, device=device) for _ in range(2)))
+
+    def add(self, inputs: torch.Tensor, original: torch.Tensor) -> None:
+        """Accumulate tokens of both streams, float32 [n, c]."""
+        moved = original - inputs
+        self.cross.addmm_(inputs.T, moved)
+        self.energy.addmm_(moved.T, moved)
+
+
+def corrected_target(weight: torch.Tensor, factor: Factor, drift: Drift, correction: float = 1.0) -> torch.Tensor:
+    """W + correction * (W' - W), in the dtype of the weight.
+
+    Args:
+        weight: [r, c].
+        factor: of Y^T Y, with its damping.
+        drift: of the same inputs.
+        correction: 1 for the minimiser W', 0 for W; in between guards against fitting the calibration tokens.
+    """
+    pull = weight.to(torch.float64) @ drift.cross.to(torch.float64).T
+    # H[order][:, order]^-1 = U^T U.
+    moved = torch.empty_like(pull)
+    moved[:, factor.order] = pull[:, factor.order] @ factor.upper.T @ factor.upper
+    return weight + (correction * moved).to(weight.dtype)
+
+
+def output_error(quantized: torch.Tensor, weight: torch.Tensor, gram: torch.Tensor, drift: Drift | None) -> float:
+    """||Y Q^T - X W^T||^2 summed over outputs and tokens, float64; Y = X where there is no drift.
+
+    Args:
+        quantized, weight: Q and W, [r, c].
+        gram: Y^T Y, [c, c].
+        drift: of the same inputs.
+    """
+    gram = gram.to(torch.float64)
+    cross, energy = (None, None) if drift is None else (drift.cross.to(gram), drift.energy.to(gram))
+    total = 0.0
+    for q, w in zip(quantized.split(_ROWS_AT_ONCE), weight.split(_ROWS_AT_ONCE), strict=True):
+        w = w.to(torch.float64)
+        delta = q.to(torch.float64) - w
+        total += float((delta @ gram * delta).sum())
+        if cross is not None and energy is not None:
+            # Y Q^T - X W^T = Y (Q - W)^T - (X - Y) W^T
+            total += float((w @ energy * w).sum() - 2 * (delta @ cross * w).sum())
+    return max(total, 0.0)
+
+
+def output_energy(weight: torch.Tensor, gram: torch.Tensor, drift: Drift | None = None) -> float:
+    """||X W^T||^2 summed over outputs and tokens, float64, for weight [r, c]; arguments as in `output_error`."""
+    return output_error(torch.zeros_like(weight), weight, gram, drift)
