@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from vllm_latq.checkpoint import TensorStore
 from vllm_latq.errors import NumericalError, UnsupportedModelError
+from vllm_latq.store import TensorStore
 
 SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 BLOCKS = "model.layers"
@@ -152,7 +152,7 @@ class _Recorder(nn.Module):
 
 def _load_config(source: Path) -> Any:
     try:
-        config = AutoConfig.from_pretrained(source)
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UnsupportedModelError(f"{source}/config.json", "a model configuration", reason) from None

@@ -76,8 +76,11 @@ def load_model(path: str | Path, device: str, dtype: str = "auto") -> "tuple[Pre
     # transformers' own annotations of the auto classes do not know `output_loading_info`.
     causal_lm: Any = AutoModelForCausalLM
     try:
-        tokenizer = AutoTokenizer.from_pretrained(directory)
-        model, info = causal_lm.from_pretrained(directory, dtype=dtype, output_loading_info=True)
+        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+        # Explicit: otherwise transformers asks on the terminal whether to run a model's own code, and reads pickles.
+        model, info = causal_lm.from_pretrained(
+            directory, dtype=dtype, output_loading_info=True, trust_remote_code=False, use_safetensors=True
+        )
     except LatqError:
         raise
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:

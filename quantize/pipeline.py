@@ -115,7 +115,7 @@ def calibration_samples(decoder: Decoder, recipe: Recipe, calibration: str | Non
     limit = getattr(decoder.config, "max_position_embeddings", None)
     if limit is not None and recipe.seq_len > limit:
         raise ConfigError("seq_len", f"at most {limit}, the model's max_position_embeddings", str(recipe.seq_len))
-    tokenizer = AutoTokenizer.from_pretrained(decoder.source)
+    tokenizer = AutoTokenizer.from_pretrained(decoder.source, trust_remote_code=False)
     samples = load_samples(tokenizer, calibration, recipe.num_samples, recipe.seq_len, recipe.seed)
     vocabulary = decoder.base.embed_tokens.num_embeddings
     if int(samples.max()) >= vocabulary:

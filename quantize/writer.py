@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from vllm_latq.checkpoint import INDEX_FILE, REPORT_FILE, fingerprint_of, read_json, tensor_digest
+from vllm_latq.checkpoint import REPORT_FILE, fingerprint_of, tensor_digest
 from vllm_latq.config import CheckpointConfig
 from vllm_latq.errors import CheckpointError, ConfigError
+from vllm_latq.store import INDEX_FILE, read_json
 
 COMPANION_FILES = (
     "generation_config.json",

@@ -64,6 +64,8 @@ PACKED_DAMAGE = [
     (setting("scales", (0, 0), float("nan")), "layer.scales: expected finite, positive scales, found 1"),
     (setting("scales", (0, 0), -1.0), "layer.scales: expected finite, positive scales"),
     (setting("scales", (0, 0), 0.0), "layer.scales: expected finite, positive scales"),
+    (setting("scales", (0, 0), 3e38), "layer.scales: expected finite, positive scales"),
+    (replacing("qweight", lambda tensor: tensor ^ 1), "layer.qweight: expected the code of 0 under each outlier"),
     (setting("qweight", (3, -1), -1), "layer.qweight: expected zero bits after the last code"),
     (setting("outlier_row_ptr", 0, 1), "layer.outlier_row_ptr: expected 0 first"),
     (setting("outlier_row_ptr", -1, 10**6), "layer.outlier_row_ptr: expected 0 first and"),
@@ -82,6 +84,14 @@ HUFFMAN_DAMAGE = [
     (setting("code_lengths", 0, 1), "layer.code_lengths: expected a complete prefix code (Kraft sum 1)"),
     (setting("chunk_bits", (0, 0), 65535), "layer.chunk_bits: expected chunks that fill the stream"),
     (replacing("stream", lambda tensor: tensor[:-1]), "layer.chunk_bits: expected chunks that fill the stream"),
+    (setting("first_symbol", 0, 2**31 - 1), "layer.first_symbol: expected symbols that fit int32"),
+    (setting("stream", -1, -1), "layer.stream: expected zero bits after the last chunk"),
+    (
+        lambda tensors: tensors.update(
+            chunk_bits=torch.zeros_like(tensors["chunk_bits"]), stream=tensors["stream"][:0]
+        ),
+        "layer.chunk_bits: expected at least one bit for each weight",
+    ),
     (replacing("chunk_bits", lambda tensor: tensor.reshape(-1)[:1]), "layer.chunk_bits: expected torch.uint16 (1, 1)"),
 ]
 
@@ -116,5 +126,5 @@ def test_chunk_that_ends_elsewhere_is_refused_when_decoded() -> None:
     bits[0, 0], bits[1, 0] = bits[0, 0] + 1, bits[1, 0] - 1
     tensors["chunk_bits"] = bits.to(torch.uint16)
     weight = HuffmanWeight.from_tensors(tensors, HUFFMAN, (40, 300), "layer")
-    with pytest.raises(CheckpointError, match=r"layer\.stream: expected chunks that decode to their own length"):
+    with pytest.raises(CheckpointError, match=r"layer\.stream: expected chunk 0 to end at bit \d+, found bit"):
         decode_checked(weight, "layer")

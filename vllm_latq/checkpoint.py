@@ -1,11 +1,10 @@
-"""Reading a checkpoint directory: config.json, safetensors shards with their index, the report. FORMAT.md section 1.
+"""A quantized checkpoint: its config, linears, report and fingerprint, read and verified. FORMAT.md sections 1 to 6.
 
-Invariant: nothing outside the directory is opened, nothing is executed, and every tensor that leaves this module for a
-quantized linear has passed `validate.check`.
+Invariant: every tensor that leaves this module for a quantized linear has passed `validate.check`; files are opened by
+`store` alone.
 """
 
 import hashlib
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
@@ -13,82 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from vllm_latq import validate
 from vllm_latq.config import CheckpointConfig
 from vllm_latq.errors import CheckpointError, LatqError
-from vllm_latq.spec import SHAPE
+from vllm_latq.report import LayerReport, layer_reports
+from vllm_latq.spec import SHAPE, tensor_suffixes
+from vllm_latq.store import TensorStore, read_json
 from vllm_latq.weights import HuffmanWeight, Weight, decode_checked, weight_from_tensors
 
-INDEX_FILE = "model.safetensors.index.json"
-SINGLE_FILE = "model.safetensors"
 REPORT_FILE = "latq_report.json"
 FINGERPRINT_PREFIX = "sha256:"
-
-
-class TensorStore:
-    """The safetensors files of a Hugging Face model directory, read one tensor at a time.
-
-    Args:
-        directory: holds `model.safetensors` or shards with `model.safetensors.index.json`.
-    """
-
-    def __init__(self, directory: str | Path) -> None:
-        self.directory = Path(directory)
-        if not self.directory.is_dir():
-            raise CheckpointError(str(directory), "a model directory", "no such directory", "Check the path.")
-        self._open: dict[str, Any] = {}
-
-    @cached_property
-    def files(self) -> Mapping[str, str]:
-        """Tensor name -> file name."""
-        index = self.directory / INDEX_FILE
-        if not index.exists():
-            if not (self.directory / SINGLE_FILE).exists():
-                expected = f"{SINGLE_FILE} or {INDEX_FILE}"
-                raise CheckpointError(str(self.directory), expected, "neither", "Only safetensors are read.")
-            return dict.fromkeys(self._handle(SINGLE_FILE).keys(), SINGLE_FILE)
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-            raise CheckpointError(str(index), "an object `weight_map` of file names", "something else")
-        present = {file: set(self._handle(file).keys()) for file in sorted(set(weight_map.values()))}
-        for name, file in weight_map.items():
-            if name not in present[file]:
-                raise CheckpointError(str(index), f"tensor {name} in {file}", "no such tensor", "The shard is damaged.")
-        return weight_map
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.files
-
-    def names(self) -> Iterable[str]:
-        return self.files.keys()
-
-    def get(self, name: str) -> torch.Tensor:
-        """One tensor on the CPU; raises CheckpointError if it is missing or its file is damaged."""
-        if name not in self.files:
-            raise CheckpointError(str(self.directory), f"a tensor {name}", "no such tensor", "The model is incomplete.")
-        try:
-            return self._handle(self.files[name]).get_tensor(name)
-        except SafetensorError as error:
-            raise self._damaged(self.files[name], error) from None
-
-    def _handle(self, file: str) -> Any:
-        if file not in self._open:
-            path = self.directory / file
-            if Path(file).name != file:
-                raise CheckpointError(str(self.directory / INDEX_FILE), "file names without a folder", repr(file))
-            if not path.is_file():
-                raise CheckpointError(str(path), "a safetensors file", "no such file", "The model is incomplete.")
-            try:
-                self._open[file] = safe_open(path, framework="pt", device="cpu")
-            except SafetensorError as error:
-                raise self._damaged(file, error) from None
-        return self._open[file]
-
-    def _damaged(self, file: str, error: Exception) -> CheckpointError:
-        hint = "The file is truncated or damaged: copy or download it again."
-        return CheckpointError(str(self.directory / file), "a valid safetensors file", str(error), hint)
 
 
 class CheckpointReader:
@@ -115,11 +49,7 @@ class CheckpointReader:
         for name in self.store.names():
             module, _, suffix = name.rpartition(".")
             if suffix == SHAPE:
-                shape = self.store.get(name)
-                if shape.dtype != torch.int32 or shape.shape != (2,) or int(shape.min()) < 1:
-                    found_text = f"{shape.dtype} {tuple(shape.shape)}"
-                    raise CheckpointError(f"{self.directory}: {name}", "two positive int32 sizes", found_text)
-                found[module] = (int(shape[0]), int(shape[1]))
+                found[module] = validate.declared_shape(self.store.get(name), f"{self.directory}: {module}")
         return found
 
     def tensors(self, module: str) -> dict[str, torch.Tensor]:
@@ -137,8 +67,17 @@ class CheckpointReader:
         return weight_from_tensors(self.tensors(module), scheme, self.shapes[module], where)
 
     def report(self) -> dict[str, Any]:
-        """The report written by the quantizer."""
+        """The report written by the quantizer, as it is; raises CheckpointError if it is missing or unreadable."""
         return read_json(self.directory / REPORT_FILE)
+
+    def measured(self) -> list[LayerReport]:
+        """The report's records; raises CheckpointError if one holds something else than names and numbers."""
+        return layer_reports(self.report(), str(self.directory / REPORT_FILE))
+
+    def shapeless(self) -> list[str]:
+        """Modules with tensors that only a quantized linear has, but without its shape."""
+        marks = tensor_suffixes() - {"scale", "scales"}  # unquantized modules may have scales too
+        return [module for module, found in self._suffixes.items() if SHAPE not in found and marks & set(found)]
 
     @cached_property
     def _suffixes(self) -> Mapping[str, list[str]]:
@@ -162,6 +101,8 @@ def verify(directory: str | Path) -> Iterator[LatqError]:
         return
     for module, shape in shapes.items():
         yield from _verify_linear(reader, module, shape)
+    for module in reader.shapeless():
+        yield CheckpointError(f"{directory}: {module}", f"a tensor {SHAPE}", "none", "The checkpoint is incomplete.")
     yield from _verify_report(reader)
     fingerprint = checkpoint_fingerprint(reader.store)
     if fingerprint != reader.config.fingerprint:
@@ -187,13 +128,9 @@ def _verify_linear(reader: CheckpointReader, module: str, shape: tuple[int, int]
 
 def _verify_report(reader: CheckpointReader) -> Iterator[LatqError]:
     try:
-        listed = {layer["name"] for layer in reader.report()["layers"]}
+        listed = {layer.name for layer in reader.measured()}
     except LatqError as error:
         yield error
-        return
-    except (KeyError, TypeError):
-        where = str(reader.directory / REPORT_FILE)
-        yield CheckpointError(where, "a list `layers` of objects with `name`", "something else")
         return
     if missing := sorted(listed - reader.shapes.keys()):
         yield CheckpointError(str(reader.directory), f"the linears of {REPORT_FILE}", f"no {', '.join(missing)}")
@@ -215,16 +152,3 @@ def fingerprint_of(digests: Iterable[str]) -> str:
 def checkpoint_fingerprint(store: TensorStore) -> str:
     """Recompute the fingerprint from the stored tensors, one tensor in memory at a time."""
     return fingerprint_of(tensor_digest(name, store.get(name)) for name in store.names())
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; raises CheckpointError saying what is wrong with it."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(str(path), "a JSON file", "no such file") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise CheckpointError(str(path), "a readable JSON file", str(error)) from None
-    if not isinstance(value, dict):
-        raise CheckpointError(str(path), "a JSON object", type(value).__name__)
-    return value

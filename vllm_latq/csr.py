@@ -4,10 +4,13 @@ Invariant (checked by `validate`, assumed here): row_ptr starts at 0, never fall
 [0, cols) and rise strictly within a row.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+
+# Entries expanded together: their int64 coordinates must not outgrow the matrix itself.
+_BAND_ENTRIES = 1 << 18
 
 
 def column_dtype(cols: int) -> torch.dtype:
@@ -48,6 +51,15 @@ class CSR:
         """Row of each entry, int64 [nnz]."""
         rows = torch.arange(self.rows, device=self.row_ptr.device)
         return torch.repeat_interleave(rows, self.counts, output_size=self.nnz)
+
+    def bands(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """(rows int64, columns int64, values) of the entries, a limited number at a time."""
+        row_ptr = self.row_ptr.to(torch.int64)
+        for low in range(0, self.nnz, _BAND_ENTRIES):
+            entries = torch.arange(low, min(low + _BAND_ENTRIES, self.nnz), device=row_ptr.device)
+            band = slice(low, low + _BAND_ENTRIES)
+            rows = torch.searchsorted(row_ptr, entries, right=True) - 1
+            yield rows, self.col_idx[band].to(torch.int64), self.values[band]
 
     @classmethod
     def from_mask(cls, mask: torch.Tensor, values: torch.Tensor) -> "CSR":
@@ -93,8 +105,9 @@ class CSR:
 
     def add_to(self, dense: torch.Tensor) -> torch.Tensor:
         """Add the entries to a dense [rows, cols] matrix in place."""
-        index = (self.row_indices(), self.col_idx.to(torch.int64))
-        return dense.index_put_(index, self.values.to(dense.dtype), accumulate=True)
+        for rows, cols, values in self.bands():
+            dense.index_put_((rows, cols), values.to(dense.dtype), accumulate=True)
+        return dense
 
     def to_dense(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return self.add_to(torch.zeros((self.rows, self.cols), dtype=dtype, device=self.values.device))

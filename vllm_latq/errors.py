@@ -1,5 +1,14 @@
 """Errors of vllm-latq. Each says where it happened, what was expected, what was found, and what to do."""
 
+SHOWN_CHARACTERS = 2000
+
+
+def printable(text: str) -> str:
+    """Text for a terminal or a log: control characters (a file may hold any) escaped, the middle of long text cut."""
+    if len(text) > SHOWN_CHARACTERS:
+        text = f"{text[: SHOWN_CHARACTERS // 2]} ... {text[-SHOWN_CHARACTERS // 2 :]}"
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
 
 class LatqError(ValueError):
     """Base of every error this package raises on purpose.
@@ -12,6 +21,7 @@ class LatqError(ValueError):
     """
 
     def __init__(self, where: str, expected: str, found: str, hint: str = "") -> None:
+        where, expected, found = (printable(part) for part in (where, expected, found))
         self.where, self.expected, self.found, self.hint = where, expected, found, hint
         super().__init__(f"{where}: expected {expected}, found {found}." + (f" {hint}" if hint else ""))
 

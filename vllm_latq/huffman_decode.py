@@ -35,7 +35,7 @@ def decode_stream(stream: HuffmanStream, where: str, device: torch.device | str 
     ends = stream.chunk_bits.to(device).to(torch.int64).reshape(-1).cumsum(0)
     start = torch.nn.functional.pad(ends, (1, 0))[:-1]
     symbols = torch.zeros((chunk_rows * chunk_cols, start.numel()), dtype=torch.int32, device=device)
-    reached = _decode_chunks(stream, start, _counts(stream.shape, device), symbols)
+    reached = _decode_chunks(stream, start, chunk_counts(stream.shape, device), symbols)
     if not torch.equal(reached, ends):
         chunk = int((reached != ends).nonzero()[0])
         expected = f"chunk {chunk} to end at bit {int(ends[chunk])}"
@@ -46,7 +46,7 @@ def decode_stream(stream: HuffmanStream, where: str, device: torch.device | str 
     return tiled[: stream.shape[0], : stream.shape[1]].contiguous()
 
 
-def _counts(shape: tuple[int, int], device: torch.device | str) -> torch.Tensor:
+def chunk_counts(shape: tuple[int, int], device: torch.device | str) -> torch.Tensor:
     """Weights in each chunk, int64 [chunks]: fewer in the last ones of rows and columns."""
     sizes = []
     for total, block, number in zip(shape, chunk_shape(shape[1]), grid_shape(shape), strict=True):

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_latq.checkpoint import CheckpointReader
+from vllm_latq.report import LayerReport
 
 _FROM_REPORT = ("error", "relative_error", "bound", "expected_error", "bound_holds", "damping", "seconds")
 
@@ -20,13 +21,13 @@ def inspect_checkpoint(directory: str | Path) -> dict[str, Any]:
         LatqError: the checkpoint is damaged.
     """
     reader = CheckpointReader(directory)
-    measured = {layer["name"]: layer for layer in reader.report().get("layers", [])}
+    measured = {record.name: record for record in reader.measured()}
     layers, total_bits, total_weights = [], 0, 0
     for name, (rows, cols) in reader.shapes.items():
         weight = reader.weight(name)
         bits = weight.storage_bits()
         total_bits, total_weights = total_bits + bits, total_weights + rows * cols
-        record = measured.get(name, {})
+        record = measured.get(name, LayerReport(name))
         layers.append(
             {
                 "name": name,
@@ -34,7 +35,7 @@ def inspect_checkpoint(directory: str | Path) -> dict[str, Any]:
                 "encoding": weight.scheme.encoding,
                 "bits": bits / (rows * cols),
                 "outlier_density": weight.outlier_density(),
-                **{key: record.get(key) for key in _FROM_REPORT},
+                **{key: getattr(record, key) for key in _FROM_REPORT},
             }
         )
     return {

@@ -7,6 +7,8 @@ are zero. Codes may straddle words (b = 3). `unpack_codes(pack_codes(codes, b), 
 import torch
 
 WORD_BITS = 32
+# Codes treated together: their int64 intermediates (some 30 bytes a code) must not outgrow the matrix itself.
+_BAND_CODES = 1 << 18
 
 
 def packed_words(cols: int, bits: int) -> int:
@@ -16,6 +18,10 @@ def packed_words(cols: int, bits: int) -> int:
 
 def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Pack unsigned codes [rows, cols] (any integer dtype, values < 2**bits) into int32 [rows, packed_words]."""
+    return torch.cat([_pack(band, bits) for band in codes.split(_band_rows(codes.shape[1]))])
+
+
+def _pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     rows, cols = codes.shape
     words = packed_words(cols, bits)
     low, shift = _positions(cols, bits, codes.device)
@@ -34,10 +40,29 @@ def unpack_codes(packed: torch.Tensor, bits: int, cols: int) -> torch.Tensor:
         shifts = torch.arange(0, WORD_BITS, bits, dtype=torch.int32, device=packed.device)
         codes = (packed.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)
         return codes.to(torch.uint8).reshape(packed.shape[0], -1)[:, :cols]
+    return torch.cat([_unpack_straddling(band, bits, cols) for band in packed.split(_band_rows(cols))])
+
+
+def _unpack_straddling(packed: torch.Tensor, bits: int, cols: int) -> torch.Tensor:
     low, shift = _positions(cols, bits, packed.device)
     words = torch.nn.functional.pad(packed.to(torch.int64) & 0xFFFFFFFF, (0, 1))
     pair = words[:, low] | (words[:, low + 1] << WORD_BITS)
     return ((pair >> shift) & ((1 << bits) - 1)).to(torch.uint8)
+
+
+def codes_at(packed: torch.Tensor, bits: int, rows: torch.Tensor, cols: torch.Tensor) -> torch.Tensor:
+    """Single codes, int32 [n], at the coordinates rows and cols (integers [n])."""
+    start = cols.to(torch.int64) * bits
+    word, shift = rows.to(torch.int64) * packed.shape[1] + start // WORD_BITS, start % WORD_BITS
+    flat = packed.reshape(-1)
+    # The next word is needed only by a code that straddles; clamped, because the last one has none.
+    low = flat[word].to(torch.int64) & 0xFFFFFFFF
+    high = flat[(word + 1).clamp(max=flat.numel() - 1)].to(torch.int64) & 0xFFFFFFFF
+    return ((((high << WORD_BITS) | low) >> shift) & ((1 << bits) - 1)).to(torch.int32)
+
+
+def _band_rows(cols: int) -> int:
+    return max(1, _BAND_CODES // max(cols, 1))
 
 
 def _positions(cols: int, bits: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm_latq import huffman
-from vllm_latq.config import LayerScheme
+from vllm_latq.config import WHOLE_ROW, LayerScheme
 from vllm_latq.csr import column_dtype
 from vllm_latq.packing import packed_words
 
@@ -57,6 +57,12 @@ def tensor_specs(scheme: LayerScheme, rows: int, cols: int, where: str = "layer"
             "outlier_values": TensorSpec(torch.bfloat16, (None,)),
         }
     return specs
+
+
+def tensor_suffixes() -> frozenset[str]:
+    """Every suffix that a quantized linear can have, whatever its scheme."""
+    schemes = (LayerScheme("huffman"), LayerScheme("packed", 4, WHOLE_ROW, True))
+    return frozenset(suffix for scheme in schemes for suffix in tensor_specs(scheme, 1, 1))
 
 
 def stored_bits(tensors: Mapping[str, torch.Tensor]) -> int:

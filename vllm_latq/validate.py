@@ -10,8 +10,10 @@ import torch
 
 from vllm_latq import huffman
 from vllm_latq.config import LayerScheme
+from vllm_latq.csr import CSR
 from vllm_latq.errors import CheckpointError
-from vllm_latq.packing import WORD_BITS
+from vllm_latq.huffman_decode import chunk_counts
+from vllm_latq.packing import WORD_BITS, codes_at
 from vllm_latq.spec import SHAPE, tensor_specs
 
 _REPAIR = "The checkpoint is damaged: copy or download it again, or quantize again."
@@ -21,6 +23,14 @@ def check(tensors: Mapping[str, torch.Tensor], scheme: LayerScheme, shape: tuple
     """Raise the first problem of a linear's tensors (suffix -> tensor), if there is one."""
     for problem in problems(tensors, scheme, shape, where):
         raise problem
+
+
+def declared_shape(tensor: torch.Tensor, where: str) -> tuple[int, int]:
+    """The (rows, cols) that a linear's `weight_shape` tensor says; raises CheckpointError if it is not two sizes."""
+    if tensor.dtype != torch.int32 or tuple(tensor.shape) != (2,) or int(tensor.min()) < 1:
+        values = f" {tensor.tolist()}" if tensor.numel() <= 2 else ""
+        raise _error(f"{where}.{SHAPE}", "two positive int32 sizes", f"{tensor.dtype} {tuple(tensor.shape)}{values}")
+    return int(tensor[0]), int(tensor[1])
 
 
 def problems(
@@ -65,19 +75,23 @@ def _packed(
 ) -> Iterator[CheckpointError]:
     scales, qweight = tensors["scales"], tensors["qweight"]
     assert scheme.bits is not None
-    if not torch.isfinite(scales).all() or not (scales > 0).all():
-        bad = int((~(torch.isfinite(scales) & (scales > 0))).sum())
+    good = (scales > 0) & torch.isfinite(scales * (1 << (scheme.bits - 1)))
+    if not good.all():
+        bad = int((~good).sum())
         yield _error(f"{where}.scales", "finite, positive scales", f"{bad} that are not")
     used = shape[1] * scheme.bits % WORD_BITS
     if used and (qweight[:, -1] & ~((1 << used) - 1)).any():
         yield _error(f"{where}.qweight", "zero bits after the last code of a row", "other bits")
     if scheme.outliers:
-        yield from _csr(tensors, shape, where)
+        broken = list(_csr(tensors, shape, where))
+        yield from broken
+        if not broken and (count := _codes_under_outliers(tensors, scheme, shape)):
+            yield _error(f"{where}.qweight", "the code of 0 under each outlier", f"{count} others")
 
 
 def _csr(tensors: Mapping[str, torch.Tensor], shape: tuple[int, int], where: str) -> Iterator[CheckpointError]:
-    row_ptr = tensors["outlier_row_ptr"].to(torch.int64)
-    col_idx = tensors["outlier_col_idx"].to(torch.int64)
+    row_ptr = tensors["outlier_row_ptr"]
+    col_idx = tensors["outlier_col_idx"].to(torch.int32)
     values = tensors["outlier_values"]
     if col_idx.numel() != values.numel():
         found = f"{values.numel()} values for {col_idx.numel()} columns"
@@ -88,8 +102,10 @@ def _csr(tensors: Mapping[str, torch.Tensor], shape: tuple[int, int], where: str
         found = f"{first} and {last}"
         yield _error(f"{where}.outlier_row_ptr", f"0 first and {col_idx.numel()} last", found)
         return
-    if (row_ptr.diff() < 0).any():
-        row = int((row_ptr.diff() < 0).nonzero()[0])
+    # Compared, not subtracted: a difference of hostile values may overflow.
+    falls = row_ptr[1:] < row_ptr[:-1]
+    if falls.any():
+        row = int(falls.nonzero()[0])
         yield _error(f"{where}.outlier_row_ptr", "offsets that never fall", f"a fall after row {row}")
         return
     if col_idx.numel() and not (int(col_idx.min()) >= 0 and int(col_idx.max()) < shape[1]):
@@ -97,17 +113,28 @@ def _csr(tensors: Mapping[str, torch.Tensor], shape: tuple[int, int], where: str
         yield _error(f"{where}.outlier_col_idx", f"columns in [0, {shape[1]})", found)
         return
     starts = torch.zeros(col_idx.numel() + 1, dtype=torch.bool, device=row_ptr.device)
-    starts[row_ptr] = True
-    if ((col_idx.diff() <= 0) & ~starts[1:-1]).any():
+    starts[row_ptr.to(torch.int64)] = True
+    if ((col_idx[1:] <= col_idx[:-1]) & ~starts[1:-1]).any():
         yield _error(f"{where}.outlier_col_idx", "columns that rise within each row", "some that do not")
     if not torch.isfinite(values).all():
         yield _error(f"{where}.outlier_values", "finite values", f"{int((~torch.isfinite(values)).sum())} that are not")
+
+
+def _codes_under_outliers(tensors: Mapping[str, torch.Tensor], scheme: LayerScheme, shape: tuple[int, int]) -> int:
+    """How many outliers of a valid CSR matrix lie on an inlier that is not 0."""
+    assert scheme.bits is not None
+    outliers = CSR(tensors["outlier_row_ptr"], tensors["outlier_col_idx"], tensors["outlier_values"], shape[1])
+    zero = 1 << (scheme.bits - 1)
+    return sum(
+        int((codes_at(tensors["qweight"], scheme.bits, rows, cols) != zero).sum()) for rows, cols, _ in outliers.bands()
+    )
 
 
 def _huffman(tensors: Mapping[str, torch.Tensor], shape: tuple[int, int], where: str) -> Iterator[CheckpointError]:
     scale = tensors["scale"]
     if not torch.isfinite(scale).all() or not (scale > 0).all():
         yield _error(f"{where}.scale", "a finite, positive scale", str(scale.tolist()))
+    yield from _stream(tensors, shape, where)
     lengths = tensors["code_lengths"].to(torch.int64)
     if not 1 <= lengths.numel() <= huffman.MAX_SYMBOLS + 1 or not 1 <= int(lengths.max()) <= huffman.MAX_LENGTH:
         expected = f"1 to {huffman.MAX_SYMBOLS + 1} code lengths of at most {huffman.MAX_LENGTH} bits, one in use"
@@ -119,7 +146,22 @@ def _huffman(tensors: Mapping[str, torch.Tensor], shape: tuple[int, int], where:
     if kraft != 1 << huffman.MAX_LENGTH and used.tolist() != [1]:
         found = f"a Kraft sum of {kraft / (1 << huffman.MAX_LENGTH):g}"
         yield _error(f"{where}.code_lengths", "a complete prefix code (Kraft sum 1)", found)
-    total, room = int(tensors["chunk_bits"].to(torch.int64).sum()), WORD_BITS * tensors["stream"].numel()
+    first = int(tensors["first_symbol"])
+    if first + lengths.numel() - 2 > torch.iinfo(torch.int32).max:
+        found = f"{lengths.numel() - 1} symbols from {first} on"
+        yield _error(f"{where}.first_symbol", "symbols that fit int32", found)
+
+
+def _stream(tensors: Mapping[str, torch.Tensor], shape: tuple[int, int], where: str) -> Iterator[CheckpointError]:
+    """What must hold before anything of the declared size is allocated: each weight takes a bit of the stream."""
+    stream, chunk_bits = tensors["stream"], tensors["chunk_bits"].to(torch.int64)
+    total, room = int(chunk_bits.sum()), WORD_BITS * stream.numel()
     if not room - WORD_BITS < total <= room:
         found = f"chunks of {total} bits together, a stream of {room}"
         yield _error(f"{where}.chunk_bits", "chunks that fill the stream up to its last word", found)
+        return
+    short = (chunk_bits.reshape(-1) < chunk_counts(shape, chunk_bits.device)).sum()
+    if short:
+        yield _error(f"{where}.chunk_bits", "at least one bit for each weight", f"{int(short)} chunks of fewer")
+    if room > total and int(stream[-1]) & ((1 << (room - total)) - 1):
+        yield _error(f"{where}.stream", "zero bits after the last chunk", "other bits")

@@ -27,6 +27,7 @@ from vllm_latq.huffman_decode import decode_stream
 from vllm_latq.linear_op import WEIGHT_ARGUMENTS, outlier_capacity, ssqr_linear, weight_arguments
 from vllm_latq.sharding import ZERO_ROW, cat_rows, check_groups, take
 from vllm_latq.spec import SHAPE, tensor_specs
+from vllm_latq.validate import declared_shape
 from vllm_latq.weights import HuffmanWeight, PackedWeight, best_bits, pack_integers, weight_from_tensors
 
 ShardId = Hashable  # None, "q"/"k"/"v", the index of a merged matrix, or a tuple of indices
@@ -142,11 +143,10 @@ class LatqLinearMethod(LinearMethodBase):
 
     def _read_shard(self, shard_id: ShardId, tensors: Mapping[str, torch.Tensor]) -> PackedWeight | HuffmanWeight:
         where = self._shard_name(shard_id)
-        stored = tensors.get(SHAPE)
-        if stored is None or stored.numel() != 2:
-            found = "no such tensor" if stored is None else f"{stored.dtype} {tuple(stored.shape)}"
-            raise CheckpointError(f"{where}.{SHAPE}", "a tensor int32 (2)", found, "The checkpoint is incomplete.")
-        shape = (int(stored[0]), int(stored[1]))
+        if SHAPE not in tensors:
+            hint = "The checkpoint is incomplete."
+            raise CheckpointError(f"{where}.{SHAPE}", "a tensor int32 (2)", "no such tensor", hint)
+        shape = declared_shape(tensors[SHAPE], where)
         if shape[1] != self.all_cols:
             hint = "config.json and the tensors are of different models."
             raise CheckpointError(f"{where}.{SHAPE}", f"{self.all_cols} input channels", str(shape[1]), hint)

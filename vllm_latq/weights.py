@@ -12,12 +12,14 @@ import torch
 from vllm_latq import validate
 from vllm_latq.config import SUPPORTED_BITS, WHOLE_ROW, LayerScheme
 from vllm_latq.csr import CSR
-from vllm_latq.errors import CheckpointError
 from vllm_latq.huffman import HuffmanStream, HuffmanTable
+from vllm_latq.huffman_decode import decode_stream
 from vllm_latq.packing import pack_codes, unpack_codes
 from vllm_latq.spec import SHAPE, stored_bits
 
 OUTLIER_BITS = 32
+# Weights packed together, so that the intermediates stay small beside the matrix.
+_BAND_WEIGHTS = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -56,10 +58,10 @@ class PackedWeight:
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """W, computed in float32 and rounded once to `dtype`, [rows, cols]."""
-        weight = self.integers().to(torch.float32)
+        weight = unpack_codes(self.qweight, self.bits, self.cols).to(torch.float32)
+        weight -= 1 << (self.bits - 1)
         if self.scales is not None:
-            grouped = weight.view(*self.scales.shape, -1)
-            weight = (grouped * self.scales.to(torch.float32).unsqueeze(-1)).view_as(weight)
+            weight.view(*self.scales.shape, -1).mul_(self.scales.to(torch.float32).unsqueeze(-1))
         if self.outliers is not None:
             self.outliers.add_to(weight)
         if self.row_scales is not None:
@@ -148,11 +150,11 @@ class HuffmanWeight:
 
     def integers(self) -> torch.Tensor:
         """z, int32 [rows, cols] on the CPU."""
-        return self.stream.decode()
+        return decode_stream(self.stream, "stream")
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """W, computed in float32 and rounded once to `dtype`, [rows, cols]."""
-        return (self.integers().to(torch.float32) * self.scale.cpu()).to(dtype)
+        return self.integers().to(torch.float32).mul_(self.scale.cpu()).to(dtype)
 
     def outlier_density(self) -> float:
         return 0.0
@@ -199,11 +201,7 @@ def weight_from_tensors(
 
 def decode_checked(weight: HuffmanWeight, where: str) -> torch.Tensor:
     """The integers of a Huffman weight; a stream that contradicts its chunk lengths raises CheckpointError."""
-    try:
-        return weight.integers()
-    except ValueError as error:
-        expected = "chunks that decode to their own length"
-        raise CheckpointError(f"{where}.stream", expected, str(error), "The checkpoint is damaged.") from None
+    return decode_stream(weight.stream, f"{where}.stream")
 
 
 def best_bits(integers: torch.Tensor) -> int:
@@ -211,7 +209,7 @@ def best_bits(integers: torch.Tensor) -> int:
 
     def cost(bits: int) -> float:
         half = 1 << (bits - 1)
-        overflow = ((integers < -half) | (integers >= half)).sum()
+        overflow = torch.count_nonzero(integers < -half) + torch.count_nonzero(integers >= half)
         return bits + OUTLIER_BITS * float(overflow) / max(integers.numel(), 1)
 
     return min(SUPPORTED_BITS, key=cost)
@@ -221,11 +219,13 @@ def pack_integers(integers: torch.Tensor, row_scales: torch.Tensor, bits: int | 
     """Unclipped integers int32 [rows, cols] on per-row scales float32 [rows], as inliers and overflow, without loss."""
     bits = bits or best_bits(integers)
     half = 1 << (bits - 1)
-    overflow = (integers < -half) | (integers >= half)
-    outliers = CSR.from_mask(overflow, integers.to(torch.float32))
-    qweight = pack_codes(integers.masked_fill(overflow, 0) + half, bits)
+    codes, outliers = [], []
+    for band in integers.split(max(1, _BAND_WEIGHTS // integers.shape[1])):
+        overflow = (band < -half) | (band >= half)
+        outliers.append(CSR.from_mask(overflow, band.to(torch.float32)))
+        codes.append(pack_codes(band.masked_fill(overflow, 0) + half, bits))
     row_scales = row_scales.to(torch.float32).contiguous()
-    return PackedWeight(qweight, bits, WHOLE_ROW, integers.shape[1], None, row_scales, outliers)
+    return PackedWeight(torch.cat(codes), bits, WHOLE_ROW, integers.shape[1], None, row_scales, CSR.cat(outliers))
 
 
 def _shape_tensor(shape: tuple[int, int]) -> torch.Tensor:

@@ -1,0 +1,67 @@
+"""Checkpoints of a few kilobytes, one per encoding: complete, valid, and small enough to be damaged thousands of times.
+
+Shapes are odd on purpose: 3-bit codes straddle words, chunks are cut at both edges, one matrix has a single row.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from vllm_latq.checkpoint import fingerprint_of, tensor_digest
+from vllm_latq.config import CheckpointConfig, LayerScheme
+from vllm_latq.huffman import encode
+from vllm_latq.weights import HuffmanWeight, PackedWeight, Weight
+
+SHAPES = {"layers.0.up": (9, 66), "layers.0.down": (40, 36), "layers.1.up": (1, 33)}
+SCHEMES = {
+    "ssqr": LayerScheme("packed", 3, -1, True),
+    "packed": LayerScheme("packed", 4, 3, False),
+    "huffman": LayerScheme("huffman"),
+}
+
+
+def tiny_weight(scheme: LayerScheme, shape: tuple[int, int], seed: int) -> Weight:
+    """A random weight [rows, cols] stored under `scheme`; a tenth of it are outliers where the scheme has them."""
+    generator = torch.Generator().manual_seed(seed)
+    integers = (2 * torch.randn(shape, generator=generator)).round().to(torch.int32)
+    if scheme.encoding == "huffman":
+        integers[0, 0] = 100_000  # takes the way of ESCAPE
+        return HuffmanWeight(torch.tensor([0.01]), encode(integers))
+    half = 1 << (scheme.bits - 1)
+    mask = torch.rand(shape, generator=generator) < 0.1
+    values = torch.randn(shape, generator=generator)
+    scales = (torch.rand(shape[0], scheme.groups(shape[1]), generator=generator) + 0.1).to(torch.bfloat16)
+    outliers = (mask, values) if scheme.outliers else (None, None)
+    return PackedWeight.from_integers(
+        integers.clamp(-half, half - 1), scales, scheme.bits, scheme.group_size, *outliers
+    )
+
+
+def write_tiny_checkpoint(directory: Path, encoding: str) -> Path:
+    """Write a checkpoint with two shards, an index, a report and a fingerprint; returns its directory."""
+    scheme = SCHEMES[encoding]
+    config = CheckpointConfig(scheme, ignore=("head",), recipe={"method": encoding})
+    shards: list[dict[str, torch.Tensor]] = [{"embed.weight": torch.ones(3, 5)}, {"norm.weight": torch.ones(5)}]
+    layers = []
+    for seed, (name, shape) in enumerate(SHAPES.items()):
+        weight = tiny_weight(scheme, shape, seed)
+        shards[seed % 2] |= {f"{name}.{suffix}": tensor for suffix, tensor in weight.to_tensors().items()}
+        layers.append(
+            {"name": name, "shape": list(shape), "bits": 4.0, "error": 0.5, "bound": 1.0, "bound_holds": True}
+        )
+    files = [f"model-{index:05d}-of-00002.safetensors" for index in (1, 2)]
+    weight_map = {name: file for file, tensors in zip(files, shards, strict=True) for name in tensors}
+    digests = [tensor_digest(name, tensor) for tensors in shards for name, tensor in tensors.items()]
+    directory.mkdir(parents=True)
+    for file, tensors in zip(files, shards, strict=True):
+        save_file(tensors, directory / file, metadata={"format": "pt"})
+    documents = {
+        "model.safetensors.index.json": {"metadata": {}, "weight_map": weight_map},
+        "latq_report.json": {"layers": layers, "recipe": {"method": encoding}},
+        "config.json": {"quantization_config": {**config.to_dict(), "fingerprint": fingerprint_of(digests)}},
+    }
+    for file, value in documents.items():
+        (directory / file).write_text(json.dumps(value))
+    return directory

@@ -1,0 +1,59 @@
+"""The records of a checkpoint's report, parsed. FORMAT.md section 6.
+
+Invariant: names are strings, numbers are finite numbers or None, whatever the file says.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_latq.errors import CheckpointError
+
+_NUMBERS = ("bits", "outlier_density", "error", "relative_error", "bound", "expected_error", "damping", "seconds")
+_HINT = "Copy the checkpoint again; the weights do not depend on its report."
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """What was measured of one linear; None where nothing was. Units: FORMAT.md section 6."""
+
+    name: str
+    bits: float | None = None
+    outlier_density: float | None = None
+    error: float | None = None
+    relative_error: float | None = None
+    bound: float | None = None
+    expected_error: float | None = None
+    damping: float | None = None
+    seconds: float | None = None
+    bound_holds: bool | None = None
+
+    @classmethod
+    def from_dict(cls, value: Any, where: str) -> "LayerReport":
+        """Parse one record; unknown keys are left out, raises CheckpointError on wrong types."""
+        if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
+            raise CheckpointError(where, "an object with a string `name`", type(value).__name__, _HINT)
+        holds = value.get("bound_holds")
+        if holds is not None and type(holds) is not bool:
+            raise CheckpointError(f"{where}.bound_holds", "true, false or null", repr(holds), _HINT)
+        numbers = {key: finite_number(value.get(key), f"{where}.{key}") for key in _NUMBERS}
+        return cls(value["name"], bound_holds=holds, **numbers)
+
+
+def layer_reports(report: Mapping[str, Any], where: str) -> list[LayerReport]:
+    """The records of a report (a JSON object), one per quantized linear; raises CheckpointError on wrong types."""
+    layers = report.get("layers")
+    if not isinstance(layers, list):
+        raise CheckpointError(f"{where}: layers", "a list of objects", type(layers).__name__, _HINT)
+    return [LayerReport.from_dict(layer, f"{where}: layers[{index}]") for index, layer in enumerate(layers)]
+
+
+def finite_number(value: Any, where: str) -> float | None:
+    """A JSON number as a float, None for null; raises CheckpointError on anything else."""
+    try:
+        if value is None or (type(value) in (int, float) and math.isfinite(value)):
+            return None if value is None else float(value)
+    except OverflowError:
+        pass
+    raise CheckpointError(where, "a finite number or null", repr(value), _HINT)

@@ -1,0 +1,143 @@
+"""Files of a model directory, opened as if a stranger had written them: JSON objects and safetensors tensors.
+
+Invariant: only regular files of the directory are opened (or, in a snapshot of the Hugging Face cache, the blobs that
+its links name), nothing is executed, and whatever is wrong with a file is raised as a CheckpointError that names it.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from vllm_latq.errors import CheckpointError
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+# Parsed JSON takes up to 20 times its size in memory. The index of a model of 10**5 linears has about 60 MB.
+MAX_JSON_BYTES = 1 << 27
+_REPAIR = "The file is truncated or damaged: copy or download it again."
+
+
+class TensorStore:
+    """The safetensors files of a Hugging Face model directory, read one tensor at a time.
+
+    Args:
+        directory: holds `model.safetensors` or shards with `model.safetensors.index.json`.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory)
+        if not self.directory.is_dir():
+            raise CheckpointError(str(directory), "a model directory", "no such directory", "Check the path.")
+        self._open: dict[str, Any] = {}
+
+    @cached_property
+    def files(self) -> Mapping[str, str]:
+        """Tensor name -> file name."""
+        index = self.directory / INDEX_FILE
+        if not index.exists():
+            if not (self.directory / SINGLE_FILE).exists():
+                expected = f"{SINGLE_FILE} or {INDEX_FILE}"
+                raise CheckpointError(str(self.directory), expected, "neither", "Only safetensors are read.")
+            return self._checked_names(dict.fromkeys(self._handle(SINGLE_FILE).keys(), SINGLE_FILE))
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            hint = "Copy or download the checkpoint again."
+            raise CheckpointError(str(index), "an object `weight_map` of file names", "something else", hint)
+        present = {file: set(self._handle(file).keys()) for file in sorted(set(weight_map.values()))}
+        for name, file in weight_map.items():
+            if name not in present[file]:
+                raise CheckpointError(str(index), f"tensor {name} in {file}", "no such tensor", "The shard is damaged.")
+        return self._checked_names(weight_map)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.files
+
+    def names(self) -> Iterable[str]:
+        return self.files.keys()
+
+    def get(self, name: str) -> torch.Tensor:
+        """One tensor on the CPU; raises CheckpointError if it is missing or its file is damaged."""
+        if name not in self.files:
+            raise CheckpointError(str(self.directory), f"a tensor {name}", "no such tensor", "The model is incomplete.")
+        file = self.files[name]
+        try:
+            return self._handle(file).get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(str(self.directory / file), f"a readable {name}", str(error), _REPAIR) from None
+
+    def _handle(self, file: str) -> Any:
+        if file not in self._open:
+            if Path(file).name != file:
+                hint = "Copy or download the checkpoint again; if that is how it was published, do not trust it."
+                raise CheckpointError(str(self.directory / INDEX_FILE), "file names without a folder", repr(file), hint)
+            path = regular_file(self.directory / file)
+            try:
+                self._open[file] = safe_open(path, framework="pt", device="cpu")
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(str(path), "a valid safetensors file", str(error), _REPAIR) from None
+        return self._open[file]
+
+    def _checked_names(self, files: Mapping[str, str]) -> Mapping[str, str]:
+        """The fingerprint joins names with blanks and newlines: a name that holds one could forge another's line."""
+        for name in files:
+            if not name.isprintable() or " " in name or not name:
+                expected = "tensor names of printable characters without blanks"
+                raise CheckpointError(str(self.directory), expected, repr(name), "The checkpoint is damaged.")
+        return files
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; raises CheckpointError saying what is wrong with it.
+
+    Duplicate keys and the non-standard numbers NaN and Infinity are refused: parsers do not agree on them.
+    """
+    file = regular_file(path, "a JSON file")
+    try:
+        if (size := file.stat().st_size) > MAX_JSON_BYTES:
+            raise CheckpointError(str(path), f"at most {MAX_JSON_BYTES} bytes of JSON", str(size), _REPAIR)
+        text = file.read_text(encoding="utf-8")
+        value = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
+    except CheckpointError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(str(path), "a readable JSON file", str(error), _REPAIR) from None
+    if not isinstance(value, dict):
+        raise CheckpointError(str(path), "a JSON object", type(value).__name__, _REPAIR)
+    return value
+
+
+def regular_file(path: Path, kind: str = "a safetensors file") -> Path:
+    """`path`, if it is a regular file of its own directory; raises CheckpointError.
+
+    A link may lead within the directory or, as in the Hugging Face cache, from `snapshots/COMMIT` to `blobs`.
+    """
+    try:
+        real, home = path.resolve(), path.parent.resolve()
+        found = "no such file" if not real.exists() else "" if real.is_file() else "not a regular file"
+    except (OSError, RuntimeError, ValueError) as error:
+        raise CheckpointError(str(path), kind, str(error), "Copy or download it again.") from None
+    blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
+    if not found and not real.is_relative_to(home) and real.parent != blobs:
+        found = "a link that leads out of the directory"
+    if found:
+        hint = "Replace the link by the file." if "link" in found else "It is incomplete: copy or download it again."
+        raise CheckpointError(str(path), kind, found, hint)
+    return path
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        [(key, times)] = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"the key {key!r} {times} times")
+    return value
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name}, which is not JSON")
