@@ -53,7 +53,12 @@ class HPTQResult:
 
 
 def hptq(
-    weight: torch.Tensor, factor: Factor, target_bits: float, block_size: int = 128, where: str = ""
+    weight: torch.Tensor,
+    factor: Factor,
+    target_bits: float,
+    block_size: int = 128,
+    where: str = "",
+    seed: int | None = None,
 ) -> HPTQResult:
     """Unclipped nearest plane with the finest single scale whose encoded bits lie in [target - 0.005, target].
 
@@ -63,13 +68,14 @@ def hptq(
         target_bits: stored bits per weight, everything counted; above 1, which is the least a Huffman code needs.
         block_size: columns per lazy batch.
         where: name of the layer, for errors.
+        seed: of stochastic rounding, the same draws at every probe; None rounds to nearest.
 
     Raises:
         NumericalError: not even the coarsest scale meets the target.
     """
 
     def quantize(part: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, Rounding]:
-        rounding = nearest_plane(part, factor, scale, block_size=block_size, where=where)
+        rounding = nearest_plane(part, factor, scale, block_size=block_size, where=where, seed=seed)
         return rounding.z, rounding
 
     return _search(weight, target_bits, where, quantize)

@@ -13,7 +13,7 @@ import torch
 from vllm_latq.errors import CalibrationError, NumericalError
 from vllm_latq.huffman import encode
 from vllm_latq.quantize.hptq import HPTQResult, hptq, hrtn
-from vllm_latq.quantize.lattice import Factor, factorize, require_finite
+from vllm_latq.quantize.lattice import Factor, damping_for_condition, factorize, require_finite
 from vllm_latq.quantize.recipe import Recipe
 from vllm_latq.quantize.rounding import nearest_plane
 from vllm_latq.quantize.scales import grid, group_scales
@@ -41,7 +41,8 @@ class LayerRecord:
             all of it unless targets are corrected.
         bound: worst case of the rounding error (Theorem 5 of the ICLR paper, 4 of v1) for this order, damping and these
             scales; None for plain rounding, which it does not cover.
-        expected_error: a third of the bound, its mean for uniformly distributed weights.
+        expected_error: the mean of the rounding error for uniformly distributed weights: a third of the bound, a sixth
+            if rounding is stochastic.
         bound_holds: rounding_error <= bound; None where weights were clipped, which voids the bound.
         damping: relative damping that was used; None for plain rounding.
         seconds: wall time, the factorisation excluded if it was given.
@@ -120,7 +121,9 @@ def quantize_layer(
     if hessian is None and recipe.needs_calibration:
         hint = "Was the layer called at all while the calibration text ran?"
         raise CalibrationError(where or "hessian", f"a Hessian for {recipe.method}", "none", hint)
-    factor = _factor(hessian, recipe, where) if recipe.needs_calibration else None
+    factor = None
+    if recipe.needs_calibration:
+        factor = hessian if isinstance(hessian, Factor) else layer_factor(hessian, recipe, where)  # type: ignore[arg-type]
     gram = hessian.undamped if isinstance(hessian, Factor) else hessian
     if gram is not None and tuple(gram.shape) != (weight.shape[1], weight.shape[1]):
         expected = f"a Hessian of {weight.shape[1]} input channels"
@@ -131,14 +134,13 @@ def quantize_layer(
         target = corrected_target(weight, factor, drift, recipe.correction)
     done = _METHODS[recipe.method](target, factor, recipe, where)
     errors = _errors(done.dequantized, weight, target, gram, drift, where)
-    return LayerResult(done.weight, _record(done, weight, errors, factor, where, started), done.dequantized)
+    return LayerResult(done.weight, _record(done, weight, errors, factor, recipe, where, started), done.dequantized)
 
 
-def _factor(hessian: torch.Tensor | Factor | None, recipe: Recipe, where: str) -> Factor:
-    if isinstance(hessian, Factor):
-        return hessian
-    assert hessian is not None
-    return factorize(hessian, recipe.order, recipe.damping, where)
+def layer_factor(hessian: torch.Tensor, recipe: Recipe, where: str = "") -> Factor:
+    """The lattice that a recipe rounds on; arguments and errors as in `factorize`."""
+    damping = recipe.damping if recipe.condition is None else damping_for_condition(hessian, recipe.condition, where)
+    return factorize(hessian, recipe.order, damping, where)
 
 
 @dataclass(frozen=True)
@@ -168,7 +170,13 @@ def _errors(
 
 
 def _record(
-    done: _Quantized, weight: torch.Tensor, errors: _Errors, factor: Factor | None, where: str, started: float
+    done: _Quantized,
+    weight: torch.Tensor,
+    errors: _Errors,
+    factor: Factor | None,
+    recipe: Recipe,
+    where: str,
+    started: float,
 ) -> LayerRecord:
     holds = None
     if errors.rounding is not None and done.bound is not None and not done.clipped:
@@ -183,7 +191,7 @@ def _record(
         relative_error=errors.relative,
         rounding_error=errors.rounding,
         bound=done.bound,
-        expected_error=None if done.bound is None else done.bound / 3,
+        expected_error=None if done.bound is None else done.bound / (3 if recipe.rounding == "nearest" else 6),
         bound_holds=holds,
         damping=None if factor is None else factor.damping,
         seconds=time.perf_counter() - started,
@@ -204,7 +212,10 @@ def _gptq(weight: torch.Tensor, factor: Factor | None, recipe: Recipe, where: st
     assert factor is not None
     scales = group_scales(weight, recipe.bits, recipe.group_size, recipe.scales, where)
     low, high = grid(recipe.bits)
-    rounding = nearest_plane(weight, factor, scales, low, high, "clip", recipe.block_size, recipe.group_size, where)
+    seed = recipe.rounding_seed(where)
+    rounding = nearest_plane(
+        weight, factor, scales, low, high, "clip", recipe.block_size, recipe.group_size, where, seed
+    )
     stored = PackedWeight.from_integers(rounding.z, scales, recipe.bits, recipe.group_size)
     dequantized = rounding.dequantized.to(torch.float32)
     return _Quantized(stored, dequantized, float(rounding.bound.sum()), int(rounding.outlier_mask.sum()))
@@ -213,7 +224,8 @@ def _gptq(weight: torch.Tensor, factor: Factor | None, recipe: Recipe, where: st
 def _ssqr(weight: torch.Tensor, factor: Factor | None, recipe: Recipe, where: str) -> _Quantized:
     assert factor is not None
     base = group_scales(weight, recipe.bits, recipe.group_size, recipe.scales, where)
-    found = ssqr(weight, factor, base, recipe.bits, recipe.group_size, recipe.outlier_rate, recipe.block_size, where)
+    grid_options = (recipe.bits, recipe.group_size, recipe.outlier_rate)
+    found = ssqr(weight, factor, base, *grid_options, recipe.block_size, where, recipe.rounding_seed(where))
     rounding = found.rounding
     stored = PackedWeight.from_integers(
         rounding.z, found.scales, recipe.bits, recipe.group_size, rounding.outlier_mask, rounding.outlier_values
@@ -225,7 +237,7 @@ def _ssqr(weight: torch.Tensor, factor: Factor | None, recipe: Recipe, where: st
 def _hptq(weight: torch.Tensor, factor: Factor | None, recipe: Recipe, where: str) -> _Quantized:
     assert factor is not None
     assert recipe.target_bits is not None
-    return _huffman(hptq(weight, factor, recipe.target_bits, recipe.block_size, where))
+    return _huffman(hptq(weight, factor, recipe.target_bits, recipe.block_size, where, recipe.rounding_seed(where)))
 
 
 def _hrtn(weight: torch.Tensor, _factor: Factor | None, recipe: Recipe, where: str) -> _Quantized:

@@ -26,8 +26,8 @@ from vllm_latq.quantize.calibration import load_samples
 from vllm_latq.quantize.card import model_card
 from vllm_latq.quantize.decoder import HEAD, Decoder
 from vllm_latq.quantize.hessian import InputHessian
-from vllm_latq.quantize.lattice import Factor, factorize
-from vllm_latq.quantize.methods import quantize_layer
+from vllm_latq.quantize.lattice import Factor
+from vllm_latq.quantize.methods import layer_factor, quantize_layer
 from vllm_latq.quantize.recipe import Recipe
 from vllm_latq.quantize.stream import Stream
 from vllm_latq.quantize.writer import CheckpointWriter
@@ -208,7 +208,7 @@ class _Run:
             raise NumericalError(where, "finite calibration activations", "NaN or infinity", hint)
         if not self.recipe.needs_calibration:
             return hessian.matrix
-        return factorize(hessian.matrix, self.recipe.order, self.recipe.damping, where)
+        return layer_factor(hessian.matrix, self.recipe, where)
 
     def _read_back(self, shard: int, linears: Mapping[str, nn.Linear]) -> None:
         """Put the weights that an earlier run wrote into the block."""

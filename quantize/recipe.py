@@ -3,6 +3,7 @@
 Invariant: an instance is valid; it states everything the result depends on besides model and calibration text.
 """
 
+import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -11,11 +12,12 @@ from typing import Any
 from vllm_latq.config import SUPPORTED_BITS, WHOLE_ROW, LayerScheme
 from vllm_latq.errors import ConfigError
 from vllm_latq.quantize.lattice import ORDERS
+from vllm_latq.quantize.rounding import ROUNDINGS
 from vllm_latq.quantize.scales import SCALE_METHODS
 from vllm_latq.quantize.target import TARGETS
 
 # Options a method does not read. Setting one would suggest an effect it does not have, so it is refused.
-_RECURSION = ("order", "damping", "block_size", "target", "correction")
+_RECURSION = ("order", "damping", "block_size", "rounding", "condition", "target", "correction")
 _GRID = ("bits", "group_size", "outlier_rate", "scales")
 _UNUSED = {
     "rtn": ("outlier_rate", "target_bits", *_RECURSION),
@@ -43,13 +45,17 @@ class Recipe:
         target_bits: average stored bits per weight of hptq and hrtn, in (1, 16].
         order: rounding order: natural, act or min-pivot.
         damping: lambda relative to the mean diagonal of the Hessian.
+        condition: chooses the damping of each layer instead: the least that brings the condition number of the damped
+            Hessian down to this; None for a fixed damping.
+        rounding: nearest, or stochastic: up with the fractional part as probability, drawn from `seed` and the layer's
+            name.
         scales: absmax or mse.
         target: what a layer's output should be: quantized (of its own weights, on the inputs that the quantized prefix
             gives it) or original (of the original model).
         correction: share of the way to the corrected weights that target "original" goes, in (0, 1].
         num_samples: calibration sequences.
         seq_len: tokens in each.
-        seed: picks the calibration sequences.
+        seed: picks the calibration sequences; of stochastic rounding.
         ignore: linears that stay unquantized, by name or ending.
         block_size: columns per lazy batch of the recursion; a matter of speed.
     """
@@ -61,6 +67,8 @@ class Recipe:
     target_bits: float | None = None
     order: str = "act"
     damping: float = 0.01
+    condition: float | None = None
+    rounding: str = "nearest"
     scales: str = "mse"
     target: str = "quantized"
     correction: float = 1.0
@@ -73,6 +81,7 @@ class Recipe:
     def __post_init__(self) -> None:
         _check_choice("method", self.method, METHODS)
         _check_choice("order", self.order, ORDERS)
+        _check_choice("rounding", self.rounding, ROUNDINGS)
         _check_choice("scales", self.scales, SCALE_METHODS)
         _check_choice("target", self.target, TARGETS)
         if type(self.bits) is not int or self.bits not in SUPPORTED_BITS:
@@ -84,6 +93,8 @@ class Recipe:
         _check_number("outlier_rate", self.outlier_rate, 0.0, MAX_OUTLIER_RATE)
         _check_number("damping", self.damping, 0.0, math.inf)
         _check_number("correction", self.correction, 0.0, 1.0)
+        if self.condition is not None:
+            _check_number("condition", self.condition, 1.0, math.inf)
         if self.target_bits is not None:
             _check_number("target_bits", self.target_bits, 1.0, MAX_TARGET_BITS)
         elif self.method in HUFFMAN_METHODS:
@@ -97,6 +108,8 @@ class Recipe:
             if field.name in _UNUSED[self.method] and getattr(self, field.name) != field.default:
                 hint = f"{self.method} does not use {field.name}: leave it out."
                 raise _error(field.name, f"the default {field.default!r}", getattr(self, field.name), hint)
+        if self.condition is not None and self.damping != Recipe.damping:
+            raise _error("damping", f"the default {Recipe.damping}", self.damping, "condition chooses the damping.")
         if self.target == "quantized" and self.correction != 1.0:
             raise _error("correction", "the default 1.0", self.correction, "Only target original is corrected.")
 
@@ -111,6 +124,12 @@ class Recipe:
     def needs_calibration(self) -> bool:
         """Whether the method reads a Hessian; the others only use one to measure their error."""
         return self.method not in ("rtn", "hrtn")
+
+    def rounding_seed(self, layer: str) -> int | None:
+        """Seed of a layer's stochastic rounding, whatever was rounded before it; None where it rounds to nearest."""
+        if self.rounding == "nearest":
+            return None
+        return int.from_bytes(hashlib.sha256(f"{self.seed} {layer}".encode()).digest()[:8], "big") >> 1
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values, every field."""

@@ -27,6 +27,7 @@ from vllm_latq.errors import ConfigError, NumericalError
 from vllm_latq.quantize.lattice import Factor
 
 Overflow = Literal["clip", "lattice", "exact"]
+ROUNDINGS = ("nearest", "stochastic")
 OUTLIER_DTYPE = torch.bfloat16
 
 
@@ -42,7 +43,8 @@ class Rounding:
         scales: [r or 1, G], in the dtype of the recursion.
         group_width: columns per scale.
         loss: float64 [r], sum_t D_t (w'_t - q_t)^2.
-        bound: float64 [r], 1/4 sum_t D_t s_t^2 (Theorem 4); the loss is below it unless something was clipped.
+        bound: float64 [r], 1/4 sum_t D_t s_t^2 (Theorem 4), or without the 1/4 if rounding was stochastic; the loss is
+            below it unless something was clipped.
     """
 
     z: torch.Tensor
@@ -76,6 +78,7 @@ def nearest_plane(
     block_size: int = 128,
     group_size: int | None = None,
     where: str = "",
+    seed: int | None = None,
 ) -> Rounding:
     """GPTQ with lazy batch updates ("GPTQ as Babai", Algorithm 1).
 
@@ -89,6 +92,7 @@ def nearest_plane(
             point, or keep its current value "exact"ly, rounded to bfloat16.
         block_size: columns per lazy batch; does not change the result beyond floating-point rounding.
         where: name of the layer, for errors.
+        seed: rounds up with the fractional part as probability, drawn from this seed; None rounds to nearest.
 
     Raises:
         NumericalError: the recursion left the finite numbers or the integers that fit.
@@ -106,6 +110,7 @@ def nearest_plane(
         low=-math.inf if low is None else low,
         high=math.inf if high is None else high,
         clip=keep_overflow == "clip" and low is not None,
+        dither=None if seed is None else torch.Generator(weight.device).manual_seed(seed),
     )
     for start in range(0, cols, block_size):
         state.round_batch(start, min(start + block_size, cols))
@@ -205,6 +210,7 @@ class _State:
     low: float
     high: float
     clip: bool
+    dither: torch.Generator | None
 
     def round_batch(self, start: int, stop: int) -> None:
         """Steps start .. stop - 1."""
@@ -222,7 +228,12 @@ class _State:
 
     def _round_one(self, t: int, scale: torch.Tensor) -> None:
         current, integer = self.residual[t], self.integers[t]
-        torch.div(current, scale, out=integer).round_()
+        torch.div(current, scale, out=integer)
+        if self.dither is None:
+            integer.round_()
+        else:
+            integer.add_(torch.rand(integer.shape, generator=self.dither, dtype=integer.dtype, device=integer.device))
+            integer.floor_()
         if self.exact is not None:
             outside = (integer < self.low) | (integer > self.high)
             self.exact[t] = torch.where(outside, current.to(OUTLIER_DTYPE).to(current.dtype), 0.0)
@@ -254,7 +265,7 @@ class _State:
             scales=self.steps.by_group.T,
             group_width=self.steps.width,
             loss=loss,
-            bound=self.steps.weighted_squares(factor.diagonal, rows) / 4,
+            bound=self.steps.weighted_squares(factor.diagonal, rows) * (0.25 if self.dither is None else 1.0),
         )
 
     def _check(self, loss: torch.Tensor, where: str) -> None:

@@ -57,6 +57,7 @@ def ssqr(
     outlier_rate: float,
     block_size: int = 128,
     where: str = "",
+    seed: int | None = None,
 ) -> SSQRResult:
     """Search for the multiplier of the base scales whose outlier rate is within 2 % of the target and not above it.
 
@@ -72,13 +73,14 @@ def ssqr(
         outlier_rate: target, in (0, 1).
         block_size: columns per lazy batch.
         where: name of the layer, for errors.
+        seed: of stochastic rounding, the same draws at every probe; None rounds to nearest.
     """
     low, high = grid(bits)
 
     def probe(rows: torch.Tensor | None, octaves: float) -> tuple[float, tuple[Rounding, torch.Tensor]]:
         part, base = (weight, base_scales) if rows is None else (weight[rows], base_scales[rows])
         scales = _scaled(base, 2.0**octaves)
-        rounding = nearest_plane(part, factor, scales, low, high, "exact", block_size, group_size, where)
+        rounding = nearest_plane(part, factor, scales, low, high, "exact", block_size, group_size, where, seed)
         floor = outlier_rate * 2.0**-_FLOOR_OCTAVES
         return math.log2(max(rounding.outlier_rate, floor)), (rounding, scales)
 

@@ -53,6 +53,10 @@ def _add_quantize(commands: Any) -> None:
     recipe.add_argument("--target-bits", type=float, help="stored bits per weight to meet (hptq, hrtn)")
     recipe.add_argument("--order", choices=("natural", "act", "min-pivot"), help="rounding order (default act)")
     recipe.add_argument("--damping", type=float, help="of the Hessian, relative to its mean diagonal (default 0.01)")
+    recipe.add_argument(
+        "--condition", type=float, help="choose each damping to bring the condition number down to this"
+    )
+    recipe.add_argument("--rounding", choices=("nearest", "stochastic"), help="default nearest")
     recipe.add_argument("--scales", choices=("absmax", "mse"), help="how group scales are found (default mse)")
     recipe.add_argument(
         "--target", choices=("quantized", "original"), help="whose layer outputs to match (default quantized)"
@@ -62,7 +66,7 @@ def _add_quantize(commands: Any) -> None:
     )
     recipe.add_argument("--num-samples", type=int, help="calibration windows (default 256)")
     recipe.add_argument("--seq-len", type=int, help="tokens per calibration window (default 2048)")
-    recipe.add_argument("--seed", type=int, help="of the choice of windows (default 0)")
+    recipe.add_argument("--seed", type=int, help="of the choice of windows and of stochastic rounding (default 0)")
     recipe.add_argument("--ignore", nargs="*", help="modules to leave unquantized (default lm_head)")
     command.add_argument("--calibration", help="text file, wikitext2, c4, or a hub dataset org/name[:config]")
     command.add_argument("--device", help="torch device (default: cuda where there is one)")

@@ -13,7 +13,14 @@ from vllm_latq.quantize.recipe import METHODS, Recipe
 GOOD = {
     "rtn": {"bits": 3, "group_size": 64, "scales": "absmax"},
     "gptq": {"bits": 2, "group_size": -1, "order": "min-pivot", "damping": 0.1, "block_size": 32, "target": "original"},
-    "ssqr": {"bits": 8, "outlier_rate": 0.5, "seed": 7, "ignore": ("lm_head", "mlp.gate")},
+    "ssqr": {
+        "bits": 8,
+        "outlier_rate": 0.5,
+        "seed": 7,
+        "rounding": "stochastic",
+        "condition": 100.0,
+        "ignore": ("lm_head", "mlp.gate"),
+    },
     "hptq": {"target_bits": 2.5, "order": "natural", "num_samples": 3, "seq_len": 100},
     "hrtn": {"target_bits": 16},
 }
@@ -65,6 +72,10 @@ BAD = [
     ("gptq", "target", ["", "corrected", None]),
     ("gptq", "correction", [0.0, 1.5, 0.5, math.nan, True, None]),
     ("hrtn", "target", ["original"]),
+    ("gptq", "rounding", ["", "up", None]),
+    ("gptq", "condition", [1, 0.5, -1, math.nan, math.inf, True, "100"]),
+    ("rtn", "rounding", ["stochastic"]),
+    ("hrtn", "condition", [100.0]),
     ("gptq", "num_samples", [0, -1, 1.5, True, None]),
     ("gptq", "seq_len", [0, -1, 2048.0, None]),
     ("gptq", "seed", [-1, 0.5, True, None]),
