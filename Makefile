@@ -6,7 +6,10 @@ export HF_HUB_OFFLINE ?= 1
 export VLLM_NO_USAGE_STATS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: venv test lint demo clean
+.PHONY: venv test lint demo fuzz clean
+
+# Seconds of coverage-guided fuzzing.
+FUZZ_SECONDS ?= 3600
 
 venv: $(VENV)/.ready
 
@@ -26,6 +29,12 @@ lint: venv
 test: lint
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels
 	$(BIN)/python -m pytest tests --ignore=tests/kernels
+
+# The properties of test_fuzz.py with many examples, then atheris, guided by the coverage of the reader.
+fuzz: venv
+	$(BIN)/python -m pytest tests/test_fuzz.py --hypothesis-profile=fuzz
+	$(BIN)/python -m pip install --quiet 'atheris>=3'
+	$(BIN)/python tests/helpers/fuzz_coverage.py -max_total_time=$(FUZZ_SECONDS)
 
 demo: venv
 	$(BIN)/python serving_examples/demo.py

@@ -7,12 +7,14 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from hypothesis import settings
 from safetensors.torch import load_file, save_file
 
 from vllm_latq.config import CheckpointConfig, LayerScheme
 from vllm_latq.huffman import encode
 from vllm_latq.weights import HuffmanWeight, PackedWeight
 
+settings.register_profile("fuzz", max_examples=20_000)
 DATA = Path(__file__).parent / "data"
 TASK = """
 task: next_word
