@@ -19,7 +19,7 @@ from vllm_latq.errors import CheckpointError, LatqError
 from vllm_latq.report import LayerReport, layer_reports
 from vllm_latq.spec import SHAPE, tensor_suffixes
 from vllm_latq.store import TensorStore, read_json
-from vllm_latq.weights import HuffmanWeight, Weight, decode_checked, weight_from_tensors
+from vllm_latq.weights import PackedWeight, Weight, decode_checked, weight_from_tensors
 
 REPORT_FILE = "latq_report.json"
 FINGERPRINT_PREFIX = "sha256:"
@@ -120,8 +120,10 @@ def _verify_linear(reader: CheckpointReader, module: str, shape: tuple[int, int]
         tensors = reader.tensors(module)
         problems = list(validate.problems(tensors, scheme, shape, where))
         yield from problems
-        if not problems and scheme.encoding == "huffman":
-            decode_checked(HuffmanWeight.from_tensors(tensors, scheme, shape, where), where)
+        if not problems and scheme.encoding != "packed":
+            weight = weight_from_tensors(tensors, scheme, shape, where)
+            assert not isinstance(weight, PackedWeight)
+            decode_checked(weight, where)
     except LatqError as error:
         yield error
 

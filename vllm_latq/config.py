@@ -11,6 +11,7 @@ from vllm_latq.errors import ConfigError, UnsupportedShapeError
 
 QUANT_METHOD = "latq"
 FORMAT_VERSION = 1
+ENCODINGS = ("packed", "huffman", "rans")
 SUPPORTED_BITS = (2, 3, 4, 8)
 WHOLE_ROW = -1
 
@@ -23,28 +24,28 @@ class LayerScheme:
     """How one linear is stored.
 
     Attributes:
-        encoding: "packed" (b-bit codes with group scales, optionally CSR outliers) or "huffman" (integers on one
-            scalar scale, entropy coded).
-        bits: code width of "packed" (2, 3, 4 or 8); None for "huffman".
-        group_size: input channels that share a scale, -1 for the whole row; None for "huffman".
+        encoding: "packed" (b-bit codes with group scales, optionally CSR outliers), "huffman" (integers on one
+            scalar scale, entropy coded) or "rans" (integers on scales of rows and columns, entropy coded by classes).
+        bits: code width of "packed" (2, 3, 4 or 8); None for the others.
+        group_size: input channels that share a scale, -1 for the whole row; None if not "packed".
         outliers: whether "packed" carries a CSR matrix of outliers.
     """
 
-    encoding: Literal["packed", "huffman"]
+    encoding: Literal["packed", "huffman", "rans"]
     bits: int | None = None
     group_size: int | None = None
     outliers: bool = False
 
     def __post_init__(self) -> None:
         where = "quantization_config"
-        if self.encoding not in ("packed", "huffman"):
-            raise ConfigError(f"{where}.encoding", "'packed' or 'huffman'", repr(self.encoding))
+        if self.encoding not in ENCODINGS:
+            raise ConfigError(f"{where}.encoding", f"one of {', '.join(ENCODINGS)}", repr(self.encoding))
         if type(self.outliers) is not bool:
             raise ConfigError(f"{where}.outliers", "true or false", repr(self.outliers))
-        if self.encoding == "huffman":
+        if self.encoding != "packed":
             if (self.bits, self.group_size, self.outliers) != (None, None, False):
                 found = f"bits={self.bits!r}, group_size={self.group_size!r}, outliers={self.outliers!r}"
-                raise ConfigError(where, "no bits, group_size or outliers beside encoding 'huffman'", found)
+                raise ConfigError(where, f"no bits, group_size or outliers beside encoding {self.encoding!r}", found)
             return
         if type(self.bits) is not int or self.bits not in SUPPORTED_BITS:
             raise ConfigError(f"{where}.bits", f"one of {SUPPORTED_BITS}", repr(self.bits))

@@ -11,8 +11,8 @@ from vllm_latq.packing import packed_words
 from vllm_latq.weights import PackedWeight
 
 DEFAULT_OUTLIER_RATE = 0.01
-# The width that Huffman checkpoints of about 4 bits decode to.
-HUFFMAN_BITS = 4
+# The width that entropy-coded checkpoints of about 4 bits decode to.
+DECODED_BITS = 4
 # Small, as vLLM's own dummy weights are, so that activations stay finite.
 SCALE = 1e-3
 
@@ -21,29 +21,30 @@ def dummy_weight(scheme: LayerScheme, rows: int, cols: int, recipe: Mapping[str,
     """A PackedWeight [rows, cols] on the CPU with random codes and evenly spread outliers.
 
     Args:
-        scheme: of the layer; a Huffman layer gets the layout it has once decoded.
+        scheme: of the layer; an entropy-coded one gets the layout it has once decoded.
         rows: output channels.
         cols: input channels.
         recipe: its `outlier_rate` sets the number of outliers.
     """
     generator = torch.Generator(device="cpu").manual_seed(0)
-    bits = scheme.bits or HUFFMAN_BITS
+    bits = scheme.bits or DECODED_BITS
     limits = torch.iinfo(torch.int32)
     words = (rows, packed_words(cols, bits))
     qweight = torch.randint(limits.min, limits.max, words, generator=generator, dtype=torch.int32, device="cpu")
-    huffman = scheme.encoding == "huffman"
+    decoded = scheme.encoding != "packed"
     outliers = None
-    if huffman or scheme.outliers:
+    if decoded or scheme.outliers:
         rate = float(recipe.get("outlier_rate") or DEFAULT_OUTLIER_RATE)
-        outliers = _spread_outliers(rows, cols, rate, torch.float32 if huffman else torch.bfloat16)
+        outliers = _spread_outliers(rows, cols, rate, torch.float32 if decoded else torch.bfloat16)
     return PackedWeight(
         qweight=qweight,
         bits=bits,
         group_size=WHOLE_ROW if scheme.group_size is None else scheme.group_size,
         cols=cols,
-        scales=None if huffman else torch.full((rows, scheme.groups(cols)), SCALE, dtype=torch.bfloat16, device="cpu"),
-        row_scales=torch.full((rows,), SCALE, dtype=torch.float32, device="cpu") if huffman else None,
+        scales=None if decoded else torch.full((rows, scheme.groups(cols)), SCALE, dtype=torch.bfloat16, device="cpu"),
+        row_scales=torch.full((rows,), SCALE, dtype=torch.float32, device="cpu") if decoded else None,
         outliers=outliers,
+        column_scales=torch.ones(cols, dtype=torch.float32, device="cpu") if scheme.encoding == "rans" else None,
     )
 
 

@@ -5,7 +5,7 @@
 Invariant: outlier arrays may be longer than row_ptr[-1]; what lies behind it has column 0 and value 0. The padding
 makes layers of one shape share a compiled graph although their outliers differ in number.
 
-It is registered once, when this module is imported, for every backend, with a fake implementation for tracing.
+Factors of columns are none of its business: `scale_columns` gives them to x before. It is registered once, when this module is imported, for every backend, with a fake implementation for tracing.
 """
 
 import torch
@@ -42,6 +42,14 @@ def weight_arguments(weight: PackedWeight, capacity: int | None = None) -> dict[
         return arguments | dict.fromkeys(("row_ptr", "col_idx", "values"))
     outliers = pad_outliers(weight.outliers, capacity or outlier_capacity(weight.outliers.nnz))
     return arguments | {"row_ptr": outliers.row_ptr, "col_idx": outliers.col_idx, "values": outliers.values}
+
+
+def scale_columns(x: torch.Tensor, column_scales: torch.Tensor | None) -> torch.Tensor:
+    """x [.., cols] times the factors of the weight's columns, float32 [cols], rounded once to the dtype of x.
+
+    Outside the operator, so that torch.compile fuses it with what made x, a norm most often.
+    """
+    return x if column_scales is None else (x * column_scales).to(x.dtype)
 
 
 def pad_outliers(outliers: CSR, capacity: int) -> CSR:

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_latq import huffman
+from vllm_latq import huffman, rans_coder
 from vllm_latq.config import WHOLE_ROW, LayerScheme
 from vllm_latq.csr import column_dtype
 from vllm_latq.packing import packed_words
+from vllm_latq.rans_tables import CLASS_BITS
 
 SHAPE = "weight_shape"
 
@@ -45,6 +46,18 @@ def tensor_specs(scheme: LayerScheme, rows: int, cols: int, where: str = "layer"
             "chunk_bits": TensorSpec(torch.uint16, huffman.grid_shape((rows, cols))),
             "stream": TensorSpec(torch.int32, (None,)),
         }
+    if scheme.encoding == "rans":
+        return specs | {
+            "scale": TensorSpec(torch.float32, (1,)),
+            "row_exponents": TensorSpec(torch.int8, (rows,)),
+            "column_exponents": TensorSpec(torch.int8, (cols,)),
+            "row_class": TensorSpec(torch.int32, (packed_words(rows, CLASS_BITS),)),
+            "column_class": TensorSpec(torch.int32, (packed_words(cols, CLASS_BITS),)),
+            "table_ranges": TensorSpec(torch.int32, (None, 2)),
+            "frequencies": TensorSpec(torch.uint16, (None,)),
+            "chunk_words": TensorSpec(torch.uint16, rans_coder.grid_shape((rows, cols))),
+            "stream": TensorSpec(torch.int32, (None,)),
+        }
     assert scheme.bits is not None
     specs |= {
         "qweight": TensorSpec(torch.int32, (rows, packed_words(cols, scheme.bits))),
@@ -61,7 +74,7 @@ def tensor_specs(scheme: LayerScheme, rows: int, cols: int, where: str = "layer"
 
 def tensor_suffixes() -> frozenset[str]:
     """Every suffix that a quantized linear can have, whatever its scheme."""
-    schemes = (LayerScheme("huffman"), LayerScheme("packed", 4, WHOLE_ROW, True))
+    schemes = (LayerScheme("huffman"), LayerScheme("rans"), LayerScheme("packed", 4, WHOLE_ROW, True))
     return frozenset(suffix for scheme in schemes for suffix in tensor_specs(scheme, 1, 1))
 
 

@@ -14,10 +14,9 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from vllm_latq.config import QUANT_METHOD, CheckpointConfig, LayerScheme
-from vllm_latq.huffman_decode import decode_stream
-from vllm_latq.linear_op import WEIGHT_ARGUMENTS, dequantize, ssqr_linear, weight_arguments
+from vllm_latq.linear_op import WEIGHT_ARGUMENTS, dequantize, scale_columns, ssqr_linear, weight_arguments
 from vllm_latq.spec import tensor_specs
-from vllm_latq.weights import HuffmanWeight, pack_integers, weight_from_tensors
+from vllm_latq.weights import PackedWeight, decode_checked, pack_integers, weight_from_tensors
 
 # Shape of a tensor that has not been loaded; no stored tensor has three dimensions.
 _ABSENT = (0, 0, 0)
@@ -54,19 +53,26 @@ class LatqLinear(nn.Module):
         weight = weight_from_tensors(stored, self.scheme, (self.out_features, self.in_features), self.name)
         for suffix in self.specs:
             delattr(self, suffix)
-        if isinstance(weight, HuffmanWeight):
-            integers = decode_stream(weight.stream, f"{self.name}.stream", device)
-            weight = pack_integers(integers, weight.scale.to(device).expand(self.out_features))
+        if not isinstance(weight, PackedWeight):
+            integers = decode_checked(weight, self.name, device)
+            columns = weight.column_scales
+            columns = None if columns is None else columns.to(device)
+            weight = pack_integers(integers, weight.row_scales.to(device), None, columns)
         self.bits, self.group_size = weight.bits, weight.group_size
+        self.register_buffer("column_scales", weight.column_scales)
         for name, tensor in weight_arguments(weight).items():
             self.register_buffer(name, None if tensor is None else tensor.to(device))
 
     def dense_weight(self, dtype: torch.dtype) -> torch.Tensor:
         """The dequantized weight [out_features, in_features]."""
-        return dequantize(**self._arguments(), bits=self.bits, cols=self.in_features, dtype=dtype)
+        if self.column_scales is None:
+            return dequantize(**self._arguments(), bits=self.bits, cols=self.in_features, dtype=dtype)
+        weight = dequantize(**self._arguments(), bits=self.bits, cols=self.in_features)
+        return weight.mul_(self.column_scales).to(dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [.., in_features] -> [.., out_features]."""
+        x = scale_columns(x, self.column_scales)
         y = ssqr_linear(x, **self._arguments(), bits=self.bits, group_size=self.group_size, cols=self.in_features)
         return y if self.bias is None else y + self.bias
 

@@ -13,7 +13,9 @@ from vllm_latq.config import LayerScheme
 from vllm_latq.csr import CSR
 from vllm_latq.errors import CheckpointError
 from vllm_latq.huffman_decode import chunk_counts
-from vllm_latq.packing import WORD_BITS, codes_at
+from vllm_latq.packing import WORD_BITS, codes_at, unpack_codes
+from vllm_latq.rans_coder import STATE_WORDS
+from vllm_latq.rans_tables import CLASS_BITS, FREQUENCY_TOTAL, MAX_SYMBOLS, MAX_TABLES
 from vllm_latq.spec import SHAPE, tensor_specs
 
 _REPAIR = "The checkpoint is damaged: copy or download it again, or quantize again."
@@ -49,6 +51,8 @@ def problems(
         yield _error(f"{where}.{SHAPE}", f"the shape of the linear, {tuple(shape)}", str(stored_shape))
     elif scheme.encoding == "huffman":
         yield from _huffman(tensors, shape, where)
+    elif scheme.encoding == "rans":
+        yield from _rans(tensors, shape, where)
     else:
         yield from _packed(tensors, scheme, shape, where)
 
@@ -165,3 +169,50 @@ def _stream(tensors: Mapping[str, torch.Tensor], shape: tuple[int, int], where: 
         yield _error(f"{where}.chunk_bits", "at least one bit for each weight", f"{int(short)} chunks of fewer")
     if room > total and int(stream[-1]) & ((1 << (room - total)) - 1):
         yield _error(f"{where}.stream", "zero bits after the last chunk", "other bits")
+
+
+def _rans(tensors: Mapping[str, torch.Tensor], shape: tuple[int, int], where: str) -> Iterator[CheckpointError]:
+    scale = tensors["scale"]
+    if not torch.isfinite(scale).all() or not (scale > 0).all():
+        yield _error(f"{where}.scale", "a finite, positive scale", str(scale.tolist()))
+    yield from _rans_tables(tensors, where)
+    highest = 0
+    for name, size in zip(("row_class", "column_class"), shape, strict=True):
+        codes = unpack_codes(tensors[name].unsqueeze(0), CLASS_BITS, WORD_BITS // CLASS_BITS * tensors[name].numel())[0]
+        if codes[size:].any():
+            yield _error(f"{where}.{name}", "zero bits after the last class", "other bits")
+        highest += int(codes[:size].max())
+    tables = tensors["table_ranges"].shape[0]
+    if highest >= tables:
+        yield _error(f"{where}.row_class", f"sums of two classes below {tables}, the number of tables", str(highest))
+    words, room = tensors["chunk_words"].to(torch.int64), 2 * tensors["stream"].numel()
+    if int(words.min()) < STATE_WORDS:
+        yield _error(f"{where}.chunk_words", f"at least {STATE_WORDS} words in each chunk", str(int(words.min())))
+    total = int(words.sum())
+    if not room - 1 <= total <= room:
+        found = f"chunks of {total} words together, a stream of {room}"
+        yield _error(f"{where}.chunk_words", "chunks that fill the stream up to its last word", found)
+    elif total < room and int(tensors["stream"][-1]) >> 16:
+        yield _error(f"{where}.stream", "a zero half-word after the last chunk", "other bits")
+
+
+def _rans_tables(tensors: Mapping[str, torch.Tensor], where: str) -> Iterator[CheckpointError]:
+    ranges, entries = tensors["table_ranges"].to(torch.int64), tensors["frequencies"].to(torch.int64)
+    if not 1 <= len(ranges) <= MAX_TABLES:
+        yield _error(f"{where}.table_ranges", f"1 to {MAX_TABLES} tables", str(len(ranges)))
+        return
+    first, count = ranges.unbind(1)
+    if int(count.min()) < 0 or int(count.max()) > MAX_SYMBOLS:
+        found = f"{int(count.min())} to {int(count.max())}"
+        yield _error(f"{where}.table_ranges", f"0 to {MAX_SYMBOLS} symbols in each table", found)
+        return
+    if int((first + count).max()) > 1 << 31:
+        yield _error(f"{where}.table_ranges", "symbols that fit int32", f"one of {int((first + count).max()) - 1}")
+    if entries.numel() != int((count + 1).sum()):
+        expected = f"{int((count + 1).sum())} frequencies, one per symbol and ESCAPE of each table"
+        yield _error(f"{where}.frequencies", expected, str(entries.numel()))
+        return
+    sums = [int(table.sum()) for table in entries.split((count + 1).tolist())]
+    for index, total in enumerate(sums):
+        if total != FREQUENCY_TOTAL:
+            yield _error(f"{where}.frequencies", f"a sum of {FREQUENCY_TOTAL} in table {index}", str(total))

@@ -23,12 +23,19 @@ from vllm.model_executor.parameter import BasevLLMParameter, ModelWeightParamete
 from vllm_latq.config import WHOLE_ROW, LayerScheme
 from vllm_latq.dummy import dummy_weight
 from vllm_latq.errors import CheckpointError
-from vllm_latq.huffman_decode import decode_stream
-from vllm_latq.linear_op import WEIGHT_ARGUMENTS, outlier_capacity, ssqr_linear, weight_arguments
+from vllm_latq.linear_op import WEIGHT_ARGUMENTS, outlier_capacity, scale_columns, ssqr_linear, weight_arguments
 from vllm_latq.sharding import ZERO_ROW, cat_rows, check_groups, take
 from vllm_latq.spec import SHAPE, tensor_specs
 from vllm_latq.validate import declared_shape
-from vllm_latq.weights import HuffmanWeight, PackedWeight, best_bits, pack_integers, weight_from_tensors
+from vllm_latq.weights import (
+    PackedWeight,
+    RansWeight,
+    Weight,
+    best_bits,
+    decode_checked,
+    pack_integers,
+    weight_from_tensors,
+)
 
 ShardId = Hashable  # None, "q"/"k"/"v", the index of a merged matrix, or a tuple of indices
 
@@ -120,6 +127,7 @@ class LatqLinearMethod(LinearMethodBase):
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [.., cols] -> [.., rows] of this rank, dtype of x."""
         assert self.bits is not None
+        x = scale_columns(x, layer.column_scales)
         arguments = {name: getattr(layer, name) for name in WEIGHT_ARGUMENTS}
         y = ssqr_linear(x, **arguments, bits=self.bits, group_size=self.group_size, cols=self.cols)
         return y if bias is None else y + bias
@@ -129,7 +137,7 @@ class LatqLinearMethod(LinearMethodBase):
     ) -> PackedWeight:
         """Validate the shards, merge them, and cut what this rank owns."""
         source = torch.full((self.rows,), ZERO_ROW, dtype=torch.int64, device="cpu")
-        weights: dict[ShardId, PackedWeight | HuffmanWeight] = {}
+        weights: dict[ShardId, Weight] = {}
         offset = 0
         for shard_id, tensors in shards.items():
             weight = self._read_shard(shard_id, tensors)
@@ -141,7 +149,7 @@ class LatqLinearMethod(LinearMethodBase):
         whole = cat_rows(self._as_packed(weights, device))
         return take(whole, source.to(whole.qweight.device), self._owned_columns(layer), self.prefix)
 
-    def _read_shard(self, shard_id: ShardId, tensors: Mapping[str, torch.Tensor]) -> PackedWeight | HuffmanWeight:
+    def _read_shard(self, shard_id: ShardId, tensors: Mapping[str, torch.Tensor]) -> Weight:
         where = self._shard_name(shard_id)
         if SHAPE not in tensors:
             hint = "The checkpoint is incomplete."
@@ -152,26 +160,38 @@ class LatqLinearMethod(LinearMethodBase):
             raise CheckpointError(f"{where}.{SHAPE}", f"{self.all_cols} input channels", str(shape[1]), hint)
         return weight_from_tensors(tensors, self.scheme, shape, where)
 
-    def _as_packed(
-        self, weights: Mapping[ShardId, PackedWeight | HuffmanWeight], device: torch.device
-    ) -> list[PackedWeight]:
-        """Huffman shards as inliers of one common width and overflow: the same integers, each row on its own scale.
+    def _as_packed(self, weights: Mapping[ShardId, Weight], device: torch.device) -> list[PackedWeight]:
+        """Entropy-coded shards as inliers of one common width and overflow: the same integers, each row on its own scale.
 
         They are decoded on the layer's device, where that is many times quicker than on the CPU.
         """
         integers = {
-            shard_id: decode_stream(weight.stream, f"{self._shard_name(shard_id)}.stream", device)
+            shard_id: decode_checked(weight, self._shard_name(shard_id), device)
             for shard_id, weight in weights.items()
-            if isinstance(weight, HuffmanWeight)
+            if not isinstance(weight, PackedWeight)
         }
+        columns = self._common_column_scales(weights)
+        columns = None if columns is None else columns.to(device)
         if integers and self.bits is None:
             self.bits = best_bits(torch.cat(list(integers.values())))
         return [
-            pack_integers(integers[shard_id], weight.scale.to(device).expand(weight.shape[0]), self.bits)
-            if isinstance(weight, HuffmanWeight)
-            else weight
+            weight
+            if isinstance(weight, PackedWeight)
+            else pack_integers(integers[shard_id], weight.row_scales.to(device), self.bits, columns)
             for shard_id, weight in weights.items()
         ]
+
+    def _common_column_scales(self, weights: Mapping[ShardId, Weight]) -> torch.Tensor | None:
+        """The column scales of the merged matrix, which multiply its one input; raises CheckpointError if they differ."""
+        (first, weight), *others = weights.items()
+        for shard_id, other in others:
+            if not isinstance(other, RansWeight) or not isinstance(weight, RansWeight):
+                continue
+            if not torch.equal(weight.column_exponents, other.column_exponents):
+                where = f"{self._shard_name(shard_id)}.column_exponents"
+                expected = f"those of {self._shard_name(first)}, with which it is one matrix"
+                raise CheckpointError(where, expected, "others", "Quantize with equal exponents for a shared input.")
+        return weight.column_scales
 
     def _owned_rows(self, layer: torch.nn.Module, shard_id: ShardId, checkpoint_rows: int) -> torch.Tensor:
         """For each row of this rank, the row of the checkpoint shard that belongs there, or ZERO_ROW; int64 [rows]."""
@@ -232,6 +252,7 @@ class LatqLinearMethod(LinearMethodBase):
         self.bits = weight.bits
         for suffix in self.suffixes:
             delattr(layer, suffix)
-        for name, tensor in weight_arguments(weight, self.capacity).items():
+        tensors = weight_arguments(weight, self.capacity) | {"column_scales": weight.column_scales}
+        for name, tensor in tensors.items():
             parameter = None if tensor is None else Parameter(tensor.to(device), requires_grad=False)
             layer.register_parameter(name, parameter)

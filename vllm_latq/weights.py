@@ -1,4 +1,4 @@
-"""A quantized weight matrix in memory, in each of the two encodings.
+"""A quantized weight matrix in memory, in each of the encodings; those that are entropy-coded are defined here.
 
 Invariant: an instance made by `from_tensors` has passed `validate.check`, so nothing that reads it leaves its bounds.
 """
@@ -9,123 +9,26 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from vllm_latq import validate
-from vllm_latq.config import SUPPORTED_BITS, WHOLE_ROW, LayerScheme
-from vllm_latq.csr import CSR
+from vllm_latq import rans, validate
+from vllm_latq.config import LayerScheme
 from vllm_latq.huffman import HuffmanStream, HuffmanTable
 from vllm_latq.huffman_decode import decode_stream
-from vllm_latq.packing import pack_codes, unpack_codes
+from vllm_latq.packed_weight import PackedWeight, best_bits, pack_integers, shape_tensor
+from vllm_latq.rans import RansStream
 from vllm_latq.spec import SHAPE, stored_bits
 
-OUTLIER_BITS = 32
-# Weights packed together, so that the intermediates stay small beside the matrix.
-_BAND_WEIGHTS = 1 << 18
-
-
-@dataclass(frozen=True)
-class PackedWeight:
-    """W[i, j] = row_scales[i] * (scales[i, j // group_size] * z[i, j] + outliers[i, j]); an absent factor is 1.
-
-    Attributes:
-        qweight: int32 [rows, words], codes z + 2**(bits - 1).
-        bits: 2, 3, 4 or 8.
-        group_size: input channels per scale, -1 for the whole row.
-        cols: input channels.
-        scales: bfloat16 [rows, groups], or None.
-        row_scales: float32 [rows], or None; only in memory, never stored.
-        outliers: CSR [rows, cols], or None; z is 0 where it has an entry.
-    """
-
-    qweight: torch.Tensor
-    bits: int
-    group_size: int
-    cols: int
-    scales: torch.Tensor | None = None
-    row_scales: torch.Tensor | None = None
-    outliers: CSR | None = None
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.qweight.shape[0], self.cols
-
-    @property
-    def scheme(self) -> LayerScheme:
-        return LayerScheme("packed", self.bits, self.group_size, self.outliers is not None)
-
-    def integers(self) -> torch.Tensor:
-        """z of the inliers, int32 [rows, cols]."""
-        return unpack_codes(self.qweight, self.bits, self.cols).to(torch.int32) - (1 << (self.bits - 1))
-
-    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """W, computed in float32 and rounded once to `dtype`, [rows, cols]."""
-        weight = unpack_codes(self.qweight, self.bits, self.cols).to(torch.float32)
-        weight -= 1 << (self.bits - 1)
-        if self.scales is not None:
-            weight.view(*self.scales.shape, -1).mul_(self.scales.to(torch.float32).unsqueeze(-1))
-        if self.outliers is not None:
-            self.outliers.add_to(weight)
-        if self.row_scales is not None:
-            weight *= self.row_scales.unsqueeze(1)
-        return weight.to(dtype)
-
-    def outlier_density(self) -> float:
-        return 0.0 if self.outliers is None else self.outliers.nnz / (self.shape[0] * self.cols)
-
-    def to_tensors(self) -> dict[str, torch.Tensor]:
-        """Suffix -> tensor, as stored."""
-        assert self.scales is not None
-        assert self.row_scales is None
-        tensors = {SHAPE: _shape_tensor(self.shape), "qweight": self.qweight, "scales": self.scales}
-        if self.outliers is not None:
-            tensors["outlier_row_ptr"] = self.outliers.row_ptr
-            tensors["outlier_col_idx"] = self.outliers.col_idx
-            tensors["outlier_values"] = self.outliers.values
-        return tensors
-
-    def storage_bits(self) -> int:
-        return stored_bits(self.to_tensors())
-
-    @classmethod
-    def from_integers(
-        cls,
-        integers: torch.Tensor,
-        scales: torch.Tensor,
-        bits: int,
-        group_size: int,
-        outlier_mask: torch.Tensor | None = None,
-        outlier_values: torch.Tensor | None = None,
-    ) -> "PackedWeight":
-        """Pack integers on the grid.
-
-        Args:
-            integers: int [rows, cols] in [-2**(bits-1), 2**(bits-1)), ignored where `outlier_mask` is true.
-            scales: bfloat16 [rows, groups].
-            bits: 2, 3, 4 or 8.
-            group_size: input channels per scale, -1 for the whole row.
-            outlier_mask: bool [rows, cols]; None for a scheme without outliers.
-            outlier_values: [rows, cols], read where the mask is true, rounded to bfloat16.
-        """
-        outliers = None
-        if outlier_mask is not None:
-            assert outlier_values is not None
-            integers = integers.masked_fill(outlier_mask, 0)
-            outliers = CSR.from_mask(outlier_mask, outlier_values.to(torch.bfloat16))
-        qweight = pack_codes(integers + (1 << (bits - 1)), bits)
-        return cls(qweight, bits, group_size, integers.shape[1], scales, None, outliers)
-
-    @classmethod
-    def from_tensors(
-        cls, tensors: Mapping[str, torch.Tensor], scheme: LayerScheme, shape: tuple[int, int], where: str
-    ) -> "PackedWeight":
-        """Validate and wrap stored tensors (suffix -> tensor); raises CheckpointError."""
-        validate.check(tensors, scheme, shape, where)
-        assert scheme.bits is not None
-        assert scheme.group_size is not None
-        outliers = None
-        if scheme.outliers:
-            row_ptr, col_idx = tensors["outlier_row_ptr"], tensors["outlier_col_idx"]
-            outliers = CSR(row_ptr, col_idx, tensors["outlier_values"], shape[1])
-        return cls(tensors["qweight"], scheme.bits, scheme.group_size, shape[1], tensors["scales"], None, outliers)
+__all__ = [
+    "CodedWeight",
+    "HuffmanWeight",
+    "PackedWeight",
+    "RansWeight",
+    "Weight",
+    "best_bits",
+    "decode_checked",
+    "octave_eighths",
+    "pack_integers",
+    "weight_from_tensors",
+]
 
 
 @dataclass(frozen=True)
@@ -148,6 +51,15 @@ class HuffmanWeight:
     def scheme(self) -> LayerScheme:
         return LayerScheme("huffman")
 
+    @property
+    def row_scales(self) -> torch.Tensor:
+        """The scale of each row, float32 [rows] on the CPU."""
+        return self.scale.cpu().expand(self.shape[0])
+
+    @property
+    def column_scales(self) -> None:
+        """There are none."""
+
     def integers(self) -> torch.Tensor:
         """z, int32 [rows, cols] on the CPU."""
         return decode_stream(self.stream, "stream")
@@ -162,7 +74,7 @@ class HuffmanWeight:
     def to_tensors(self) -> dict[str, torch.Tensor]:
         """Suffix -> tensor, as stored."""
         return {
-            SHAPE: _shape_tensor(self.shape),
+            SHAPE: shape_tensor(self.shape),
             "scale": self.scale,
             "first_symbol": torch.tensor([self.stream.table.first_symbol], dtype=torch.int32),
             "code_lengths": torch.from_numpy(self.stream.table.lengths),
@@ -175,7 +87,7 @@ class HuffmanWeight:
 
     def to_packed(self, bits: int | None = None) -> PackedWeight:
         """The same integers as b-bit inliers and CSR overflow, without loss; `bits` None picks the fewest bytes."""
-        return pack_integers(self.integers(), self.scale.cpu().expand(self.shape[0]), bits)
+        return pack_integers(self.integers(), self.row_scales, bits)
 
     @classmethod
     def from_tensors(
@@ -188,45 +100,102 @@ class HuffmanWeight:
         return cls(tensors["scale"], HuffmanStream(table, tensors["chunk_bits"], tensors["stream"], shape))
 
 
-Weight = PackedWeight | HuffmanWeight
+@dataclass(frozen=True)
+class RansWeight:
+    """W[i, j] = scale * 2^(row_exponents[i] / 8) * z[i, j] * 2^(column_exponents[j] / 8) with entropy-coded integers.
+
+    Attributes:
+        scale: float32 [1].
+        row_exponents: int8 [rows], eighths of an octave.
+        column_exponents: int8 [cols], eighths of an octave.
+        stream: the encoded integers.
+    """
+
+    scale: torch.Tensor
+    row_exponents: torch.Tensor
+    column_exponents: torch.Tensor
+    stream: RansStream
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.stream.shape
+
+    @property
+    def scheme(self) -> LayerScheme:
+        return LayerScheme("rans")
+
+    @property
+    def row_scales(self) -> torch.Tensor:
+        """scale * row factor, rounded to float32, [rows] on the CPU."""
+        return self.scale.cpu() * octave_eighths(self.row_exponents)
+
+    @property
+    def column_scales(self) -> torch.Tensor:
+        """Column factors, float32 [cols] on the CPU."""
+        return octave_eighths(self.column_exponents)
+
+    def integers(self) -> torch.Tensor:
+        """z, int32 [rows, cols] on the CPU; raises CheckpointError if the stream is damaged."""
+        return rans.decode_stream(self.stream, "stream")
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """W, (z * row_scales) * column_scales in float32, rounded once more to `dtype`, [rows, cols]."""
+        weight = self.integers().to(torch.float32)
+        return weight.mul_(self.row_scales.unsqueeze(1)).mul_(self.column_scales).to(dtype)
+
+    def outlier_density(self) -> float:
+        return 0.0
+
+    def to_tensors(self) -> dict[str, torch.Tensor]:
+        """Suffix -> tensor, as stored."""
+        exponents = {"row_exponents": self.row_exponents, "column_exponents": self.column_exponents}
+        return {SHAPE: shape_tensor(self.shape), "scale": self.scale, **exponents, **self.stream.tensors()}
+
+    def storage_bits(self) -> int:
+        return stored_bits(self.to_tensors())
+
+    def to_packed(self, bits: int | None = None) -> PackedWeight:
+        """The same integers as b-bit inliers and CSR overflow, without loss; `bits` None picks the fewest bytes."""
+        return pack_integers(self.integers(), self.row_scales, bits, self.column_scales)
+
+    @classmethod
+    def from_integers(
+        cls, z: torch.Tensor, scale: torch.Tensor, row_exponents: torch.Tensor, column_exponents: torch.Tensor
+    ) -> "RansWeight":
+        """Encode int32 [rows, cols] on scale float32 [1] and exponents int8 [rows] and [cols]."""
+        return cls(scale.cpu(), row_exponents.cpu(), column_exponents.cpu(), rans.encode(z))
+
+    @classmethod
+    def from_tensors(
+        cls, tensors: Mapping[str, torch.Tensor], scheme: LayerScheme, shape: tuple[int, int], where: str
+    ) -> "RansWeight":
+        """Validate and wrap stored tensors (suffix -> tensor); raises CheckpointError. Decodes nothing."""
+        validate.check(tensors, scheme, shape, where)
+        parts = {name: tensors[name].cpu() for name in rans.STREAM_TENSORS}
+        exponents = (tensors["row_exponents"].cpu(), tensors["column_exponents"].cpu())
+        return cls(tensors["scale"].cpu(), *exponents, RansStream(**parts, shape=shape))
+
+
+def octave_eighths(exponents: torch.Tensor) -> torch.Tensor:
+    """2^(e / 8) for int8 [n]: the power in float64, rounded to float32, [n] on the CPU; the same on every machine."""
+    powers = torch.tensor([2.0 ** (exponent / 8) for exponent in range(-128, 128)], dtype=torch.float64, device="cpu")
+    return powers.to(torch.float32)[exponents.cpu().to(torch.int64) + 128]
+
+
+Weight = PackedWeight | HuffmanWeight | RansWeight
+CodedWeight = HuffmanWeight | RansWeight
+_CLASSES: Mapping[str, type[Weight]] = {"packed": PackedWeight, "huffman": HuffmanWeight, "rans": RansWeight}
 
 
 def weight_from_tensors(
     tensors: Mapping[str, torch.Tensor], scheme: LayerScheme, shape: tuple[int, int], where: str
 ) -> Weight:
     """Validate and wrap the tensors of one linear, whatever its encoding; raises CheckpointError."""
-    cls = PackedWeight if scheme.encoding == "packed" else HuffmanWeight
-    return cls.from_tensors(tensors, scheme, shape, where)
+    return _CLASSES[scheme.encoding].from_tensors(tensors, scheme, shape, where)
 
 
-def decode_checked(weight: HuffmanWeight, where: str) -> torch.Tensor:
-    """The integers of a Huffman weight; a stream that contradicts its chunk lengths raises CheckpointError."""
-    return decode_stream(weight.stream, f"{where}.stream")
-
-
-def best_bits(integers: torch.Tensor) -> int:
-    """The inlier width in SUPPORTED_BITS that minimises b + 32 * overflow rate for int32 [rows, cols]."""
-
-    def cost(bits: int) -> float:
-        half = 1 << (bits - 1)
-        overflow = torch.count_nonzero(integers < -half) + torch.count_nonzero(integers >= half)
-        return bits + OUTLIER_BITS * float(overflow) / max(integers.numel(), 1)
-
-    return min(SUPPORTED_BITS, key=cost)
-
-
-def pack_integers(integers: torch.Tensor, row_scales: torch.Tensor, bits: int | None = None) -> PackedWeight:
-    """Unclipped integers int32 [rows, cols] on per-row scales float32 [rows], as inliers and overflow, without loss."""
-    bits = bits or best_bits(integers)
-    half = 1 << (bits - 1)
-    codes, outliers = [], []
-    for band in integers.split(max(1, _BAND_WEIGHTS // integers.shape[1])):
-        overflow = (band < -half) | (band >= half)
-        outliers.append(CSR.from_mask(overflow, band.to(torch.float32)))
-        codes.append(pack_codes(band.masked_fill(overflow, 0) + half, bits))
-    row_scales = row_scales.to(torch.float32).contiguous()
-    return PackedWeight(torch.cat(codes), bits, WHOLE_ROW, integers.shape[1], None, row_scales, CSR.cat(outliers))
-
-
-def _shape_tensor(shape: tuple[int, int]) -> torch.Tensor:
-    return torch.tensor(shape, dtype=torch.int32)
+def decode_checked(weight: CodedWeight, where: str, device: torch.device | str = "cpu") -> torch.Tensor:
+    """The integers of a coded weight, int32 [rows, cols] on `device`; a damaged stream raises CheckpointError."""
+    if isinstance(weight, RansWeight):
+        return rans.decode_stream(weight.stream, f"{where}.stream", device)
+    return decode_stream(weight.stream, f"{where}.stream", device)

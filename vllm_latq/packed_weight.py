@@ -1,0 +1,174 @@
+"""Weights as b-bit codes on scales, with CSR outliers: what the operators read, and the encoding `packed`.
+
+Invariant: an instance made by `from_tensors` has passed `validate.check`, so nothing that reads it leaves its bounds.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from vllm_latq import validate
+from vllm_latq.config import SUPPORTED_BITS, WHOLE_ROW, LayerScheme
+from vllm_latq.csr import CSR
+from vllm_latq.packing import pack_codes, unpack_codes
+from vllm_latq.spec import SHAPE, stored_bits
+
+OUTLIER_BITS = 32
+# Weights packed together, so that the intermediates stay small beside the matrix.
+_BAND_WEIGHTS = 1 << 18
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """W[i, j] = row_scales[i] * (scales[i, j // group_size] * z[i, j] + outliers[i, j]) * column_scales[j].
+
+    An absent factor is 1. Operators do not know column_scales: they are applied to the activation, x * column_scales.
+
+    Attributes:
+        qweight: int32 [rows, words], codes z + 2**(bits - 1).
+        bits: 2, 3, 4 or 8.
+        group_size: input channels per scale, -1 for the whole row.
+        cols: input channels.
+        scales: bfloat16 [rows, groups], or None.
+        row_scales: float32 [rows], or None; only in memory, never stored.
+        outliers: CSR [rows, cols], or None; z is 0 where it has an entry.
+        column_scales: float32 [cols], or None; only in memory, never stored.
+    """
+
+    qweight: torch.Tensor
+    bits: int
+    group_size: int
+    cols: int
+    scales: torch.Tensor | None = None
+    row_scales: torch.Tensor | None = None
+    outliers: CSR | None = None
+    column_scales: torch.Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.qweight.shape[0], self.cols
+
+    @property
+    def scheme(self) -> LayerScheme:
+        return LayerScheme("packed", self.bits, self.group_size, self.outliers is not None)
+
+    def integers(self) -> torch.Tensor:
+        """z of the inliers, int32 [rows, cols]."""
+        return unpack_codes(self.qweight, self.bits, self.cols).to(torch.int32) - (1 << (self.bits - 1))
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """W, computed in float32 and rounded once to `dtype`, [rows, cols]."""
+        weight = unpack_codes(self.qweight, self.bits, self.cols).to(torch.float32)
+        weight -= 1 << (self.bits - 1)
+        if self.scales is not None:
+            weight.view(*self.scales.shape, -1).mul_(self.scales.to(torch.float32).unsqueeze(-1))
+        if self.outliers is not None:
+            self.outliers.add_to(weight)
+        if self.row_scales is not None:
+            weight *= self.row_scales.unsqueeze(1)
+        if self.column_scales is not None:
+            weight *= self.column_scales
+        return weight.to(dtype)
+
+    def outlier_density(self) -> float:
+        return 0.0 if self.outliers is None else self.outliers.nnz / (self.shape[0] * self.cols)
+
+    def to_tensors(self) -> dict[str, torch.Tensor]:
+        """Suffix -> tensor, as stored."""
+        assert self.scales is not None
+        assert self.row_scales is None
+        assert self.column_scales is None
+        tensors = {SHAPE: shape_tensor(self.shape), "qweight": self.qweight, "scales": self.scales}
+        if self.outliers is not None:
+            tensors["outlier_row_ptr"] = self.outliers.row_ptr
+            tensors["outlier_col_idx"] = self.outliers.col_idx
+            tensors["outlier_values"] = self.outliers.values
+        return tensors
+
+    def storage_bits(self) -> int:
+        return stored_bits(self.to_tensors())
+
+    @classmethod
+    def from_integers(
+        cls,
+        integers: torch.Tensor,
+        scales: torch.Tensor,
+        bits: int,
+        group_size: int,
+        outlier_mask: torch.Tensor | None = None,
+        outlier_values: torch.Tensor | None = None,
+    ) -> "PackedWeight":
+        """Pack integers on the grid.
+
+        Args:
+            integers: int [rows, cols] in [-2**(bits-1), 2**(bits-1)), ignored where `outlier_mask` is true.
+            scales: bfloat16 [rows, groups].
+            bits: 2, 3, 4 or 8.
+            group_size: input channels per scale, -1 for the whole row.
+            outlier_mask: bool [rows, cols]; None for a scheme without outliers.
+            outlier_values: [rows, cols], read where the mask is true, rounded to bfloat16.
+        """
+        outliers = None
+        if outlier_mask is not None:
+            assert outlier_values is not None
+            integers = integers.masked_fill(outlier_mask, 0)
+            outliers = CSR.from_mask(outlier_mask, outlier_values.to(torch.bfloat16))
+        qweight = pack_codes(integers + (1 << (bits - 1)), bits)
+        return cls(qweight, bits, group_size, integers.shape[1], scales, None, outliers)
+
+    @classmethod
+    def from_tensors(
+        cls, tensors: Mapping[str, torch.Tensor], scheme: LayerScheme, shape: tuple[int, int], where: str
+    ) -> "PackedWeight":
+        """Validate and wrap stored tensors (suffix -> tensor); raises CheckpointError."""
+        validate.check(tensors, scheme, shape, where)
+        assert scheme.bits is not None
+        assert scheme.group_size is not None
+        outliers = None
+        if scheme.outliers:
+            row_ptr, col_idx = tensors["outlier_row_ptr"], tensors["outlier_col_idx"]
+            outliers = CSR(row_ptr, col_idx, tensors["outlier_values"], shape[1])
+        return cls(tensors["qweight"], scheme.bits, scheme.group_size, shape[1], tensors["scales"], None, outliers)
+
+
+def best_bits(integers: torch.Tensor) -> int:
+    """The inlier width in SUPPORTED_BITS that minimises b + 32 * overflow rate for int32 [rows, cols]."""
+
+    def cost(bits: int) -> float:
+        half = 1 << (bits - 1)
+        overflow = torch.count_nonzero(integers < -half) + torch.count_nonzero(integers >= half)
+        return bits + OUTLIER_BITS * float(overflow) / max(integers.numel(), 1)
+
+    return min(SUPPORTED_BITS, key=cost)
+
+
+def pack_integers(
+    integers: torch.Tensor,
+    row_scales: torch.Tensor,
+    bits: int | None = None,
+    column_scales: torch.Tensor | None = None,
+) -> PackedWeight:
+    """Unclipped integers as inliers and overflow, without loss.
+
+    Args:
+        integers: int32 [rows, cols].
+        row_scales: float32 [rows].
+        bits: of the inliers; None takes `best_bits`.
+        column_scales: float32 [cols], or None.
+    """
+    bits = bits or best_bits(integers)
+    half = 1 << (bits - 1)
+    codes, outliers = [], []
+    for band in integers.split(max(1, _BAND_WEIGHTS // integers.shape[1])):
+        overflow = (band < -half) | (band >= half)
+        outliers.append(CSR.from_mask(overflow, band.to(torch.float32)))
+        codes.append(pack_codes(band.masked_fill(overflow, 0) + half, bits))
+    row_scales = row_scales.to(torch.float32).contiguous()
+    qweight, csr = torch.cat(codes), CSR.cat(outliers)
+    return PackedWeight(qweight, bits, WHOLE_ROW, integers.shape[1], None, row_scales, csr, column_scales)
+
+
+def shape_tensor(shape: tuple[int, int]) -> torch.Tensor:
+    """(rows, cols) as it is stored, int32 [2]."""
+    return torch.tensor(shape, dtype=torch.int32)
