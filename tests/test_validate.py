@@ -8,11 +8,13 @@ import torch
 from vllm_latq import huffman, validate
 from vllm_latq.config import LayerScheme
 from vllm_latq.errors import CheckpointError
-from vllm_latq.weights import HuffmanWeight, PackedWeight, decode_checked
+from vllm_latq.weights import HuffmanWeight, PackedWeight, RansWeight, decode_checked
 
 SHAPE = (9, 66)
 PACKED = LayerScheme("packed", 3, 33, True)
 HUFFMAN = LayerScheme("huffman")
+RANS = LayerScheme("rans")
+RANS_SHAPE = (60, 66)
 Tensors = dict[str, torch.Tensor]
 
 
@@ -28,6 +30,16 @@ def packed_tensors() -> Tensors:
 def huffman_tensors() -> Tensors:
     integers = (torch.randn(SHAPE, generator=torch.Generator().manual_seed(1)) * 2).round().to(torch.int32)
     return HuffmanWeight(torch.tensor([0.01]), huffman.encode(integers)).to_tensors()
+
+
+def rans_tensors() -> Tensors:
+    generator = torch.Generator().manual_seed(4)
+    integers = (torch.randn(RANS_SHAPE, generator=generator) * torch.linspace(0.1, 4, 66)).round().to(torch.int32)
+    rows, cols = (torch.zeros(size, dtype=torch.int8) for size in RANS_SHAPE)
+    tensors = RansWeight.from_integers(integers, torch.tensor([0.01]), rows, cols).to_tensors()
+    assert tensors["table_ranges"].shape[0] > 1
+    assert tensors["chunk_words"].item() % 2 == 1, "the stream ends in half a word"
+    return tensors
 
 
 def setting(name: str, index: object, value: object) -> Callable[[Tensors], None]:
@@ -94,11 +106,34 @@ HUFFMAN_DAMAGE = [
     ),
     (replacing("chunk_bits", lambda tensor: tensor.reshape(-1)[:1]), "layer.chunk_bits: expected torch.uint16 (1, 1)"),
 ]
+RANS_DAMAGE = [
+    (dropping("row_exponents"), "layer.row_exponents: expected a tensor torch.int8 (60)"),
+    (replacing("row_class", lambda tensor: tensor[:1]), "layer.row_class: expected torch.int32 (8), found"),
+    (replacing("chunk_words", lambda tensor: tensor.reshape(-1)), "layer.chunk_words: expected torch.uint16 (1, 1)"),
+    (setting("scale", 0, -1.0), "layer.scale: expected a finite, positive scale"),
+    (lambda tensors: tensors.update(scale=torch.tensor([3e38]), row_exponents=torch.full((60,), 9, dtype=torch.int8)),
+     "layer.scale: expected a scale that stays finite and positive with every exponent"),
+    (replacing("table_ranges", lambda tensor: tensor[:0]), "layer.table_ranges: expected 1 to 31 tables, found 0"),
+    (replacing("table_ranges", lambda tensor: tensor[:1].repeat(32, 1)), "layer.table_ranges: expected 1 to 31 tables"),
+    (setting("table_ranges", (0, 1), -1), "layer.table_ranges: expected 0 to 4095 symbols in each table, found -1"),
+    (setting("table_ranges", (0, 1), 4096), "layer.table_ranges: expected 0 to 4095 symbols in each table"),
+    (setting("table_ranges", (0, 0), 2**31 - 1), "layer.table_ranges: expected symbols that fit int32"),
+    (replacing("frequencies", lambda tensor: tensor[:-1]), "layer.frequencies: expected"),
+    (setting("frequencies", 0, 4000), "layer.frequencies: expected a sum of 4096 in table 0"),
+    (setting("row_class", -1, 0x10000), "layer.row_class: expected zero bits after the last class"),
+    (setting("column_class", -1, 0x10000), "layer.column_class: expected zero bits after the last class"),
+    (setting("row_class", 0, 15), "layer.row_class: expected sums of two classes below"),
+    (setting("chunk_words", (0, 0), 1), "layer.chunk_words: expected at least 2 words in each chunk, found 1"),
+    (setting("chunk_words", (0, 0), 65535), "layer.chunk_words: expected chunks that fill the stream"),
+    (replacing("stream", lambda tensor: tensor[:-1]), "layer.chunk_words: expected chunks that fill the stream"),
+    (replacing("stream", lambda tensor: tensor | -(1 << 31)), "layer.stream: expected a zero half-word after the last"),
+]  # fmt: skip
 
 
 def test_undamaged_tensors_have_no_problems() -> None:
     assert list(validate.problems(packed_tensors(), PACKED, SHAPE, "layer")) == []
     assert list(validate.problems(huffman_tensors(), HUFFMAN, SHAPE, "layer")) == []
+    assert list(validate.problems(rans_tensors(), RANS, RANS_SHAPE, "layer")) == []
 
 
 @pytest.mark.parametrize(("damage", "message"), PACKED_DAMAGE, ids=[message[:40] for _, message in PACKED_DAMAGE])
@@ -116,6 +151,15 @@ def test_huffman_violation(damage: Callable[[Tensors], None], message: str) -> N
     damage(tensors)
     with pytest.raises(CheckpointError) as caught:
         HuffmanWeight.from_tensors(tensors, HUFFMAN, SHAPE, "layer")
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(("damage", "message"), RANS_DAMAGE, ids=[message[:40] for _, message in RANS_DAMAGE])
+def test_rans_violation(damage: Callable[[Tensors], None], message: str) -> None:
+    tensors = rans_tensors()
+    damage(tensors)
+    with pytest.raises(CheckpointError) as caught:
+        RansWeight.from_tensors(tensors, RANS, RANS_SHAPE, "layer")
     assert message in str(caught.value)
 
 

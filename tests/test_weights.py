@@ -1,11 +1,11 @@
-"""Both encodings: what is stored is what is dequantized, and Huffman integers become inliers and overflow unchanged."""
+"""Every encoding: what is stored is what is dequantized, and coded integers become inliers and overflow unchanged."""
 
 import pytest
 import torch
 
 from vllm_latq import huffman
 from vllm_latq.config import LayerScheme
-from vllm_latq.weights import HuffmanWeight, PackedWeight, best_bits, weight_from_tensors
+from vllm_latq.weights import HuffmanWeight, PackedWeight, RansWeight, best_bits, octave_eighths, weight_from_tensors
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
@@ -40,6 +40,32 @@ def test_huffman_to_packed_is_lossless(spread: float, bits: int | None) -> None:
     packed = again.to_packed(bits)
     assert torch.equal(packed.dequantize(), weight.dequantize())
     assert torch.equal(packed.dequantize(), integers.float() * torch.tensor(0.0123))
+
+
+@pytest.mark.parametrize("spread", [0.2, 6.0])
+@pytest.mark.parametrize("bits", [None, 2, 8])
+def test_rans_to_packed_is_lossless(spread: float, bits: int | None) -> None:
+    generator = torch.Generator().manual_seed(0)
+    integers = (torch.randn(20, 65, generator=generator) * spread).round().to(torch.int32)
+    integers[3, 7] = 12345
+    rows = torch.randint(-128, 128, (20,), generator=generator).to(torch.int8)
+    cols = torch.randint(-128, 128, (65,), generator=generator).to(torch.int8)
+    weight = RansWeight.from_integers(integers, torch.tensor([0.0123]), rows, cols)
+    assert weight.storage_bits() == sum(tensor.nbytes * 8 for tensor in weight.to_tensors().values())
+    again = weight_from_tensors(weight.to_tensors(), LayerScheme("rans"), (20, 65), "layer")
+    assert isinstance(again, RansWeight)
+    assert torch.equal(again.integers(), integers)
+    expected = integers * (0.0123 * torch.exp2(rows.double() / 8))[:, None] * torch.exp2(cols.double() / 8)
+    torch.testing.assert_close(weight.dequantize(), expected.float(), rtol=3e-7, atol=0)
+    assert torch.equal(again.to_packed(bits).dequantize(), weight.dequantize())
+
+
+def test_factors_are_powers_rounded_once() -> None:
+    factors = octave_eighths(torch.tensor([-128, -8, 0, 1, 8, 127], dtype=torch.int8))
+    assert factors.tolist()[:3] == [2.0**-16, 0.5, 1.0]
+    assert factors[4] == 2.0
+    assert factors[3] == torch.tensor(2.0**0.125, dtype=torch.float32)
+    assert factors[5] == torch.tensor(2.0**15.875, dtype=torch.float32)
 
 
 def test_best_bits_minimises_bytes() -> None:

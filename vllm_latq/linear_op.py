@@ -5,7 +5,9 @@
 Invariant: outlier arrays may be longer than row_ptr[-1]; what lies behind it has column 0 and value 0. The padding
 makes layers of one shape share a compiled graph although their outliers differ in number.
 
-Factors of columns are none of its business: `scale_columns` gives them to x before. It is registered once, when this module is imported, for every backend, with a fake implementation for tracing.
+Factors of columns are none of its business: `scale_columns` gives them to x first.
+
+It is registered once, when this module is imported, for every backend, with a fake implementation for tracing.
 """
 
 import torch

@@ -34,6 +34,8 @@ class LatqLinear(nn.Module):
         dtype: of the bias.
     """
 
+    column_scales: torch.Tensor | None
+
     def __init__(
         self, in_features: int, out_features: int, bias: bool, scheme: LayerScheme, name: str, dtype: torch.dtype
     ) -> None:

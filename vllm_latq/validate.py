@@ -175,6 +175,14 @@ def _rans(tensors: Mapping[str, torch.Tensor], shape: tuple[int, int], where: st
     scale = tensors["scale"]
     if not torch.isfinite(scale).all() or not (scale > 0).all():
         yield _error(f"{where}.scale", "a finite, positive scale", str(scale.tolist()))
+        return
+    row, column = (tensors[name].to(torch.float64) / 8 for name in ("row_exponents", "column_exponents"))
+    largest = float(scale.double() * row.max().exp2() * column.max().exp2().clamp(min=1))
+    smallest = float(scale.double() * row.min().exp2() * column.min().exp2().clamp(max=1))
+    limits = torch.finfo(torch.float32)
+    if not limits.tiny <= smallest <= largest <= limits.max:
+        expected = "a scale that stays finite and positive with every exponent"
+        yield _error(f"{where}.scale", expected, f"{smallest:g} to {largest:g}")
     yield from _rans_tables(tensors, where)
     highest = 0
     for name, size in zip(("row_class", "column_class"), shape, strict=True):

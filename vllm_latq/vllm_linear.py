@@ -37,6 +37,7 @@ from vllm_latq.weights import (
     weight_from_tensors,
 )
 
+COLUMN_SCALES = "column_scales"
 ShardId = Hashable  # None, "q"/"k"/"v", the index of a merged matrix, or a tuple of indices
 
 
@@ -127,7 +128,7 @@ class LatqLinearMethod(LinearMethodBase):
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [.., cols] -> [.., rows] of this rank, dtype of x."""
         assert self.bits is not None
-        x = scale_columns(x, layer.column_scales)
+        x = scale_columns(x, getattr(layer, COLUMN_SCALES))
         arguments = {name: getattr(layer, name) for name in WEIGHT_ARGUMENTS}
         y = ssqr_linear(x, **arguments, bits=self.bits, group_size=self.group_size, cols=self.cols)
         return y if bias is None else y + bias
@@ -161,7 +162,7 @@ class LatqLinearMethod(LinearMethodBase):
         return weight_from_tensors(tensors, self.scheme, shape, where)
 
     def _as_packed(self, weights: Mapping[ShardId, Weight], device: torch.device) -> list[PackedWeight]:
-        """Entropy-coded shards as inliers of one common width and overflow: the same integers, each row on its own scale.
+        """Entropy-coded shards as inliers of one common width and overflow: the same integers, a scale for each row.
 
         They are decoded on the layer's device, where that is many times quicker than on the CPU.
         """
@@ -182,7 +183,7 @@ class LatqLinearMethod(LinearMethodBase):
         ]
 
     def _common_column_scales(self, weights: Mapping[ShardId, Weight]) -> torch.Tensor | None:
-        """The column scales of the merged matrix, which multiply its one input; raises CheckpointError if they differ."""
+        """Column scales of the merged matrix, which multiply its one input; raises CheckpointError if they differ."""
         (first, weight), *others = weights.items()
         for shard_id, other in others:
             if not isinstance(other, RansWeight) or not isinstance(weight, RansWeight):
@@ -252,7 +253,7 @@ class LatqLinearMethod(LinearMethodBase):
         self.bits = weight.bits
         for suffix in self.suffixes:
             delattr(layer, suffix)
-        tensors = weight_arguments(weight, self.capacity) | {"column_scales": weight.column_scales}
+        tensors = weight_arguments(weight, self.capacity) | {COLUMN_SCALES: weight.column_scales}
         for name, tensor in tensors.items():
             parameter = None if tensor is None else Parameter(tensor.to(device), requires_grad=False)
             layer.register_parameter(name, parameter)
