@@ -29,7 +29,7 @@ BITS = (2, 3, 4, 8)
 _POINTERS = {
     "word_ptr": "*i32", "scale_ptr": "*i32", "flat_scale_ptr": "*fp32", "row_scale_ptr": "*fp32", "order_ptr": "*i32",
     "stream_ptr": "*i32", "table_ptr": "*i32", "start_ptr": "*i64", "used_ptr": "*i32", "z_ptr": "*i32",
-    "entry_ptr": "*i32", "slice_ptr": "*i32", "partial_ptr": "*fp32", "ticket_ptr": "*i32",
+    "entry_ptr": "*i32", "slice_ptr": "*i32", "partial_ptr": "*fp32", "ticket_ptr": "*i32", "class_ptr": "*u8",
 }  # fmt: skip
 # Every other argument is divisible by 16 in a real model.
 _NOT_ALIGNED = ("M", "supers", "supers_per_part", "first_symbol", "escape", "chunks", "words", "chunk_rows")
@@ -135,7 +135,7 @@ def audit_dequantize(arch: str, bits: int) -> Audit:
 def audit_load_time(arch: str) -> Iterator[Audit]:
     """The kernels that handle no packed codes: outliers into dense weights, and Huffman decoding."""
     yield _audit(scatter_outliers, arch, 0, 0, 16 * SLICE_SLOTS, {"HAS_ROW_SCALES": False, "SLOTS": SLICE_SLOTS}, 4)
-    yield _audit(huffman_chunks, arch, 0, 0, LANES, {"LANES": LANES}, 1)
+    yield _audit(huffman_chunks, arch, 0, 0, LANES, {"LANES": LANES, "CLASSES": 16}, 1)
 
 
 def audits(architectures: tuple[str, ...] = ARCHITECTURES, bits: tuple[int, ...] = BITS) -> Iterator[Audit]:

@@ -1,10 +1,11 @@
 """Canonical Huffman decoding of integer weights, one lane per chunk, at load.
 
 The stream is cut into chunks of about 1024 weights that decode alone (their bit counts are stored), so a layer has as
-many independent lanes as chunks. A lane looks 15 bits ahead in the stream and reads symbol and length from one table:
+many independent lanes as chunks. A lane looks 15 bits ahead in the stream and reads symbol and length from the table of
+its current column's class:
 
     bit k of the stream is bit 31 - k % 32 of word k // 32
-    table int32 [2**15]: symbol index << 4 | code length, index n is ESCAPE: the next 32 bits are the integer itself
+    table int32 [classes, 2**15]: symbol index << 4 | code length; index n is ESCAPE: the next 32 bits are the integer
 
 Every stream address is masked, so a corrupt stream gives wrong bit counts, which are refused, and never a stray read.
 """
@@ -13,10 +14,11 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_latq.kernels.errors import require
+from vllm_latq.kernels.errors import KernelInputError, require
 
 MAX_LENGTH = 15
 CHUNK_WEIGHTS = 1024
+MAX_CLASSES = 256  # column_class is a byte
 LANES = 32
 
 
@@ -31,12 +33,12 @@ def window(stream_ptr, bit, words, live):
 
 @triton.jit
 def huffman_chunks(
-    stream_ptr, table_ptr, start_ptr, used_ptr, z_ptr, words, chunks, col_blocks, rows, cols, chunk_rows, chunk_cols,
-    first_symbol, escape, LANES: tl.constexpr,
+    stream_ptr, table_ptr, class_ptr, start_ptr, used_ptr, z_ptr, words, chunks, col_blocks, rows, cols, chunk_rows,
+    chunk_cols, first_symbol, escape, LANES: tl.constexpr, CLASSES: tl.constexpr,
 ):  # fmt: skip
     """Grid (ceil(chunks / LANES),). Writes z int32 [rows, cols] and the bits each chunk used, int32 [chunks].
 
-    start_ptr: int64 [chunks], first bit of each chunk.
+    start_ptr: int64 [chunks], first bit of each chunk. class_ptr: uint8 [cols], read if CLASSES > 1.
     """
     chunk = tl.program_id(0) * LANES + tl.arange(0, LANES)
     live = chunk < chunks
@@ -50,7 +52,10 @@ def huffman_chunks(
     along = tl.zeros((LANES,), tl.int32)
     for i in range(0, tl.max(count, 0)):
         more = i < count
-        entry = tl.load(table_ptr + (window(stream_ptr, bit, words, more) >> 49).to(tl.int32), mask=more, other=0)
+        at = (window(stream_ptr, bit, words, more) >> 49).to(tl.int32)
+        if CLASSES > 1:
+            at += tl.load(class_ptr + col + along, mask=more, other=0).to(tl.int32) << 15
+        entry = tl.load(table_ptr + at, mask=more, other=0)
         index = entry >> 4
         bit += (entry & 15).to(tl.int64)
         escaped = more & (index == escape)
@@ -65,27 +70,32 @@ def huffman_chunks(
 
 
 def lookup_table(code_lengths: torch.Tensor) -> torch.Tensor:
-    """int32 [2**15]: symbol index << 4 | length, for each value of the next 15 bits.
+    """int32 [classes, 2**15]: symbol index << 4 | length, for each value of the next 15 bits.
 
     Canonical codes in order (shorter first, then by index) cover the values from 0 up, each a run of 2^(15 - length);
     values that no code covers get 0.
     """
     lengths = code_lengths.to(torch.int64)
-    require(lengths.numel() <= 4097 and int(lengths.max()) <= MAX_LENGTH, "code_lengths",
-            f"at most 4097 lengths up to {MAX_LENGTH}", f"{lengths.numel()} up to {int(lengths.max())}")  # fmt: skip
-    used = lengths.nonzero()[:, 0]
-    index = used[torch.argsort(lengths[used], stable=True)]
-    spans = 1 << (MAX_LENGTH - lengths[index])
-    total = int(spans.sum())
-    require(0 < total <= 1 << MAX_LENGTH, "code_lengths", "the lengths of a prefix code", code_lengths.tolist()[:8])
-    entries = torch.zeros(1 << MAX_LENGTH, dtype=torch.int32, device=code_lengths.device)
-    entries[:total] = torch.repeat_interleave((index << 4 | lengths[index]).to(torch.int32), spans, output_size=total)
+    require(lengths.ndim == 2 and 0 < lengths.shape[0] <= MAX_CLASSES, "code_lengths", "uint8 [classes, symbols + 1]",
+            tuple(lengths.shape))  # fmt: skip
+    require(lengths.shape[1] <= 4097 and int(lengths.max()) <= MAX_LENGTH, "code_lengths",
+            f"at most 4097 lengths up to {MAX_LENGTH}", f"{lengths.shape[1]} up to {int(lengths.max())}")  # fmt: skip
+    entries = torch.zeros(lengths.shape[0], 1 << MAX_LENGTH, dtype=torch.int32, device=code_lengths.device)
+    for table, row in zip(entries, lengths, strict=True):
+        used = row.nonzero()[:, 0]
+        index = used[torch.argsort(row[used], stable=True)]
+        spans = 1 << (MAX_LENGTH - row[index])
+        total = int(spans.sum())
+        require(0 < total <= 1 << MAX_LENGTH, "code_lengths", "the lengths of a prefix code", row.tolist()[:8])
+        entry = (index << 4 | row[index]).to(torch.int32)
+        table[:total] = torch.repeat_interleave(entry, spans, output_size=total)
     return entries
 
 
 def launch_huffman(
     stream: torch.Tensor,
     table: torch.Tensor,
+    column_class: torch.Tensor | None,
     starts: torch.Tensor,
     used: torch.Tensor,
     z: torch.Tensor,
@@ -96,10 +106,13 @@ def launch_huffman(
     """Run the kernel. Allocates nothing; arguments as in `huffman_chunks`."""
     rows, cols = z.shape
     chunks = starts.numel()
-    huffman_chunks[(-(-chunks // LANES),)](
-        stream, table, starts, used, z, stream.numel(), chunks, -(-cols // chunk_shape[1]), rows, cols, chunk_shape[0],
-        chunk_shape[1], first_symbol, escape, LANES=LANES, num_warps=1,
-    )  # fmt: skip
+    # Triton launches on the current device, which need not be the tensors'.
+    with torch.cuda.device_of(stream):
+        huffman_chunks[(-(-chunks // LANES),)](
+            stream, table, column_class, starts, used, z, stream.numel(), chunks, -(-cols // chunk_shape[1]), rows,
+            cols, chunk_shape[0], chunk_shape[1], first_symbol, escape, LANES=LANES, CLASSES=table.shape[0],
+            num_warps=1,
+        )  # fmt: skip
 
 
 def decode_huffman(
@@ -109,14 +122,16 @@ def decode_huffman(
     first_symbol: int,
     rows: int,
     cols: int,
+    column_class: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Integers of an entropy-coded layer, on the stream's device. Synchronises: for load time only.
 
     Args:
         stream: int32 [words].
         chunk_bits: uint16 [row blocks, column blocks], bits per chunk.
-        code_lengths: uint8 [symbols + 1], the last for ESCAPE; 0 means unused.
-        first_symbol: integer that symbol 0 stands for.
+        code_lengths: uint8 [classes, symbols + 1], the last for ESCAPE; 0 means unused.
+        first_symbol: integer that symbol 0 stands for, in every class.
+        column_class: uint8 [cols], the class of each column; None where there is one class.
 
     Returns:
         int32 [rows, cols].
@@ -130,13 +145,23 @@ def decode_huffman(
     bits = chunk_bits.flatten().to(torch.int64)
     ends = bits.cumsum(0)
     require(-(-int(ends[-1]) // 32) == stream.numel(), "stream", f"{-(-int(ends[-1]) // 32)} words", stream.numel())
+    classes = code_lengths.shape[0]
+    if column_class is None:
+        require(classes == 1, "column_class", f"the class of each column, for {classes} classes", "None")
+    else:
+        require(column_class.shape == (cols,) and column_class.dtype == torch.uint8, "column_class", f"uint8 {(cols,)}",
+                f"{column_class.dtype} {tuple(column_class.shape)}")  # fmt: skip
+        require(int(column_class.max()) < classes, "column_class", f"classes below {classes}", int(column_class.max()))
     used = torch.empty(bits.numel(), dtype=torch.int32, device=stream.device)
     z = torch.empty(rows, cols, dtype=torch.int32, device=stream.device)
-    table = lookup_table(code_lengths)
-    launch_huffman(
-        stream, table, ends - bits, used, z, (chunk_rows, chunk_cols), first_symbol, code_lengths.numel() - 1
-    )
+    escape = code_lengths.shape[1] - 1
+    table, shape = lookup_table(code_lengths), (chunk_rows, chunk_cols)
+    launch_huffman(stream, table, column_class, ends - bits, used, z, shape, first_symbol, escape)
     wrong = (used != bits).nonzero()
-    require(not wrong.numel(), "stream", "every chunk to use its stored number of bits",
-            f"chunk {int(wrong[0]) if wrong.numel() else 0} off", "The checkpoint is corrupt.")  # fmt: skip
+    if wrong.numel():
+        chunk = int(wrong[0])
+        begin = int(ends[chunk] - bits[chunk])
+        expected = f"chunk {chunk} to end at bit {int(ends[chunk])}"
+        hint = "The checkpoint is damaged: copy or download it again, or quantize again."
+        raise KernelInputError("stream", expected, f"bit {begin + int(used[chunk])}", hint)
     return z
