@@ -1,15 +1,17 @@
 """A decoder-only model, materialised one block at a time.
 
-The model is built on the meta device; only the token embedding, the rotary table and the block at work hold memory.
+The model is built on the meta device; only what is at work holds memory.
 
-    tokens -> embed() -> hidden states, block arguments -> block 0 -> block 1 -> ... -> final norm, lm_head
+    tokens -> embed() -> hidden states, block arguments -> block 0 -> block 1 -> ... -> head(): final norm, lm_head
 
-Invariant: outside `block(i)` and `head()` no weight of a block is in memory.
+What happens before the first and after the last block is transformers' own code: the blocks are replaced by recorders,
+or by stand-ins that hand in the hidden states. Invariant: outside `block(i)` and `head()` no weight is in memory.
 """
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,14 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from vllm_latq.errors import NumericalError, UnsupportedModelError
+from vllm_latq.experts import Experts
+from vllm_latq.quantize.anatomy import Anatomy, fill_computed_buffers, parts_outside
+from vllm_latq.quantize.recorder import Given, Recorder, check_recorded, shared
 from vllm_latq.store import TensorStore
+from vllm_latq.tensor_names import stored_names
 
-SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-BLOCKS = "model.layers"
-HEAD = "lm_head"
+# Modules beside the experts that weigh them: small, and no other layer can make good a wrong choice of expert.
+ROUTERS = ("gate", "router", "shared_expert_gate")
 
 
 @dataclass
@@ -57,61 +62,113 @@ class Decoder:
         self.device = torch.device(device)
         own = self.config.dtype if isinstance(self.config.dtype, torch.dtype) else torch.bfloat16
         self.dtype = dtype or (torch.float32 if self.device.type == "cpu" else own)
-        with torch.device("meta"):
-            self.model = AutoModelForCausalLM.from_config(self.config, dtype=self.dtype).eval()
-        for parameter in self.model.parameters():
-            parameter.requires_grad_(False)
+        self.model = _meta_model(self.source, self.config, self.dtype)
+        self.anatomy = Anatomy.of(self.model, f"{source}: {type(self.model).__name__}")
         self.tied = self.model.get_output_embeddings().weight is self.model.get_input_embeddings().weight
-
-    @property
-    def base(self) -> Any:
-        """The model without its head, whose `layers` are the blocks."""
-        return self.model.model
+        self._stored = stored_names(self.model, list(self.store.names()), str(source), unfuse=())
+        self._as_tuple = False
 
     def __len__(self) -> int:
-        return len(self.base.layers)
+        return len(self._blocks)
+
+    @property
+    def head_name(self) -> str:
+        return self._stored_module(self.anatomy.head)
+
+    @property
+    def head_linear(self) -> nn.Linear:
+        linear = self.model.get_output_embeddings()
+        assert isinstance(linear, nn.Linear)
+        return linear
+
+    @property
+    def vocabulary(self) -> int:
+        return int(self.model.get_input_embeddings().num_embeddings)
 
     def block_name(self, index: int) -> str:
-        return f"{BLOCKS}.{index}"
+        return f"{self.anatomy.blocks}.{index}"
 
     def linears(self, index: int) -> Mapping[str, nn.Linear]:
-        """Full name -> linear of one block, in the block's own order."""
-        prefix = self.block_name(index)
-        modules = self.base.layers[index].named_modules()
-        return {f"{prefix}.{name}": module for name, module in modules if isinstance(module, nn.Linear)}
+        """Name in the checkpoint -> linear of one block, in the block's own order."""
+        modules = self._blocks[index].named_modules(prefix=self.block_name(index))
+        return {self._stored_module(name): module for name, module in modules if isinstance(module, nn.Linear)}
+
+    @property
+    def routers(self) -> tuple[str, ...]:
+        """Names in the checkpoint of what decides between experts: linears or not, they are never quantized."""
+        parents = {
+            name.rpartition(".")[0] for name, module in self.model.named_modules() if isinstance(module, Experts)
+        }
+        siblings = [
+            f"{parent}.{leaf}"
+            for parent in sorted(parents)
+            for leaf, module in self.model.get_submodule(parent).named_children()
+            if leaf in ROUTERS and f"{parent}.{leaf}.weight" in self._stored
+        ]
+        return tuple(dict.fromkeys(self._stored_module(name) for name in siblings))
+
+    def stored_tensors(self, index: int) -> set[str]:
+        """Names in the checkpoint of a block's tensors."""
+        prefix = self.block_name(index) + "."
+        return {stored for name, stored in self._stored.items() if name.startswith(prefix)}
+
+    def matrices(self) -> dict[str, torch.Size]:
+        """Name in the checkpoint -> shape of everything with two or more dimensions in the blocks and the head."""
+        prefixes = (self.anatomy.blocks + ".", self.anatomy.head + ".")
+        tensors = self.model.state_dict().items()
+        return {
+            self._stored[name]: tensor.shape
+            for name, tensor in tensors
+            if name.startswith(prefixes) and tensor.dim() > 1
+        }
 
     @torch.no_grad()
     def embed(self, samples: torch.Tensor, batch_size: int) -> list[Batch]:
         """Embed token ids int64 [n, tokens] and record what the model would pass to each of its blocks."""
-        recorders = [_Recorder() for _ in self.base.layers]
-        blocks, self.base.layers = self.base.layers, nn.ModuleList(recorders)
-        rotary = self.base.rotary_emb
-        self.base.rotary_emb = type(rotary)(self.base.config).to(self.device)
-        batches = []
-        try:
-            with (
-                self._materialized(self.base.embed_tokens, "model.embed_tokens"),
-                self._materialized(self.base.norm, "model.norm"),
-            ):
-                for tokens in samples.split(batch_size):
-                    self.base(tokens.to(self.device), use_cache=False)
-                    hidden = recorders[0].hidden.to("cpu")
-                    batches.append(Batch(hidden, [recorder.arguments for recorder in recorders]))
-        finally:
-            self.base.layers, self.base.rotary_emb = blocks, rotary
+        batches: list[Batch] = []
+        with self._outside((self.anatomy.blocks, self.anatomy.head)):
+            for tokens in samples.split(batch_size):
+                hidden, arguments = self._record(tokens.to(self.device))
+                if batches:
+                    arguments = shared(arguments, batches[0].arguments)
+                batches.append(Batch(hidden.to("cpu"), arguments))
         return batches
+
+    def _record(self, tokens: torch.Tensor) -> tuple[torch.Tensor, list[dict[str, Any]]]:
+        """Hidden states that enter the first block, and the other arguments of each block."""
+        base = self.model.get_submodule(self.anatomy.base)
+        # Blocks return a tensor, or in older families a tuple that starts with it: `self._as_tuple` is what worked.
+        for as_tuple in (self._as_tuple, not self._as_tuple):
+            recorders = [Recorder(block, as_tuple) for block in self._blocks]
+            with self._replaced(recorders):
+                try:
+                    base(tokens, use_cache=False)
+                except (AttributeError, IndexError, RuntimeError, TypeError):
+                    if as_tuple is not self._as_tuple:
+                        raise
+                    continue
+            if all(now.hidden is before.output for before, now in pairwise(recorders)):
+                break
+        self._as_tuple = as_tuple
+        check_recorded(recorders, self.anatomy.blocks)
+        return recorders[0].hidden, [recorder.arguments for recorder in recorders]
 
     @contextmanager
     def block(self, index: int) -> Iterator[nn.Module]:
         """The block with its weights in memory, for the time of the context."""
-        with self._materialized(self.base.layers[index], self.block_name(index)) as block:
+        block, name = self._blocks[index], self.block_name(index)
+        try:
+            for part, module in block.named_modules(prefix=name):
+                self._materialize(part, module)
             yield block
+        finally:
+            block.to("meta")
 
     @contextmanager
     def head(self) -> Iterator[nn.Module]:
-        """Final norm followed by lm_head, with their weights in memory."""
-        with self._materialized(self.base.norm, "model.norm"), self._materialized(self.model.lm_head, HEAD):
-            yield nn.Sequential(self.base.norm, self.model.lm_head)
+        """What turns the last block's hidden states into logits, with its weights in memory."""
+        with self._outside((self.anatomy.blocks, self.anatomy.embedding)):
+            yield _Tail(self)
 
     @torch.no_grad()
     def run(self, index: int, block: nn.Module, batch: Batch) -> torch.Tensor:
@@ -119,35 +176,95 @@ class Decoder:
         output = block(batch.hidden.to(self.device), **batch.arguments[index])
         return (output[0] if isinstance(output, tuple) else output).to("cpu")
 
+    def _stored_module(self, name: str) -> str:
+        return self._stored[f"{name}.weight"].removesuffix(".weight")
+
+    @property
+    def _blocks(self) -> Any:
+        return self.model.get_submodule(self.anatomy.blocks)
+
     @contextmanager
-    def _materialized(self, module: nn.Module, prefix: str) -> Iterator[nn.Module]:
-        tied = prefix == HEAD and self.tied
-        module.to_empty(device=self.device)
+    def _replaced(self, blocks: list[Any]) -> Iterator[None]:
+        """The model with other blocks, for the time of the context."""
+        own = self._blocks
+        self.model.set_submodule(self.anatomy.blocks, nn.ModuleList(blocks))
         try:
-            for name, parameter in module.named_parameters():
-                full = "model.embed_tokens.weight" if tied else f"{prefix}.{name}"
-                stored = self.store.get(full)
-                if stored.shape != parameter.shape:
-                    expected, found = f"shape {tuple(parameter.shape)}", f"{tuple(stored.shape)}"
-                    raise UnsupportedModelError(f"{self.source}: {full}", expected, found, "Is config.json its own?")
-                if not torch.isfinite(stored).all():
-                    found = f"{int((~torch.isfinite(stored)).sum())} NaN or infinite values"
-                    raise NumericalError(f"{self.source}: {full}", "finite weights", found, "The model is damaged.")
-                parameter.copy_(stored.to(self.dtype))
-            yield module
+            yield
         finally:
-            module.to("meta")
+            self.model.set_submodule(self.anatomy.blocks, own)
+
+    @contextmanager
+    def _outside(self, excluded: tuple[str, ...]) -> Iterator[None]:
+        """Everything but the modules named, with its weights in memory."""
+        parts = list(parts_outside(self.model, "", excluded))
+        try:
+            for name, module in parts:
+                self._materialize(name, module)
+            yield
+        finally:
+            for _, module in parts:
+                for leaf, parameter in module._parameters.items():
+                    if parameter is not None:
+                        module._parameters[leaf] = nn.Parameter(parameter.to("meta"), requires_grad=False)
+                for leaf, buffer in module._buffers.items():
+                    module._buffers[leaf] = None if buffer is None else buffer.to("meta")
+
+    def _materialize(self, name: str, module: nn.Module) -> None:
+        """Give a module's own parameters and buffers, not those of its children, their values."""
+        fill_computed_buffers(self.model, name, module, self.device)
+        prefix = f"{name}." if name else ""
+        for leaf, parameter in module._parameters.items():
+            if parameter is not None:
+                loaded = self._load(prefix + leaf, parameter)
+                module._parameters[leaf] = nn.Parameter(loaded, requires_grad=False)
+        for leaf, buffer in module._buffers.items():
+            if buffer is not None and leaf not in module._non_persistent_buffers_set:
+                module._buffers[leaf] = self._load(prefix + leaf, buffer)
+
+    def _load(self, name: str, like: torch.Tensor) -> torch.Tensor:
+        """A stored tensor in the dtype of `like`, on the device; checked for its shape and for finite values."""
+        if self.tied and name == f"{self.anatomy.head}.weight":
+            name = f"{self.anatomy.embedding}.weight"
+        name = self._stored.get(name, name)
+        stored = self.store.get(name)
+        if stored.shape != like.shape:
+            expected, found = f"shape {tuple(like.shape)}", f"{tuple(stored.shape)}"
+            raise UnsupportedModelError(f"{self.source}: {name}", expected, found, "Is config.json its own?")
+        if not torch.isfinite(stored).all():
+            found = f"{int((~torch.isfinite(stored)).sum())} NaN or infinite values"
+            raise NumericalError(f"{self.source}: {name}", "finite weights", found, "The model is damaged.")
+        return stored.to(self.device, like.dtype, copy=True)
 
 
-class _Recorder(nn.Module):
-    """Stands in for a block: keeps what it is called with and passes the hidden states on."""
+class _Tail(nn.Module):
+    """Hidden states [n, tokens, hidden] of the last block -> logits [n, tokens, vocabulary]."""
 
-    hidden: torch.Tensor
-    arguments: dict[str, Any]
+    def __init__(self, decoder: Decoder) -> None:
+        super().__init__()
+        # In a tuple, or the whole model would become a submodule of this one.
+        self.decoder = (decoder,)
 
-    def forward(self, hidden_states: torch.Tensor, **arguments: Any) -> torch.Tensor:
-        self.hidden, self.arguments = hidden_states, arguments
-        return hidden_states
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        (decoder,) = self.decoder
+        stand_ins = [Given(block, decoder._as_tuple) for block in decoder._blocks]
+        for stand_in in stand_ins:
+            stand_in.given = hidden
+        with decoder._replaced(stand_ins):
+            logits: torch.Tensor = decoder.model(inputs_embeds=hidden, use_cache=False).logits
+        return logits
+
+
+def _meta_model(source: Path, config: Any, dtype: torch.dtype) -> Any:
+    """The model without weights."""
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    except ValueError as error:
+        reason = str(error).splitlines()[0]
+        raise UnsupportedModelError(f"{source}/config.json", "a causal language model", reason) from None
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    return model
 
 
 def _load_config(source: Path) -> Any:
@@ -156,10 +273,6 @@ def _load_config(source: Path) -> Any:
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UnsupportedModelError(f"{source}/config.json", "a model configuration", reason) from None
-    if config.model_type not in SUPPORTED_MODEL_TYPES:
-        expected = f"model_type {', '.join(SUPPORTED_MODEL_TYPES)}"
-        hint = "Its decoder blocks are not known to be walked correctly, so it is refused rather than guessed at."
-        raise UnsupportedModelError(f"{source}/config.json", expected, repr(config.model_type), hint)
     if getattr(config, "quantization_config", None) is not None:
         hint = "Quantize the original model instead."
         raise UnsupportedModelError(f"{source}/config.json", "an unquantized model", "a quantization_config", hint)

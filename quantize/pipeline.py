@@ -24,7 +24,7 @@ from vllm_latq.config import CheckpointConfig, LayerScheme
 from vllm_latq.errors import ConfigError, NumericalError
 from vllm_latq.quantize.calibration import load_samples
 from vllm_latq.quantize.card import model_card
-from vllm_latq.quantize.decoder import HEAD, Decoder
+from vllm_latq.quantize.decoder import Decoder
 from vllm_latq.quantize.hessian import InputHessian
 from vllm_latq.quantize.lattice import Factor
 from vllm_latq.quantize.methods import layer_factor, quantize_layer
@@ -81,7 +81,7 @@ def quantize_checkpoint(
     run = _Run(decoder, recipe, quantized, writer, emit)
     run.blocks(samples)
     report = run.report(samples, time.perf_counter() - started)
-    config = CheckpointConfig(recipe.scheme, recipe.ignore, recipe=recipe.to_dict())
+    config = CheckpointConfig(recipe.scheme, ignored_modules(decoder, recipe), recipe=recipe.to_dict())
     writer.finish(Path(source), config, report, model_card(Path(source), recipe, report))
     emit({"event": "done", "destination": str(destination), **report["totals"]})
     return report
@@ -90,17 +90,24 @@ def quantize_checkpoint(
 def quantized_linears(decoder: Decoder, recipe: Recipe) -> dict[str, nn.Linear]:
     """Full name -> (meta) linear of everything that the recipe quantizes; raises if a scheme does not fit a shape."""
     linears = {name: linear for index in range(len(decoder)) for name, linear in decoder.linears(index).items()}
-    linears[HEAD] = decoder.model.lm_head
-    config = CheckpointConfig(recipe.scheme, recipe.ignore)
+    linears[decoder.head_name] = decoder.head_linear
+    config = CheckpointConfig(recipe.scheme, ignored_modules(decoder, recipe))
     chosen = {name: linear for name, linear in linears.items() if not config.is_ignored(name)}
-    if HEAD in chosen and decoder.tied:
-        hint = "Add lm_head to --ignore: it shares its weight with the embedding."
-        raise ConfigError("ignore", "lm_head among the ignored modules", "a tied lm_head to be quantized", hint)
+    if decoder.head_name in chosen and decoder.tied:
+        hint = f"Add {decoder.head_name} to --ignore: it shares its weight with the embedding."
+        expected, found = f"{decoder.head_name} among the ignored modules", "a tied head to be quantized"
+        raise ConfigError("ignore", expected, found, hint)
     if not chosen:
         raise ConfigError("ignore", "some linear left to quantize", "all of them ignored")
     for name, linear in chosen.items():
         tensor_specs(recipe.scheme, linear.out_features, linear.in_features, where=name)
     return chosen
+
+
+def ignored_modules(decoder: Decoder, recipe: Recipe) -> tuple[str, ...]:
+    """What stays unquantized: what the recipe names, and routers of experts. `lm_head` stands for any model's head."""
+    head = (decoder.head_name,) if "lm_head" in recipe.ignore and decoder.head_name != "lm_head" else ()
+    return (*recipe.ignore, *head, *decoder.routers)
 
 
 def calibration_samples(decoder: Decoder, recipe: Recipe, calibration: str | None) -> torch.Tensor | None:
@@ -117,9 +124,10 @@ def calibration_samples(decoder: Decoder, recipe: Recipe, calibration: str | Non
         raise ConfigError("seq_len", f"at most {limit}, the model's max_position_embeddings", str(recipe.seq_len))
     tokenizer = AutoTokenizer.from_pretrained(decoder.source, trust_remote_code=False)
     samples = load_samples(tokenizer, calibration, recipe.num_samples, recipe.seq_len, recipe.seed)
-    vocabulary = decoder.base.embed_tokens.num_embeddings
-    if int(samples.max()) >= vocabulary:
-        raise ConfigError("tokenizer", f"token ids below {vocabulary}", str(int(samples.max())), "Is it the model's?")
+    if int(samples.max()) >= decoder.vocabulary:
+        raise ConfigError(
+            "tokenizer", f"token ids below {decoder.vocabulary}", str(int(samples.max())), "Is it the model's?"
+        )
     widest = max(linear.in_features for index in range(len(decoder)) for linear in decoder.linears(index).values())
     if samples.numel() < widest and recipe.needs_calibration:
         warnings.warn(
@@ -148,16 +156,14 @@ class _Run:
         stream = Stream(self.decoder, samples, original=self.recipe.target == "original")
         for index in range(len(self.decoder)):
             linears = {name: linear for name, linear in self.decoder.linears(index).items() if name in self.quantized}
-            self._shard(
-                index, self.decoder.block_name(index) + ".", linears, self.decoder.block(index), stream, advance=True
-            )
-        linears = {HEAD: self.decoder.model.lm_head} if HEAD in self.quantized else {}
-        self._shard(len(self.decoder), None, linears, self.decoder.head(), stream, advance=False)
+            self._shard(index, linears, self.decoder.block(index), stream, advance=True)
+        head = {self.decoder.head_name: self.decoder.head_linear}
+        linears = head if self.decoder.head_name in self.quantized else {}
+        self._shard(len(self.decoder), linears, self.decoder.head(), stream, advance=False)
 
     def _shard(
         self,
         shard: int,
-        prefix: str | None,
         linears: Mapping[str, nn.Linear],
         context: AbstractContextManager[nn.Module],
         stream: Stream,
@@ -165,7 +171,7 @@ class _Run:
     ) -> None:
         """Quantize, or read back, the linears of one shard, and carry the activations past its block."""
         earlier = self.writer.records(shard)
-        tensors = self._other_tensors(prefix, linears) if earlier is None else {}
+        tensors = self._other_tensors(shard, linears) if earlier is None else {}
         if linears or (advance and stream):
             with context as block, torch.no_grad():
                 if earlier is None:
@@ -217,19 +223,18 @@ class _Run:
             weight = _stored_weight(path, name, self.recipe.scheme, (linear.out_features, linear.in_features))
             linear.weight.copy_(weight.dequantize().to(linear.weight.dtype))
 
-    def _other_tensors(self, prefix: str | None, linears: Mapping[str, nn.Linear]) -> dict[str, torch.Tensor]:
-        """The tensors of a shard that stay as they are: those under `prefix`, or (None) those under no block."""
-        blocks = tuple(self.decoder.block_name(index) + "." for index in range(len(self.decoder)))
-        replaced = {f"{name}.weight" for name in linears}
-        chosen = [
-            name
-            for name in self.decoder.store.names()
-            if (name.startswith(prefix) if prefix else not name.startswith(blocks)) and name not in replaced
-        ]
+    def _other_tensors(self, shard: int, linears: Mapping[str, nn.Linear]) -> dict[str, torch.Tensor]:
+        """The tensors of a shard that stay as they are: those of a block, or for the last shard those of none."""
+        if shard < len(self.decoder):
+            chosen = self.decoder.stored_tensors(shard)
+        else:
+            blocks = set().union(*(self.decoder.stored_tensors(index) for index in range(len(self.decoder))))
+            chosen = set(self.decoder.store.names()) - blocks
+        chosen -= {f"{name}.weight" for name in linears}
         if self.decoder.tied:
             # A tied head is stored once, as the embedding.
-            chosen = [name for name in chosen if name != f"{HEAD}.weight"]
-        return {name: self.decoder.store.get(name) for name in chosen}
+            chosen.discard(f"{self.decoder.head_name}.weight")
+        return {name: self.decoder.store.get(name) for name in sorted(chosen)}
 
     def report(self, samples: torch.Tensor | None, seconds: float) -> dict[str, Any]:
         """Everything that was measured, as stored in the checkpoint."""

@@ -10,18 +10,26 @@ from vllm_latq.spec import tensor_specs
 
 
 def plan(recipe: Recipe, source: str | Path) -> dict[str, Any]:
-    """Per linear: name, shape, expected stored bits per weight and bytes; and their totals.
+    """Per linear: name, shape, expected stored bits per weight and bytes; their totals; and what is left as it is.
+
+    `unquantized` lists the matrices inside the blocks, and the head, that the recipe ignores or that are no linears.
 
     Bits are exact for schemes without outliers, at the outlier rate for SSQR, and the target for Huffman coding.
     """
     decoder = Decoder(source, "cpu")
     layers = []
-    for name, linear in quantized_linears(decoder, recipe).items():
+    quantized = quantized_linears(decoder, recipe)
+    for name, linear in quantized.items():
         rows, cols = linear.out_features, linear.in_features
         bits = _stored_bits(recipe, rows, cols) / (rows * cols)
         layers.append({"name": name, "shape": [rows, cols], "bits": bits, "bytes": round(bits * rows * cols / 8)})
     summary = {key: value for key, value in totals(layers).items() if key not in ("error", "bound")}
-    return {"recipe": recipe.to_dict(), "totals": summary, "layers": layers}
+    left = [
+        {"name": name, "shape": list(shape)}
+        for name, shape in decoder.matrices().items()
+        if name.removesuffix(".weight") not in quantized
+    ]
+    return {"recipe": recipe.to_dict(), "totals": summary, "layers": layers, "unquantized": left}
 
 
 def _stored_bits(recipe: Recipe, rows: int, cols: int) -> float:

@@ -133,6 +133,8 @@ def _quantize(options: argparse.Namespace) -> int:
         total = planned["totals"]
         rows.append(("total", f"{total['weights']:,}", f"{total['bits_per_weight']:.3f}", f"{total['bytes']:,}"))
         console.print_table(f"{recipe.method}: what would be quantized", ("linear", "shape", "bits", "bytes"), rows)
+        for left in planned["unquantized"]:
+            print(f"stays as it is: {left['name']}  {'x'.join(map(str, left['shape']))}")
         return 0
     with console.JsonEvents() if options.json else console.ProgressDisplay() as display:
         quantize_checkpoint(

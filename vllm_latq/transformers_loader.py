@@ -9,13 +9,16 @@ out of `from_pretrained` holds validated weights; training and saving through tr
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import nn
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from vllm_latq.config import QUANT_METHOD, CheckpointConfig, LayerScheme
+from vllm_latq.experts import Experts
 from vllm_latq.linear_op import WEIGHT_ARGUMENTS, dequantize, scale_columns, ssqr_linear, weight_arguments
-from vllm_latq.spec import tensor_specs
+from vllm_latq.spec import SHAPE, tensor_specs
+from vllm_latq.tensor_names import stored_names, unmerged
 from vllm_latq.weights import PackedWeight, decode_checked, pack_integers, weight_from_tensors
 
 # Shape of a tensor that has not been loaded; no stored tensor has three dimensions.
@@ -106,6 +109,7 @@ class LatqQuantizer(HfQuantizer):
     """Replaces the quantized linears of a model before loading, and turns what was loaded into weights after it."""
 
     requires_calibration = True
+    unfused = False
 
     def is_serializable(self) -> bool:
         return False
@@ -114,18 +118,26 @@ class LatqQuantizer(HfQuantizer):
     def is_trainable(self) -> bool:
         return False
 
-    def _process_model_before_weight_loading(self, model: Any, dtype: torch.dtype | None = None, **_: Any) -> None:
+    def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **_: Any) -> None:
         tied = getattr(model.config.get_text_config(), "tie_word_embeddings", False)
         tied_head = model.get_output_embeddings() if tied else None
         assert isinstance(self.quantization_config, LatqQuantizationConfig)
+        stored = _stored_linears(model, checkpoint_files or [])
+        self.unfused = any(isinstance(module, Experts) for module in model.modules())
         for name, module in list(model.named_modules()):
-            scheme = self.quantization_config.checkpoint.scheme_for(name)
+            where = stored.get(f"{name}.weight", f"{name}.weight").removesuffix(".weight")
+            checkpoint = self.quantization_config.checkpoint
+            scheme = None if checkpoint.is_ignored(name) else checkpoint.scheme_for(where)
             if not isinstance(module, nn.Linear) or scheme is None or module is tied_head:
                 continue
             with torch.device("meta"):
-                bias, dtype = module.bias is not None, dtype or torch.bfloat16
-                linear = LatqLinear(module.in_features, module.out_features, bias, scheme, name, dtype)
+                bias, dtype = module.bias is not None, module.weight.dtype
+                linear = LatqLinear(module.in_features, module.out_features, bias, scheme, where, dtype)
             model.set_submodule(name, linear)
+
+    def update_weight_conversions(self, weight_conversions: list[Any]) -> list[Any]:
+        """transformers' rules for names; experts that are linears of their own are no longer merged."""
+        return unmerged(weight_conversions) if self.unfused else weight_conversions
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
         for module in model.modules():
@@ -143,3 +155,14 @@ class LatqQuantizer(HfQuantizer):
                 linear.register_parameter("bias", module.bias)
                 model.set_submodule(name, linear)
         return model
+
+
+def _stored_linears(model: Any, files: list[str]) -> dict[str, str]:
+    """Name of each tensor of the model -> its name in the checkpoint. Splits experts that are quantized one by one."""
+    stored: list[str] = []
+    for file in files:
+        with safe_open(file, framework="pt") as shard:
+            stored += shard.keys()
+    quantized = [name.removesuffix(SHAPE) + "weight" for name in stored if name.endswith("." + SHAPE)]
+    # Without quantized tensors there is nothing to split, and an empty list would mean all of them.
+    return stored_names(model, stored + quantized, files[0], quantized) if quantized else {}

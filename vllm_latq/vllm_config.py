@@ -14,6 +14,7 @@ from vllm_latq.config import QUANT_METHOD, CheckpointConfig, LayerScheme
 from vllm_latq.errors import ConfigError, UnsupportedModelError
 from vllm_latq.vllm_linear import LatqLinearMethod
 
+_PERMUTED_ON_LOAD = ("bloom", "falcon", "gpt_neox")
 # By name, because the class moved and was renamed between the supported vLLM releases.
 _MOE_LAYERS = {"FusedMoE", "RoutedExperts"}
 
@@ -72,6 +73,8 @@ class LatqConfig(QuantizationConfig):
         if isinstance(layer, LinearBase):
             shards = self._shard_names(prefix)
             scheme = self._common_scheme(prefix, shards)
+            if scheme:
+                _refuse_interleaved_heads(prefix)
             return LatqLinearMethod(scheme, prefix, shards, self._recipe()) if scheme else UnquantizedLinearMethod()
         if isinstance(layer, ParallelLMHead):
             scheme = None if _embeddings_are_tied() else self.checkpoint.scheme_for(prefix)
@@ -101,6 +104,15 @@ class LatqConfig(QuantizationConfig):
             hint = "vLLM merges these into one matrix: quantize or ignore them alike."
             raise ConfigError(prefix, "one scheme for all of its shards", found, hint)
         return schemes[shards[0]]
+
+
+def _refuse_interleaved_heads(prefix: str) -> None:
+    """Refuse fused q/k/v that vLLM permutes head by head as it loads them, which only works on plain weights."""
+    model_config = get_current_vllm_config().model_config
+    model_type = getattr(getattr(model_config, "hf_config", None), "model_type", None)
+    if prefix.endswith("query_key_value") and model_type in _PERMUTED_ON_LOAD:
+        hint = "Load the checkpoint with transformers, or quantize it with query_key_value among the ignored modules."
+        raise UnsupportedModelError(prefix, "a model whose q, k and v are stored one after the other", model_type, hint)
 
 
 def _embeddings_are_tied() -> bool:

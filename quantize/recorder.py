@@ -1,0 +1,84 @@
+"""Stand-ins for decoder blocks: they tell what a model hands to its blocks, and let it go on from given hidden states.
+
+Invariant: what was recorded suffices to run the blocks one after another; a model that does more between its blocks
+than to pass hidden states on is refused.
+"""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+
+from vllm_latq.errors import UnsupportedModelError
+
+
+class Recorder(nn.Module):
+    """Stands in for a block: keeps what it is called with, and returns NaN, which shows where it is used."""
+
+    hidden: torch.Tensor
+    output: torch.Tensor
+    arguments: dict[str, Any]
+
+    def __init__(self, block: nn.Module, as_tuple: bool) -> None:
+        super().__init__()
+        self.as_tuple = as_tuple
+        self.signature = inspect.signature(block.forward)
+        self.attributes = {name: value for name, value in vars(block).items() if not name.startswith("_")}
+
+    def __getattr__(self, name: str) -> Any:
+        # Models ask their blocks for plain attributes such as attention_type.
+        attributes = self.__dict__.get("attributes", {})
+        return attributes[name] if name in attributes else super().__getattr__(name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor | tuple[torch.Tensor]:
+        bound = self.signature.bind(*args, **kwargs).arguments
+        for parameter in self.signature.parameters.values():
+            if parameter.kind is parameter.VAR_KEYWORD:
+                bound.update(bound.pop(parameter.name, {}))
+        self.hidden = bound.pop("hidden_states")
+        self.arguments = bound
+        self.output = torch.full_like(self.hidden, torch.nan)
+        return (self.output,) if self.as_tuple else self.output
+
+
+class Given(Recorder):
+    """Stands in for a block: returns the hidden states it was given."""
+
+    given: torch.Tensor
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor | tuple[torch.Tensor]:
+        return (self.given,) if self.as_tuple else self.given
+
+
+def check_recorded(recorders: list[Recorder], blocks: str) -> None:
+    """Refuse a model whose blocks (their list is named `blocks`) get more from each other than hidden states."""
+    hint = "Its blocks cannot be quantized one after another."
+    for index, recorder in enumerate(recorders):
+        where = f"{blocks}.{index}"
+        if index and recorder.hidden is not recorders[index - 1].output:
+            raise UnsupportedModelError(where, "the previous block's output as input", "another tensor", hint)
+        for name, value in recorder.arguments.items():
+            tensors = value if isinstance(value, list | tuple) else (value,)
+            if any(isinstance(t, torch.Tensor) and t.is_floating_point() and t.isnan().any() for t in tensors):
+                expected = "arguments that do not depend on other blocks"
+                raise UnsupportedModelError(where, expected, f"{name}, which does", hint)
+
+
+def shared(arguments: list[dict[str, Any]], first: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The arguments of a batch, with tensors equal to those of the first batch replaced by them, to save memory."""
+    known: dict[int, Any] = {}
+
+    def same(mine: Any, other: Any) -> Any:
+        if isinstance(mine, tuple) and isinstance(other, tuple) and len(mine) == len(other):
+            return tuple(same(a, b) for a, b in zip(mine, other, strict=True))
+        if not isinstance(mine, torch.Tensor) or not isinstance(other, torch.Tensor):
+            return mine
+        if id(mine) not in known:
+            known[id(mine)] = other if mine.shape == other.shape and torch.equal(mine, other) else mine
+        return known[id(mine)]
+
+    return [
+        {name: same(value, theirs.get(name)) for name, value in mine.items()}
+        for mine, theirs in zip(arguments, first, strict=True)
+    ]

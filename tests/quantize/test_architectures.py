@@ -1,0 +1,120 @@
+"""Families of models: walked block by block exactly, quantized, and loaded again with the dequantized weights' logits.
+
+Nothing in the package names these families: their parts are found by structure.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from vllm_latq.checkpoint import CheckpointReader, verify
+from vllm_latq.errors import UnsupportedModelError
+from vllm_latq.quantize.decoder import Decoder
+from vllm_latq.quantize.pipeline import quantize_checkpoint
+from vllm_latq.quantize.plan import plan
+from vllm_latq.quantize.recipe import Recipe
+
+LLAMA_LIKE = (
+    *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "granite", "olmo", "olmo2", "olmo3"),
+    *("stablelm", "cohere", "cohere2", "helium", "smollm3", "exaone4", "ernie4_5", "seed_oss", "diffllama"),
+)
+# Fused or differently named linears, blocks that return tuples, positions that are learned or added to the scores.
+OTHERS = {
+    **{"phi3": ("self_attn.o_proj", "self_attn.qkv_proj", "mlp.gate_up_proj", "mlp.down_proj")},
+    **{"phi": ("q_proj", "k_proj", "v_proj", "dense", "fc1", "fc2")},
+    **{"glm4": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj")},
+    **{"starcoder2": ("q_proj", "k_proj", "v_proj", "o_proj", "c_fc", "c_proj")},
+    **{"nemotron": ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj")},
+    **{"gpt_neox": ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")},
+    **{"bloom": ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")},
+    **{"falcon": ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")},
+    **{"persimmon": ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")},
+    **{"mpt": ("Wqkv", "out_proj", "up_proj", "down_proj")},
+    **{"gptj": ("k_proj", "v_proj", "q_proj", "out_proj", "fc_in", "fc_out")},
+    **{"codegen": ("qkv_proj", "out_proj", "fc_in", "fc_out")},
+    **{"opt": ("k_proj", "v_proj", "q_proj", "out_proj", "fc1", "fc2")},
+    **{"biogpt": ("k_proj", "v_proj", "q_proj", "out_proj", "fc1", "fc2")},
+}
+LLAMA_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+RECIPE = Recipe("gptq", 4, group_size=16, num_samples=4, seq_len=32)
+TOKENS = torch.randint(3, 2048, (3, 20), generator=torch.Generator().manual_seed(1))
+
+
+def walk(decoder: Decoder, tokens: torch.Tensor, batch_size: int) -> torch.Tensor:
+    """Logits, computed one block at a time."""
+    batches = decoder.embed(tokens, batch_size)
+    for index in range(len(decoder)):
+        with decoder.block(index) as block:
+            for batch in batches:
+                batch.hidden = decoder.run(index, block, batch)
+    with decoder.head() as head, torch.no_grad():
+        return torch.cat([head(batch.hidden) for batch in batches])
+
+
+@pytest.mark.parametrize("model_type", [*LLAMA_LIKE, *OTHERS])
+def test_walk_equals_transformers(model_type: str, random_model: Any) -> None:
+    directory, model = random_model(model_type)
+    decoder = Decoder(directory, "cpu")
+    for batch_size in (2, 3):
+        with torch.no_grad():
+            expected = torch.cat([model(tokens).logits for tokens in TOKENS.split(batch_size)])
+        torch.testing.assert_close(walk(decoder, TOKENS, batch_size), expected, rtol=0, atol=0)
+    assert all(parameter.device.type == "meta" for parameter in decoder.model.parameters())
+
+
+@pytest.mark.parametrize("model_type", ["gemma2", "gemma3_text", "granite", "olmo2", "cohere2", *OTHERS])
+def test_quantized_and_loaded_again(
+    model_type: str, random_model: Any, make_dense_twin: Any, calibration_text: Path, tmp_path: Path
+) -> None:
+    directory, _ = random_model(model_type)
+    leaves = OTHERS.get(model_type, LLAMA_LINEARS)
+    planned = [layer["name"] for layer in plan(RECIPE, directory)["layers"]]
+    assert len(planned) == 2 * len(leaves)
+    assert all(any(name.endswith(leaf) for leaf in leaves) for name in planned)
+    quantize_checkpoint(RECIPE, directory, tmp_path / "out", calibration=str(calibration_text))
+    assert list(verify(tmp_path / "out")) == []
+    reader = CheckpointReader(tmp_path / "out")
+    assert sorted(reader.shapes) == sorted(planned)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    dense = AutoModelForCausalLM.from_pretrained(make_dense_twin(tmp_path / "out", tmp_path / "dense"))
+    with torch.no_grad():
+        got, expected = loaded(TOKENS).logits, dense(TOKENS).logits
+    assert expected.std() > 0.01
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+def test_head_under_another_name(random_model: Any, make_dense_twin: Any, tmp_path: Path) -> None:
+    """transformers calls GPT-NeoX's `embed_out` `lm_head`: either name ignores it, and it can be quantized."""
+    directory, _ = random_model("gpt_neox")
+    names = {
+        ignore: [layer["name"] for layer in plan(Recipe("rtn", 4, group_size=16, ignore=ignore), directory)["layers"]]
+        for ignore in (("lm_head",), ("embed_out",), ("dense",))
+    }
+    assert names["lm_head",] == names["embed_out",]
+    assert "embed_out" in names["dense",]
+    quantize_checkpoint(Recipe("rtn", 4, group_size=16, ignore=("dense",)), directory, tmp_path / "out")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    dense = AutoModelForCausalLM.from_pretrained(make_dense_twin(tmp_path / "out", tmp_path / "dense"))
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(TOKENS).logits, dense(TOKENS).logits, rtol=0, atol=0)
+
+
+REFUSED = [
+    ("gpt2", {}, r"transformer\.h: expected blocks with linear layers, found .*Conv1D"),
+    ("gpt_oss", {}, "expected gated experts without bias"),
+    ("t5", {}, "expected a causal language model"),
+]
+
+
+@pytest.mark.parametrize(("model_type", "changes", "message"), REFUSED)
+def test_what_is_not_understood_is_named(
+    model_type: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    AutoConfig.for_model(model_type, **changes).save_pretrained(tmp_path)
+    save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(UnsupportedModelError, match=message):
+        Decoder(tmp_path, "cpu")
