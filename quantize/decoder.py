@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from vllm_latq.errors import NumericalError, UnsupportedModelError
 from vllm_latq.experts import Experts
 from vllm_latq.quantize.anatomy import Anatomy, fill_computed_buffers, parts_outside
+from vllm_latq.quantize.offload import Place
 from vllm_latq.quantize.recorder import Given, Recorder, check_recorded, shared
 from vllm_latq.store import TensorStore
 from vllm_latq.tensor_names import stored_names
@@ -123,15 +124,18 @@ class Decoder:
         }
 
     @torch.no_grad()
-    def embed(self, samples: torch.Tensor, batch_size: int) -> list[Batch]:
-        """Embed token ids int64 [n, tokens] and record what the model would pass to each of its blocks."""
+    def embed(self, samples: torch.Tensor, batch_size: int, place: Place = lambda hidden: hidden) -> list[Batch]:
+        """Embed token ids int64 [n, tokens] and record what the model would pass to each of its blocks.
+
+        `place` moves hidden states to where they wait.
+        """
         batches: list[Batch] = []
         with self._outside((self.anatomy.blocks, self.anatomy.head)):
             for tokens in samples.split(batch_size):
                 hidden, arguments = self._record(tokens.to(self.device))
                 if batches:
                     arguments = shared(arguments, batches[0].arguments)
-                batches.append(Batch(hidden.to("cpu"), arguments))
+                batches.append(Batch(place(hidden.to("cpu")), arguments))
         return batches
 
     def _record(self, tokens: torch.Tensor) -> tuple[torch.Tensor, list[dict[str, Any]]]:
@@ -163,6 +167,8 @@ class Decoder:
             yield block
         finally:
             block.to("meta")
+            # Pages of a mapped file count as this process's memory until the file is closed.
+            self.store.close()
 
     @contextmanager
     def head(self) -> Iterator[nn.Module]:

@@ -22,12 +22,14 @@ class InputHessian:
         matrix: float32 [c, c], the sum over all tokens seen.
         tokens: number of tokens seen.
         drift: how far this input is from the original model's; None where that one is not followed.
+        note: what the records of these linears say about it; empty if nothing.
     """
 
     linears: list[str]
     matrix: torch.Tensor
     tokens: int = 0
     drift: Drift | None = None
+    note: str = ""
 
     def add(self, inputs: torch.Tensor, original: torch.Tensor | None = None) -> None:
         """Accumulate inputs [..., c], and the original model's inputs for the same tokens."""

@@ -20,19 +20,25 @@ import torch
 from torch import nn
 
 import vllm_latq
-from vllm_latq.config import CheckpointConfig, LayerScheme
+from vllm_latq.checkpoint import REPORT_FILE
+from vllm_latq.config import CheckpointConfig
 from vllm_latq.errors import ConfigError, NumericalError
 from vllm_latq.quantize.calibration import load_samples
 from vllm_latq.quantize.card import model_card
 from vllm_latq.quantize.decoder import Decoder
+from vllm_latq.quantize.distributed import World
 from vllm_latq.quantize.hessian import InputHessian
 from vllm_latq.quantize.lattice import Factor
+from vllm_latq.quantize.loading import default_device
 from vllm_latq.quantize.methods import layer_factor, quantize_layer
+from vllm_latq.quantize.offload import Place, placer
 from vllm_latq.quantize.recipe import Recipe
+from vllm_latq.quantize.shards import dense_weight, stored_tensors, untouched_tensors
 from vllm_latq.quantize.stream import Stream
+from vllm_latq.quantize.totals import totals
 from vllm_latq.quantize.writer import CheckpointWriter
 from vllm_latq.spec import tensor_specs
-from vllm_latq.weights import Weight, weight_from_tensors
+from vllm_latq.store import read_json
 
 Listener = Callable[[Mapping[str, Any]], None]
 
@@ -45,6 +51,7 @@ def quantize_checkpoint(
     calibration: str | None = None,
     device: str | None = None,
     resume: bool = False,
+    offload: str = "cpu",
     on_event: Listener | None = None,
 ) -> dict[str, Any]:
     """Quantize a Hugging Face model directory.
@@ -57,6 +64,7 @@ def quantize_checkpoint(
         calibration: text file or dataset name, see `load_samples`; not needed by methods without a Hessian.
         device: torch device; None takes CUDA where there is one.
         resume: go on with `destination.partial` of an interrupted run.
+        offload: where activations wait, "cpu" or "disk" (a mapped file in `destination.partial`).
         on_event: called with plain dicts: one "start", one "layer" per linear, one "block" per block, one "done".
 
     Returns:
@@ -65,24 +73,46 @@ def quantize_checkpoint(
     Raises:
         LatqError: anything wrong with recipe, model, calibration data or destination.
     """
-    started = time.perf_counter()
-    emit = on_event or (lambda event: None)
-    decoder = Decoder(source, device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    chosen = torch.device(device or default_device())
+    world = World.join(chosen)
+    emit = on_event if on_event and world.first else (lambda event: None)
+    try:
+        decoder = Decoder(source, world.device(chosen))
+        return _quantize_checkpoint(recipe, decoder, Path(destination), calibration, resume, emit, world, offload)
+    finally:
+        world.leave()
+
+
+def _quantize_checkpoint(
+    recipe: Recipe,
+    decoder: Decoder,
+    destination: Path,
+    calibration: str | None,
+    resume: bool,
+    emit: Listener,
+    world: World,
+    offload: str,
+) -> dict[str, Any]:
+    started, source = time.perf_counter(), decoder.source
     quantized = quantized_linears(decoder, recipe)
     identity = {
         "recipe": recipe.to_dict(),
-        "source": str(Path(source).resolve()),
+        "source": str(source.resolve()),
         "calibration": calibration,
         "version": vllm_latq.__version__,
     }
     samples = calibration_samples(decoder, recipe, calibration)
-    writer = CheckpointWriter(destination, len(decoder) + 1, identity, resume)
+    # The other ranks get a copy, which they do not write with.
+    writer = world.from_first(lambda: CheckpointWriter(destination, len(decoder) + 1, identity, resume))
+    if writer.complete:
+        world.from_first(writer.seal)
+        return read_json(destination / REPORT_FILE)
     emit({"event": "start", "blocks": len(decoder), "linears": len(quantized), "samples": _sizes(samples)})
-    run = _Run(decoder, recipe, quantized, writer, emit)
-    run.blocks(samples)
+    run = _Run(decoder, recipe, quantized, writer, emit, world)
+    run.blocks(world.split(samples), placer(offload, writer.partial))
     report = run.report(samples, time.perf_counter() - started)
     config = CheckpointConfig(recipe.scheme, ignored_modules(decoder, recipe), recipe=recipe.to_dict())
-    writer.finish(Path(source), config, report, model_card(Path(source), recipe, report))
+    world.from_first(lambda: writer.finish(source, config, report, model_card(source, recipe, report)))
     emit({"event": "done", "destination": str(destination), **report["totals"]})
     return report
 
@@ -148,12 +178,14 @@ class _Run:
         quantized: Mapping[str, nn.Linear],
         writer: CheckpointWriter,
         emit: Listener,
+        world: World,
     ) -> None:
+        self.world = world
         self.decoder, self.recipe, self.quantized, self.writer, self.emit = decoder, recipe, quantized, writer, emit
         self.layers: list[dict[str, Any]] = []
 
-    def blocks(self, samples: torch.Tensor | None) -> None:
-        stream = Stream(self.decoder, samples, original=self.recipe.target == "original")
+    def blocks(self, samples: torch.Tensor | None, place: Place) -> None:
+        stream = Stream(self.decoder, samples, self.recipe.target == "original", self.world, place)
         for index in range(len(self.decoder)):
             linears = {name: linear for name, linear in self.decoder.linears(index).items() if name in self.quantized}
             self._shard(index, linears, self.decoder.block(index), stream, advance=True)
@@ -170,8 +202,8 @@ class _Run:
         advance: bool,
     ) -> None:
         """Quantize, or read back, the linears of one shard, and carry the activations past its block."""
-        earlier = self.writer.records(shard)
-        tensors = self._other_tensors(shard, linears) if earlier is None else {}
+        earlier = self.world.from_first(lambda: self.writer.records(shard))
+        tensors = untouched_tensors(self.decoder, shard, linears) if earlier is None else {}
         if linears or (advance and stream):
             with context as block, torch.no_grad():
                 if earlier is None:
@@ -186,23 +218,42 @@ class _Run:
         else:
             records = []
         if earlier is None:
-            self.writer.add(shard, tensors, {"layers": records})
+            self.world.from_first(lambda: self.writer.add(shard, tensors, {"layers": records}))
         self.layers.extend(records)
         self.emit({"event": "block", "block": shard, "linears": len(records), "resumed": earlier is not None})
 
     def _quantize(
         self, hessians: list[InputHessian], linears: Mapping[str, nn.Linear]
     ) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
+        parts = self.world.gather(
+            lambda: [self._quantize_input(hessian, linears) for hessian in self.world.mine(hessians)]
+        )
         records, tensors = {}, {}
-        for hessian in hessians:
-            known = self._factorized(hessian)
-            for name in hessian.linears:
-                result = quantize_layer(linears[name].weight, known, self.recipe, name, hessian.drift)
-                linears[name].weight.copy_(result.dequantized)
-                tensors.update({f"{name}.{suffix}": tensor for suffix, tensor in result.weight.to_tensors().items()})
-                records[name] = asdict(result.record)
-                self.emit({"event": "layer", **records[name]})
+        for rank, part in enumerate(parts):
+            for found, stored in part:
+                for name, record in found.items():
+                    records[name] = record
+                    if rank != self.world.rank:
+                        linears[name].weight.copy_(dense_weight(stored, self.recipe.scheme, name, linears[name]))
+                        self.emit({"event": "layer", **record})
+                tensors.update(stored)
         return [records[name] for name in linears], tensors
+
+    def _quantize_input(
+        self, hessian: InputHessian, linears: Mapping[str, nn.Linear]
+    ) -> tuple[dict[str, dict[str, Any]], dict[str, torch.Tensor]]:
+        """Quantize the linears that read one input: their records, and the tensors to be stored."""
+        records, tensors = {}, {}
+        known = self._factorized(hessian)
+        for name in hessian.linears:
+            result = quantize_layer(linears[name].weight, known, self.recipe, name, hessian.drift)
+            linears[name].weight.copy_(result.dequantized)
+            stored = result.weight.to_tensors()
+            tensors.update({f"{name}.{suffix}": tensor.cpu() for suffix, tensor in stored.items()})
+            note = "; ".join(filter(None, (result.record.note, hessian.note)))
+            records[name] = asdict(result.record) | {"note": note}
+            self.emit({"event": "layer", **records[name]})
+        return records, tensors
 
     def _factorized(self, hessian: InputHessian) -> torch.Tensor | Factor | None:
         """What the linears of one input are quantized with: its factor, or just the Hessian to measure errors."""
@@ -219,22 +270,10 @@ class _Run:
     def _read_back(self, shard: int, linears: Mapping[str, nn.Linear]) -> None:
         """Put the weights that an earlier run wrote into the block."""
         path = self.writer.partial / self.writer.shard_name(shard)
+        wanted = {name: (linear.out_features, linear.in_features) for name, linear in linears.items()}
+        stored = self.world.from_first(lambda: stored_tensors(path, self.recipe.scheme, wanted))
         for name, linear in linears.items():
-            weight = _stored_weight(path, name, self.recipe.scheme, (linear.out_features, linear.in_features))
-            linear.weight.copy_(weight.dequantize().to(linear.weight.dtype))
-
-    def _other_tensors(self, shard: int, linears: Mapping[str, nn.Linear]) -> dict[str, torch.Tensor]:
-        """The tensors of a shard that stay as they are: those of a block, or for the last shard those of none."""
-        if shard < len(self.decoder):
-            chosen = self.decoder.stored_tensors(shard)
-        else:
-            blocks = set().union(*(self.decoder.stored_tensors(index) for index in range(len(self.decoder))))
-            chosen = set(self.decoder.store.names()) - blocks
-        chosen -= {f"{name}.weight" for name in linears}
-        if self.decoder.tied:
-            # A tied head is stored once, as the embedding.
-            chosen.discard(f"{self.decoder.head_name}.weight")
-        return {name: self.decoder.store.get(name) for name in sorted(chosen)}
+            linear.weight.copy_(dense_weight(stored, self.recipe.scheme, name, linear))
 
     def report(self, samples: torch.Tensor | None, seconds: float) -> dict[str, Any]:
         """Everything that was measured, as stored in the checkpoint."""
@@ -250,32 +289,5 @@ class _Run:
         }
 
 
-def totals(layers: list[dict[str, Any]]) -> dict[str, Any]:
-    """Sums over the quantized linears: weights, stored bits per weight, bytes, summed error and bound."""
-    weights = sum(layer["shape"][0] * layer["shape"][1] for layer in layers)
-    bits = sum(layer["bits"] * layer["shape"][0] * layer["shape"][1] for layer in layers)
-
-    def total(key: str) -> float | None:
-        values = [layer[key] for layer in layers if layer.get(key) is not None]
-        return sum(values) if len(values) == len(layers) else None
-
-    return {
-        "weights": weights,
-        "bits_per_weight": bits / weights,
-        "bytes": round(bits / 8),
-        "error": total("error"),
-        "bound": total("bound"),
-    }
-
-
 def _sizes(samples: torch.Tensor | None) -> dict[str, int] | None:
     return None if samples is None else {"samples": samples.shape[0], "seq_len": samples.shape[1]}
-
-
-def _stored_weight(path: Path, module: str, scheme: LayerScheme, shape: tuple[int, int]) -> Weight:
-    from safetensors import safe_open
-
-    with safe_open(path, framework="pt", device="cpu") as shard:
-        suffixes = tensor_specs(scheme, *shape, where=module)
-        tensors = {suffix: shard.get_tensor(f"{module}.{suffix}") for suffix in suffixes}
-    return weight_from_tensors(tensors, scheme, shape, module)

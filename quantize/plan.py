@@ -4,8 +4,9 @@ from pathlib import Path
 from typing import Any
 
 from vllm_latq.quantize.decoder import Decoder
-from vllm_latq.quantize.pipeline import quantized_linears, totals
+from vllm_latq.quantize.pipeline import quantized_linears
 from vllm_latq.quantize.recipe import Recipe
+from vllm_latq.quantize.totals import totals
 from vllm_latq.spec import tensor_specs
 
 

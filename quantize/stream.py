@@ -11,8 +11,13 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from vllm_latq.errors import CalibrationError, ConfigError
+from vllm_latq.experts import Experts
 from vllm_latq.quantize.decoder import Batch, Decoder
+from vllm_latq.quantize.distributed import World
 from vllm_latq.quantize.hessian import HessianCollector, InputHessian, recording
+from vllm_latq.quantize.offload import Place
+from vllm_latq.quantize.routing import complete_experts
 
 # Tokens that pass through a block at a time: enough to keep the matmuls busy, small beside the block itself.
 TOKENS_PER_BATCH = 8192
@@ -25,14 +30,26 @@ class Stream:
         decoder: whose blocks they pass.
         samples: token ids int64 [n, tokens]; None for no calibration, when there is nothing to see.
         original: whether the original model's hidden states are carried along.
+        world: the processes that share the run; `samples` are this one's.
+        place: moves hidden states to where they wait between two blocks.
     """
 
-    def __init__(self, decoder: Decoder, samples: torch.Tensor | None, original: bool = False) -> None:
-        self.decoder = decoder
+    def __init__(
+        self,
+        decoder: Decoder,
+        samples: torch.Tensor | None,
+        original: bool = False,
+        world: World = World(),  # noqa: B008 (frozen)
+        place: Place = lambda hidden: hidden,
+    ) -> None:
+        if original and any(isinstance(module, Experts) for module in decoder.model.modules()):
+            expected, found = "a model whose linears see the same tokens as the original's", "routed experts"
+            raise ConfigError("recipe.target", expected, found, 'Use target "quantized".')
+        self.decoder, self.world = decoder, world
         self.batches: list[Batch] = []
         if samples is not None:
-            self.batches = decoder.embed(samples, max(1, TOKENS_PER_BATCH // samples.shape[1]))
-        self.originals = [batch.hidden for batch in self.batches] if original else None
+            self.batches = decoder.embed(samples, max(1, TOKENS_PER_BATCH // samples.shape[1]), place)
+        self.originals = [place(batch.hidden.clone()) for batch in self.batches] if original else None
 
     def __bool__(self) -> bool:
         return bool(self.batches)
@@ -46,7 +63,13 @@ class Stream:
             seen = self._original(position, shard, block, linears)
             with collector.watching(linears, seen):
                 self._run(shard, block, batch)
-        return collector.hessians
+        hessians = self.world.reduce(collector.hessians)
+        hessians = complete_experts(block, linears, hessians, lambda: self._all(shard, block), self.world.reduce)
+        reached = {name for hessian in hessians for name in hessian.linears}
+        if missed := [name for name in linears if name not in reached]:
+            hint = "Its block does not call it on this text: add it to the ignored modules."
+            raise CalibrationError(missed[0], "a linear that calibration tokens reach", "one that none reached", hint)
+        return hessians
 
     def skip(self, shard: int, block: nn.Module) -> None:
         """Carry the original stream past a block whose inputs need not be seen again."""
@@ -56,8 +79,12 @@ class Stream:
     def advance(self, shard: int, block: nn.Module) -> None:
         """Carry the quantized stream past a block that holds its quantized weights."""
         for batch in self.batches:
-            batch.hidden = self._run(shard, block, batch)
+            batch.hidden.copy_(self._run(shard, block, batch))
             batch.arguments[shard] = {}
+
+    def _all(self, shard: int, block: nn.Module) -> None:
+        for batch in self.batches:
+            self._run(shard, block, batch)
 
     def _original(
         self, position: int, shard: int, block: nn.Module, linears: Mapping[str, nn.Linear]
@@ -67,7 +94,7 @@ class Stream:
             return None
         arguments = self.batches[position].arguments
         with recording(linears) as seen:
-            self.originals[position] = self._run(shard, block, Batch(self.originals[position], arguments))
+            self.originals[position].copy_(self._run(shard, block, Batch(self.originals[position], arguments)))
         return seen
 
     def _run(self, shard: int, block: nn.Module, batch: Batch) -> torch.Tensor:

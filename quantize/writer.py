@@ -8,11 +8,13 @@ config.json, and renames the directory to `OUT`. A later run may adopt the finis
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from vllm_latq.checkpoint import REPORT_FILE, fingerprint_of, tensor_digest
@@ -43,6 +45,9 @@ class CheckpointWriter:
         shards: number of shards that will be added.
         identity: whatever must be equal for a partial run to be resumed: recipe, source, versions; plain JSON.
         resume: adopt the finished shards of an interrupted run of the same identity.
+
+    Attributes:
+        complete: the interrupted run got as far as `seal`, which is all that is left to do.
     """
 
     def __init__(self, destination: str | Path, shards: int, identity: Mapping[str, Any], resume: bool = False) -> None:
@@ -56,10 +61,13 @@ class CheckpointWriter:
         if self.partial.exists() and not resume:
             hint = "Go on with --resume, or remove it to start over."
             raise CheckpointError(str(self.partial), "no partial run", "an interrupted one", hint)
-        if self.partial.exists():
+        # config.json comes last: a run killed after it has only to be moved, and may have lost its state already.
+        self.complete = (self.partial / "config.json").exists()
+        if (self.partial / _STATE_FILE).exists():
             self._check_same(state)
-        else:
-            self.partial.mkdir(parents=True)
+        elif not self.complete:
+            # No state, no finished block: a run may be killed right after it made the directory.
+            self.partial.mkdir(parents=True, exist_ok=True)
             self._write_json(_STATE_FILE, state)
 
     def records(self, shard: int) -> dict[str, Any] | None:
@@ -71,13 +79,14 @@ class CheckpointWriter:
         """Write a shard and its records; when this returns they survive a crash."""
         stored = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         path = self.partial / self.shard_name(shard)
-        save_file(stored, path.with_suffix(".tmp"), metadata={"format": "pt"})
-        _rename_durably(path.with_suffix(".tmp"), path)
         bookkeeping = {
             "digests": [tensor_digest(name, tensor) for name, tensor in stored.items()],
             "bytes": sum(tensor.element_size() * tensor.numel() for tensor in stored.values()),
         }
-        self._write_json(self._records_name(shard), {**records, **bookkeeping})
+        with _named_failures(self.partial):
+            save_file(stored, path.with_suffix(".tmp"), metadata={"format": "pt"})
+            _rename_durably(path.with_suffix(".tmp"), path)
+            self._write_json(self._records_name(shard), {**records, **bookkeeping})
 
     def finish(
         self,
@@ -87,6 +96,10 @@ class CheckpointWriter:
         card: str,
     ) -> None:
         """Complete the directory and move it to its destination."""
+        with _named_failures(self.partial):
+            self._finish(source, quantization, report, card)
+
+    def _finish(self, source: Path, quantization: CheckpointConfig, report: Mapping[str, Any], card: str) -> None:
         finished = [read_json(self.partial / self._records_name(shard)) for shard in range(self.shards)]
         digests = [digest for records in finished for digest in records["digests"]]
         weight_map = {
@@ -104,9 +117,13 @@ class CheckpointWriter:
         config = read_json(source / "config.json")
         quantization_config = {**quantization.to_dict(), "fingerprint": fingerprint_of(digests)}
         self._write_json("config.json", {**config, "quantization_config": quantization_config})
-        for shard in range(self.shards):
-            (self.partial / self._records_name(shard)).unlink()
-        (self.partial / _STATE_FILE).unlink()
+        self.seal()
+
+    def seal(self) -> None:
+        """Move a complete directory to its destination, without what only a resumed run would need."""
+        for pattern in ("records-*", "*.tmp", "activations-*", _STATE_FILE):
+            for file in self.partial.glob(pattern):
+                file.unlink()
         if self.destination.exists():
             self.destination.rmdir()
         _rename_durably(self.partial, self.destination)
@@ -131,6 +148,16 @@ class CheckpointWriter:
         temporary = path.with_name(path.name + ".tmp")
         temporary.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
         _rename_durably(temporary, path)
+
+
+@contextmanager
+def _named_failures(directory: Path) -> Iterator[None]:
+    """A full disk or a missing permission, as an error that says what is kept."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        hint = "Finished blocks are kept: make room or restore the permission, then go on with --resume."
+        raise CheckpointError(str(directory), "a directory that can be written to", str(error), hint) from error
 
 
 def _rename_durably(old: Path, new: Path) -> None:

@@ -4,7 +4,9 @@ Exit status: 0 done, 1 a problem that was reported, 2 wrong usage.
 """
 
 import argparse
+import os
 import sys
+import time
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -12,6 +14,9 @@ from typing import Any
 import vllm_latq
 from vllm_latq import console
 from vllm_latq.errors import LatqError
+
+# How long a process that torchrun started leaves it to the first one to report an error of all.
+SECONDS_TO_SPEAK = 3.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -21,6 +26,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return options.run(options)
     except LatqError as error:
+        if not _speaks():
+            # The first process meets the same error, says it and ends, upon which torchrun ends this one.
+            time.sleep(SECONDS_TO_SPEAK)
         print(f"latq: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -70,6 +78,9 @@ def _add_quantize(commands: Any) -> None:
     recipe.add_argument("--ignore", nargs="*", help="modules to leave unquantized (default lm_head)")
     command.add_argument("--calibration", help="text file, wikitext2, c4, or a hub dataset org/name[:config]")
     command.add_argument("--device", help="torch device (default: cuda where there is one)")
+    command.add_argument(
+        "--offload", choices=("cpu", "disk"), default="cpu", help="where activations wait (default cpu)"
+    )
     command.add_argument("--resume", action="store_true", help="go on with an interrupted run")
     command.add_argument("--dry-run", action="store_true", help="show shapes, bits and bytes; compute nothing")
     command.add_argument("--json", action="store_true", help="one JSON object per event (with --dry-run: the plan)")
@@ -144,6 +155,7 @@ def _quantize(options: argparse.Namespace) -> int:
             calibration=options.calibration,
             device=options.device,
             resume=options.resume,
+            offload=options.offload,
             on_event=display,
         )
     return 0
@@ -235,8 +247,14 @@ def _eval(options: argparse.Namespace) -> int:
     return 0
 
 
+def _speaks() -> bool:
+    """Whether this process reports: of those that torchrun starts, the first."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-    print(f"latq: warning: {message}", file=sys.stderr)
+    if _speaks():
+        print(f"latq: warning: {message}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -71,6 +71,10 @@ class TensorStore:
         except (SafetensorError, OSError) as error:
             raise CheckpointError(str(self.directory / file), f"a readable {name}", str(error), _REPAIR) from None
 
+    def close(self) -> None:
+        """Close the files, until one is read again."""
+        self._open.clear()
+
     def _handle(self, file: str) -> Any:
         if file not in self._open:
             if Path(file).name != file:

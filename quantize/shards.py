@@ -1,0 +1,53 @@
+"""What a shard of the checkpoint holds: tensors of quantized linears, read back, and tensors that stay as they are."""
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from vllm_latq.config import LayerScheme
+from vllm_latq.quantize.decoder import Decoder
+from vllm_latq.spec import tensor_specs
+from vllm_latq.weights import weight_from_tensors
+
+
+def stored_tensors(path: Path, scheme: LayerScheme, shapes: Mapping[str, tuple[int, int]]) -> dict[str, torch.Tensor]:
+    """The tensors of quantized linears (name -> [out, in]) in a shard."""
+    names = [
+        f"{module}.{suffix}"
+        for module, shape in shapes.items()
+        for suffix in tensor_specs(scheme, *shape, where=module)
+    ]
+    with safe_open(path, framework="pt", device="cpu") as shard:
+        return {name: shard.get_tensor(name) for name in names}
+
+
+def dense_weight(
+    stored: Mapping[str, torch.Tensor], scheme: LayerScheme, module: str, linear: nn.Linear
+) -> torch.Tensor:
+    """The weight of a quantized linear among `stored`, in the dtype of `linear`."""
+    shape = (linear.out_features, linear.in_features)
+    tensors = {suffix: stored[f"{module}.{suffix}"] for suffix in tensor_specs(scheme, *shape, where=module)}
+    return weight_from_tensors(tensors, scheme, shape, module).dequantize().to(linear.weight.dtype)
+
+
+def untouched_tensors(decoder: Decoder, shard: int, linears: Collection[str]) -> dict[str, torch.Tensor]:
+    """The tensors of a shard that stay as they are: those of a block, or for the last shard those of none.
+
+    Args:
+        decoder: the model.
+        shard: index of the block, or their number.
+        linears: names of the linears that are quantized.
+    """
+    if shard < len(decoder):
+        chosen = decoder.stored_tensors(shard)
+    else:
+        blocks: set[str] = set().union(*(decoder.stored_tensors(index) for index in range(len(decoder))))
+        chosen = set(decoder.store.names()) - blocks
+    chosen -= {f"{name}.weight" for name in linears}
+    if decoder.tied:
+        # A tied head is stored once, as the embedding.
+        chosen.discard(f"{decoder.head_name}.weight")
+    return {name: decoder.store.get(name) for name in sorted(chosen)}

@@ -1,0 +1,108 @@
+"""Mixtures of experts: walked, quantized expert by expert from routed tokens, and loaded again."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from vllm_latq.checkpoint import CheckpointReader, verify
+from vllm_latq.errors import ConfigError
+from vllm_latq.quantize.decoder import Decoder
+from vllm_latq.quantize.pipeline import quantize_checkpoint
+from vllm_latq.quantize.recipe import Recipe
+from vllm_latq.quantize.stream import Stream
+
+# gate and up, then down, of each expert, as the checkpoints call them; what stays unquantized
+FAMILIES = {
+    "mixtral": ("block_sparse_moe.experts.", ("w1", "w3", "w2"), {"model.layers.0.block_sparse_moe.gate"}),
+    "qwen3_moe": ("mlp.experts.", ("gate_proj", "up_proj", "down_proj"), {"model.layers.0.mlp.gate"}),
+    "qwen2_moe": (
+        "mlp.experts.",
+        ("gate_proj", "up_proj", "down_proj"),
+        {"model.layers.0.mlp.gate", "model.layers.0.mlp.shared_expert_gate"},
+    ),
+}
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 48}
+RECIPE = Recipe("gptq", 4, group_size=16, num_samples=4, seq_len=32)
+TOKENS = torch.randint(3, 2048, (3, 20), generator=torch.Generator().manual_seed(1))
+# transformers may sum the experts' outputs in another order.
+LOGIT_TOLERANCE = 1e-5
+
+
+def never_choose(model: Path, expert: int) -> None:
+    """Change the first router of a saved mixtral with one expert per token: this one's logit is 0, another's above."""
+    tensors = load_file(model / "model.safetensors")
+    gate = tensors["model.layers.0.block_sparse_moe.gate.weight"]
+    first, second, *_ = (row for row in range(len(gate)) if row != expert)
+    gate[second], gate[expert] = -gate[first], 0
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_quantized_and_loaded_again(
+    model_type: str, random_model: Any, make_dense_twin: Any, calibration_text: Path, tmp_path: Path
+) -> None:
+    directory, model = random_model(model_type, **EXPERTS)
+    parent, leaves, routers = FAMILIES[model_type]
+    report = quantize_checkpoint(RECIPE, directory, tmp_path / "out", calibration=str(calibration_text))
+    assert list(verify(tmp_path / "out")) == []
+    names = [layer["name"] for layer in report["layers"]]
+    for expert in range(4):
+        assert {f"model.layers.1.{parent}{expert}.{leaf}" for leaf in leaves} <= set(names)
+    assert not routers & set(names)
+    assert routers <= set(CheckpointReader(tmp_path / "out").config.ignore)
+    assert all(layer["error"] < layer["bound"] or layer["clipped"] for layer in report["layers"])
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    dense = AutoModelForCausalLM.from_pretrained(make_dense_twin(tmp_path / "out", tmp_path / "dense"))
+    with torch.no_grad():
+        got, expected, original = loaded(TOKENS).logits, dense(TOKENS).logits, model(TOKENS).logits
+    torch.testing.assert_close(got, expected, rtol=0, atol=LOGIT_TOLERANCE)
+    assert (got - original).abs().max() > 100 * LOGIT_TOLERANCE
+
+
+def test_hessians_are_those_of_routed_tokens(random_model: Any) -> None:
+    directory, model = random_model("mixtral", **EXPERTS)
+    experts = model.model.layers[0].mlp.experts
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+    experts.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[:2]))
+    samples = TOKENS.repeat(8, 1)
+    with torch.no_grad():
+        model(samples)
+    hidden, index = seen[0]
+    decoder = Decoder(directory, "cpu")
+    with decoder.block(0) as block:
+        hessians = Stream(decoder, samples).inputs(0, block, decoder.linears(0))
+    for expert in range(4):
+        (found,) = (h for h in hessians if f"model.layers.0.block_sparse_moe.experts.{expert}.w1" in h.linears)
+        assert [name.rpartition(".")[2] for name in found.linears] == ["w1", "w3"]
+        routed = hidden[(index == expert).any(1)]
+        assert len(routed) >= 32
+        assert found.note == ""
+        assert found.tokens == len(routed)
+        torch.testing.assert_close(found.matrix, routed.T @ routed, rtol=1e-4, atol=1e-4)
+
+
+def test_an_expert_that_no_token_reaches(random_model: Any, calibration_text: Path, tmp_path: Path) -> None:
+    directory, _ = random_model("mixtral", "starved", **EXPERTS | {"num_experts_per_tok": 1})
+    never_choose(directory, 3)
+    report = quantize_checkpoint(RECIPE, directory, tmp_path / "out", calibration=str(calibration_text))
+    notes = {layer["name"]: layer["note"] for layer in report["layers"]}
+    for leaf, channels in (("w1", 32), ("w3", 32), ("w2", 48)):
+        expected = (
+            f"0 routed tokens for {channels} input channels: the layer's 128 tokens stand in for the missing {channels}"
+        )
+        assert notes[f"model.layers.0.block_sparse_moe.experts.3.{leaf}"] == expected
+    assert json.loads((tmp_path / "out" / "latq_report.json").read_text())["layers"] == [
+        layer | {"shape": list(layer["shape"])} for layer in report["layers"]
+    ]
+
+
+def test_following_the_original_model_is_refused(random_model: Any, calibration_text: Path, tmp_path: Path) -> None:
+    directory, _ = random_model("mixtral", **EXPERTS)
+    recipe = Recipe("gptq", 4, group_size=16, num_samples=4, seq_len=32, target="original")
+    with pytest.raises(ConfigError, match="found routed experts"):
+        quantize_checkpoint(recipe, directory, tmp_path / "out", calibration=str(calibration_text))
