@@ -179,8 +179,12 @@ class Decoder:
     @torch.no_grad()
     def run(self, index: int, block: nn.Module, batch: Batch) -> torch.Tensor:
         """Output hidden states of a block for a batch, on the CPU."""
-        output = block(batch.hidden.to(self.device), **batch.arguments[index])
-        return (output[0] if isinstance(output, tuple) else output).to("cpu")
+        return self.forward(index, block, batch.hidden.to(self.device), batch).to("cpu")
+
+    def forward(self, index: int, block: nn.Module, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Output hidden states of a block for hidden states on its device, with the arguments of a batch."""
+        output = block(hidden, **batch.arguments[index])
+        return output[0] if isinstance(output, tuple) else output
 
     def _stored_module(self, name: str) -> str:
         return self._stored[f"{name}.weight"].removesuffix(".weight")

@@ -113,4 +113,4 @@ def recording(linears: Mapping[str, nn.Linear]) -> Iterator[dict[str, torch.Tens
 
 def _rows(inputs: torch.Tensor) -> torch.Tensor:
     """[..., c] -> float32 [n, c]."""
-    return inputs.reshape(-1, inputs.shape[-1]).to(torch.float32)
+    return inputs.detach().reshape(-1, inputs.shape[-1]).to(torch.float32)

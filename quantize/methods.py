@@ -17,7 +17,7 @@ from vllm_latq.quantize.lattice import Factor, damping_for_condition, factorize,
 from vllm_latq.quantize.recipe import Recipe
 from vllm_latq.quantize.rounding import nearest_plane
 from vllm_latq.quantize.scales import grid, group_scales
-from vllm_latq.quantize.ssqr import ssqr
+from vllm_latq.quantize.ssqr import ssqr, ssqr_by_saving
 from vllm_latq.quantize.target import Drift, corrected_target, output_energy, output_error
 from vllm_latq.weights import HuffmanWeight, PackedWeight, Weight
 
@@ -48,6 +48,9 @@ class LayerRecord:
         seconds: wall time, the factorisation excluded if it was given.
         clipped: number of weights whose integer the grid cut; 0 for plain rounding, where it voids no bound.
         note: anything that did not go as asked, in words; empty if nothing.
+        loss: what the layer adds to KL(original || quantized), nats per token, to second order (`kronecker`); only
+            measured by latq.
+        loss_bound: its worst case.
     """
 
     name: str
@@ -64,6 +67,8 @@ class LayerRecord:
     seconds: float
     clipped: int = 0
     note: str = ""
+    loss: float | None = None
+    loss_bound: float | None = None
 
 
 @dataclass(frozen=True)
@@ -224,8 +229,9 @@ def _gptq(weight: torch.Tensor, factor: Factor | None, recipe: Recipe, where: st
 def _ssqr(weight: torch.Tensor, factor: Factor | None, recipe: Recipe, where: str) -> _Quantized:
     assert factor is not None
     base = group_scales(weight, recipe.bits, recipe.group_size, recipe.scales, where)
+    search = ssqr_by_saving if recipe.outliers == "saving" else ssqr
     grid_options = (recipe.bits, recipe.group_size, recipe.outlier_rate)
-    found = ssqr(weight, factor, base, *grid_options, recipe.block_size, where, recipe.rounding_seed(where))
+    found = search(weight, factor, base, *grid_options, recipe.block_size, where, recipe.rounding_seed(where))
     rounding = found.rounding
     stored = PackedWeight.from_integers(
         rounding.z, found.scales, recipe.bits, recipe.group_size, rounding.outlier_mask, rounding.outlier_values

@@ -1,18 +1,10 @@
-"""From a model directory to a quantized checkpoint, one decoder block after another.
+"""From a model directory to a quantized checkpoint: what is checked before a run, the run, and what closes it.
 
-    for each block:  run it on the activations of the quantized prefix, one Hessian per shared input
-                     quantize its linears       -> shard on disk, records
-                     run it again, quantized    -> activations of the next block
-
-Invariant: what the next block sees is computed with the weights that were written, so a resumed run, which reads them
-back, goes on exactly where an uninterrupted one would be.
+Invariant: the checkpoint appears complete or not at all, and work that was done is kept for a resumed run.
 """
 
 import time
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,25 +14,19 @@ from torch import nn
 import vllm_latq
 from vllm_latq.checkpoint import REPORT_FILE
 from vllm_latq.config import CheckpointConfig
-from vllm_latq.errors import ConfigError, NumericalError
+from vllm_latq.errors import ConfigError
 from vllm_latq.quantize.calibration import load_samples
 from vllm_latq.quantize.card import model_card
 from vllm_latq.quantize.decoder import Decoder
 from vllm_latq.quantize.distributed import World
-from vllm_latq.quantize.hessian import InputHessian
-from vllm_latq.quantize.lattice import Factor
 from vllm_latq.quantize.loading import default_device
-from vllm_latq.quantize.methods import layer_factor, quantize_layer
-from vllm_latq.quantize.offload import Place, placer
+from vllm_latq.quantize.offload import placer
 from vllm_latq.quantize.recipe import Recipe
-from vllm_latq.quantize.shards import dense_weight, stored_tensors, untouched_tensors
-from vllm_latq.quantize.stream import Stream
-from vllm_latq.quantize.totals import totals
+from vllm_latq.quantize.run import Listener, Run, sizes
+from vllm_latq.quantize.whole_model import BudgetRun, WholeModelRun
 from vllm_latq.quantize.writer import CheckpointWriter
 from vllm_latq.spec import tensor_specs
 from vllm_latq.store import read_json
-
-Listener = Callable[[Mapping[str, Any]], None]
 
 
 def quantize_checkpoint(
@@ -107,14 +93,20 @@ def _quantize_checkpoint(
     if writer.complete:
         world.from_first(writer.seal)
         return read_json(destination / REPORT_FILE)
-    emit({"event": "start", "blocks": len(decoder), "linears": len(quantized), "samples": _sizes(samples)})
-    run = _Run(decoder, recipe, quantized, writer, emit, world)
+    emit({"event": "start", "blocks": len(decoder), "linears": len(quantized), "samples": sizes(samples)})
+    run = _run_class(recipe)(decoder, recipe, quantized, writer, emit, world)
     run.blocks(world.split(samples), placer(offload, writer.partial))
     report = run.report(samples, time.perf_counter() - started)
-    config = CheckpointConfig(recipe.scheme, ignored_modules(decoder, recipe), recipe=recipe.to_dict())
+    config = CheckpointConfig(recipe.scheme, ignored_modules(decoder, recipe), run.overrides(), recipe=recipe.to_dict())
     world.from_first(lambda: writer.finish(source, config, report, model_card(source, recipe, report)))
     emit({"event": "done", "destination": str(destination), **report["totals"]})
     return report
+
+
+def _run_class(recipe: Recipe) -> type[Run]:
+    if recipe.method == "latq":
+        return WholeModelRun
+    return Run if recipe.budget is None else BudgetRun
 
 
 def quantized_linears(decoder: Decoder, recipe: Recipe) -> dict[str, nn.Linear]:
@@ -166,128 +158,3 @@ def calibration_samples(decoder: Decoder, recipe: Recipe, calibration: str | Non
             stacklevel=2,
         )
     return samples
-
-
-class _Run:
-    """One quantization run: the state that passes from block to block."""
-
-    def __init__(
-        self,
-        decoder: Decoder,
-        recipe: Recipe,
-        quantized: Mapping[str, nn.Linear],
-        writer: CheckpointWriter,
-        emit: Listener,
-        world: World,
-    ) -> None:
-        self.world = world
-        self.decoder, self.recipe, self.quantized, self.writer, self.emit = decoder, recipe, quantized, writer, emit
-        self.layers: list[dict[str, Any]] = []
-
-    def blocks(self, samples: torch.Tensor | None, place: Place) -> None:
-        stream = Stream(self.decoder, samples, self.recipe.target == "original", self.world, place)
-        for index in range(len(self.decoder)):
-            linears = {name: linear for name, linear in self.decoder.linears(index).items() if name in self.quantized}
-            self._shard(index, linears, self.decoder.block(index), stream, advance=True)
-        head = {self.decoder.head_name: self.decoder.head_linear}
-        linears = head if self.decoder.head_name in self.quantized else {}
-        self._shard(len(self.decoder), linears, self.decoder.head(), stream, advance=False)
-
-    def _shard(
-        self,
-        shard: int,
-        linears: Mapping[str, nn.Linear],
-        context: AbstractContextManager[nn.Module],
-        stream: Stream,
-        advance: bool,
-    ) -> None:
-        """Quantize, or read back, the linears of one shard, and carry the activations past its block."""
-        earlier = self.world.from_first(lambda: self.writer.records(shard))
-        tensors = untouched_tensors(self.decoder, shard, linears) if earlier is None else {}
-        if linears or (advance and stream):
-            with context as block, torch.no_grad():
-                if earlier is None:
-                    records, quantized = self._quantize(stream.inputs(shard, block, linears), linears)
-                    tensors.update(quantized)
-                else:
-                    stream.skip(shard, block)
-                    self._read_back(shard, linears)
-                    records = earlier["layers"]
-                if advance:
-                    stream.advance(shard, block)
-        else:
-            records = []
-        if earlier is None:
-            self.world.from_first(lambda: self.writer.add(shard, tensors, {"layers": records}))
-        self.layers.extend(records)
-        self.emit({"event": "block", "block": shard, "linears": len(records), "resumed": earlier is not None})
-
-    def _quantize(
-        self, hessians: list[InputHessian], linears: Mapping[str, nn.Linear]
-    ) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
-        parts = self.world.gather(
-            lambda: [self._quantize_input(hessian, linears) for hessian in self.world.mine(hessians)]
-        )
-        records, tensors = {}, {}
-        for rank, part in enumerate(parts):
-            for found, stored in part:
-                for name, record in found.items():
-                    records[name] = record
-                    if rank != self.world.rank:
-                        linears[name].weight.copy_(dense_weight(stored, self.recipe.scheme, name, linears[name]))
-                        self.emit({"event": "layer", **record})
-                tensors.update(stored)
-        return [records[name] for name in linears], tensors
-
-    def _quantize_input(
-        self, hessian: InputHessian, linears: Mapping[str, nn.Linear]
-    ) -> tuple[dict[str, dict[str, Any]], dict[str, torch.Tensor]]:
-        """Quantize the linears that read one input: their records, and the tensors to be stored."""
-        records, tensors = {}, {}
-        known = self._factorized(hessian)
-        for name in hessian.linears:
-            result = quantize_layer(linears[name].weight, known, self.recipe, name, hessian.drift)
-            linears[name].weight.copy_(result.dequantized)
-            stored = result.weight.to_tensors()
-            tensors.update({f"{name}.{suffix}": tensor.cpu() for suffix, tensor in stored.items()})
-            note = "; ".join(filter(None, (result.record.note, hessian.note)))
-            records[name] = asdict(result.record) | {"note": note}
-            self.emit({"event": "layer", **records[name]})
-        return records, tensors
-
-    def _factorized(self, hessian: InputHessian) -> torch.Tensor | Factor | None:
-        """What the linears of one input are quantized with: its factor, or just the Hessian to measure errors."""
-        if not hessian.tokens:
-            return None
-        where = hessian.linears[0]
-        if not torch.isfinite(hessian.matrix).all():
-            hint = "The model overflows on this text, or its weights are damaged."
-            raise NumericalError(where, "finite calibration activations", "NaN or infinity", hint)
-        if not self.recipe.needs_calibration:
-            return hessian.matrix
-        return layer_factor(hessian.matrix, self.recipe, where)
-
-    def _read_back(self, shard: int, linears: Mapping[str, nn.Linear]) -> None:
-        """Put the weights that an earlier run wrote into the block."""
-        path = self.writer.partial / self.writer.shard_name(shard)
-        wanted = {name: (linear.out_features, linear.in_features) for name, linear in linears.items()}
-        stored = self.world.from_first(lambda: stored_tensors(path, self.recipe.scheme, wanted))
-        for name, linear in linears.items():
-            linear.weight.copy_(dense_weight(stored, self.recipe.scheme, name, linear))
-
-    def report(self, samples: torch.Tensor | None, seconds: float) -> dict[str, Any]:
-        """Everything that was measured, as stored in the checkpoint."""
-        return {
-            "vllm_latq": vllm_latq.__version__,
-            "torch": torch.__version__,
-            "recipe": self.recipe.to_dict(),
-            "calibration": _sizes(samples),
-            "device": str(self.decoder.device.type),
-            "seconds": round(seconds, 3),
-            "totals": totals(self.layers),
-            "layers": self.layers,
-        }
-
-
-def _sizes(samples: torch.Tensor | None) -> dict[str, int] | None:
-    return None if samples is None else {"samples": samples.shape[0], "seq_len": samples.shape[1]}

@@ -15,19 +15,26 @@ from vllm_latq.quantize.lattice import ORDERS
 from vllm_latq.quantize.rounding import ROUNDINGS
 from vllm_latq.quantize.scales import SCALE_METHODS
 from vllm_latq.quantize.target import TARGETS
+from vllm_latq.spec import tensor_specs
 
 # Options a method does not read. Setting one would suggest an effect it does not have, so it is refused.
 _RECURSION = ("order", "damping", "block_size", "rounding", "condition", "target", "correction")
-_GRID = ("bits", "group_size", "outlier_rate", "scales")
+_GRID = ("bits", "group_size", "outlier_rate", "scales", "outliers", "budget")
 _UNUSED = {
-    "rtn": ("outlier_rate", "target_bits", *_RECURSION),
-    "gptq": ("outlier_rate", "target_bits"),
-    "ssqr": ("target_bits",),
-    "hptq": _GRID,
-    "hrtn": (*_GRID, *_RECURSION),
+    "rtn": ("outlier_rate", "outliers", "budget", "target_bits", "without", *_RECURSION),
+    "gptq": ("outlier_rate", "outliers", "budget", "target_bits", "without"),
+    "ssqr": ("target_bits", "without"),
+    "hptq": ("without", *_GRID),
+    "hrtn": ("without", *_GRID, *_RECURSION),
+    "latq": ("block_size", "rounding", "condition", "target", "correction", *_GRID),
 }
+# Parts of latq that can be switched off, see `latq`: the model's one step, column and row scales, feedback between
+# outputs, and damping that charges for bits.
+PARTS = ("allocation", "columns", "rows", "feedback", "rate-damping")
 METHODS = tuple(_UNUSED)
 HUFFMAN_METHODS = ("hptq", "hrtn")
+CODED_METHODS = (*HUFFMAN_METHODS, "latq")
+OUTLIER_CHOICES = ("overflow", "saving")
 MAX_OUTLIER_RATE = 0.5
 MAX_TARGET_BITS = 16.0
 
@@ -38,11 +45,12 @@ class Recipe:
 
     Attributes:
         method: rtn (round to nearest), gptq (clipped), ssqr (unclipped, overflow to sparse outliers), hptq (unclipped,
-            one scale, Huffman-coded) or hrtn (the same by plain rounding).
+            one scale, Huffman-coded), hrtn (the same by plain rounding) or latq (unclipped, against the loss of the
+            whole model, one step for all layers, entropy-coded).
         bits: code width of rtn, gptq and ssqr: 2, 3, 4 or 8.
         group_size: input channels per scale, -1 for the whole row.
         outlier_rate: share of the weights that ssqr may keep as outliers, in (0, 0.5].
-        target_bits: average stored bits per weight of hptq and hrtn, in (1, 16].
+        target_bits: average stored bits per weight, of each layer (hptq, hrtn) or of the model (latq), in (1, 16].
         order: rounding order: natural, act or min-pivot.
         damping: lambda relative to the mean diagonal of the Hessian.
         condition: chooses the damping of each layer instead: the least that brings the condition number of the damped
@@ -58,6 +66,10 @@ class Recipe:
         seed: picks the calibration sequences; of stochastic rounding.
         ignore: linears that stay unquantized, by name or ending.
         block_size: columns per lazy batch of the recursion; a matter of speed.
+        outliers: which weights ssqr keeps: those that overflow the grid (the paper's), or those whose rounding would
+            cost most ("saving").
+        budget: stored bits per weight of the model, for which ssqr then chooses bits and outlier_rate of every input.
+        without: parts of latq to switch off (`PARTS`), to see what each is worth.
     """
 
     method: str
@@ -77,6 +89,9 @@ class Recipe:
     seed: int = 0
     ignore: tuple[str, ...] = ("lm_head",)
     block_size: int = 128
+    outliers: str = "overflow"
+    budget: float | None = None
+    without: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _check_choice("method", self.method, METHODS)
@@ -84,6 +99,7 @@ class Recipe:
         _check_choice("rounding", self.rounding, ROUNDINGS)
         _check_choice("scales", self.scales, SCALE_METHODS)
         _check_choice("target", self.target, TARGETS)
+        _check_choice("outliers", self.outliers, OUTLIER_CHOICES)
         if type(self.bits) is not int or self.bits not in SUPPORTED_BITS:
             raise _error("bits", f"one of {', '.join(map(str, SUPPORTED_BITS))}", self.bits)
         if self.group_size != WHOLE_ROW:
@@ -96,14 +112,23 @@ class Recipe:
         if self.condition is not None:
             _check_number("condition", self.condition, 1.0, math.inf)
         if self.target_bits is not None:
-            _check_number("target_bits", self.target_bits, 1.0, MAX_TARGET_BITS)
-        elif self.method in HUFFMAN_METHODS:
-            hint = f"{self.method} searches for the scale that meets it."
-            raise _error("target_bits", "average bits per weight above 1 and at most 16", None, hint)
+            # A Huffman code takes at least a bit per weight; rANS does not.
+            _check_number("target_bits", self.target_bits, 0.0 if self.method == "latq" else 1.0, MAX_TARGET_BITS)
+        elif self.method in CODED_METHODS:
+            hint = f"{self.method} searches for the step that meets it."
+            raise _error("target_bits", "average bits per weight, at most 16", None, hint)
+        object.__setattr__(self, "ignore", _names("ignore", self.ignore))
+        object.__setattr__(self, "without", _names("without", self.without))
         self._check_unused()
-        object.__setattr__(self, "ignore", _names(self.ignore))
+        for part in self.without:
+            _check_choice("without", part, PARTS)
 
     def _check_unused(self) -> None:
+        if self.budget is not None:
+            _check_number("budget", self.budget, 1.0, MAX_TARGET_BITS)
+            for name, default in (("bits", 4), ("outlier_rate", 0.01)):
+                if getattr(self, name) != default:
+                    raise _error(name, "the default", getattr(self, name), "A budget chooses it: leave it out.")
         for field in fields(self):
             if field.name in _UNUSED[self.method] and getattr(self, field.name) != field.default:
                 hint = f"{self.method} does not use {field.name}: leave it out."
@@ -116,9 +141,26 @@ class Recipe:
     @property
     def scheme(self) -> LayerScheme:
         """How the layers are stored."""
+        if self.method == "latq":
+            return LayerScheme("rans")
         if self.method in HUFFMAN_METHODS:
             return LayerScheme("huffman")
         return LayerScheme("packed", self.bits, self.group_size, outliers=self.method == "ssqr")
+
+    def planned_bits(self, rows: int, cols: int) -> float:
+        """Stored bits of a linear [rows, cols]: exact but for outliers, which are counted at their rate; the target of
+        entropy-coded methods and of a budget.
+        """
+        average = self.target_bits or self.budget
+        if average is not None:
+            return average * rows * cols
+        bits = 0.0
+        for spec in tensor_specs(self.scheme, rows, cols).values():
+            count = 1.0
+            for size in spec.shape:
+                count *= self.outlier_rate * rows * cols if size is None else size
+            bits += 8 * spec.dtype.itemsize * count
+        return bits
 
     @property
     def needs_calibration(self) -> bool:
@@ -133,7 +175,7 @@ class Recipe:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values, every field."""
-        return {**asdict(self), "ignore": list(self.ignore)}
+        return {**asdict(self), "ignore": list(self.ignore), "without": list(self.without)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Recipe":
@@ -170,8 +212,8 @@ def _check_number(field: str, value: Any, above: float, up_to: float) -> None:
         raise _error(field, expected, value)
 
 
-def _names(value: Any) -> tuple[str, ...]:
+def _names(field: str, value: Any) -> tuple[str, ...]:
     # A bare string would be taken apart into letters.
     if not isinstance(value, list | tuple) or not all(isinstance(name, str) and name for name in value):
-        raise _error("ignore", "a list of module names", value)
+        raise _error(field, "a list of names", value)
     return tuple(value)

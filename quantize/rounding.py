@@ -38,13 +38,14 @@ class Rounding:
     Attributes:
         z: int32 [r, c], integers; 0 where a weight was kept exactly.
         outlier_mask: bool [r, c], where the nearest integer lies outside [low, high]: clipped, kept as a lattice
-            point, or kept exactly, as `keep_overflow` said.
+            point, or kept exactly, as `keep_overflow` said; with a `threshold`, where a weight was kept exactly.
         outlier_values: bfloat16 [r, c], what was kept exactly, 0 elsewhere; None unless `keep_overflow` is "exact".
         scales: [r or 1, G], in the dtype of the recursion.
         group_width: columns per scale.
         loss: float64 [r], sum_t D_t (w'_t - q_t)^2.
         bound: float64 [r], 1/4 sum_t D_t s_t^2 (Theorem 4), or without the 1/4 if rounding was stochastic; the loss is
-            below it unless something was clipped.
+            below it unless something was clipped. With a `threshold`, that much is added for each clipped weight, and
+            the loss is below it always.
     """
 
     z: torch.Tensor
@@ -79,6 +80,7 @@ def nearest_plane(
     group_size: int | None = None,
     where: str = "",
     seed: int | None = None,
+    threshold: float | None = None,
 ) -> Rounding:
     """GPTQ with lazy batch updates ("GPTQ as Babai", Algorithm 1).
 
@@ -93,6 +95,8 @@ def nearest_plane(
         block_size: columns per lazy batch; does not change the result beyond floating-point rounding.
         where: name of the layer, for errors.
         seed: rounds up with the fractional part as probability, drawn from this seed; None rounds to nearest.
+        threshold: with "exact", keep instead the weights whose clipped rounding would add more than this to the loss,
+            D_t (w'_t - q_t)^2 > threshold, wherever their integers lie; the others are clipped.
 
     Raises:
         NumericalError: the recursion left the finite numbers or the integers that fit.
@@ -111,6 +115,8 @@ def nearest_plane(
         high=math.inf if high is None else high,
         clip=keep_overflow == "clip" and low is not None,
         dither=None if seed is None else torch.Generator(weight.device).manual_seed(seed),
+        limit=None if threshold is None else (threshold / factor.diagonal).to(weight.dtype),
+        kept=torch.zeros(cols, rows, dtype=torch.bool, device=weight.device) if keep_overflow == "exact" else None,
     )
     for start in range(0, cols, block_size):
         state.round_batch(start, min(start + block_size, cols))
@@ -210,7 +216,9 @@ class _State:
     low: float
     high: float
     clip: bool
-    dither: torch.Generator | None
+    dither: torch.Generator | None = None
+    limit: torch.Tensor | None = None
+    kept: torch.Tensor | None = None
 
     def round_batch(self, start: int, stop: int) -> None:
         """Steps start .. stop - 1."""
@@ -234,10 +242,15 @@ class _State:
         else:
             integer.add_(torch.rand(integer.shape, generator=self.dither, dtype=integer.dtype, device=integer.device))
             integer.floor_()
-        if self.exact is not None:
-            outside = (integer < self.low) | (integer > self.high)
-            self.exact[t] = torch.where(outside, current.to(OUTLIER_DTYPE).to(current.dtype), 0.0)
-            nearest = integer.masked_fill(outside, 0)
+        if self.exact is not None and self.kept is not None:
+            nearest = integer.clamp(self.low, self.high)
+            if self.limit is None:
+                kept = nearest != integer
+            else:
+                kept = (current - nearest * scale).square_() > self.limit[t]
+            self.kept[t] = kept
+            self.exact[t] = torch.where(kept, current.to(OUTLIER_DTYPE).to(current.dtype), 0.0)
+            nearest.masked_fill_(kept, 0)
             current.sub_(self.exact[t])
         else:
             nearest = integer.clamp(self.low, self.high) if self.clip else integer
@@ -252,9 +265,14 @@ class _State:
             loss += factor.diagonal[lo : lo + 128] @ self.residual[lo : lo + 128].to(torch.float64).square()
         self._check(loss, where)
         outside = (self.integers < self.low) | (self.integers > self.high)
-        if self.clip:
+        bound = self.steps.weighted_squares(factor.diagonal, rows) * (0.25 if self.dither is None else 1.0)
+        if self.limit is not None and self.kept is not None:
+            clipped = (outside & ~self.kept).to(torch.float64)
+            bound = bound + (self.limit * factor.diagonal).to(torch.float64) @ clipped
+        if self.clip or self.limit is not None:
             self.integers.clamp_(self.low, self.high)
-        elif self.exact is not None:
+        if self.kept is not None:
+            outside = self.kept
             self.integers.masked_fill_(outside, 0)
         inverse = torch.argsort(factor.order)
         exact = None if self.exact is None else self.exact.to(OUTLIER_DTYPE)[inverse].T.contiguous()
@@ -265,7 +283,7 @@ class _State:
             scales=self.steps.by_group.T,
             group_width=self.steps.width,
             loss=loss,
-            bound=self.steps.weighted_squares(factor.diagonal, rows) * (0.25 if self.dither is None else 1.0),
+            bound=bound,
         )
 
     def _check(self, loss: torch.Tensor, where: str) -> None:

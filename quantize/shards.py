@@ -9,18 +9,14 @@ from torch import nn
 
 from vllm_latq.config import LayerScheme
 from vllm_latq.quantize.decoder import Decoder
-from vllm_latq.spec import tensor_specs
+from vllm_latq.spec import TensorSpec, tensor_specs
 from vllm_latq.weights import weight_from_tensors
 
 
-def stored_tensors(path: Path, scheme: LayerScheme, shapes: Mapping[str, tuple[int, int]]) -> dict[str, torch.Tensor]:
-    """The tensors of quantized linears (name -> [out, in]) in a shard."""
-    names = [
-        f"{module}.{suffix}"
-        for module, shape in shapes.items()
-        for suffix in tensor_specs(scheme, *shape, where=module)
-    ]
+def stored_tensors(path: Path, specs: Mapping[str, Mapping[str, TensorSpec]]) -> dict[str, torch.Tensor]:
+    """The tensors of quantized linears (name -> suffix -> spec) in a shard."""
     with safe_open(path, framework="pt", device="cpu") as shard:
+        names = [f"{module}.{suffix}" for module, suffixes in specs.items() for suffix in suffixes]
         return {name: shard.get_tensor(name) for name in names}
 
 

@@ -15,7 +15,7 @@ import torch
 from vllm_latq.quantize.lattice import Factor
 from vllm_latq.quantize.rounding import Rounding, nearest_plane
 from vllm_latq.quantize.scales import SCALE_DTYPE, grid
-from vllm_latq.quantize.search import sample_rows, search_target
+from vllm_latq.quantize.search import Outcome, sample_rows, search_target
 
 # At 2 bits with strongly correlated inputs the outlier rate can stop falling as the scales grow, because their errors
 # feed back through the recursion. Beyond 8 times the MSE scales nearly everything rounds to 0: a rate met
@@ -25,6 +25,10 @@ RATE_TOLERANCE = 0.02
 MAX_PROBES = 20
 # Where a search starts from: near 1 %, the rate fell by the power 4 (heavy tails) to 6 (Gaussian) of the multiplier.
 _USUAL_SLOPE = -5.0
+# `ssqr_by_saving`: the multipliers tried, in octaves; how the rate falls with the threshold; how far it is looked for.
+_MULTIPLIERS = (-0.5, -0.25, 0.0, 0.25, 0.5)
+_THRESHOLD_SLOPE = -0.7
+_THRESHOLD_OCTAVES = 24.0
 # Rates this many octaves below the target all count as "far below": keeps the logarithm of zero finite.
 _FLOOR_OCTAVES = 10.0
 
@@ -102,6 +106,68 @@ def ssqr(
     rounding, scales = found.best.payload
     note = "" if found.met else f"outlier rate {rounding.outlier_rate:.4%}, the nearest found to {outlier_rate:.4%}"
     return SSQRResult(rounding, scales, 2.0**found.best.x, found.probes, note)
+
+
+def ssqr_by_saving(
+    weight: torch.Tensor,
+    factor: Factor,
+    base_scales: torch.Tensor,
+    bits: int,
+    group_size: int,
+    outlier_rate: float,
+    block_size: int = 128,
+    where: str = "",
+    seed: int | None = None,
+) -> SSQRResult:
+    """Outliers where they save most, not where integers overflow: the loss of a layer at a given rate, lowered.
+
+    In the recursion a weight is kept exactly where rounding it to the clipped grid would add more than a threshold to
+    the loss, D_t (w' - q)^2; the others are clipped, their errors fed back. The threshold is searched to meet the rate
+    for each of a few multipliers of the scales, and the multiplier with the least loss is taken. A threshold of 0 is
+    SSQR with every weight an outlier, one of infinity is clipped GPTQ; the bound counts the threshold for each clipped
+    weight.
+
+    Arguments and result as for `ssqr`.
+    """
+    low, high = grid(bits)
+    sample = sample_rows(weight)
+
+    def search(rows: torch.Tensor | None, multiplier: float, start: float) -> Outcome[tuple[Rounding, torch.Tensor]]:
+        part, base = (weight, base_scales) if rows is None else (weight[rows], base_scales[rows])
+        scales = _scaled(base, 2.0**multiplier)
+
+        def probe(octaves: float) -> tuple[float, tuple[Rounding, torch.Tensor]]:
+            rounding = nearest_plane(
+                part, factor, scales, low, high, "exact", block_size, group_size, where, seed, 2.0**octaves
+            )
+            floor = outlier_rate * 2.0**-_FLOOR_OCTAVES
+            return math.log2(max(rounding.outlier_rate, floor)), (rounding, scales)
+
+        return search_target(
+            probe,
+            target=math.log2(outlier_rate),
+            tolerance=_tolerance(outlier_rate, part.numel()),
+            start=start,
+            slope=_THRESHOLD_SLOPE,
+            lower=start - _THRESHOLD_OCTAVES,
+            upper=start + _THRESHOLD_OCTAVES,
+            max_probes=MAX_PROBES,
+        )
+
+    # An outlier saves about this much when the step is the base scale and a weight lies a step beyond the grid.
+    steps = base_scales.to(torch.float64).square().mean()
+    start = math.log2(max(float(steps * factor.diagonal.mean()), 1e-300))
+    tried = []
+    for multiplier in _MULTIPLIERS:
+        found = search(sample, multiplier, start)
+        tried.append((float(found.best.payload[0].loss.sum()), multiplier, found))
+        start = found.best.x
+    _, multiplier, found = min(tried, key=lambda one: one[0])
+    if sample is not None:
+        found = search(None, multiplier, found.best.x)
+    rounding, scales = found.best.payload
+    note = "" if found.met else f"outlier rate {rounding.outlier_rate:.4%}, the nearest found to {outlier_rate:.4%}"
+    return SSQRResult(rounding, scales, 2.0**multiplier, found.probes, note)
 
 
 def _scaled(base: torch.Tensor, multiplier: float) -> torch.Tensor:

@@ -4,7 +4,7 @@ from typing import Any
 
 
 def totals(layers: list[dict[str, Any]]) -> dict[str, Any]:
-    """Sums over the quantized linears: weights, stored bits per weight, bytes, summed error and bound."""
+    """Sums over the quantized linears: weights, stored bits per weight, bytes, summed error, loss and bounds."""
     weights = sum(layer["shape"][0] * layer["shape"][1] for layer in layers)
     bits = sum(layer["bits"] * layer["shape"][0] * layer["shape"][1] for layer in layers)
 
@@ -18,4 +18,6 @@ def totals(layers: list[dict[str, Any]]) -> dict[str, Any]:
         "bytes": round(bits / 8),
         "error": total("error"),
         "bound": total("bound"),
+        "loss": total("loss"),
+        "loss_bound": total("loss_bound"),
     }

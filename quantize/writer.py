@@ -70,6 +70,11 @@ class CheckpointWriter:
             self.partial.mkdir(parents=True, exist_ok=True)
             self._write_json(_STATE_FILE, state)
 
+    @property
+    def scratch(self) -> Path:
+        """A folder for intermediate results, which an interrupted run finds again and `finish` removes."""
+        return self.partial / "scratch"
+
     def records(self, shard: int) -> dict[str, Any] | None:
         """What `add` recorded for a shard of an earlier run; None if it was not finished."""
         path = self.partial / self._records_name(shard)
@@ -121,6 +126,7 @@ class CheckpointWriter:
 
     def seal(self) -> None:
         """Move a complete directory to its destination, without what only a resumed run would need."""
+        shutil.rmtree(self.scratch, ignore_errors=True)
         for pattern in ("records-*", "*.tmp", "activations-*", _STATE_FILE):
             for file in self.partial.glob(pattern):
                 file.unlink()

@@ -64,6 +64,7 @@ def recipes(bits: int) -> dict[str, Recipe]:
         "ssqr": Recipe("ssqr", bits, outlier_rate=0.01, **shared),
         "hptq": Recipe("hptq", target_bits=target, **shared),
         "hrtn": Recipe("hrtn", target_bits=target, **shared),
+        "latq": Recipe("latq", target_bits=target, **shared),
     }
 
 

@@ -17,6 +17,8 @@ from vllm_latq.errors import LatqError
 
 # How long a process that torchrun started leaves it to the first one to report an error of all.
 SECONDS_TO_SPEAK = 3.0
+DEFAULT_METHOD = "latq"
+DEFAULT_TARGET_BITS = 4.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -54,11 +56,16 @@ def _add_quantize(commands: Any) -> None:
     command.add_argument("destination", metavar="OUT", help="directory to create")
     # Defaults live in Recipe alone: an option that is not given is not passed on.
     recipe = command.add_argument_group("recipe", argument_default=argparse.SUPPRESS)
-    recipe.add_argument("--method", required=True, choices=("rtn", "gptq", "ssqr", "hptq", "hrtn"))
+    methods = ("latq", "ssqr", "hptq", "gptq", "rtn", "hrtn")
+    recipe.add_argument("--method", default=DEFAULT_METHOD, choices=methods, help=f"default {DEFAULT_METHOD}")
     recipe.add_argument("--bits", type=int, help="code width: 2, 3, 4 or 8 (rtn, gptq, ssqr; default 4)")
     recipe.add_argument("--group-size", type=int, help="input channels per scale, -1 for a whole row (default 128)")
     recipe.add_argument("--outlier-rate", type=float, help="share of weights kept as outliers (ssqr; default 0.01)")
-    recipe.add_argument("--target-bits", type=float, help="stored bits per weight to meet (hptq, hrtn)")
+    recipe.add_argument(
+        "--target-bits",
+        type=float,
+        help="stored bits per weight to meet, of the model (latq; default 4) or of each layer",
+    )
     recipe.add_argument("--order", choices=("natural", "act", "min-pivot"), help="rounding order (default act)")
     recipe.add_argument("--damping", type=float, help="of the Hessian, relative to its mean diagonal (default 0.01)")
     recipe.add_argument(
@@ -72,6 +79,9 @@ def _add_quantize(commands: Any) -> None:
     recipe.add_argument(
         "--correction", type=float, help="share of the correction that --target original makes (default 1)"
     )
+    recipe.add_argument("--budget", type=float, help="stored bits per weight of the model, which ssqr plans for")
+    recipe.add_argument("--outliers", help="which weights ssqr keeps: overflow (default) or saving")
+    recipe.add_argument("--without", nargs="+", help="parts of latq to switch off: allocation, columns, rows, ...")
     recipe.add_argument("--num-samples", type=int, help="calibration windows (default 256)")
     recipe.add_argument("--seq-len", type=int, help="tokens per calibration window (default 2048)")
     recipe.add_argument("--seed", type=int, help="of the choice of windows and of stochastic rounding (default 0)")
@@ -128,8 +138,8 @@ def _quantize(options: argparse.Namespace) -> int:
 
     names = Recipe.__dataclass_fields__.keys()
     given = {name: value for name, value in vars(options).items() if name in names}
-    if "ignore" in given:
-        given["ignore"] = tuple(given["ignore"])
+    if given["method"] == DEFAULT_METHOD:
+        given.setdefault("target_bits", DEFAULT_TARGET_BITS)
     recipe = Recipe(**given)
     source = model_directory(options.model)
     if options.dry_run:

@@ -73,6 +73,14 @@ class ProgressDisplay:
     def _start(self, event: Mapping[str, Any]) -> None:
         self.task = self.progress.add_task("linears", total=event["linears"])
 
+    def _stage(self, event: Mapping[str, Any]) -> None:
+        self.console.print(f"{event['stage']} ...", highlight=False)
+
+    def _plan(self, event: Mapping[str, Any]) -> None:
+        bits = sorted((value, name) for name, value in event["bits"].items())
+        (least, fewest), (most, richest) = bits[0], bits[-1]
+        self.console.print(f"from {least:.3f} bits ({fewest}) to {most:.3f} ({richest})", highlight=False)
+
     def _layer(self, event: Mapping[str, Any]) -> None:
         holds = {True: "holds", False: "VIOLATED", None: "not claimed"}[event["bound_holds"]]
         self.console.print(

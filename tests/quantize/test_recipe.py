@@ -23,6 +23,7 @@ GOOD = {
     },
     "hptq": {"target_bits": 2.5, "order": "natural", "num_samples": 3, "seq_len": 100},
     "hrtn": {"target_bits": 16},
+    "latq": {"target_bits": 0.8, "without": ("rows", "feedback"), "order": "min-pivot"},
 }
 
 
@@ -53,17 +54,22 @@ def test_scheme_of_each_method():
     assert Recipe("gptq", group_size=-1).scheme == LayerScheme("packed", 4, -1, False)
     assert Recipe("ssqr", bits=2).scheme == LayerScheme("packed", 2, 128, True)
     assert Recipe("hptq", target_bits=3).scheme == Recipe("hrtn", target_bits=2).scheme == LayerScheme("huffman")
+    assert Recipe("latq", target_bits=3).scheme == LayerScheme("rans")
 
 
 def test_plain_rounding_needs_no_calibration():
     needed = {method: Recipe(method, **GOOD[method]).needs_calibration for method in METHODS}
-    assert needed == {"rtn": False, "gptq": True, "ssqr": True, "hptq": True, "hrtn": False}
+    assert needed == {"rtn": False, "gptq": True, "ssqr": True, "hptq": True, "hrtn": False, "latq": True}
 
 
 BAD = [
     ("gptq", "bits", [0, 1, 5, 6, 16, -4, True, 4.0, "4", None]),
     ("gptq", "group_size", [0, -2, 12.5, True, "128", None]),
     ("ssqr", "outlier_rate", [0, 0.0, -0.01, 0.51, 1, math.nan, math.inf, True, "1%", None]),
+    ("ssqr", "outliers", ["Saving", None]),
+    ("ssqr", "budget", [0.5, 17, math.nan, "3"]),
+    ("latq", "without", ["rows", ["row"], [1]]),
+    ("latq", "target_bits", [None, 0, 16.01]),
     ("hptq", "target_bits", [None, 0, 1, 1.0, 16.01, -3, math.nan, math.inf, True, "3"]),
     ("hrtn", "target_bits", [None, 1.0, 17]),
     ("gptq", "order", ["", "descending", "ACT", None, 1]),
@@ -95,7 +101,7 @@ BAD = [
 
 @pytest.mark.parametrize(("method", "field", "value"), [(m, f, value) for m, f, values in BAD for value in values])
 def test_bad_values_are_refused_by_name(method, field, value):
-    target = {"target_bits": 3.0} if method in ("hptq", "hrtn") else {}
+    target = {"target_bits": 3.0} if method in ("hptq", "hrtn", "latq") else {}
     for build in (
         lambda options: Recipe(method, **options),
         lambda options: Recipe.from_dict({"method": method, **options}),

@@ -7,7 +7,7 @@ import torch
 
 from vllm_latq.quantize.lattice import factorize
 from vllm_latq.quantize.scales import group_scales
-from vllm_latq.quantize.ssqr import LARGEST_OCTAVES, RATE_TOLERANCE, ssqr
+from vllm_latq.quantize.ssqr import LARGEST_OCTAVES, RATE_TOLERANCE, ssqr, ssqr_by_saving
 
 FLOAT32_TOLERANCE = 1e-3
 
@@ -90,3 +90,28 @@ def test_more_outliers_make_less_error():
     weight, hessian = layer(256, 192)
     losses = [float(run(weight, hessian, 3, 64, rate)[2].rounding.loss.sum()) for rate in (0.005, 0.02, 0.08)]
     assert losses[0] > losses[1] > losses[2]
+
+
+@pytest.mark.parametrize(("bits", "share"), [(2, 0.75), (3, 0.9)])
+def test_outliers_by_saving_lower_the_loss_at_the_same_rate(bits: int, share: float) -> None:
+    weight, hessian = layer(256, 192)
+    factor = factorize(hessian)
+    base = group_scales(weight, bits, 64)
+    paper = ssqr(weight, factor, base, bits, 64, 0.01)
+    found = ssqr_by_saving(weight, factor, base, bits, 64, 0.01)
+    assert found.note == ""
+    assert (1 - RATE_TOLERANCE) * 0.01 <= found.rounding.outlier_rate <= 0.01
+    assert float(found.rounding.loss.sum()) < share * float(paper.rounding.loss.sum())
+
+
+def test_outliers_by_saving_keep_identity_and_bound() -> None:
+    weight, hessian = layer(256, 192)
+    factor = factorize(hessian)
+    found = ssqr_by_saving(weight, factor, group_scales(weight, 2, 64), 2, 64, 0.02)
+    error = (found.rounding.dequantized - weight).double()
+    loss = ((error @ factor.hessian) * error).sum(1)
+    torch.testing.assert_close(loss, found.rounding.loss, rtol=FLOAT32_TOLERANCE, atol=0)
+    assert bool((loss <= found.rounding.bound * (1 + FLOAT32_TOLERANCE)).all())
+    inside = found.rounding.z[~found.rounding.outlier_mask]
+    assert int(inside.min()) == -2
+    assert int(inside.max()) == 1

@@ -1,0 +1,99 @@
+"""One step size for the whole model: how many bits each layer gets.
+
+Every weight of every layer adds step^2 / 12 to the model's loss (see `latq`), so the best allocation of a total of bits
+is the one that a common step leads to. How many bits a layer takes at a step is estimated by rounding its weights
+without feedback, at a few steps around the expected one; the layer's own search then meets its share exactly.
+
+Invariant: the shares of the layers average to the target, weighted by their sizes.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from vllm_latq.quantize.latq import InputLattice, OutputLattice, rounded_bits
+from vllm_latq.quantize.search import sample_rows
+
+# Differential entropy of a Gaussian of standard deviation 1, in bits.
+_GAUSSIAN_BITS = 0.5 * math.log2(2 * math.pi * math.e)
+_OCTAVES = (-3.0, -2.0, -1.25, -0.5, 0.25, 1.0, 2.0, 3.0)
+_BISECTIONS = 60
+
+
+@dataclass(frozen=True)
+class RateCurve:
+    """Bits per weight of one layer at some steps.
+
+    Attributes:
+        weights: number of weights.
+        points: (log2 of the step, bits per weight), steps rising, bits falling.
+    """
+
+    weights: int
+    points: tuple[tuple[float, float], ...]
+
+    def bits(self, octaves: float) -> float:
+        """Interpolated; beyond the ends a bit per octave on the fine side, flat on the coarse one."""
+        first, last = self.points[0], self.points[-1]
+        if octaves <= first[0]:
+            return first[1] + first[0] - octaves
+        for left, right in pairwise(self.points):
+            if octaves <= right[0]:
+                share = (octaves - left[0]) / (right[0] - left[0])
+                return left[1] + share * (right[1] - left[1])
+        return last[1]
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """Who gets what.
+
+    Attributes:
+        step: the model's step, in units of sqrt(nats) per token.
+        bits: layer name -> bits per weight.
+    """
+
+    step: float
+    bits: Mapping[str, float]
+
+
+def rate_curve(weight: torch.Tensor, inputs: InputLattice, outputs: OutputLattice, target_bits: float) -> RateCurve:
+    """Bits of a layer [r, c] at steps around the one at which Gaussian weights take `target_bits`."""
+    rows = torch.exp2(outputs.level - outputs.exponents.to(torch.float64) / 8)
+    cols = torch.exp2(inputs.level - inputs.exponents.to(torch.float64) / 8)
+    energy = (rows.square() @ weight.to(torch.float64).square() @ cols.square()) / weight.numel()
+    middle = 0.5 * math.log2(max(float(energy), 1e-300)) + _GAUSSIAN_BITS - target_bits
+    chosen = sample_rows(weight)
+    if chosen is not None:
+        weight, outputs = weight[chosen], OutputLattice([], outputs.exponents[chosen], outputs.level)
+    points = [(middle + octave, rounded_bits(weight, inputs, outputs, 2.0 ** (middle + octave))) for octave in _OCTAVES]
+    return RateCurve(int(rows.numel() * cols.numel()), tuple(points))
+
+
+def allocate(curves: Mapping[str, RateCurve], target_bits: float, shared_step: bool = True) -> Allocation:
+    """Find the step at which the layers' bits average to the target.
+
+    Args:
+        curves: layer name -> its curve.
+        target_bits: stored bits per weight, averaged over all weights.
+        shared_step: False gives every layer the target itself; the step is then only where searches start.
+    """
+    total = sum(curve.weights for curve in curves.values())
+
+    def average(octaves: float) -> float:
+        return sum(curve.weights * curve.bits(octaves) for curve in curves.values()) / total
+
+    low = min(curve.points[0][0] for curve in curves.values()) - 16
+    high = max(curve.points[-1][0] for curve in curves.values())
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if average(middle) > target_bits else (low, middle)
+    if not shared_step:
+        return Allocation(2.0**high, dict.fromkeys(curves, target_bits))
+    bits = {name: curve.bits(high) for name, curve in curves.items()}
+    # Where curves are flat the bisection cannot meet the target; spread what is left.
+    slack = target_bits - average(high)
+    return Allocation(2.0**high, {name: value + slack for name, value in bits.items()})

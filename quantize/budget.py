@@ -1,0 +1,141 @@
+"""A budget of bits for SSQR: which width and outlier rate each input's linears get.
+
+The price of a choice is exact (every stored tensor is counted); what it costs the model is predicted from the bound of
+Theorem 5 times the effect of the layer's outputs on the loss, a third of it, for scales that meet the outlier rate:
+
+    loss(choice) = 1/2 sum_i G_ii sum_j D_j s_ij^2 / 12
+
+Invariant: the linears of one input get the same choice, so that they can be served as one matrix; the total is at most
+the budget, and no choice could be improved for what is left of it.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from vllm_latq.errors import ConfigError
+from vllm_latq.quantize.lattice import factorize
+from vllm_latq.quantize.recipe import Recipe
+from vllm_latq.quantize.scales import grid, group_scales
+from vllm_latq.quantize.statistics import LayerStatistics
+
+WIDTHS = (2, 3, 4, 8)
+OUTLIER_RATES = (0.002, 0.005, 0.01, 0.02, 0.035, 0.05)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One width and outlier rate for the linears of an input.
+
+    Attributes:
+        width: bits of the inliers.
+        outlier_rate: share of outliers.
+        bits: stored bits per weight.
+        loss: predicted addition to KL(original || quantized), nats per token.
+    """
+
+    width: int
+    outlier_rate: float
+    bits: float
+    loss: float
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What the linears of one input can have: their names, their weights' number, the choices."""
+
+    names: tuple[str, ...]
+    weights: int
+    choices: tuple[Choice, ...]
+
+
+def price(weights: Mapping[str, torch.Tensor], statistics: Mapping[str, LayerStatistics], recipe: Recipe) -> Offer:
+    """Price every choice for the linears of one input.
+
+    Args:
+        weights: name -> [r, c], all of one input.
+        statistics: of the same names.
+        recipe: for group size, scales, order and damping.
+    """
+    leader, first = next(iter(statistics.items()))
+    factor = factorize(first.inputs, recipe.order, recipe.damping, leader)
+    importance = torch.empty_like(factor.diagonal)
+    importance[factor.order] = factor.diagonal
+    total = sum(weight.numel() for weight in weights.values())
+    choices = []
+    for width in WIDTHS:
+        bases = {name: _base(weight, width, recipe) for name, weight in weights.items()}
+        for rate in OUTLIER_RATES:
+            loss = 0.0
+            for name, weight in weights.items():
+                gradients = torch.cat([gram.diagonal() for gram in statistics[name].outputs]).to(torch.float64)
+                scales = bases[name] * _multiplier(weight, bases[name], width, rate)
+                loss += float(gradients @ (scales.to(torch.float64).square() @ importance)) / 24
+            stored = replace(recipe, budget=None, bits=width, outlier_rate=rate)
+            bits = sum(stored.planned_bits(*weight.shape) for weight in weights.values()) / total
+            choices.append(Choice(width, rate, bits, loss))
+    return Offer(tuple(weights), total, tuple(choices))
+
+
+def choose(offers: Sequence[Offer], budget: float) -> dict[str, Choice]:
+    """The choices with the least predicted loss whose bits average to at most the budget; layer name -> choice.
+
+    Raises:
+        ConfigError: not even the cheapest choices fit.
+    """
+    total = sum(offer.weights for offer in offers)
+
+    def at(price_of_a_bit: float) -> list[Choice]:
+        return [min(o.choices, key=lambda c: c.loss + price_of_a_bit * c.bits * o.weights) for o in offers]
+
+    def average(chosen: Sequence[Choice]) -> float:
+        return sum(choice.bits * offer.weights for choice, offer in zip(chosen, offers, strict=True)) / total
+
+    cheapest = [min(offer.choices, key=lambda choice: choice.bits) for offer in offers]
+    if average(cheapest) > budget:
+        expected = f"a budget of at least {average(cheapest):.3f} bits per weight, the cheapest choice everywhere"
+        raise ConfigError("recipe.budget", expected, f"{budget:g}", "Or use method latq, which needs fewer.")
+    low, high = -100.0, 100.0  # log2 of the price
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if average(at(2.0**middle)) > budget else (low, middle)
+    chosen = at(2.0**high)
+    if average(chosen) > budget:
+        chosen = cheapest
+    _spend_rest(offers, chosen, budget * total)
+    return {name: choice for offer, choice in zip(offers, chosen, strict=True) for name in offer.names}
+
+
+def _spend_rest(offers: Sequence[Offer], chosen: list[Choice], bits: float) -> None:
+    """Upgrade one input after the other, the most useful upgrade first, while it fits."""
+    spent = sum(choice.bits * offer.weights for choice, offer in zip(chosen, offers, strict=True))
+    while True:
+        best: tuple[float, int, Choice] | None = None
+        for index, offer in enumerate(offers):
+            for choice in offer.choices:
+                gain = chosen[index].loss - choice.loss
+                extra = (choice.bits - chosen[index].bits) * offer.weights
+                if gain > 0 and spent + extra <= bits:
+                    worth = gain / extra if extra > 0 else math.inf
+                    best = max(best or (0.0, 0, choice), (worth, index, choice), key=lambda one: one[0])
+        if best is None:
+            return
+        _, index, choice = best
+        spent += (choice.bits - chosen[index].bits) * offers[index].weights
+        chosen[index] = choice
+
+
+def _base(weight: torch.Tensor, width: int, recipe: Recipe) -> torch.Tensor:
+    """Scales of every weight before the search for the outlier rate, float32 [r, c]."""
+    scales = group_scales(weight, width, recipe.group_size, recipe.scales).to(torch.float32)
+    return scales.repeat_interleave(weight.shape[1] // scales.shape[1], 1)
+
+
+def _multiplier(weight: torch.Tensor, scales: torch.Tensor, width: int, rate: float) -> float:
+    """What the scales must grow by until only a share `rate` of the weights rounds out of the grid."""
+    low, high = grid(width)
+    reach = torch.where(weight < 0, weight / (low - 0.5), weight / (high + 0.5)) / scales
+    rank = max(1, math.ceil(rate * weight.numel()))
+    return float(reach.flatten().topk(rank).values[-1])

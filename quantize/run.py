@@ -1,0 +1,181 @@
+"""One quantization run: the state that passes from block to block.
+
+    for each block:  run it on the activations of the quantized prefix, one Hessian per shared input
+                     quantize its linears       -> shard on disk, records
+                     run it again, quantized    -> activations of the next block
+
+Invariant: what the next block sees is computed with the weights that were written, so a resumed run, which reads them
+back, goes on exactly where an uninterrupted one would be.
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import nn
+
+import vllm_latq
+from vllm_latq.config import LayerScheme
+from vllm_latq.errors import NumericalError
+from vllm_latq.quantize.decoder import Decoder
+from vllm_latq.quantize.distributed import World
+from vllm_latq.quantize.hessian import InputHessian
+from vllm_latq.quantize.lattice import Factor
+from vllm_latq.quantize.methods import layer_factor, quantize_layer
+from vllm_latq.quantize.offload import Place
+from vllm_latq.quantize.recipe import Recipe
+from vllm_latq.quantize.shards import dense_weight, stored_tensors, untouched_tensors
+from vllm_latq.quantize.stream import Stream
+from vllm_latq.quantize.totals import totals
+from vllm_latq.quantize.writer import CheckpointWriter
+from vllm_latq.spec import tensor_specs
+
+Listener = Callable[[Mapping[str, Any]], None]
+
+
+class Run:
+    """One quantization run: the state that passes from block to block."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        recipe: Recipe,
+        quantized: Mapping[str, nn.Linear],
+        writer: CheckpointWriter,
+        emit: Listener,
+        world: World,
+    ) -> None:
+        self.world = world
+        self.decoder, self.recipe, self.quantized, self.writer, self.emit = decoder, recipe, quantized, writer, emit
+        self.layers: list[dict[str, Any]] = []
+
+    def prepare(self, samples: torch.Tensor | None, place: Place) -> Stream:
+        """Whatever comes before the first block; returns what passes through the blocks."""
+        return Stream(self.decoder, samples, self.recipe.target == "original", self.world, place)
+
+    def recipe_for(self, name: str) -> Recipe:
+        """The recipe of one linear."""
+        return self.recipe
+
+    def overrides(self) -> dict[str, LayerScheme]:
+        """Schemes of the linears that are not stored as the recipe says."""
+        schemes = {name: self.recipe_for(name).scheme for name in self.quantized}
+        return {name: scheme for name, scheme in schemes.items() if scheme != self.recipe.scheme}
+
+    def blocks(self, samples: torch.Tensor | None, place: Place) -> None:
+        """Quantize everything: a shard per block, and one for the rest."""
+        stream = self.prepare(samples, place)
+        for shard in range(len(self.decoder) + 1):
+            self._shard(shard, self._linears(shard), stream)
+
+    def _linears(self, shard: int) -> dict[str, nn.Linear]:
+        """Full name -> linear of a shard, as far as the recipe quantizes them."""
+        head = {self.decoder.head_name: self.decoder.head_linear}
+        linears = self.decoder.linears(shard) if shard < len(self.decoder) else head
+        return {name: linear for name, linear in linears.items() if name in self.quantized}
+
+    def _context(self, shard: int) -> AbstractContextManager[nn.Module]:
+        return self.decoder.block(shard) if shard < len(self.decoder) else self.decoder.head()
+
+    def _shard(self, shard: int, linears: Mapping[str, nn.Linear], stream: Stream) -> None:
+        """Quantize, or read back, the linears of one shard, and carry the activations past its block."""
+        advance = shard < len(self.decoder)
+        earlier = self.world.from_first(lambda: self.writer.records(shard))
+        tensors = untouched_tensors(self.decoder, shard, linears) if earlier is None else {}
+        if linears or (advance and stream):
+            with self._context(shard) as block, torch.no_grad():
+                if earlier is None:
+                    records, quantized = self._quantize(shard, block, linears, stream)
+                    tensors.update(quantized)
+                else:
+                    stream.skip(shard, block)
+                    self._read_back(shard, linears)
+                    records = earlier["layers"]
+                if advance:
+                    stream.advance(shard, block)
+        else:
+            records = []
+        if earlier is None:
+            self.world.from_first(lambda: self.writer.add(shard, tensors, {"layers": records}))
+        self.layers.extend(records)
+        self.emit({"event": "block", "block": shard, "linears": len(records), "resumed": earlier is not None})
+
+    def _quantize(
+        self, shard: int, block: nn.Module, linears: Mapping[str, nn.Linear], stream: Stream
+    ) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
+        """Records in the order of the linears, and the tensors to store; leaves the quantized weights in the block."""
+        hessians = stream.inputs(shard, block, linears)
+        parts = self.world.gather(
+            lambda: [self._quantize_input(hessian, linears) for hessian in self.world.mine(hessians)]
+        )
+        records, tensors = {}, {}
+        for rank, part in enumerate(parts):
+            for found, stored in part:
+                for name, record in found.items():
+                    records[name] = record
+                    if rank != self.world.rank:
+                        linears[name].weight.copy_(
+                            dense_weight(stored, self.recipe_for(name).scheme, name, linears[name])
+                        )
+                        self.emit({"event": "layer", **record})
+                tensors.update(stored)
+        return [records[name] for name in linears], tensors
+
+    def _quantize_input(
+        self, hessian: InputHessian, linears: Mapping[str, nn.Linear]
+    ) -> tuple[dict[str, dict[str, Any]], dict[str, torch.Tensor]]:
+        """Quantize the linears that read one input: their records, and the tensors to be stored."""
+        records, tensors = {}, {}
+        known = self._factorized(hessian)
+        for name in hessian.linears:
+            result = quantize_layer(linears[name].weight, known, self.recipe_for(name), name, hessian.drift)
+            linears[name].weight.copy_(result.dequantized)
+            stored = result.weight.to_tensors()
+            tensors.update({f"{name}.{suffix}": tensor.cpu() for suffix, tensor in stored.items()})
+            note = "; ".join(filter(None, (result.record.note, hessian.note)))
+            records[name] = asdict(result.record) | {"note": note}
+            self.emit({"event": "layer", **records[name]})
+        return records, tensors
+
+    def _factorized(self, hessian: InputHessian) -> torch.Tensor | Factor | None:
+        """What the linears of one input are quantized with: its factor, or just the Hessian to measure errors."""
+        if not hessian.tokens:
+            return None
+        where = hessian.linears[0]
+        if not torch.isfinite(hessian.matrix).all():
+            hint = "The model overflows on this text, or its weights are damaged."
+            raise NumericalError(where, "finite calibration activations", "NaN or infinity", hint)
+        if not self.recipe.needs_calibration:
+            return hessian.matrix
+        return layer_factor(hessian.matrix, self.recipe, where)
+
+    def _read_back(self, shard: int, linears: Mapping[str, nn.Linear]) -> None:
+        """Put the weights that an earlier run wrote into the block."""
+        path = self.writer.partial / self.writer.shard_name(shard)
+        wanted = {
+            name: tensor_specs(self.recipe_for(name).scheme, linear.out_features, linear.in_features, name)
+            for name, linear in linears.items()
+        }
+        stored = self.world.from_first(lambda: stored_tensors(path, wanted))
+        for name, linear in linears.items():
+            linear.weight.copy_(dense_weight(stored, self.recipe_for(name).scheme, name, linear))
+
+    def report(self, samples: torch.Tensor | None, seconds: float) -> dict[str, Any]:
+        """Everything that was measured, as stored in the checkpoint."""
+        return {
+            "vllm_latq": vllm_latq.__version__,
+            "torch": torch.__version__,
+            "recipe": self.recipe.to_dict(),
+            "calibration": sizes(samples),
+            "device": str(self.decoder.device.type),
+            "seconds": round(seconds, 3),
+            "totals": totals(self.layers),
+            "layers": self.layers,
+        }
+
+
+def sizes(samples: torch.Tensor | None) -> dict[str, int] | None:
+    """Of calibration samples [n, tokens], for events and the report."""
+    return None if samples is None else {"samples": samples.shape[0], "seq_len": samples.shape[1]}

@@ -1,0 +1,225 @@
+"""What the loss of the whole model sees of each linear: the grams of its inputs and of its output gradients.
+
+    forward:   tokens -> block 0 -> block 1 -> ... -> head       inputs of every block are kept
+    labels are drawn from the model's own distribution; then
+    backward:  head -> ... -> block 1 -> block 0                 each block is run again, with gradients, and freed
+
+    H = E[x x^T],  x: input of a linear;   G = E[g g^T],  g: gradient of the log-likelihood with respect to its output
+
+With labels from the model itself, G (x) H is the Kronecker-factored Fisher matrix, whose half is the curvature of the
+KL divergence from the original model (Martens and Grosse, 2015). Everything refers to the unquantized model.
+
+Invariant: one block is in memory at a time, and its grams; they go to disk, a file per block, last block first.
+"""
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from vllm_latq.errors import NumericalError
+from vllm_latq.quantize.decoder import Batch, Decoder
+from vllm_latq.quantize.hessian import HessianCollector
+
+# Outputs whose gradients are correlated with each other; wider layers get a block-diagonal G. 64 MB per block.
+LARGEST_BLOCK = 4096
+TOKENS_PER_BATCH = 2048
+
+
+@dataclass(frozen=True)
+class LayerStatistics:
+    """Grams of one linear, means over tokens.
+
+    Attributes:
+        inputs: float32 [c, c], E[x x^T].
+        outputs: float32 [b, b] each, the diagonal blocks of E[g g^T] that cover the r outputs in order; nats^2.
+        tokens: number of tokens.
+        group: name of the first linear that reads the same input.
+    """
+
+    inputs: torch.Tensor
+    outputs: list[torch.Tensor]
+    tokens: int
+    group: str
+
+    def to(self, device: torch.device) -> "LayerStatistics":
+        return LayerStatistics(
+            self.inputs.to(device), [gram.to(device) for gram in self.outputs], self.tokens, self.group
+        )
+
+
+class StatisticsFiles:
+    """The statistics of a model on disk, one safetensors file per block; the head is block `len(decoder)`."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def path(self, block: int) -> Path:
+        return self.directory / f"statistics-{block:05d}.safetensors"
+
+    def write(self, block: int, statistics: Mapping[str, LayerStatistics]) -> None:
+        """Atomically."""
+        tensors, metadata = {}, {}
+        for name, layer in statistics.items():
+            metadata[name] = f"{layer.tokens} {layer.group}"
+            if layer.group == name:
+                tensors[f"{name}.inputs"] = layer.inputs.cpu()
+            for index, gram in enumerate(layer.outputs):
+                tensors[f"{name}.outputs.{index}"] = gram.cpu()
+        self.directory.mkdir(parents=True, exist_ok=True)
+        temporary = self.path(block).with_suffix(".tmp")
+        save_file(tensors, temporary, metadata=metadata)
+        os.replace(temporary, self.path(block))
+
+    def read(self, block: int) -> dict[str, LayerStatistics]:
+        """Linear name -> its statistics, in the order in which a block reads its inputs."""
+        with safe_open(self.path(block), framework="pt", device="cpu") as file:
+            inputs: dict[str, torch.Tensor] = {}
+            found = {}
+            names = set(file.keys())
+            for name, text in (file.metadata() or {}).items():
+                tokens, group = text.split(" ", 1)
+                if group not in inputs:
+                    inputs[group] = file.get_tensor(f"{group}.inputs")
+                count = sum(key.startswith(f"{name}.outputs.") for key in names)
+                outputs = [file.get_tensor(f"{name}.outputs.{index}") for index in range(count)]
+                found[name] = LayerStatistics(inputs[group], outputs, int(tokens), group)
+        return found
+
+    def complete(self, blocks: Iterable[int]) -> bool:
+        """Whether nothing is left to collect."""
+        return all(self.path(block).exists() for block in blocks)
+
+
+def collect_statistics(
+    decoder: Decoder, samples: torch.Tensor, wanted: Mapping[str, nn.Linear], files: StatisticsFiles, seed: int
+) -> None:
+    """Run the model forward and backward once, and write the statistics of the wanted linears.
+
+    Args:
+        decoder: the model.
+        samples: token ids int64 [n, tokens].
+        wanted: full name -> linear.
+        files: where they go; files that are there already, from an interrupted run, are left as they are.
+        seed: of the labels.
+
+    Raises:
+        NumericalError: activations or gradients that are not finite, or a linear that was never called.
+    """
+    batches = decoder.embed(samples, max(1, TOKENS_PER_BATCH // samples.shape[1]))
+    inputs = [[batch.hidden for batch in batches]]
+    for index in range(len(decoder)):
+        with decoder.block(index) as block, torch.no_grad():
+            inputs.append([decoder.run(index, block, batch) for batch in batches])
+        for batch, hidden in zip(batches, inputs[-1], strict=True):
+            batch.hidden = hidden
+    gradients = _head(decoder, inputs.pop(), wanted, files, seed)
+    for index in reversed(range(len(decoder))):
+        gradients = _block(decoder, index, batches, inputs.pop(), gradients, wanted, files)
+
+
+def _head(
+    decoder: Decoder,
+    hidden: list[torch.Tensor],
+    wanted: Mapping[str, nn.Linear],
+    files: StatisticsFiles,
+    seed: int,
+) -> list[torch.Tensor]:
+    """Gradients of the log-likelihood of sampled labels with respect to the last hidden states."""
+    gradients = []
+    generator = torch.Generator(device=decoder.device).manual_seed(seed)
+    linears = {decoder.head_name: decoder.head_linear} if decoder.head_name in wanted else {}
+    with decoder.head() as head, _watching(linears) as grams:
+        for states in hidden:
+            states = states.to(decoder.device).requires_grad_(True)
+            logits = head(states).float().flatten(0, -2)
+            labels = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator).squeeze(1)
+            torch.nn.functional.cross_entropy(logits, labels, reduction="sum").backward()
+            gradients.append(_gradient(states))
+    _finish(files, len(decoder), grams, linears)
+    return gradients
+
+
+def _block(
+    decoder: Decoder,
+    index: int,
+    batches: list[Batch],
+    hidden: list[torch.Tensor],
+    gradients: list[torch.Tensor],
+    wanted: Mapping[str, nn.Linear],
+    files: StatisticsFiles,
+) -> list[torch.Tensor]:
+    """The same of the hidden states before a block, from those behind it."""
+    linears = {name: linear for name, linear in decoder.linears(index).items() if name in wanted}
+    earlier = []
+    with decoder.block(index) as block, _watching(linears) as grams:
+        for batch, states, behind in zip(batches, hidden, gradients, strict=True):
+            states = states.to(decoder.device).requires_grad_(True)
+            decoder.forward(index, block, states, batch).backward(behind.to(decoder.device))
+            earlier.append(_gradient(states))
+    _finish(files, index, grams, linears)
+    return earlier
+
+
+def _gradient(states: torch.Tensor) -> torch.Tensor:
+    assert states.grad is not None
+    return states.grad.to("cpu")
+
+
+class _Grams:
+    """Sums of a block's grams while it runs."""
+
+    def __init__(self) -> None:
+        self.inputs = HessianCollector()
+        self.outputs: dict[str, list[torch.Tensor]] = {}
+
+    def hook(self, name: str):  # type: ignore[no-untyped-def]
+        def add(gradient: torch.Tensor) -> None:
+            rows = gradient.reshape(-1, gradient.shape[-1]).to(torch.float32)
+            blocks = rows.split(LARGEST_BLOCK, 1)
+            if name not in self.outputs:
+                self.outputs[name] = [rows.new_zeros(part.shape[1], part.shape[1]) for part in blocks]
+            for gram, part in zip(self.outputs[name], blocks, strict=True):
+                gram.addmm_(part.T, part)
+
+        def see(_module: nn.Module, _inputs: object, output: torch.Tensor) -> None:
+            output.register_hook(add)
+
+        return see
+
+
+@contextmanager
+def _watching(linears: Mapping[str, nn.Linear]) -> Iterator[_Grams]:
+    grams = _Grams()
+    handles = [linear.register_forward_hook(grams.hook(name)) for name, linear in linears.items()]
+    try:
+        with grams.inputs.watching(linears):
+            yield grams
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _finish(files: StatisticsFiles, block: int, grams: _Grams, linears: Mapping[str, nn.Linear]) -> None:
+    """Means over tokens, checked and written."""
+    statistics = {}
+    for hessian in grams.inputs.hessians:
+        tokens = hessian.tokens
+        for name in hessian.linears:
+            outputs = [gram / tokens for gram in grams.outputs[name]]
+            statistics[name] = LayerStatistics(hessian.matrix / tokens, outputs, tokens, hessian.linears[0])
+            for what, gram in (("activations", statistics[name].inputs), *(("gradients", one) for one in outputs)):
+                if not torch.isfinite(gram).all():
+                    hint = "The model overflows on this text, or its weights are damaged."
+                    raise NumericalError(name, f"finite calibration {what}", "NaN or infinity", hint)
+    missing = sorted(linears.keys() - statistics.keys())
+    if missing:
+        raise NumericalError(missing[0], "a linear that is called while the model runs", "no call")
+    if statistics and not files.path(block).exists():
+        files.write(block, statistics)

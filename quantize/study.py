@@ -1,0 +1,152 @@
+"""One table of every method and every addition, each measured on a real model: `python -m vllm_latq.quantize.study`.
+
+    python -m vllm_latq.quantize.study MODEL --calibration FILE --text FILE --bits 4 3 2 1.5 [--only latq]
+
+Each row is a whole run: quantize to a checkpoint, read its bits, evaluate it against the original. KL is the judge; the
+rows that lose are printed too.
+"""
+
+import argparse
+import json
+import math
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_latq.console import print_table
+from vllm_latq.errors import LatqError, NumericalError
+from vllm_latq.quantize.evaluate import evaluate
+from vllm_latq.quantize.pipeline import quantize_checkpoint
+from vllm_latq.quantize.recipe import PARTS, Recipe
+
+GROUP_SIZE = 128
+SCALE_BITS = 16 / GROUP_SIZE
+COLUMNS = ("method", "bits", "KL", "perplexity", "log2 error", "seconds")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured run.
+
+    Attributes:
+        name: of the row.
+        bits: stored bits per weight, everything counted.
+        kl: mean KL(original || quantized) of the next-token distributions, nats per token.
+        perplexity: of the quantized model.
+        log2_error: mean over layers of log2 of the relative squared output error.
+        seconds: wall time of the quantization.
+    """
+
+    name: str
+    bits: float
+    kl: float
+    perplexity: float
+    log2_error: float
+    seconds: float
+
+    def cells(self) -> tuple[str, ...]:
+        return (
+            self.name,
+            f"{self.bits:.3f}",
+            f"{self.kl:.2e}",
+            f"{self.perplexity:.3f}",
+            f"{self.log2_error:.2f}",
+            f"{self.seconds:.0f}",
+        )
+
+
+def recipes(bits: float, num_samples: int, seq_len: int) -> Iterator[tuple[str, Recipe]]:
+    """Name and recipe of every row at about `bits` stored bits per weight.
+
+    Packed methods exist at whole widths only and cost 16 / 128 bits more for their scales; coded ones meet `bits`.
+    """
+
+    def make(method: str, **options: Any) -> Recipe:
+        return Recipe(method, num_samples=num_samples, seq_len=seq_len, **options)
+
+    if bits in (2, 3, 4):
+        width = int(bits)
+        yield "rtn", make("rtn", bits=width)
+        yield "gptq", make("gptq", bits=width)
+        yield "gptq, min-pivot", make("gptq", bits=width, order="min-pivot")
+        yield "gptq, original target", make("gptq", bits=width, target="original")
+        yield "ssqr 1%", make("ssqr", bits=width)
+        yield "ssqr 1%, original target", make("ssqr", bits=width, target="original")
+        yield "ssqr 1%, by saving", make("ssqr", bits=width, outliers="saving")
+    if bits > 1.3:
+        yield "hrtn", make("hrtn", target_bits=bits)
+        yield "hptq, natural order", make("hptq", target_bits=bits, order="natural")
+        yield "hptq", make("hptq", target_bits=bits)
+        yield "hptq, min-pivot", make("hptq", target_bits=bits, order="min-pivot")
+        yield "hptq, original target", make("hptq", target_bits=bits, target="original")
+    yield "latq, nothing but rANS", make("latq", target_bits=bits, without=PARTS)
+    for part in PARTS:
+        others = tuple(other for other in PARTS if other != part)
+        yield f"latq, only {part}", make("latq", target_bits=bits, without=others)
+    for part in PARTS:
+        yield f"latq without {part}", make("latq", target_bits=bits, without=(part,))
+    yield "latq, min-pivot", make("latq", target_bits=bits, order="min-pivot")
+    yield "latq", make("latq", target_bits=bits)
+
+
+def measure(name: str, recipe: Recipe, model: Path, calibration: str, text: str, seq_len: int, folder: Path) -> Row:
+    """Quantize into `folder`, which must not exist, and evaluate."""
+    started = time.perf_counter()
+    report = quantize_checkpoint(recipe, model, folder, calibration=calibration)
+    seconds = time.perf_counter() - started
+    result = evaluate(folder, text, seq_len=seq_len, baseline=str(model), batch_size=16, dtype="float32")
+    assert result.kl is not None
+    errors = [math.log2(max(layer["relative_error"], 1e-30)) for layer in report["layers"]]
+    bits = report["totals"]["bits_per_weight"]
+    return Row(name, bits, result.kl, result.perplexity, sum(errors) / len(errors), seconds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, metavar="MODEL")
+    parser.add_argument("--calibration", required=True)
+    parser.add_argument("--text", required=True)
+    parser.add_argument("--bits", type=float, nargs="+", default=[4.0, 3.0, 2.0, 1.5])
+    parser.add_argument("--only", nargs="+", help="rows to run, by the beginning of their names")
+    parser.add_argument("--num-samples", type=int, default=256)
+    parser.add_argument("--seq-len", type=int, default=256)
+    parser.add_argument("-o", "--output", type=Path, help="JSON file, rewritten after each row")
+    options = parser.parse_args()
+    warnings.simplefilter("once")
+    measured: list[dict[str, Any]] = []
+    for bits in options.bits:
+        rows = []
+        for name, recipe in recipes(bits, options.num_samples, options.seq_len):
+            if options.only and not any(name == only or name.startswith(only + ",") for only in options.only):
+                continue
+            with tempfile.TemporaryDirectory() as folder:
+                try:
+                    row = measure(
+                        name,
+                        recipe,
+                        options.model,
+                        options.calibration,
+                        options.text,
+                        options.seq_len,
+                        Path(folder) / "checkpoint",
+                    )
+                except NumericalError as error:
+                    print(f"{name}: {error}")
+                    continue
+            rows.append(row.cells())
+            measured.append({"about_bits": bits, "recipe": recipe.to_dict(), **vars(row)})
+            print(*row.cells(), sep="  ", flush=True)
+            if options.output:
+                options.output.write_text(json.dumps(measured, indent=1) + "\n")
+        print_table(f"{options.model.name}, about {bits:g} bits", COLUMNS, rows)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except LatqError as error:
+        raise SystemExit(f"study: {error}") from None

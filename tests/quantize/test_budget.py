@@ -1,0 +1,65 @@
+"""A budget: met, spent where it saves most, and refused when nothing fits."""
+
+import pytest
+import torch
+
+from vllm_latq.errors import ConfigError
+from vllm_latq.quantize.budget import OUTLIER_RATES, WIDTHS, Choice, Offer, choose, price
+from vllm_latq.quantize.recipe import Recipe
+from vllm_latq.quantize.statistics import LayerStatistics
+
+RECIPE = Recipe("ssqr", budget=3.0, group_size=32)
+
+
+def offer(sensitivity: float, seed: int, rows: int = 48, cols: int = 64) -> Offer:
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(300, cols, generator=generator)
+    gradients = sensitivity * torch.randn(300, rows, generator=generator)
+    statistics = LayerStatistics(inputs.T @ inputs / 300, [gradients.T @ gradients / 300], 300, "a")
+    name = f"layer{seed}"
+    return price({name: torch.randn(rows, cols, generator=generator)}, {name: statistics}, RECIPE)
+
+
+def average(offers: list[Offer], chosen: dict[str, Choice]) -> float:
+    bits = sum(chosen[name].bits * one.weights for one in offers for name in one.names)
+    return bits / sum(one.weights for one in offers)
+
+
+def test_prices_rise_and_losses_fall_with_width() -> None:
+    choices = offer(1.0, 0).choices
+    assert len(choices) == len(WIDTHS) * len(OUTLIER_RATES)
+    at_one_percent = [choice for choice in choices if choice.outlier_rate == 0.01]
+    assert [choice.width for choice in sorted(at_one_percent, key=lambda c: c.bits)] == list(WIDTHS)
+    assert [choice.width for choice in sorted(at_one_percent, key=lambda c: -c.loss)] == list(WIDTHS)
+
+
+@pytest.mark.parametrize("budget", [3.4, 4.1, 5.0, 20.0])
+def test_the_budget_is_met_and_sensitive_layers_get_more(budget: float) -> None:
+    offers = [offer(0.1, 0), offer(1.0, 1), offer(10.0, 2)]
+    chosen = choose(offers, budget)
+    assert average(offers, chosen) <= budget
+    bits = [chosen[f"layer{index}"].bits for index in range(3)]
+    assert bits == sorted(bits)
+    dearest = max(choice.bits for choice in offers[0].choices)
+    assert average(offers, chosen) > min(budget, dearest) - 0.5
+
+
+def test_no_single_upgrade_is_left_that_fits() -> None:
+    offers = [offer(0.1, 0), offer(1.0, 1), offer(10.0, 2)]
+    chosen = choose(offers, 4.1)
+    room = (4.1 - average(offers, chosen)) * sum(one.weights for one in offers)
+    for one in offers:
+        now = chosen[one.names[0]]
+        better = [c for c in one.choices if c.loss < now.loss and (c.bits - now.bits) * one.weights <= room]
+        assert better == []
+
+
+def test_a_budget_below_everything_is_refused() -> None:
+    with pytest.raises(ConfigError, match="the cheapest choice everywhere"):
+        choose([offer(1.0, 0)], 1.5)
+
+
+@pytest.mark.parametrize("options", [{"bits": 3}, {"outlier_rate": 0.02}])
+def test_a_budget_excludes_what_it_chooses(options: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match="A budget chooses it"):
+        Recipe("ssqr", budget=3.0, **options)

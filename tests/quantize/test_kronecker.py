@@ -1,0 +1,100 @@
+"""Nearest plane on the lattice of G (x) H: the identity, the bound, and what it reduces to."""
+
+import pytest
+import torch
+
+from vllm_latq.errors import NumericalError
+from vllm_latq.quantize.kronecker import two_sided_plane, unit_triangle
+from vllm_latq.quantize.lattice import Factor, factorize
+from vllm_latq.quantize.rounding import nearest_plane
+
+
+def gram(size: int, seed: int) -> torch.Tensor:
+    """A strongly correlated one, float64 [size, size]."""
+    generator = torch.Generator().manual_seed(seed)
+    mixing = torch.randn(size, size, generator=generator, dtype=torch.float64)
+    return mixing.T @ mixing / size
+
+
+def problem(rows: int, cols: int, seed: int = 0) -> tuple[torch.Tensor, Factor, Factor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    inputs, outputs = factorize(gram(cols, seed + 1)), factorize(gram(rows, seed + 2), damping=0.1)
+    weight = torch.randn(rows, cols, generator=generator)
+    steps = (torch.rand(size, generator=generator) + 0.2 for size in (rows, cols))
+    return weight, inputs, outputs, *steps
+
+
+def kronecker_loss(moved: torch.Tensor, inputs: Factor, outputs: Factor) -> float:
+    moved = moved.to(torch.float64)
+    return float(((outputs.hessian @ moved @ inputs.hessian) * moved).sum())
+
+
+SHAPES = [(1, 1), (1, 200), (63, 65), (130, 64), (200, 33)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_loss_is_the_quadratic_form_and_below_its_bound(shape: tuple[int, int]) -> None:
+    weight, inputs, outputs, rows, cols = problem(*shape)
+    found = two_sided_plane(weight, inputs, [outputs], rows, cols)
+    moved = weight - found.z * rows[:, None] * cols
+    assert found.loss == pytest.approx(kronecker_loss(moved, inputs, outputs), rel=1e-4)
+    assert found.loss <= found.bound
+
+
+def test_bound_is_that_of_the_product_lattice() -> None:
+    weight, inputs, outputs, rows, cols = problem(5, 7)
+    lattice = torch.kron(outputs.diagonal, inputs.diagonal)
+    steps = torch.outer(rows[outputs.order], cols[inputs.order]).double().flatten()
+    found = two_sided_plane(weight, inputs, [outputs], rows, cols)
+    assert found.bound == pytest.approx(float(lattice @ steps.square()) / 4)
+
+
+def test_it_is_nearest_plane_on_the_explicit_kronecker_product() -> None:
+    """Babai on the dense 35 x 35 lattice of G (x) H, rounded in the same sequence, gives the same integers."""
+    weight, inputs, outputs, rows, cols = problem(5, 7)
+    triangle = torch.kron(unit_triangle(outputs), unit_triangle(inputs))
+    permuted = weight[outputs.order][:, inputs.order].double()
+    steps = torch.outer(rows[outputs.order], cols[inputs.order]).double()
+    flat, step = permuted.flatten(), steps.flatten()
+    integers, error = torch.zeros_like(flat), torch.zeros_like(flat)
+    for t in range(len(flat)):
+        integers[t] = torch.round((flat[t] + error[:t] @ triangle[:t, t]) / step[t])
+        error[t] = flat[t] - integers[t] * step[t]
+    found = two_sided_plane(weight, inputs, [outputs], rows, cols).z[outputs.order][:, inputs.order]
+    assert torch.equal(found.double().flatten(), integers)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_identity_outputs_make_it_gptq(shape: tuple[int, int]) -> None:
+    weight, inputs, _, rows, cols = problem(*shape)
+    identity = factorize(torch.eye(shape[0]), "natural")
+    expected = nearest_plane(weight, inputs, torch.outer(rows, cols), group_size=1).z
+    assert torch.equal(two_sided_plane(weight, inputs, [identity], rows, cols).z, expected)
+    correlated = factorize(gram(shape[0], 3), "natural")
+    assert torch.equal(two_sided_plane(weight, inputs, [correlated], rows, cols, feedback=False).z, expected)
+
+
+def test_blocks_of_outputs_do_not_see_each_other() -> None:
+    weight, inputs, _, rows, cols = problem(100, 70)
+    blocks = [factorize(gram(size, size), damping=0.1) for size in (64, 36)]
+    whole = two_sided_plane(weight, inputs, blocks, rows, cols)
+    upper = two_sided_plane(weight[:64], inputs, blocks[:1], rows[:64], cols)
+    lower = two_sided_plane(weight[64:], inputs, blocks[1:], rows[64:], cols)
+    assert torch.equal(whole.z, torch.cat([upper.z, lower.z]))
+    assert whole.loss == pytest.approx(upper.loss + lower.loss)
+
+
+def test_feedback_between_outputs_lowers_the_loss() -> None:
+    weight, inputs, outputs, rows, cols = problem(96, 96)
+    moved = [
+        weight - two_sided_plane(weight, inputs, [outputs], rows, cols, feedback=feedback).z * rows[:, None] * cols
+        for feedback in (True, False)
+    ]
+    losses = [kronecker_loss(one, inputs, outputs) for one in moved]
+    assert losses[0] < 0.7 * losses[1]
+
+
+def test_steps_far_too_small_are_refused() -> None:
+    weight, inputs, outputs, rows, cols = problem(8, 8)
+    with pytest.raises(NumericalError, match="steps are far too small"):
+        two_sided_plane(weight, inputs, [outputs], rows * 1e-9, cols, where="layer")

@@ -1,0 +1,92 @@
+"""Grams of inputs and output gradients: equal to those of the whole model in one piece."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from vllm_latq.quantize.calibration import load_samples
+from vllm_latq.quantize.decoder import Decoder
+from vllm_latq.quantize.statistics import LayerStatistics, StatisticsFiles, collect_statistics
+
+SAMPLES, TOKENS, SEED = 12, 64, 3
+
+
+@pytest.fixture(scope="module")
+def samples(mini_model: Path, calibration_text: Path) -> torch.Tensor:
+    return load_samples(AutoTokenizer.from_pretrained(mini_model), str(calibration_text), SAMPLES, TOKENS)
+
+
+@pytest.fixture(scope="module")
+def collected(mini_model: Path, samples: torch.Tensor, tmp_path_factory: pytest.TempPathFactory) -> StatisticsFiles:
+    decoder = Decoder(mini_model, "cpu")
+    wanted = {name: linear for index in range(len(decoder)) for name, linear in decoder.linears(index).items()}
+    files = StatisticsFiles(tmp_path_factory.mktemp("statistics"))
+    collect_statistics(decoder, samples, wanted | {decoder.head_name: decoder.head_linear}, files, SEED)
+    return files
+
+
+@pytest.fixture(scope="module")
+def expected(mini_model: Path, samples: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Linear -> (inputs, gradients of its outputs), all tokens, by one ordinary backward pass of the whole model."""
+    model = AutoModelForCausalLM.from_pretrained(mini_model, dtype=torch.float32)
+    seen: dict[str, list[torch.Tensor]] = {}
+
+    def watch(name: str, linear: nn.Linear) -> None:
+        def keep(_: nn.Module, arguments: tuple[torch.Tensor], output: torch.Tensor) -> None:
+            output.retain_grad()
+            seen[name] = [arguments[0], output]
+
+        linear.register_forward_hook(keep)
+
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            watch(name, module)
+    logits = model(samples).logits.flatten(0, 1)
+    labels = torch.multinomial(logits.detach().softmax(-1), 1, generator=torch.Generator().manual_seed(SEED))
+    nn.functional.cross_entropy(logits, labels.squeeze(1), reduction="sum").backward()
+    return {name: (x.detach().flatten(0, 1), y.grad.flatten(0, 1)) for name, (x, y) in seen.items()}
+
+
+def all_layers(files: StatisticsFiles) -> dict[str, LayerStatistics]:
+    return {name: layer for block in range(5) for name, layer in files.read(block).items()}
+
+
+def test_grams_are_those_of_one_backward_pass(
+    collected: StatisticsFiles, expected: dict[str, tuple[torch.Tensor, torch.Tensor]]
+) -> None:
+    layers = all_layers(collected)
+    assert layers.keys() == expected.keys()
+    tokens = SAMPLES * TOKENS
+    for name, (inputs, gradients) in expected.items():
+        assert layers[name].tokens == tokens
+        torch.testing.assert_close(layers[name].inputs, inputs.T @ inputs / tokens, rtol=1e-3, atol=1e-5)
+        (gram,) = layers[name].outputs
+        reference = gradients.T @ gradients / tokens
+        assert float((gram - reference).norm()) < 1e-3 * float(reference.norm())
+
+
+def test_linears_of_one_input_share_it(collected: StatisticsFiles) -> None:
+    groups = {name: layer.group.split(".")[-1] for name, layer in collected.read(0).items()}
+    by_leaf = {name.split(".")[-1]: group for name, group in groups.items()}
+    assert by_leaf == {
+        **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "q_proj"),
+        **dict.fromkeys(("gate_proj", "up_proj"), "gate_proj"),
+        "o_proj": "o_proj",
+        "down_proj": "down_proj",
+    }
+
+
+def test_files_that_are_there_are_left_alone(collected: StatisticsFiles, mini_model: Path, tmp_path: Path) -> None:
+    files = StatisticsFiles(tmp_path)
+    files.write(3, collected.read(2))
+    decoder = Decoder(mini_model, "cpu")
+    name = "model.layers.1.mlp.down_proj"
+    tokens = torch.arange(40).view(1, 40)
+    collect_statistics(decoder, tokens, {name: decoder.linears(1)[name]}, files, SEED)
+    assert files.read(3).keys() == collected.read(2).keys()
+    assert list(files.read(1)) == [name]
+    assert files.complete([1, 3])
+    assert not files.complete([1, 2])

@@ -1,0 +1,119 @@
+"""Runs that look at the whole model: latq and budgets, from model to checkpoint."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_latq.checkpoint import CheckpointReader, verify
+from vllm_latq.quantize.evaluate import evaluate
+from vllm_latq.quantize.pipeline import quantize_checkpoint
+from vllm_latq.quantize.recipe import PARTS, Recipe
+
+FEW = {"num_samples": 32, "seq_len": 128}
+TARGET = 3.0
+LATQ = Recipe("latq", target_bits=TARGET, **FEW)
+# Attention alone, for what does not need the rest.
+ATTENTION = {"ignore": ("lm_head", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"), "num_samples": 16, "seq_len": 64}
+
+
+class InterruptionError(Exception):
+    pass
+
+
+@pytest.fixture(scope="module")
+def checkpoint(mini_model: Path, calibration_text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("latq") / "checkpoint"
+    quantize_checkpoint(LATQ, mini_model, path, calibration=str(calibration_text))
+    return path
+
+
+def test_the_model_meets_its_bits_and_layers_differ(checkpoint: Path) -> None:
+    assert list(verify(checkpoint)) == []
+    report = CheckpointReader(checkpoint).report()
+    assert TARGET - 0.01 < report["totals"]["bits_per_weight"] <= TARGET
+    bits = [layer["bits"] for layer in report["layers"]]
+    assert max(bits) - min(bits) > 0.5
+
+
+def test_loss_and_error_are_below_their_bounds(checkpoint: Path) -> None:
+    report = CheckpointReader(checkpoint).report()
+    for layer in report["layers"]:
+        assert layer["bound_holds"] is True
+        assert 0 < layer["loss"] <= layer["loss_bound"]
+        assert 0 < layer["error"] <= layer["bound"]
+        # uniform residuals would make it 1; undamped grams and dead columns lower it
+        assert 0.2 < layer["error"] / layer["expected_error"] < 1.5
+    assert report["totals"]["loss"] == pytest.approx(sum(layer["loss"] for layer in report["layers"]))
+
+
+def test_linears_of_one_input_share_their_column_exponents(checkpoint: Path) -> None:
+    reader = CheckpointReader(checkpoint)
+    for block in range(4):
+        for names in (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")):
+            exponents = [reader.store.get(f"model.layers.{block}.{name}.column_exponents") for name in names]
+            assert all((one == exponents[0]).all() for one in exponents)
+
+
+def test_kl_is_far_below_hptqs_and_near_what_the_report_predicts(
+    checkpoint: Path, mini_model: Path, calibration_text: Path, evaluation_text: Path, tmp_path: Path
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(evaluation_text.read_text(encoding="utf-8")[:24_000], encoding="utf-8")
+    options = {"seq_len": 256, "baseline": str(mini_model), "batch_size": 8, "dtype": "float32"}
+    hptq = Recipe("hptq", target_bits=TARGET, **FEW)
+    quantize_checkpoint(hptq, mini_model, tmp_path / "hptq", calibration=str(calibration_text))
+    found, paper = (evaluate(path, str(text), **options).kl for path in (checkpoint, tmp_path / "hptq"))
+    assert found < 0.35 * paper
+    predicted = CheckpointReader(checkpoint).report()["totals"]["loss"]
+    assert 0.3 < predicted / found < 3
+
+
+def test_an_interrupted_run_resumes_to_the_same_bytes(mini_model: Path, calibration_text: Path, tmp_path: Path) -> None:
+    recipe = Recipe("latq", target_bits=TARGET, **ATTENTION)
+
+    def interrupt(event: Mapping[str, Any]) -> None:
+        if event["event"] == "block" and event["block"] == 1:
+            raise InterruptionError
+
+    options = {"calibration": str(calibration_text)}
+    checkpoint = tmp_path / "whole"
+    quantize_checkpoint(recipe, mini_model, checkpoint, **options)
+    with pytest.raises(InterruptionError):
+        quantize_checkpoint(recipe, mini_model, tmp_path / "again", on_event=interrupt, **options)
+    stages: list[str] = []
+
+    def note(event: Mapping[str, Any]) -> None:
+        stages.append(event.get("stage", event["event"]))
+
+    quantize_checkpoint(recipe, mini_model, tmp_path / "again", resume=True, on_event=note, **options)
+    assert "statistics" not in stages
+    for shard in sorted(checkpoint.glob("*.safetensors")):
+        assert (tmp_path / "again" / shard.name).read_bytes() == shard.read_bytes()
+    assert {path.name for path in checkpoint.iterdir()} == {path.name for path in (tmp_path / "again").iterdir()}
+
+
+def test_switched_off_parts_leave_no_trace(mini_model: Path, calibration_text: Path, tmp_path: Path) -> None:
+    recipe = Recipe("latq", target_bits=2.5, without=PARTS, order="natural", **ATTENTION)
+    report = quantize_checkpoint(recipe, mini_model, tmp_path / "plain", calibration=str(calibration_text))
+    assert all(2.49 < layer["bits"] <= 2.5 for layer in report["layers"])
+    reader = CheckpointReader(tmp_path / "plain")
+    assert all(
+        not reader.store.get(name).any()
+        for name in reader.store.names()
+        if name.endswith(("row_exponents", "n_exponents"))
+    )
+
+
+def test_a_budget_for_ssqr_is_kept(mini_model: Path, calibration_text: Path, tmp_path: Path) -> None:
+    recipe = Recipe("ssqr", budget=3.4, num_samples=16, seq_len=64)
+    report = quantize_checkpoint(recipe, mini_model, tmp_path / "budget", calibration=str(calibration_text))
+    assert list(verify(tmp_path / "budget")) == []
+    assert 3.0 < report["totals"]["bits_per_weight"] <= 3.4
+    config = CheckpointReader(tmp_path / "budget").config
+    widths = {config.scheme_for(layer["name"]).bits for layer in report["layers"]}
+    assert len(widths) > 1
+    for block in range(4):
+        merged = {config.scheme_for(f"model.layers.{block}.self_attn.{name}_proj") for name in "qkv"}
+        assert len(merged) == 1
