@@ -90,14 +90,14 @@ class World:
     def mine(self, work: Sequence[InputHessian]) -> list[InputHessian]:
         """This rank's share of a block's linears: each in turn to the rank with the least to do, biggest first."""
         loads = [0] * self.size
-        chosen = []
+        owner = {}
         # Rounding takes outputs * channels^2; the outputs do not matter for who gets what as much as the channels do.
         for hessian in sorted(work, key=lambda hessian: -_effort(hessian)):
             rank = loads.index(min(loads))
             loads[rank] += _effort(hessian)
-            if rank == self.rank:
-                chosen.append(hessian)
-        return chosen
+            owner[id(hessian)] = rank
+        # In the order in which the block reads its inputs, so that an error names the first one that is wrong.
+        return [hessian for hessian in work if owner[id(hessian)] == self.rank]
 
     def reduce(self, hessians: list[InputHessian]) -> list[InputHessian]:
         """Sum the Hessians of all ranks, in place; those of linears that only other ranks' tokens reached are added."""

@@ -120,8 +120,8 @@ class Recipe:
         object.__setattr__(self, "ignore", _names("ignore", self.ignore))
         object.__setattr__(self, "without", _names("without", self.without))
         self._check_unused()
-        for part in self.without:
-            _check_choice("without", part, PARTS)
+        if not set(self.without) <= set(PARTS):
+            raise _error("without", f"names among {', '.join(PARTS)}", list(self.without))
 
     def _check_unused(self) -> None:
         if self.budget is not None:
