@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from vllm_latq.config import CheckpointConfig, LayerScheme
 from vllm_latq.huffman import encode
-from vllm_latq.weights import HuffmanWeight, PackedWeight
+from vllm_latq.weights import HuffmanWeight, PackedWeight, RansWeight, Weight, octave_eighths
 
 settings.register_profile("fuzz", max_examples=20_000)
 DATA = Path(__file__).parent / "data"
@@ -139,11 +139,15 @@ class CheckpointMaker:
         save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 
-def round_to_nearest(weight: torch.Tensor, scheme: LayerScheme) -> PackedWeight | HuffmanWeight:
+def round_to_nearest(weight: torch.Tensor, scheme: LayerScheme) -> Weight:
     """Quantize float32 [rows, cols]; a scheme with outliers keeps the largest 1%, the rest goes on absmax scales."""
     if scheme.encoding == "huffman":
         scale = weight.std() / 3
         return HuffmanWeight(scale.reshape(1), encode((weight / scale).round().to(torch.int32)))
+    if scheme.encoding == "rans":
+        scale, rows, cols = (weight.std() / 3).reshape(1), *scale_exponents(*weight.shape)
+        scales = scale * octave_eighths(rows)[:, None] * octave_eighths(cols)
+        return RansWeight.from_integers((weight / scales).round().to(torch.int32), scale, rows, cols)
     mask = weight.abs() > weight.abs().flatten().kthvalue(int(0.99 * weight.numel())).values
     inliers = weight.masked_fill(mask, 0) if scheme.outliers else weight
     grouped = inliers.view(weight.shape[0], scheme.groups(weight.shape[1]), -1)
@@ -152,6 +156,11 @@ def round_to_nearest(weight: torch.Tensor, scheme: LayerScheme) -> PackedWeight 
     integers = (grouped / scales.float().unsqueeze(-1)).round().clamp(-half, half - 1).view_as(weight).to(torch.int32)
     outliers = (mask, weight) if scheme.outliers else (None, None)
     return PackedWeight.from_integers(integers, scales, scheme.bits, scheme.group_size, *outliers)
+
+
+def scale_exponents(rows: int, cols: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Exponents of a rANS-coded matrix, int8 [rows] and [cols], over two octaves; equal for equal sizes."""
+    return tuple((torch.arange(size) * 7 % 17 - 8).to(torch.int8) for size in (rows, cols))  # type: ignore[return-value]
 
 
 @pytest.fixture(scope="session")
@@ -200,7 +209,10 @@ def tasks_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="session")
 def biased_pair(mini_model: Path, tmp_path_factory: pytest.TempPathFactory) -> CheckpointPair:
-    """A random Qwen2: biases on q, k and v, and a single key-value head, which tensor parallelism must replicate."""
+    """A random Qwen2: biases on q, k and v, and a single key-value head, which tensor parallelism must replicate.
+
+    The first block is packed with outliers, the second rANS-coded.
+    """
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)
@@ -217,7 +229,12 @@ def biased_pair(mini_model: Path, tmp_path_factory: pytest.TempPathFactory) -> C
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(mini_model / file, source)
     maker = CheckpointMaker(source, source.parent)
-    return maker("biased", CheckpointConfig(LayerScheme("packed", 3, 32, True), ("lm_head",)))
+    overrides = {
+        name: LayerScheme("rans")
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and ".layers.1." in name
+    }
+    return maker("biased", CheckpointConfig(LayerScheme("packed", 3, 32, True), ("lm_head",), overrides))
 
 
 # What one family or another calls its sizes; sliding windows on where the family has them.

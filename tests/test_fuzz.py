@@ -187,6 +187,42 @@ def test_huffman_tables(lengths: list[int], first: int, chunk_bits: list[int], s
 
 @fuzz
 @given(
+    ranges=st.lists(st.tuples(st.sampled_from((0, -3, 2**31 - 2, -(2**31))), st.integers(-1, 6)), max_size=4),
+    frequencies=st.lists(st.sampled_from((0, 1, 96, 1000, 2000, 3000, 4096)), max_size=24),
+    classes=st.lists(st.integers(-(2**31), 2**31 - 1), min_size=10, max_size=10),
+    stream=st.lists(st.integers(-(2**31), 2**31 - 1), max_size=50),
+    data=st.data(),
+)
+def test_rans_tables(
+    ranges: list[tuple[int, int]], frequencies: list[int], classes: list[int], stream: list[int], data: Any
+) -> None:
+    """Tables of any kind; more often than not valid up to the classes, and sometimes up to the stream."""
+    if data.draw(st.booleans()):
+        ranges, frequencies = [(-1, 2), (3, 0), (0, 1)], [1000, 96, 3000, 4096, 0, 4096]
+    if data.draw(st.booleans()):
+        classes = [code & 0x11111111 for code in classes[:9]] + [classes[9] & 0x1111]
+    words = data.draw(st.sampled_from((2 * len(stream), 2, 65535)))
+    exponents = torch.zeros(40, dtype=torch.int8)
+    check_tensors(
+        {
+            "weight_shape": torch.tensor([40, 36], dtype=torch.int32),
+            "scale": torch.ones(1),
+            "row_exponents": exponents,
+            "column_exponents": exponents[:36],
+            "row_class": torch.tensor(classes[:5], dtype=torch.int32),
+            "column_class": torch.tensor(classes[5:], dtype=torch.int32),
+            "table_ranges": torch.tensor(ranges, dtype=torch.int32).reshape(-1, 2),
+            "frequencies": torch.tensor(frequencies, dtype=torch.int32).to(torch.uint16),
+            "chunk_words": torch.tensor([[words]], dtype=torch.int32).to(torch.uint16),
+            "stream": torch.tensor(stream, dtype=torch.int32),
+        },
+        SCHEMES["rans"],
+        (40, 36),
+    )
+
+
+@fuzz
+@given(
     row_ptr=st.lists(st.integers(0, 12), min_size=4, max_size=4),
     columns=st.lists(st.integers(0, 8), max_size=12),
     ordered=st.booleans(),

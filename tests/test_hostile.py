@@ -46,7 +46,7 @@ def edit_json(path: Path, edit: Callable[[Any], None]) -> None:
     path.write_text(json.dumps(value))
 
 
-@pytest.mark.parametrize("encoding", ["ssqr", "packed", "huffman"])
+@pytest.mark.parametrize("encoding", ["ssqr", "packed", "huffman", "rans"])
 def test_the_tiny_checkpoints_themselves_are_valid(tiny: Callable[[str], Path], encoding: str) -> None:
     assert problems(tiny(encoding)) == ""
 
@@ -146,7 +146,7 @@ def test_json_too_large_to_parse(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shape", [[2**31 - 1, 2**31 - 1], [2**31 - 1, 1], [1, 2**31 - 1], [2**20, 2**20]])
-@pytest.mark.parametrize("encoding", ["ssqr", "packed", "huffman"])
+@pytest.mark.parametrize("encoding", ["ssqr", "packed", "huffman", "rans"])
 def test_declared_shape_far_beyond_the_tensors(tiny: Callable[[str], Path], encoding: str, shape: list[int]) -> None:
     path = tiny(encoding)
     edit_tensor(path, "layers.0.up.weight_shape", torch.tensor(shape, dtype=torch.int32))
@@ -184,7 +184,7 @@ def test_weight_shape_of_another_kind(tiny: Callable[[str], Path], tensor: torch
     assert "layers.0.up.weight_shape: expected two positive int32 sizes" in problems(path)
 
 
-@pytest.mark.parametrize("encoding", ["ssqr", "packed", "huffman"])
+@pytest.mark.parametrize("encoding", ["ssqr", "packed", "huffman", "rans"])
 def test_every_tensor_as_every_dtype_and_shape(tiny: Callable[[str], Path], encoding: str) -> None:
     path = tiny(encoding)
     original = CheckpointReader(path).tensors("layers.0.up")

@@ -60,8 +60,8 @@ def generations(request: pytest.FixtureRequest) -> dict[str, Any]:
     jobs["hptq"] = {"model": pairs["hptq"].latq, "engine": {"quantization": "latq"}, "reload": [pairs["hptq"].latq]}
     jobs["mixed"] = {"model": pairs["mixed"].latq}
     jobs["biased"] = {"model": pairs["biased"].latq, "reload": [pairs["biased"].latq]}
-    jobs["dummy"] = {"model": pairs["ssqr"].latq, "engine": {"load_format": "dummy"}}
     jobs["dummy-hptq"] = {"model": pairs["hptq"].latq, "engine": {"load_format": "dummy"}}
+    jobs["dummy-biased"] = {"model": pairs["biased"].latq, "engine": {"load_format": "dummy"}}
     jobs["incomplete"] = {"model": without_tensor(pairs["ssqr"].latq, MISSING), "fails": True}
     return dict(zip(jobs, probe(list(jobs.values())), strict=True))
 
@@ -95,7 +95,7 @@ def test_reload_the_same_weights(name: str, generations: dict[str, Any]) -> None
     assert again == first
 
 
-@pytest.mark.parametrize("name", ["dummy", "dummy-hptq"])
+@pytest.mark.parametrize("name", ["dummy-hptq", "dummy-biased"])
 def test_dummy_weights_run(name: str, generations: dict[str, Any]) -> None:
     for generation in generations[name][0]:
         assert len(generation["tokens"]) == 8
@@ -110,7 +110,7 @@ def test_missing_tensor_stops_the_engine(generations: dict[str, Any]) -> None:
 def test_tensor_parallel_equals_one_process(
     mixed_pair: tuple[Path, Path], biased_pair: tuple[Path, Path], generations: dict[str, Any]
 ) -> None:
-    """Cuts packed and Huffman-coded layers, whole-row scales, outliers and the head; replicates a KV head."""
+    """Cuts packed and entropy-coded layers, whole-row scales, outliers and the head; replicates a KV head."""
     split = {"tensor_parallel_size": 2}
     mixed, biased = probe([{"model": pair[0], "engine": split} for pair in (mixed_pair, biased_pair)])
     assert_same(mixed[0], generations["mixed"][0])

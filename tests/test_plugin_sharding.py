@@ -27,7 +27,7 @@ from vllm_latq.errors import CheckpointError, UnsupportedShapeError
 from vllm_latq.huffman import encode
 from vllm_latq.linear_op import WEIGHT_ARGUMENTS, dequantize
 from vllm_latq.vllm_config import LatqConfig
-from vllm_latq.weights import HuffmanWeight, PackedWeight
+from vllm_latq.weights import HuffmanWeight, PackedWeight, RansWeight, Weight
 
 HIDDEN = 256
 VOCABULARY = 200  # vLLM pads it to 256, so that some rank owns padding
@@ -39,15 +39,21 @@ SCHEMES = {
     "packed8-plain": LayerScheme("packed", 8, 64, False),
     "huffman": LayerScheme("huffman"),
 }
+RANS = LayerScheme("rans")
+# Factors of columns are given to x instead of the weight: another rounding of each product.
+RANS_TOLERANCE = {"rtol": 1e-5, "atol": 1e-4}
 Shard = tuple[Any, int, int]  # shard id, rows and columns in the checkpoint
 
 
-def random_weight(scheme: LayerScheme, rows: int, cols: int, seed: int) -> PackedWeight | HuffmanWeight:
+def random_weight(scheme: LayerScheme, rows: int, cols: int, seed: int) -> Weight:
     """Random weights with an empty and a full row of outliers."""
     generator = torch.Generator().manual_seed(seed)
-    if scheme.encoding == "huffman":
+    if scheme.encoding != "packed":
         integers = (torch.randn(rows, cols, generator=generator) * 3).round().to(torch.int32)
         integers[-1] = 100 + torch.arange(cols, dtype=torch.int32)
+        if scheme == RANS:
+            exponents = ((torch.arange(size) * 7 % 17 - 8).to(torch.int8) for size in (rows, cols))
+            return RansWeight.from_integers(integers, torch.rand(1, generator=generator) + 0.1, *exponents)
         return HuffmanWeight(torch.rand(1, generator=generator) + 0.1, encode(integers))
     half = 1 << (scheme.bits - 1)
     integers = torch.randint(-half, half, (rows, cols), generator=generator, dtype=torch.int32)
@@ -133,25 +139,48 @@ def load(layer: torch.nn.Module, shard_id: Any, tensors: dict[str, torch.Tensor]
 
 def dense(layer: torch.nn.Module) -> torch.Tensor:
     method = layer.quant_method
-    return dequantize(*(getattr(layer, name) for name in WEIGHT_ARGUMENTS), method.bits, method.cols)
+    weight = dequantize(*(getattr(layer, name) for name in WEIGHT_ARGUMENTS), method.bits, method.cols)
+    return weight if layer.column_scales is None else weight * layer.column_scales
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_rank_gets_its_shard(kind: str, size: int, scheme: str, rank_of: Callable[[int, int], None]) -> None:
+    check_ranks(kind, size, SCHEMES[scheme], rank_of, {"rtol": 0, "atol": 0})
+
+
+@pytest.mark.parametrize("kind", ["row", "gate_up", "qkv_1", "head"])
+def test_every_rank_gets_its_shard_and_its_column_factors(kind: str, rank_of: Callable[[int, int], None]) -> None:
+    check_ranks(kind, 2, RANS, rank_of, RANS_TOLERANCE)
+
+
+def check_ranks(
+    kind: str, size: int, scheme: LayerScheme, rank_of: Callable[[int, int], None], tolerance: dict[str, float]
+) -> None:
+    """Load a layer on each rank beside an unquantized one: equal weights, and products within the tolerance."""
     for rank in range(size):
         rank_of(rank, size)
-        layer, oracle = build(kind, quantization(SCHEMES[scheme])), build(kind, None)
+        layer, oracle = build(kind, quantization(scheme)), build(kind, None)
         for seed, (shard_id, rows, cols) in enumerate(KINDS[kind][1]):
-            weight = random_weight(SCHEMES[scheme], rows, cols, seed)
+            weight = random_weight(scheme, rows, cols, seed)
             load(layer, shard_id, weight.to_tensors())
             load(oracle, shard_id, {"weight": weight.dequantize()})
         layer.quant_method.process_weights_after_loading(layer)
         torch.testing.assert_close(dense(layer), oracle.weight.data, rtol=0, atol=0)
         x = torch.randn(3, layer.quant_method.cols)
         expected = torch.nn.functional.linear(x, oracle.weight.data)
-        torch.testing.assert_close(layer.quant_method.apply(layer, x), expected, rtol=0, atol=0)
+        torch.testing.assert_close(layer.quant_method.apply(layer, x), expected, **tolerance)
+
+
+def test_shards_of_one_input_have_one_set_of_column_factors(rank_of: Callable[[int, int], None]) -> None:
+    rank_of(0, 1)
+    layer = build("gate_up", quantization(RANS))
+    for shard_id in (0, 1):
+        tensors = random_weight(RANS, 128, HIDDEN, 0).to_tensors()
+        load(layer, shard_id, tensors | {"column_exponents": tensors["column_exponents"] + shard_id})
+    with pytest.raises(CheckpointError, match=r"up_proj\.column_exponents: expected those of .*gate_proj, with which"):
+        layer.quant_method.process_weights_after_loading(layer)
 
 
 def _load_all(layer: torch.nn.Module, kind: str, scheme: LayerScheme, skip: Sequence[tuple[Any, str]] = ()) -> None:

@@ -68,6 +68,13 @@ def test_far_integers_are_escaped() -> None:
     assert encoded.storage_bits() < rans.encode(gaussian((64, 256), 2.0)).storage_bits() + 1000
 
 
+@pytest.mark.parametrize("center", [-(2**31), 2**31 - 1])
+def test_tables_at_the_ends_of_int32(center: int) -> None:
+    integers = torch.full((4, 40), center, dtype=torch.int32)
+    integers[::2, :7] = 0  # far away: the tables cover a window around the median
+    assert torch.equal(rans.decode_stream(rans.encode(integers), "layer.stream"), integers)
+
+
 @settings(deadline=None, max_examples=12)
 @given(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=60), st.integers(1, 7))
 def test_any_integers_survive(values: list[int], cols: int) -> None:

@@ -30,6 +30,21 @@ def test_same_logits_as_the_dequantized_model(name: str, dtype: torch.dtype, req
     torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
+def test_rans_layers_scale_their_input(dtype: torch.dtype, tolerance: float, biased_pair: tuple[Path, Path]) -> None:
+    """x * column factors is rounded where the dense model's weight is: equal up to the precision of the dtype."""
+    got, expected = logits(biased_pair[0], dtype=dtype), logits(biased_pair[1], dtype=dtype)
+    assert (got - expected).float().norm() < tolerance * expected.float().norm()
+
+
+def test_rans_layers_dequantize_exactly(biased_pair: tuple[Path, Path]) -> None:
+    model = AutoModelForCausalLM.from_pretrained(biased_pair[0], dtype=torch.float32)
+    assert sum(getattr(module, "column_scales", None) is not None for module in model.modules()) == 7
+    with torch.no_grad():
+        got = model.dequantize()(IDS).logits
+    torch.testing.assert_close(got, logits(biased_pair[1], dtype=torch.float32), rtol=0, atol=0)
+
+
 def test_default_dtype_is_that_of_the_config(ssqr_pair: tuple[Path, Path]) -> None:
     model = AutoModelForCausalLM.from_pretrained(ssqr_pair[0])
     assert model.dtype == torch.bfloat16

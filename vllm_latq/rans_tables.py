@@ -140,7 +140,8 @@ def _histogram(integers: torch.Tensor, row_fine: torch.Tensor, column_fine: torc
     low, high = (int(bound) for bound in integers.aminmax())
     if high - low >= MAX_SYMBOLS:
         # A few far integers would make the histogram huge: count what lies around the median, escape the rest.
-        low = int(integers.reshape(-1).median()) - MAX_SYMBOLS // 2
+        middle = int(integers.reshape(-1).median()) - MAX_SYMBOLS // 2
+        low = min(max(middle, low), high - MAX_SYMBOLS + 1)
         high = low + MAX_SYMBOLS - 1
     size, columns = high - low + 1, int(column_fine.max()) + 1
     shape = (int(row_fine.max()) + 1, columns, size + 1)

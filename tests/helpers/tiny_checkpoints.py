@@ -13,13 +13,14 @@ from safetensors.torch import save_file
 from vllm_latq.checkpoint import fingerprint_of, tensor_digest
 from vllm_latq.config import CheckpointConfig, LayerScheme
 from vllm_latq.huffman import encode
-from vllm_latq.weights import HuffmanWeight, PackedWeight, Weight
+from vllm_latq.weights import HuffmanWeight, PackedWeight, RansWeight, Weight
 
 SHAPES = {"layers.0.up": (9, 66), "layers.0.down": (40, 36), "layers.1.up": (1, 33)}
 SCHEMES = {
     "ssqr": LayerScheme("packed", 3, -1, True),
     "packed": LayerScheme("packed", 4, 3, False),
     "huffman": LayerScheme("huffman"),
+    "rans": LayerScheme("rans"),
 }
 
 
@@ -31,6 +32,11 @@ def tiny_weight(scheme: LayerScheme, shape: tuple[int, int], seed: int) -> Weigh
     if scheme.encoding == "huffman":
         integers[0, 0] = 1000  # takes the way of ESCAPE
         return HuffmanWeight(torch.tensor([0.01]), encode(integers))
+    if scheme.encoding == "rans":
+        integers = (integers * torch.linspace(0.1, 3, shape[1])).round().to(torch.int32)
+        integers[0, 0] = 2**31 - 1  # takes the way of ESCAPE
+        rows, cols = (torch.randint(-9, 9, (size,), generator=generator).to(torch.int8) for size in shape)
+        return RansWeight.from_integers(integers, torch.tensor([0.01]), rows, cols)
     half = 1 << (scheme.bits - 1)
     mask = torch.rand(shape, generator=generator) < 0.1
     values = torch.randn(shape, generator=generator)

@@ -1,0 +1,65 @@
+"""The rANS kernel in the interpreter, bit for bit against the checkpoint's decoder."""
+
+import pytest
+import torch
+
+from vllm_latq import rans_coder
+from vllm_latq.kernels import rans as rans_kernel
+from vllm_latq.kernels.errors import KernelInputError
+from vllm_latq.kernels.rans import decode_rans, slot_table
+from vllm_latq.rans import RansStream, decode_stream, encode
+from vllm_latq.rans_decoder import decoding_table
+
+pytestmark = pytest.mark.interpreter
+
+
+@pytest.fixture(autouse=True)
+def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """128 weights instead of 4096, each of which takes the interpreter 10 ms."""
+    monkeypatch.setattr(rans_coder, "CHUNK_WEIGHTS", 128)
+    monkeypatch.setattr(rans_kernel, "CHUNK_WEIGHTS", 128)
+
+
+def encoded(rows: int, cols: int, octaves: float, wild: int = 0) -> RansStream:
+    """Random integers whose columns have spreads over so many octaves; the first few far outside any table."""
+    generator = torch.Generator().manual_seed(rows * cols)
+    z = torch.randn(rows, cols, generator=generator) * torch.exp2(torch.linspace(-1, octaves, cols))
+    z = z.round().to(torch.int32)
+    z.view(-1)[:wild] = torch.tensor([2**31 - 1, -(2**31), 99999, -77777], dtype=torch.int32)[:wild]
+    return encode(z)
+
+
+def arguments(coded: RansStream) -> list[torch.Tensor]:
+    model = coded.model()
+    tables = (coded.table_ranges, coded.frequencies)
+    return [coded.stream, coded.chunk_words, model.row_class, model.column_class, *tables]
+
+
+@pytest.mark.parametrize(
+    ("rows", "cols", "octaves", "wild"),
+    # Several chunks of rows, the last one short; of columns, the last one narrow; escapes; a single weight.
+    [(11, 30, 3.0, 4), (3, 150, 2.0, 1), (1, 1, 0.0, 0), (2, 50, -9.0, 0)],
+)
+def test_decodes_bit_for_bit(rows: int, cols: int, octaves: float, wild: int) -> None:
+    coded = encoded(rows, cols, octaves, wild)
+    expected = decode_stream(coded, "stream")
+    assert torch.equal(decode_rans(*arguments(coded)), expected)
+    slots = slot_table(coded.table_ranges, coded.frequencies)
+    assert slots.flatten().tolist() == decoding_table(coded.model()).tolist()
+
+
+def test_corrupt_streams_are_refused_and_read_nothing_outside() -> None:
+    stream, chunk_words, rows, cols, ranges, frequencies = arguments(encoded(3, 60, 2.0, 2))
+    flipped = stream ^ torch.randint(-(2**31), 2**31, stream.shape, dtype=torch.int64).to(torch.int32)
+    with pytest.raises(KernelInputError, match="corrupt"):
+        decode_rans(flipped, chunk_words, rows, cols, ranges, frequencies)
+    with pytest.raises(KernelInputError, match="words"):
+        decode_rans(stream[:-1], chunk_words, rows, cols, ranges, frequencies)
+    with pytest.raises(KernelInputError, match="chunk_words"):
+        decode_rans(stream, chunk_words[:-1], rows, cols, ranges, frequencies)
+    with pytest.raises(KernelInputError, match="sums of classes"):
+        decode_rans(stream, chunk_words, rows + 16, cols, ranges, frequencies)
+    with pytest.raises(KernelInputError, match="sums of 4096"):
+        slot_table(ranges, frequencies.to(torch.int32).clamp(min=1).to(torch.uint16) * 2)
+    with pytest.raises(KernelInputError, match="tables of"):
+        slot_table(ranges, frequencies[:-1])
