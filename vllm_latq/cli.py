@@ -1,4 +1,4 @@
-"""The `latq` command: quantize, verify, inspect, eval.
+"""The `latq` command: quantize, verify, inspect, report, eval.
 
 Exit status: 0 done, 1 a problem that was reported, 2 wrong usage.
 """
@@ -35,6 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_quantize(commands)
     _add_verify(commands)
     _add_inspect(commands)
+    _add_report(commands)
     _add_eval(commands)
     return parser
 
@@ -87,6 +88,13 @@ def _add_inspect(commands: Any) -> None:
     command.set_defaults(run=_inspect)
     command.add_argument("checkpoint", metavar="CKPT")
     command.add_argument("--json", action="store_true")
+
+
+def _add_report(commands: Any) -> None:
+    command = commands.add_parser("report", help="write a page with plots of what a checkpoint holds and lost")
+    command.set_defaults(run=_report)
+    command.add_argument("checkpoint", metavar="CKPT")
+    command.add_argument("-o", "--output", default="report.html", help="HTML file to write (default report.html)")
 
 
 def _add_eval(commands: Any) -> None:
@@ -184,6 +192,14 @@ def _inspect(options: argparse.Namespace) -> int:
     rows.append(("total", weights, f"{summary['bytes']:,} bytes", bits, "", "", "", ""))
     columns = ("linear", "shape", "encoding", "bits", "outliers", "relative error", "error", "bound")
     console.print_table(options.checkpoint, columns, rows)
+    return 0
+
+
+def _report(options: argparse.Namespace) -> int:
+    from vllm_latq.report_page import write_report_page
+
+    write_report_page(options.checkpoint, options.output)
+    print(options.output)
     return 0
 
 
