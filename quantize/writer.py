@@ -32,7 +32,7 @@ COMPANION_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-_STATE_FILE = "state.json"
+STATE_FILE = "state.json"
 
 
 class CheckpointWriter:
@@ -60,7 +60,7 @@ class CheckpointWriter:
             self._check_same(state)
         else:
             self.partial.mkdir(parents=True)
-            self._write_json(_STATE_FILE, state)
+            self._write_json(STATE_FILE, state)
 
     def records(self, shard: int) -> dict[str, Any] | None:
         """What `add` recorded for a shard of an earlier run; None if it was not finished."""
@@ -106,7 +106,7 @@ class CheckpointWriter:
         self._write_json("config.json", {**config, "quantization_config": quantization_config})
         for shard in range(self.shards):
             (self.partial / self._records_name(shard)).unlink()
-        (self.partial / _STATE_FILE).unlink()
+        (self.partial / STATE_FILE).unlink()
         if self.destination.exists():
             self.destination.rmdir()
         _rename_durably(self.partial, self.destination)
@@ -118,7 +118,7 @@ class CheckpointWriter:
         return f"records-{shard + 1:05d}.json"
 
     def _check_same(self, state: Mapping[str, Any]) -> None:
-        found = read_json(self.partial / _STATE_FILE)
+        found = read_json(self.partial / STATE_FILE)
         if found != state:
             old, new = found.get("identity", {}), state["identity"]
             changed = sorted(key for key in {*old, *new} if old.get(key) != new.get(key)) or ["shards"]

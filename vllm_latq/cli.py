@@ -84,7 +84,7 @@ def _add_verify(commands: Any) -> None:
 
 
 def _add_inspect(commands: Any) -> None:
-    command = commands.add_parser("inspect", help="show what a checkpoint holds")
+    command = commands.add_parser("inspect", help="show what a checkpoint, or OUT.partial of a run, holds")
     command.set_defaults(run=_inspect)
     command.add_argument("checkpoint", metavar="CKPT")
     command.add_argument("--json", action="store_true")
@@ -170,7 +170,10 @@ def _verify(options: argparse.Namespace) -> int:
 
 def _inspect(options: argparse.Namespace) -> int:
     from vllm_latq.inspection import inspect_checkpoint
+    from vllm_latq.quantize.progress import is_partial
 
+    if is_partial(options.checkpoint):
+        return _inspect_partial(options)
     summary = inspect_checkpoint(options.checkpoint)
     if options.json:
         console.print_json(summary)
@@ -192,6 +195,24 @@ def _inspect(options: argparse.Namespace) -> int:
     rows.append(("total", weights, f"{summary['bytes']:,} bytes", bits, "", "", "", ""))
     columns = ("linear", "shape", "encoding", "bits", "outliers", "relative error", "error", "bound")
     console.print_table(options.checkpoint, columns, rows)
+    return 0
+
+
+def _inspect_partial(options: argparse.Namespace) -> int:
+    from vllm_latq.quantize.progress import partial_progress
+
+    progress = partial_progress(options.checkpoint)
+    if options.json:
+        console.print_json(progress)
+        return 0
+    rows = [
+        (layer["name"], *(console.number(layer[key]) for key in ("bits", "relative_error", "error", "bound")))
+        for layer in progress["layers"]
+    ]
+    title = (
+        f"{options.checkpoint}: {progress['shards_done']} of {progress['shards']} shards, {progress['bytes']:,} bytes"
+    )
+    console.print_table(title, ("linear", "bits", "relative error", "error", "bound"), rows)
     return 0
 
 
