@@ -40,6 +40,7 @@ th:first-child, td:first-child {{ text-align: left; white-space: normal; overflo
 .pairs td:last-child {{ text-align: left; white-space: normal; overflow-wrap: anywhere; }}
 .bad {{ color: #c62828; font-weight: 600; }} .note {{ opacity: .75; }}
 @media (prefers-color-scheme: dark) {{ .bad {{ color: #ff8a80; }} }}
+</style>
 <h1>{title}</h1>
 {body}
 </html>
