@@ -34,7 +34,7 @@ COMPANION_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-_STATE_FILE = "state.json"
+STATE_FILE = "state.json"
 
 
 class CheckpointWriter:
@@ -63,12 +63,12 @@ class CheckpointWriter:
             raise CheckpointError(str(self.partial), "no partial run", "an interrupted one", hint)
         # config.json comes last: a run killed after it has only to be moved, and may have lost its state already.
         self.complete = (self.partial / "config.json").exists()
-        if (self.partial / _STATE_FILE).exists():
+        if (self.partial / STATE_FILE).exists():
             self._check_same(state)
         elif not self.complete:
             # No state, no finished block: a run may be killed right after it made the directory.
             self.partial.mkdir(parents=True, exist_ok=True)
-            self._write_json(_STATE_FILE, state)
+            self._write_json(STATE_FILE, state)
 
     @property
     def scratch(self) -> Path:
@@ -127,7 +127,7 @@ class CheckpointWriter:
     def seal(self) -> None:
         """Move a complete directory to its destination, without what only a resumed run would need."""
         shutil.rmtree(self.scratch, ignore_errors=True)
-        for pattern in ("records-*", "*.tmp", "activations-*", _STATE_FILE):
+        for pattern in ("records-*", "*.tmp", "activations-*", STATE_FILE):
             for file in self.partial.glob(pattern):
                 file.unlink()
         if self.destination.exists():
@@ -141,7 +141,7 @@ class CheckpointWriter:
         return f"records-{shard + 1:05d}.json"
 
     def _check_same(self, state: Mapping[str, Any]) -> None:
-        found = read_json(self.partial / _STATE_FILE)
+        found = read_json(self.partial / STATE_FILE)
         if found != state:
             old, new = found.get("identity", {}), state["identity"]
             changed = sorted(key for key in {*old, *new} if old.get(key) != new.get(key)) or ["shards"]

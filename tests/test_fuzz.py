@@ -8,7 +8,7 @@ import resource
 import shutil
 import struct
 from collections.abc import Callable, Iterator
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -187,6 +187,7 @@ def test_huffman_tables(lengths: list[int], first: int, chunk_bits: list[int], s
 
 @fuzz
 @given(
+<<<<<<< HEAD
     ranges=st.lists(st.tuples(st.sampled_from((0, -3, 2**31 - 2, -(2**31))), st.integers(-1, 6)), max_size=4),
     frequencies=st.lists(st.sampled_from((0, 1, 96, 1000, 2000, 3000, 4096)), max_size=24),
     classes=st.lists(st.integers(-(2**31), 2**31 - 1), min_size=10, max_size=10),
@@ -226,20 +227,28 @@ def test_rans_tables(
     row_ptr=st.lists(st.integers(0, 12), min_size=4, max_size=4),
     columns=st.lists(st.integers(0, 8), max_size=12),
     ordered=st.booleans(),
+=======
+    rows=st.lists(st.lists(st.integers(0, 8), max_size=4), min_size=3, max_size=3),
+    sort=st.booleans(),
+    damage=st.none() | st.tuples(st.integers(0, 3), st.integers(-2, 13)),
+>>>>>>> trust
 )
-def test_csr_arrays(row_ptr: list[int], columns: list[int], ordered: bool) -> None:
+def test_csr_arrays(rows: list[list[int]], sort: bool, damage: tuple[int, int] | None) -> None:
     """Accepted exactly if the arrays are a CSR matrix: a plain re-reading of FORMAT.md section 3.2 decides."""
-    row_ptr = [0, *sorted(row_ptr[1:3]), len(columns)] if ordered else row_ptr
-    tensors = tiny_weight(SCHEMES["ssqr"], (3, 8), 0).to_tensors()
-    tensors["qweight"] = tensors["qweight"] * 0 + sum(4 << (3 * column) for column in range(8))  # all codes of 0
+    columns = [column for row in rows for column in (sorted(set(row)) if sort else row)]
+    row_ptr = [0, *accumulate(len(set(row)) if sort else len(row) for row in rows)]
+    if damage is not None:
+        row_ptr[damage[0]] = damage[1]
+    tensors = dict(tiny_weight(SCHEMES["ssqr"], (3, 8), 0).to_tensors())
+    tensors["qweight"] = torch.full((3, 1), sum(4 << (3 * column) for column in range(8)), dtype=torch.int32)
     tensors["outlier_row_ptr"] = torch.tensor(row_ptr, dtype=torch.int32)
     tensors["outlier_col_idx"] = torch.tensor(columns, dtype=torch.int32).to(torch.uint16)
     tensors["outlier_values"] = torch.ones(len(columns), dtype=torch.bfloat16)
-    rows = [columns[low:high] for low, high in pairwise(row_ptr)]
+    stored = [columns[low:high] for low, high in pairwise(row_ptr)]
     right = (
         row_ptr == sorted(row_ptr)
         and (row_ptr[0], row_ptr[-1]) == (0, len(columns))
-        and all(row == sorted(set(row)) for row in rows)
+        and all(row == sorted(set(row)) for row in stored)
         and all(column < 8 for column in columns)
     )
     assert check_tensors(tensors, SCHEMES["ssqr"], (3, 8)) is right

@@ -1,4 +1,4 @@
-"""The `latq` command: quantize, verify, inspect, eval.
+"""The `latq` command: quantize, verify, inspect, report, eval.
 
 Exit status: 0 done, 1 a problem that was reported, 2 wrong usage.
 """
@@ -45,6 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_quantize(commands)
     _add_verify(commands)
     _add_inspect(commands)
+    _add_report(commands)
     _add_eval(commands)
     return parser
 
@@ -104,10 +105,17 @@ def _add_verify(commands: Any) -> None:
 
 
 def _add_inspect(commands: Any) -> None:
-    command = commands.add_parser("inspect", help="show what a checkpoint holds")
+    command = commands.add_parser("inspect", help="show what a checkpoint, or OUT.partial of a run, holds")
     command.set_defaults(run=_inspect)
     command.add_argument("checkpoint", metavar="CKPT")
     command.add_argument("--json", action="store_true")
+
+
+def _add_report(commands: Any) -> None:
+    command = commands.add_parser("report", help="write a page with plots of what a checkpoint holds and lost")
+    command.set_defaults(run=_report)
+    command.add_argument("checkpoint", metavar="CKPT")
+    command.add_argument("-o", "--output", default="report.html", help="HTML file to write (default report.html)")
 
 
 def _add_eval(commands: Any) -> None:
@@ -186,7 +194,10 @@ def _verify(options: argparse.Namespace) -> int:
 
 def _inspect(options: argparse.Namespace) -> int:
     from vllm_latq.inspection import inspect_checkpoint
+    from vllm_latq.quantize.progress import is_partial
 
+    if is_partial(options.checkpoint):
+        return _inspect_partial(options)
     summary = inspect_checkpoint(options.checkpoint)
     if options.json:
         console.print_json(summary)
@@ -208,6 +219,32 @@ def _inspect(options: argparse.Namespace) -> int:
     rows.append(("total", weights, f"{summary['bytes']:,} bytes", bits, "", "", "", ""))
     columns = ("linear", "shape", "encoding", "bits", "outliers", "relative error", "error", "bound")
     console.print_table(options.checkpoint, columns, rows)
+    return 0
+
+
+def _inspect_partial(options: argparse.Namespace) -> int:
+    from vllm_latq.quantize.progress import partial_progress
+
+    progress = partial_progress(options.checkpoint)
+    if options.json:
+        console.print_json(progress)
+        return 0
+    rows = [
+        (layer["name"], *(console.number(layer[key]) for key in ("bits", "relative_error", "error", "bound")))
+        for layer in progress["layers"]
+    ]
+    title = (
+        f"{options.checkpoint}: {progress['shards_done']} of {progress['shards']} shards, {progress['bytes']:,} bytes"
+    )
+    console.print_table(title, ("linear", "bits", "relative error", "error", "bound"), rows)
+    return 0
+
+
+def _report(options: argparse.Namespace) -> int:
+    from vllm_latq.report_page import write_report_page
+
+    write_report_page(options.checkpoint, options.output)
+    print(options.output)
     return 0
 
 

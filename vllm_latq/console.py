@@ -1,6 +1,7 @@
 """What the commands show: tables, and the progress of a quantization as a live bar, plain lines or JSON lines."""
 
 import json
+import resource
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,6 +9,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
+
+from vllm_latq.errors import printable
 
 
 def print_json(value: Any) -> None:
@@ -22,17 +26,24 @@ def number(value: float | None, digits: int = 4) -> str:
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """A table whose first column is text and whose others are right-aligned."""
-    table = Table(title=title)
+    # Names come from files: as Text they are not markup, and `printable` takes their control characters.
+    table = Table(title=Text(printable(title)))
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*(Text(printable(cell)) for cell in row))
     # Piped output is not cut to a terminal's width.
     Console(width=None if sys.stdout.isatty() else 160).print(table)
 
 
+def peak_memory() -> int:
+    """Largest resident size of this process so far, in bytes."""
+    # Linux counts kilobytes, macOS bytes.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
 class JsonEvents:
-    """One JSON object per line and event."""
+    """One JSON object per line and event, with the peak memory so far in bytes as `peak_memory`."""
 
     def __enter__(self) -> "JsonEvents":
         return self
@@ -41,20 +52,21 @@ class JsonEvents:
         pass
 
     def __call__(self, event: Mapping[str, Any]) -> None:
-        print(json.dumps(event), flush=True)
+        print(json.dumps({**event, "peak_memory": peak_memory()}), flush=True)
 
 
 class ProgressDisplay:
     """A live bar on a terminal; one line per linear above it, or alone where there is no terminal."""
 
-    def __init__(self) -> None:
-        self.console = Console(stderr=True)
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console(stderr=True)
         self.progress = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
+            TextColumn("{task.fields[status]}", markup=False),
             console=self.console,
             disable=not self.console.is_terminal,
         )
@@ -71,7 +83,8 @@ class ProgressDisplay:
         handler(event)
 
     def _start(self, event: Mapping[str, Any]) -> None:
-        self.task = self.progress.add_task("linears", total=event["linears"])
+        self.blocks = event["blocks"]
+        self.task = self.progress.add_task(f"block 0/{self.blocks}", total=event["linears"], status="")
 
     def _stage(self, event: Mapping[str, Any]) -> None:
         self.console.print(f"{event['stage']} ...", highlight=False)
@@ -88,11 +101,17 @@ class ProgressDisplay:
             f"outliers {100 * event['outlier_density']:.2f}%  relative error {number(event['relative_error'])}  "
             f"error {number(event['error'])}  bound {number(event['bound'])} ({holds})  {event['seconds']:.2f} s",
             highlight=False,
+            markup=False,
             soft_wrap=True,
         )
-        self.progress.advance(self.task)
+        ratio = event["error"] / event["bound"] if event["error"] is not None and event["bound"] else None
+        memory = f"{peak_memory() / 2**30:.1f} GiB"
+        status = f"{event['name']}  {event['bits']:.2f} bits  error/bound {number(ratio, 2)}  {memory}"
+        self.progress.update(self.task, advance=1, status=status)
 
     def _block(self, event: Mapping[str, Any]) -> None:
+        # The last shard is not a block: it holds the head and the embeddings.
+        self.progress.update(self.task, description=f"block {min(event['block'] + 1, self.blocks)}/{self.blocks}")
         if event["resumed"]:
             self.console.print(f"block {event['block']}: taken from the interrupted run", highlight=False)
             self.progress.advance(self.task, event["linears"])

@@ -56,9 +56,7 @@ def write_tiny_checkpoint(directory: Path, encoding: str) -> Path:
     for seed, (name, shape) in enumerate(SHAPES.items()):
         weight = tiny_weight(scheme, shape, seed)
         shards[seed % 2] |= {f"{name}.{suffix}": tensor for suffix, tensor in weight.to_tensors().items()}
-        layers.append(
-            {"name": name, "shape": list(shape), "bits": 4.0, "error": 0.5, "bound": 1.0, "bound_holds": True}
-        )
+        layers.append({"name": name, "shape": list(shape), "error": 0.5, "bound": 1.0, "bound_holds": True})
     files = [f"model-{index:05d}-of-00002.safetensors" for index in (1, 2)]
     weight_map = {name: file for file, tensors in zip(files, shards, strict=True) for name in tensors}
     digests = [tensor_digest(name, tensor) for tensors in shards for name, tensor in tensors.items()]

@@ -1,0 +1,59 @@
+"""Progress of a run as a live bar, plain lines and JSON lines, and tables of names that nobody vetted."""
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from vllm_latq.console import JsonEvents, ProgressDisplay, print_table
+
+LAYER = {
+    "event": "layer", "name": "model.layers.0.[bold]q", "shape": [4, 8], "bits": 3.5, "outlier_density": 0.01,
+    "relative_error": 0.002, "error": 1.0, "bound": 4.0, "bound_holds": True, "seconds": 0.5,
+}  # fmt: skip
+EVENTS = [
+    {"event": "start", "blocks": 2, "linears": 4, "samples": None},
+    LAYER,
+    {"event": "block", "block": 0, "linears": 1, "resumed": False},
+    {"event": "block", "block": 1, "linears": 3, "resumed": True},
+    {"event": "done", "destination": "[out]", "bits_per_weight": 3.5, "bytes": 100},
+]
+
+
+def shown(terminal: bool) -> str:
+    text = io.StringIO()
+    with ProgressDisplay(Console(file=text, force_terminal=terminal, width=200)) as display:
+        for event in EVENTS:
+            display(event)
+    return text.getvalue()
+
+
+def test_plain_lines_where_there_is_no_terminal() -> None:
+    lines = shown(False).splitlines()
+    assert lines[0].startswith("model.layers.0.[bold]q  4x8  3.500 bits  outliers 1.00%")
+    assert "bound 4 (holds)" in lines[0]
+    assert "\x1b" not in "".join(lines)
+    assert lines[-1].startswith("[out]: 3.5000 bits per weight")
+
+
+def test_bar_on_a_terminal() -> None:
+    text = shown(True)
+    for part in ("block 2/2", "4/4", "model.layers.0.[bold]q", "error/bound 0.25", "GiB"):
+        assert part in text
+
+
+def test_json_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    with JsonEvents() as display:
+        for event in EVENTS:
+            display(event)
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["event"] for line in lines] == [event["event"] for event in EVENTS]
+    assert all(line["peak_memory"] > 1 << 20 for line in lines)
+
+
+def test_table_shows_markup_and_control_characters_as_text(capsys: pytest.CaptureFixture[str]) -> None:
+    print_table("[/title]", ("name",), [["[/red]\x1b[2J"]])
+    out = capsys.readouterr().out
+    assert "[/title]" in out
+    assert r"[/red]\x1b[2J" in out
