@@ -12,6 +12,7 @@ from typing import Any
 from vllm_latq.config import SUPPORTED_BITS, WHOLE_ROW, LayerScheme
 from vllm_latq.errors import ConfigError
 from vllm_latq.quantize.lattice import ORDERS
+from vllm_latq.quantize.reduction import REDUCTIONS
 from vllm_latq.quantize.rounding import ROUNDINGS
 from vllm_latq.quantize.scales import SCALE_METHODS
 from vllm_latq.quantize.target import TARGETS
@@ -20,11 +21,11 @@ from vllm_latq.quantize.target import TARGETS
 _RECURSION = ("order", "damping", "block_size", "rounding", "condition", "target", "correction")
 _GRID = ("bits", "group_size", "outlier_rate", "scales")
 _UNUSED = {
-    "rtn": ("outlier_rate", "target_bits", *_RECURSION),
-    "gptq": ("outlier_rate", "target_bits"),
-    "ssqr": ("target_bits",),
+    "rtn": ("outlier_rate", "target_bits", "reduction", *_RECURSION),
+    "gptq": ("outlier_rate", "target_bits", "reduction"),
+    "ssqr": ("target_bits", "reduction"),
     "hptq": _GRID,
-    "hrtn": (*_GRID, *_RECURSION),
+    "hrtn": (*_GRID, "reduction", *_RECURSION),
 }
 METHODS = tuple(_UNUSED)
 HUFFMAN_METHODS = ("hptq", "hrtn")
@@ -49,6 +50,7 @@ class Recipe:
             Hessian down to this; None for a fixed damping.
         rounding: nearest, or stochastic: up with the fractional part as probability, drawn from `seed` and the layer's
             name.
+        reduction: none or lll: hptq rounds on the reduced basis where that lowers the bound.
         scales: absmax or mse.
         target: what a layer's output should be: quantized (of its own weights, on the inputs that the quantized prefix
             gives it) or original (of the original model).
@@ -69,6 +71,7 @@ class Recipe:
     damping: float = 0.01
     condition: float | None = None
     rounding: str = "nearest"
+    reduction: str = "none"
     scales: str = "mse"
     target: str = "quantized"
     correction: float = 1.0
@@ -81,6 +84,7 @@ class Recipe:
     def __post_init__(self) -> None:
         _check_choice("method", self.method, METHODS)
         _check_choice("order", self.order, ORDERS)
+        _check_choice("reduction", self.reduction, REDUCTIONS)
         _check_choice("rounding", self.rounding, ROUNDINGS)
         _check_choice("scales", self.scales, SCALE_METHODS)
         _check_choice("target", self.target, TARGETS)
