@@ -64,7 +64,7 @@ def hptq(
 
     Args:
         weight: float32 or float64 [r, c].
-        factor: of the layer's Hessian.
+        factor: of the layer's Hessian; on its reduced basis if it has one.
         target_bits: stored bits per weight, everything counted; above 1, which is the least a Huffman code needs.
         block_size: columns per lazy batch.
         where: name of the layer, for errors.
@@ -75,7 +75,10 @@ def hptq(
     """
 
     def quantize(part: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, Rounding]:
-        rounding = nearest_plane(part, factor, scale, block_size=block_size, where=where, seed=seed)
+        if factor.reduction is not None:
+            rounding = factor.reduction.nearest_plane(part, scale, block_size, where, seed)
+        else:
+            rounding = nearest_plane(part, factor, scale, block_size=block_size, where=where, seed=seed)
         return rounding.z, rounding
 
     return _search(weight, target_bits, where, quantize)

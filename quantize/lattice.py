@@ -13,10 +13,14 @@ All of it is computed in float64 on the device of H.
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 
 from vllm_latq.errors import ConfigError, NumericalError
+
+if TYPE_CHECKING:
+    from vllm_latq.quantize.reduction import Reduction
 
 ORDERS = ("natural", "act", "min-pivot")
 MAX_DAMPING = 1.0
@@ -37,6 +41,7 @@ class Factor:
         damping: relative damping that was used; larger than asked for if that one did not factorise.
         ridge: what was added to the diagonal: damping * mean(diag(H)).
         undamped: float64 [c, c], H in its original column order.
+        reduction: a better basis of the same lattice, for methods that can use one (see reduction.py).
     """
 
     order: torch.Tensor
@@ -45,6 +50,7 @@ class Factor:
     damping: float
     ridge: float
     undamped: torch.Tensor
+    reduction: "Reduction | None" = None
 
     @property
     def hessian(self) -> torch.Tensor:
@@ -93,7 +99,7 @@ def factorize(hessian: torch.Tensor, order: str = "act", damping: float = 0.01, 
         damped = undamped.clone()
         damped.diagonal().add_(ridge)
         columns = rounding_order(damped, order)
-        upper = _inverse_factor(damped[columns][:, columns], ridge)
+        upper = inverse_factor(damped[columns][:, columns], ridge)
         if upper is not None:
             return Factor(columns, upper, upper.diagonal().pow(-2), current, ridge, undamped)
         if current >= MAX_DAMPING:
@@ -181,8 +187,13 @@ def _checked(hessian: torch.Tensor, where: str) -> torch.Tensor:
     return hessian
 
 
-def _inverse_factor(permuted: torch.Tensor, ridge: float) -> torch.Tensor | None:
-    """U = M^-1 for M M^T = permuted with M upper triangular; None if that fails numerically."""
+def inverse_factor(permuted: torch.Tensor, ridge: float) -> torch.Tensor | None:
+    """U = M^-1 for M M^T = permuted with M upper triangular, float64 [c, c]; None if that fails numerically.
+
+    Args:
+        permuted: float64 [c, c], the damped Hessian in rounding order.
+        ridge: what its smallest eigenvalue cannot be below.
+    """
     # Cholesky gives lower triangles; of the matrix with both axes reversed, it gives M with both axes reversed.
     lower, info = torch.linalg.cholesky_ex(permuted.flip(0, 1))
     if int(info) != 0:

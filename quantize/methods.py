@@ -15,10 +15,11 @@ from vllm_latq.huffman import encode
 from vllm_latq.quantize.hptq import HPTQResult, hptq, hrtn
 from vllm_latq.quantize.lattice import Factor, damping_for_condition, factorize, require_finite
 from vllm_latq.quantize.recipe import Recipe
+from vllm_latq.quantize.reduction import reduce_lattice
 from vllm_latq.quantize.rounding import nearest_plane
 from vllm_latq.quantize.scales import grid, group_scales
 from vllm_latq.quantize.ssqr import ssqr, ssqr_by_saving
-from vllm_latq.quantize.target import Drift, corrected_target, output_energy, output_error
+from vllm_latq.quantize.target import Drift, LayerErrors, corrected_target, measure_errors
 from vllm_latq.weights import HuffmanWeight, PackedWeight, Weight
 
 # The recursion runs in float32: a bound met with equality may be missed by its rounding.
@@ -138,46 +139,21 @@ def quantize_layer(
         require_finite(drift.energy, "drift of the activations", where)
         target = corrected_target(weight, factor, drift, recipe.correction)
     done = _METHODS[recipe.method](target, factor, recipe, where)
-    errors = _errors(done.dequantized, weight, target, gram, drift, where)
+    errors = measure_errors(done.dequantized, weight, target, gram, drift, where)
     return LayerResult(done.weight, _record(done, weight, errors, factor, recipe, where, started), done.dequantized)
 
 
 def layer_factor(hessian: torch.Tensor, recipe: Recipe, where: str = "") -> Factor:
     """The lattice that a recipe rounds on; arguments and errors as in `factorize`."""
     damping = recipe.damping if recipe.condition is None else damping_for_condition(hessian, recipe.condition, where)
-    return factorize(hessian, recipe.order, damping, where)
-
-
-@dataclass(frozen=True)
-class _Errors:
-    """As in LayerRecord; None without a Hessian."""
-
-    total: float | None = None
-    relative: float | None = None
-    rounding: float | None = None
-
-
-def _errors(
-    quantized: torch.Tensor,
-    weight: torch.Tensor,
-    target: torch.Tensor,
-    gram: torch.Tensor | None,
-    drift: Drift | None,
-    where: str,
-) -> _Errors:
-    if gram is None:
-        return _Errors()
-    require_finite(gram, "Hessian", where)
-    total = output_error(quantized, weight, gram, drift)
-    energy = output_energy(weight, gram, drift)
-    rounding = total if drift is None else output_error(quantized, target, gram, None)
-    return _Errors(total, total / energy if energy else 0.0, rounding)
+    factor = factorize(hessian, recipe.order, damping, where)
+    return factor if recipe.reduction == "none" else reduce_lattice(factor)
 
 
 def _record(
     done: _Quantized,
     weight: torch.Tensor,
-    errors: _Errors,
+    errors: LayerErrors,
     factor: Factor | None,
     recipe: Recipe,
     where: str,

@@ -12,6 +12,7 @@ from typing import Any
 from vllm_latq.config import SUPPORTED_BITS, WHOLE_ROW, LayerScheme
 from vllm_latq.errors import ConfigError
 from vllm_latq.quantize.lattice import ORDERS
+from vllm_latq.quantize.reduction import REDUCTIONS
 from vllm_latq.quantize.rounding import ROUNDINGS
 from vllm_latq.quantize.scales import SCALE_METHODS
 from vllm_latq.quantize.target import TARGETS
@@ -21,12 +22,12 @@ from vllm_latq.spec import tensor_specs
 _RECURSION = ("order", "damping", "block_size", "rounding", "condition", "target", "correction")
 _GRID = ("bits", "group_size", "outlier_rate", "scales", "outliers", "budget")
 _UNUSED = {
-    "rtn": ("outlier_rate", "outliers", "budget", "target_bits", "without", *_RECURSION),
-    "gptq": ("outlier_rate", "outliers", "budget", "target_bits", "without"),
-    "ssqr": ("target_bits", "without"),
+    "rtn": ("outlier_rate", "outliers", "budget", "target_bits", "without", "reduction", *_RECURSION),
+    "gptq": ("outlier_rate", "outliers", "budget", "target_bits", "without", "reduction"),
+    "ssqr": ("target_bits", "without", "reduction"),
     "hptq": ("without", *_GRID),
-    "hrtn": ("without", *_GRID, *_RECURSION),
-    "latq": ("block_size", "rounding", "condition", "target", "correction", *_GRID),
+    "hrtn": ("without", "reduction", *_GRID, *_RECURSION),
+    "latq": ("block_size", "rounding", "condition", "target", "correction", "reduction", *_GRID),
 }
 # Parts of latq that can be switched off, see `latq`: the model's one step, column and row scales, feedback between
 # outputs, and damping that charges for bits.
@@ -57,6 +58,7 @@ class Recipe:
             Hessian down to this; None for a fixed damping.
         rounding: nearest, or stochastic: up with the fractional part as probability, drawn from `seed` and the layer's
             name.
+        reduction: none or lll: hptq rounds on the reduced basis where that lowers the bound.
         scales: absmax or mse.
         target: what a layer's output should be: quantized (of its own weights, on the inputs that the quantized prefix
             gives it) or original (of the original model).
@@ -81,6 +83,7 @@ class Recipe:
     damping: float = 0.01
     condition: float | None = None
     rounding: str = "nearest"
+    reduction: str = "none"
     scales: str = "mse"
     target: str = "quantized"
     correction: float = 1.0
@@ -96,6 +99,7 @@ class Recipe:
     def __post_init__(self) -> None:
         _check_choice("method", self.method, METHODS)
         _check_choice("order", self.order, ORDERS)
+        _check_choice("reduction", self.reduction, REDUCTIONS)
         _check_choice("rounding", self.rounding, ROUNDINGS)
         _check_choice("scales", self.scales, SCALE_METHODS)
         _check_choice("target", self.target, TARGETS)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_latq.quantize.lattice import Factor
+from vllm_latq.quantize.lattice import Factor, require_finite
 
 TARGETS = ("quantized", "original")
 _ROWS_AT_ONCE = 1024
@@ -85,3 +85,36 @@ def output_error(quantized: torch.Tensor, weight: torch.Tensor, gram: torch.Tens
 def output_energy(weight: torch.Tensor, gram: torch.Tensor, drift: Drift | None = None) -> float:
     """||X W^T||^2 summed over outputs and tokens, float64, for weight [r, c]; arguments as in `output_error`."""
     return output_error(torch.zeros_like(weight), weight, gram, drift)
+
+
+@dataclass(frozen=True)
+class LayerErrors:
+    """Errors of a quantized layer, as in LayerRecord; None without a Hessian.
+
+    Attributes:
+        total: ||Y Q^T - X W^T||^2.
+        relative: total / ||X W^T||^2.
+        rounding: ||Y (Q - W')^T||^2, what the bound covers.
+    """
+
+    total: float | None = None
+    relative: float | None = None
+    rounding: float | None = None
+
+
+def measure_errors(
+    quantized: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    gram: torch.Tensor | None,
+    drift: Drift | None,
+    where: str,
+) -> LayerErrors:
+    """Errors of Q against W, and against the target W' that was rounded; arguments as in `output_error`."""
+    if gram is None:
+        return LayerErrors()
+    require_finite(gram, "Hessian", where)
+    total = output_error(quantized, weight, gram, drift)
+    energy = output_energy(weight, gram, drift)
+    rounding = total if drift is None else output_error(quantized, target, gram, None)
+    return LayerErrors(total, total / energy if energy else 0.0, rounding)

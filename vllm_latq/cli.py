@@ -8,12 +8,12 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import vllm_latq
 from vllm_latq import console
-from vllm_latq.errors import LatqError
+from vllm_latq.errors import ConfigError, LatqError
 
 # How long a process that torchrun started leaves it to the first one to report an error of all.
 SECONDS_TO_SPEAK = 3.0
@@ -73,6 +73,9 @@ def _add_quantize(commands: Any) -> None:
         "--condition", type=float, help="choose each damping to bring the condition number down to this"
     )
     recipe.add_argument("--rounding", choices=("nearest", "stochastic"), help="default nearest")
+    recipe.add_argument(
+        "--reduction", choices=("none", "lll"), help="of the lattice before rounding (hptq; default none)"
+    )
     recipe.add_argument("--scales", choices=("absmax", "mse"), help="how group scales are found (default mse)")
     recipe.add_argument(
         "--target", choices=("quantized", "original"), help="whose layer outputs to match (default quantized)"
@@ -101,6 +104,12 @@ def _add_verify(commands: Any) -> None:
     command = commands.add_parser("verify", help="check every invariant of a checkpoint")
     command.set_defaults(run=_verify)
     command.add_argument("checkpoint", metavar="CKPT")
+    certificate = command.add_argument_group("certificate: recompute the errors and bounds that the report claims")
+    certificate.add_argument("--certificate", action="store_true", help="needs --model and the same --calibration")
+    certificate.add_argument("--model", help="the original model, directory or hub name")
+    certificate.add_argument("--calibration", help="what `latq quantize` was given")
+    certificate.add_argument("--tolerance", type=float, default=0.01, help="relative, of each number (default 0.01)")
+    certificate.add_argument("--device", help="torch device (default: cuda where there is one)")
     command.add_argument("--json", action="store_true")
 
 
@@ -183,13 +192,27 @@ def _verify(options: argparse.Namespace) -> int:
     from vllm_latq.checkpoint import verify
 
     problems = [str(problem) for problem in verify(options.checkpoint)]
+    if options.certificate and not problems:
+        problems = [str(problem) for problem in _certificate(options)]
     if options.json:
         console.print_json({"checkpoint": options.checkpoint, "valid": not problems, "problems": problems})
     else:
         for problem in problems:
             print(f"latq: {problem}", file=sys.stderr)
-        print(f"{options.checkpoint}: {f'{len(problems)} problem(s)' if problems else 'valid'}")
+        sound = "valid, errors and bounds confirmed" if options.certificate else "valid"
+        print(f"{options.checkpoint}: {f'{len(problems)} problem(s)' if problems else sound}")
     return 1 if problems else 0
+
+
+def _certificate(options: argparse.Namespace) -> Iterator[LatqError]:
+    from vllm_latq.quantize.certificate import verify_certificate
+    from vllm_latq.quantize.loading import model_directory
+
+    if options.model is None:
+        raise ConfigError("--model", "the original model", "none", "Its weights are what the errors are measured from.")
+    model = model_directory(options.model)
+    tolerance, device = options.tolerance, options.device
+    return verify_certificate(options.checkpoint, model, options.calibration, tolerance=tolerance, device=device)
 
 
 def _inspect(options: argparse.Namespace) -> int:
@@ -249,8 +272,6 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _eval(options: argparse.Namespace) -> int:
-    from vllm_latq.errors import ConfigError
-
     source = options.text or options.dataset
     if source is None and not options.tasks:
         raise ConfigError("eval", "--text, --dataset or --tasks", "none of them")

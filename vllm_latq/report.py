@@ -10,7 +10,17 @@ from typing import Any
 
 from vllm_latq.errors import CheckpointError
 
-_NUMBERS = ("bits", "outlier_density", "error", "relative_error", "bound", "expected_error", "damping", "seconds")
+_NUMBERS = (
+    "bits",
+    "outlier_density",
+    "error",
+    "relative_error",
+    "rounding_error",
+    "bound",
+    "expected_error",
+    "damping",
+    "seconds",
+)
 _HINT = "Copy the checkpoint again; the weights do not depend on its report."
 
 
@@ -23,6 +33,7 @@ class LayerReport:
     outlier_density: float | None = None
     error: float | None = None
     relative_error: float | None = None
+    rounding_error: float | None = None
     bound: float | None = None
     expected_error: float | None = None
     damping: float | None = None

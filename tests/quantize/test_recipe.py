@@ -21,7 +21,7 @@ GOOD = {
         "condition": 100.0,
         "ignore": ("lm_head", "mlp.gate"),
     },
-    "hptq": {"target_bits": 2.5, "order": "natural", "num_samples": 3, "seq_len": 100},
+    "hptq": {"target_bits": 2.5, "reduction": "lll", "order": "natural", "num_samples": 3, "seq_len": 100},
     "hrtn": {"target_bits": 16},
     "latq": {"target_bits": 0.8, "without": ("rows", "feedback"), "order": "min-pivot"},
 }
@@ -79,6 +79,9 @@ BAD = [
     ("gptq", "correction", [0.0, 1.5, 0.5, math.nan, True, None]),
     ("hrtn", "target", ["original"]),
     ("gptq", "rounding", ["", "up", None]),
+    ("hptq", "reduction", ["", "bkz", None]),
+    ("gptq", "reduction", ["lll"]),
+    ("ssqr", "reduction", ["lll"]),
     ("gptq", "condition", [1, 0.5, -1, math.nan, math.inf, True, "100"]),
     ("rtn", "rounding", ["stochastic"]),
     ("hrtn", "condition", [100.0]),

@@ -1,0 +1,122 @@
+"""Certificates: honest checkpoints pass to the last digits; changed reports, weights and models do not."""
+
+import json
+import shutil
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from vllm_latq.checkpoint import CheckpointReader, checkpoint_fingerprint, verify
+from vllm_latq.cli import main
+from vllm_latq.errors import CheckpointError, ConfigError
+from vllm_latq.quantize.certificate import verify_certificate
+from vllm_latq.quantize.pipeline import quantize_checkpoint
+from vllm_latq.quantize.recipe import Recipe
+
+# Attention alone is quantized: small matrices, and both streams and every block still take part.
+FEW = {"num_samples": 8, "seq_len": 64, "ignore": ("lm_head", "gate_proj", "up_proj", "down_proj")}
+RECIPES = {
+    "ssqr": Recipe("ssqr", 3, target="original", **FEW),
+    "hptq": Recipe("hptq", target_bits=4.0, reduction="lll", rounding="stochastic", **FEW),
+    "rtn": Recipe("rtn", 4, **FEW),
+}
+# What the same sums differ by on one machine.
+EXACT = 1e-9
+PROBED = "model.layers.1.self_attn.o_proj"
+
+
+@pytest.fixture(scope="module")
+def certified(
+    mini_model: Path, calibration_text: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Path]:
+    """Method -> its checkpoint of the bundled model, made when it is first asked for."""
+    directory = tmp_path_factory.mktemp("certified")
+
+    @cache
+    def checkpoint(method: str) -> Path:
+        quantize_checkpoint(RECIPES[method], mini_model, directory / method, calibration=str(calibration_text))
+        return directory / method
+
+    return checkpoint
+
+
+@pytest.mark.parametrize("method", RECIPES)
+def test_every_claim_is_confirmed(
+    method: str, certified: Callable[[str], Path], mini_model: Path, calibration_text: Path
+):
+    assert list(verify_certificate(certified(method), mini_model, str(calibration_text), tolerance=EXACT)) == []
+
+
+def test_from_the_command_line(
+    certified: Callable[[str], Path], mini_model: Path, calibration_text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["verify", "--certificate", str(certified("rtn"))]
+    assert main([*command, "--calibration", str(calibration_text), "--model", str(mini_model)]) == 0
+    assert "valid, errors and bounds confirmed" in capsys.readouterr().out
+    assert main([*command, "--calibration", str(calibration_text)]) == 1
+    assert "--model: expected the original model, found none" in capsys.readouterr().err
+
+
+def test_changed_report_is_named_by_layer_and_field(
+    certified: Callable[[str], Path], mini_model: Path, calibration_text: Path, tmp_path: Path
+) -> None:
+    copy = Path(shutil.copytree(certified("ssqr"), tmp_path / "copy"))
+    report = json.loads((copy / "latq_report.json").read_text())
+    (record,) = (layer for layer in report["layers"] if layer["name"] == PROBED)
+    record["error"] *= 0.9
+    record["bound"] *= 0.5
+    report["calibration"]["samples"] = 4096
+    (copy / "latq_report.json").write_text(json.dumps(report))
+    assert list(verify(copy)) == []
+    problems = [str(problem) for problem in verify_certificate(copy, mini_model, str(calibration_text))]
+    assert len(problems) == 3
+    for problem, field in zip(problems, ("calibration", f"{PROBED}.error", f"{PROBED}.bound"), strict=True):
+        assert f"{field}: expected " in problem
+
+
+def test_changed_weight_fails_although_its_fingerprint_was_renewed(
+    certified: Callable[[str], Path], mini_model: Path, calibration_text: Path, tmp_path: Path
+) -> None:
+    copy = Path(shutil.copytree(certified("ssqr"), tmp_path / "copy"))
+    shard = copy / "model-00002-of-00005.safetensors"
+    tensors = load_file(shard)
+    tensors[f"{PROBED}.scales"] = tensors[f"{PROBED}.scales"] * 4
+    save_file(tensors, shard, metadata={"format": "pt"})
+    config = json.loads((copy / "config.json").read_text())
+    config["quantization_config"]["fingerprint"] = checkpoint_fingerprint(CheckpointReader(copy).store)
+    (copy / "config.json").write_text(json.dumps(config))
+    assert list(verify(copy)) == []
+    problems = [str(problem) for problem in verify_certificate(copy, mini_model, str(calibration_text))]
+    about = [problem for problem in problems if f"{PROBED}." in problem]
+    assert any(f"{PROBED}.error: expected the recomputed" in problem for problem in about)
+    assert any(f"{PROBED}.bound_holds: expected a rounding error below" in problem for problem in about)
+    # Blocks before it are as claimed.
+    assert not any("model.layers.0." in problem for problem in problems)
+
+
+def test_another_model_is_noticed(
+    certified: Callable[[str], Path], mini_model: Path, calibration_text: Path, tmp_path: Path
+) -> None:
+    other = Path(shutil.copytree(mini_model, tmp_path / "other"))
+    tensors = load_file(other / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"] * 2
+    tensors[f"{PROBED}.weight"] = torch.zeros_like(tensors[f"{PROBED}.weight"])
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    problems = [str(problem) for problem in verify_certificate(certified("rtn"), other, str(calibration_text))]
+    assert "model.norm.weight: expected the model's own tensor" in problems[0]
+    assert any(f"{PROBED}.error: expected the recomputed" in problem for problem in problems)
+
+
+def test_what_cannot_be_checked_at_all_is_an_error(
+    certified: Callable[[str], Path], mini_model: Path, calibration_text: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match="the calibration text of the checkpoint"):
+        list(verify_certificate(certified("rtn"), mini_model, None))
+    with pytest.raises(ConfigError, match="tolerance: expected a number between 0 and 1"):
+        list(verify_certificate(certified("rtn"), mini_model, str(calibration_text), tolerance=0.0))
+    with pytest.raises(CheckpointError, match="This is an unquantized model"):
+        list(verify_certificate(mini_model, mini_model, str(calibration_text)))
