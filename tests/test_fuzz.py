@@ -187,7 +187,6 @@ def test_huffman_tables(lengths: list[int], first: int, chunk_bits: list[int], s
 
 @fuzz
 @given(
-<<<<<<< HEAD
     ranges=st.lists(st.tuples(st.sampled_from((0, -3, 2**31 - 2, -(2**31))), st.integers(-1, 6)), max_size=4),
     frequencies=st.lists(st.sampled_from((0, 1, 96, 1000, 2000, 3000, 4096)), max_size=24),
     classes=st.lists(st.integers(-(2**31), 2**31 - 1), min_size=10, max_size=10),
@@ -224,14 +223,9 @@ def test_rans_tables(
 
 @fuzz
 @given(
-    row_ptr=st.lists(st.integers(0, 12), min_size=4, max_size=4),
-    columns=st.lists(st.integers(0, 8), max_size=12),
-    ordered=st.booleans(),
-=======
     rows=st.lists(st.lists(st.integers(0, 8), max_size=4), min_size=3, max_size=3),
     sort=st.booleans(),
     damage=st.none() | st.tuples(st.integers(0, 3), st.integers(-2, 13)),
->>>>>>> trust
 )
 def test_csr_arrays(rows: list[list[int]], sort: bool, damage: tuple[int, int] | None) -> None:
     """Accepted exactly if the arrays are a CSR matrix: a plain re-reading of FORMAT.md section 3.2 decides."""
