@@ -13,6 +13,7 @@ from vllm_latq.kernels.simt import launch_simt
 from vllm_latq.kernels.ssqr import launch_ssqr
 from vllm_latq.kernels.weight import KernelWeight
 
+MAX_OFFSET = 2**31 - 1  # the kernels address x by 32-bit offsets; everything that can be larger by 64-bit ones
 OUTLIER_GATHER_ROWS = 8  # above, outliers read a transposed copy of x: one vector load per outlier instead of one a row
 
 
@@ -33,7 +34,7 @@ def decode_matmul(
 ) -> torch.Tensor:
     """y [m, rows] for 1 <= m <= config.max_rows rows of x [m, cols], by one fused launch."""
     m = x.shape[0]
-    if x.stride(1) != 1:
+    if x.stride(1) != 1 or x.stride(0) * m > MAX_OFFSET:
         x = x.contiguous()
     if parts is None:
         parts = config.parts(weight.padded_rows, weight.superblocks, weight.processors)
@@ -70,8 +71,10 @@ def ssqr_matmul(x: torch.Tensor, weight: KernelWeight, config: DecodeConfig | No
     m = flat.shape[0]
     if m == 0:
         return x.new_empty(*x.shape[:-1], weight.rows)
-    if m > (config.max_rows if config else max_decode_rows(weight.bits)):
-        y = prefill_matmul(flat, weight)
-    else:
-        y = decode_matmul(flat, weight, config or decode_config(m, weight.bits, weight.arch))
+    # Triton launches on the current device, which need not be the tensors'.
+    with torch.cuda.device_of(flat):
+        if m > (config.max_rows if config else max_decode_rows(weight.bits)):
+            y = prefill_matmul(flat, weight)
+        else:
+            y = decode_matmul(flat, weight, config or decode_config(m, weight.bits, weight.arch))
     return y.view(*x.shape[:-1], weight.rows)

@@ -19,7 +19,7 @@ class KernelWeight:
         scale_pairs: int32 [row blocks, superblocks, pairs, 64] for group sizes 32, 64, 128; else None.
         flat_scales: float32 [padded rows], tile order, where one scale serves the whole row; else None.
         row_scales: float32 [padded rows], tile order, or None.
-        entries, slice_ptr: outlier slices, see `outliers.py`; None without outliers.
+        entries, slice_ptr: outlier slices, see `outliers.py`; None where the scheme has no outliers.
         tickets: int32 [row blocks], zeros; the kernel leaves them zero.
         processors: multiprocessors of the device, for choosing split-K; 1 on a CPU.
         arch: "sm_90" and the like, for choosing launch configurations; empty where it is not an NVIDIA GPU.
@@ -49,8 +49,10 @@ class KernelWeight:
         return self.words.shape[1]
 
     def storage_bytes(self) -> int:
-        """Bytes that one product reads at least once."""
-        parts = (self.words, self.scale_pairs, self.flat_scales, self.row_scales, self.entries, self.slice_ptr)
+        """Bytes of the weight that one product reads, without padding of the outliers. Synchronises the device."""
+        parts = [self.words, self.scale_pairs, self.flat_scales, self.row_scales, self.slice_ptr]
+        if self.entries is not None and self.slice_ptr is not None:
+            parts += [self.order, self.entries[: int(self.slice_ptr[-1])]]
         return sum(part.numel() * part.element_size() for part in parts if part is not None)
 
 
@@ -108,10 +110,9 @@ def prepare(
     slices = None
     if row_ptr is not None and col_idx is not None and values is not None:
         check_csr(row_ptr, col_idx, values, rows, cols)
-        if col_idx.numel():
-            points = coordinates(row_ptr, col_idx, values, cols)
-            order = row_order(torch.bincount(points.row, minlength=rows), padded)
-            slices = slice_entries(points, order)
+        points = coordinates(row_ptr, col_idx, values, cols)
+        order = row_order(torch.bincount(points.row, minlength=rows), padded)
+        slices = slice_entries(points, order)
     per_group = scales is not None and group_size != -1
     return KernelWeight(
         bits=bits,

@@ -47,6 +47,10 @@ class CSR:
         """Entries per row, int64 [rows]."""
         return self.row_ptr.diff().to(torch.int64)
 
+    def to(self, device: torch.device | str) -> "CSR":
+        """The same matrix with its arrays on `device`."""
+        return CSR(self.row_ptr.to(device), self.col_idx.to(device), self.values.to(device), self.cols)
+
     def row_indices(self) -> torch.Tensor:
         """Row of each entry, int64 [nnz]."""
         rows = torch.arange(self.rows, device=self.row_ptr.device)

@@ -1,5 +1,7 @@
 """Decoding of Huffman streams on any device, all chunks at once. FORMAT.md section 3.3.
 
+A GPU runs the Triton kernel of `kernels/huffman.py`; elsewhere torch operations do the same:
+
     step s:   chunk 0   chunk 1   chunk 2  ...     one lookup each: the next 15 bits -> (symbol, code length)
               position  position  position         advance each by its own code length
 
@@ -11,6 +13,7 @@ import torch
 
 from vllm_latq.errors import CheckpointError
 from vllm_latq.huffman import ESCAPE_BITS, MAX_LENGTH, HuffmanStream, chunk_shape, grid_shape
+from vllm_latq.kernel_path import decode_on_device, has_kernels
 
 _LENGTH_BITS = 4  # MAX_LENGTH fits
 _WORD_BITS = 32
@@ -30,6 +33,8 @@ def decode_stream(stream: HuffmanStream, where: str, device: torch.device | str 
     Raises:
         CheckpointError: the stream contradicts its chunk lengths.
     """
+    if has_kernels(torch.device(device)):
+        return decode_on_device(stream, where, torch.device(device))
     chunk_rows, chunk_cols = chunk_shape(stream.shape[1])
     row_blocks, col_blocks = grid_shape(stream.shape)
     ends = stream.chunk_bits.to(device).to(torch.int64).reshape(-1).cumsum(0)

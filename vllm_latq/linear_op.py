@@ -1,4 +1,4 @@
-"""The one operator that multiplies by a packed weight: `latq::ssqr_linear`.
+"""The operator that multiplies by a packed weight in checkpoint layout, on any device: `latq::ssqr_linear`.
 
     y[.., i] = sum_j x[.., j] * row_scales[i] * (scales[i, j // group_size] * z[i, j] + outliers[i, j])
 

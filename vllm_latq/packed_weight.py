@@ -4,7 +4,7 @@ Invariant: an instance made by `from_tensors` has passed `validate.check`, so no
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -70,6 +70,21 @@ class PackedWeight:
         if self.column_scales is not None:
             weight *= self.column_scales
         return weight.to(dtype)
+
+    def to(self, device: torch.device | str) -> "PackedWeight":
+        """The same weight with its tensors on `device`."""
+
+        def moved(tensor: torch.Tensor | None) -> torch.Tensor | None:
+            return None if tensor is None else tensor.to(device)
+
+        return replace(
+            self,
+            qweight=self.qweight.to(device),
+            scales=moved(self.scales),
+            row_scales=moved(self.row_scales),
+            outliers=None if self.outliers is None else self.outliers.to(device),
+            column_scales=moved(self.column_scales),
+        )
 
     def outlier_density(self) -> float:
         return 0.0 if self.outliers is None else self.outliers.nnz / (self.shape[0] * self.cols)

@@ -1,7 +1,7 @@
-"""The linear method: loads both encodings, cuts this rank's part, hands it to `latq::ssqr_linear`.
+"""The linear method: loads every encoding, cuts this rank's part, hands it to the operator of its device.
 
     checkpoint tensors --CheckpointTensor--> whole shards on the CPU --validate, decode--> PackedWeight per shard
-        --cat_rows, take--> this rank's PackedWeight --weight_arguments--> parameters that the operator reads
+        --cat_rows, take--> this rank's PackedWeight --make_operands--> parameters that the operator reads
 
 Which rows a rank owns is not computed here: vLLM's own weight loader is run on an `arange` and says it, so merged
 layers, KV-head replication and vocabulary padding follow vLLM in every release.
@@ -20,10 +20,11 @@ from vllm.model_executor.layers.linear import LinearMethodBase, register_weight_
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.parameter import BasevLLMParameter, ModelWeightParameter
 
-from vllm_latq.config import WHOLE_ROW, LayerScheme
+from vllm_latq.config import LayerScheme
 from vllm_latq.dummy import dummy_weight
 from vllm_latq.errors import CheckpointError
-from vllm_latq.linear_op import WEIGHT_ARGUMENTS, outlier_capacity, scale_columns, ssqr_linear, weight_arguments
+from vllm_latq.linear_op import scale_columns
+from vllm_latq.operands import make_operands
 from vllm_latq.sharding import ZERO_ROW, cat_rows, check_groups, take
 from vllm_latq.spec import SHAPE, tensor_specs
 from vllm_latq.validate import declared_shape
@@ -80,7 +81,7 @@ class LatqLinearMethod(LinearMethodBase):
     def __init__(self, scheme: LayerScheme, prefix: str, shard_names: list[str], recipe: Mapping[str, Any]) -> None:
         self.scheme, self.prefix, self.shard_names, self.recipe = scheme, prefix, shard_names, recipe
         # Fixed by the first load, so that `reload_weights` can write into the same tensors.
-        self.bits, self.group_size = scheme.bits, scheme.group_size or WHOLE_ROW
+        self.bits = scheme.bits
         self.capacity: int | None = None
 
     def create_weights(
@@ -95,7 +96,7 @@ class LatqLinearMethod(LinearMethodBase):
     ) -> None:
         """Register a collecting parameter per stored tensor; raises UnsupportedShapeError for a cut scale group."""
         self.rows, self.cols, self.all_cols = sum(output_partition_sizes), input_size_per_partition, input_size
-        self.partition_rows = list(output_partition_sizes)
+        self.partition_rows, self.dtype = list(output_partition_sizes), params_dtype
         self.dummy = str(get_current_vllm_config().load_config.load_format) == "dummy"
         if self.scheme.group_size is not None:
             check_groups(self.scheme.group_size, 0, self.cols, self.prefix)
@@ -127,10 +128,9 @@ class LatqLinearMethod(LinearMethodBase):
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [.., cols] -> [.., rows] of this rank, dtype of x."""
-        assert self.bits is not None
         x = scale_columns(x, getattr(layer, COLUMN_SCALES))
-        arguments = {name: getattr(layer, name) for name in WEIGHT_ARGUMENTS}
-        y = ssqr_linear(x, **arguments, bits=self.bits, group_size=self.group_size, cols=self.cols)
+        tensors = {name: getattr(layer, name) for name in self.tensor_names}
+        y = self.multiply(x, **tensors, **self.constants)
         return y if bias is None else y + bias
 
     def _local_weight(
@@ -244,16 +244,15 @@ class LatqLinearMethod(LinearMethodBase):
 
     def _install(self, layer: torch.nn.Module, weight: PackedWeight, device: torch.device) -> None:
         """Replace the collecting parameters by the operator's."""
-        if weight.outliers is not None:
-            nnz = weight.outliers.nnz
-            self.capacity = self.capacity or outlier_capacity(nnz)
-            if nnz > self.capacity:
-                hint = "Reloaded weights go into the memory of the first ones: restart the server with this checkpoint."
-                raise CheckpointError(self.prefix, f"at most {self.capacity} outliers", str(nnz), hint)
-        self.bits = weight.bits
+        weight = weight.to(device)
+        operands = make_operands(weight, self.dtype, self.prefix, self.capacity)
+        self.bits, self.capacity = weight.bits, operands.capacity
+        self.multiply, self.constants, self.tensor_names = (
+            operands.multiply,
+            operands.constants,
+            tuple(operands.tensors),
+        )
         for suffix in self.suffixes:
             delattr(layer, suffix)
-        tensors = weight_arguments(weight, self.capacity) | {COLUMN_SCALES: weight.column_scales}
-        for name, tensor in tensors.items():
-            parameter = None if tensor is None else Parameter(tensor.to(device), requires_grad=False)
-            layer.register_parameter(name, parameter)
+        for name, tensor in (operands.tensors | {COLUMN_SCALES: weight.column_scales}).items():
+            layer.register_parameter(name, None if tensor is None else Parameter(tensor, requires_grad=False))

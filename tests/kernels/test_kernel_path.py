@@ -1,0 +1,152 @@
+"""From a packed weight to the kernels, in the interpreter: products, reloads in place, one opaque operator."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch._dynamo.testing
+
+from vllm_latq.errors import CheckpointError
+from vllm_latq.huffman import encode
+from vllm_latq.huffman_decode import decode_stream
+from vllm_latq.kernel_path import CONSTANTS, KERNEL_ARGUMENTS, has_kernels, kernel_arguments, ssqr_tiled, unsupported
+from vllm_latq.packed_weight import PackedWeight, pack_integers
+from vllm_latq.sharding import cat_rows, take
+
+pytestmark = pytest.mark.interpreter
+
+FLOAT16_TOLERANCE = 2**-10  # of the largest output: one rounding to float16, after float32 sums
+
+
+def packed(bits: int, group_size: int, rows: int, cols: int, rate: float | None, seed: int = 0) -> PackedWeight:
+    """Random packed weight; `rate` None has no outlier arrays, 0 has empty ones."""
+    generator = torch.Generator().manual_seed(seed)
+    half = 1 << (bits - 1)
+    integers = torch.randint(-half, half, (rows, cols), generator=generator, dtype=torch.int32)
+    groups = 1 if group_size == -1 else cols // group_size
+    scales = (torch.rand(rows, groups, generator=generator) * 0.1 + 0.01).bfloat16()
+    if rate is None:
+        return PackedWeight.from_integers(integers, scales, bits, group_size)
+    mask = torch.rand(rows, cols, generator=generator) < rate
+    values = torch.randn(rows, cols, generator=generator)
+    return PackedWeight.from_integers(integers, scales, bits, group_size, mask, values)
+
+
+def decoded(rows: int, cols: int, seed: int = 0) -> PackedWeight:
+    """What an HPTQ layer becomes: 2-bit inliers on row scales, with overflow beyond 256 in one full row."""
+    generator = torch.Generator().manual_seed(seed)
+    integers = torch.randn(rows, cols, generator=generator).round().to(torch.int32)
+    integers[-1] = 250 + torch.arange(cols, dtype=torch.int32)
+    return pack_integers(integers, torch.rand(rows, generator=generator) * 0.1 + 0.01, bits=2)
+
+
+def assert_product(weight: PackedWeight, tensors: dict, constants: dict, m: int = 3) -> None:
+    x = torch.randn(1, m, weight.cols, generator=torch.Generator().manual_seed(m)).half()
+    expected = x.double() @ weight.dequantize().double().t()
+    y = ssqr_tiled(x, **tensors, **constants)
+    assert y.shape == (1, m, weight.shape[0])
+    assert (y - expected).abs().max() <= FLOAT16_TOLERANCE * expected.abs().max()
+
+
+WEIGHTS: dict[str, Callable[[int], PackedWeight]] = {
+    "2-bit": lambda seed: packed(2, 64, 70, 320, 0.02, seed),
+    "3-bit": lambda seed: packed(3, 128, 129, 256, 0.01, seed),
+    "4-bit row": lambda seed: packed(4, -1, 33, 500, 0.03, seed),
+    "8-bit plain": lambda seed: packed(8, 32, 64, 96, None, seed),
+    "no outlier": lambda seed: packed(4, 128, 64, 256, 0.0, seed),
+    "one row": lambda seed: packed(3, 32, 1, 64, 1.0, seed),
+    "hptq": lambda seed: decoded(40, 300, seed),
+    "merged": lambda seed: cat_rows([packed(3, 64, rows, 128, 0.02, seed + rows) for rows in (64, 32, 33)]),
+    "padded": lambda seed: take(packed(4, 64, 20, 192, 0.05, seed), torch.tensor([3, -1, 7, -1]), (64, 192)),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_equals_the_dense_product_and_reloads_in_place(name: str) -> None:
+    """The second weight is copied into the first one's tensors, as a reload does it, and used with its constants."""
+    first, second = WEIGHTS[name](0), WEIGHTS[name](1)
+    tensors, constants = kernel_arguments(first, name)
+    assert tuple(tensors) == KERNEL_ARGUMENTS
+    assert tuple(constants) == CONSTANTS
+    assert_product(first, tensors, constants)
+    capacity = None if tensors["entries"] is None else tensors["entries"].shape[0]
+    reloaded, again = kernel_arguments(second, name, capacity)
+    assert again == constants
+    for key, tensor in tensors.items():
+        assert (tensor is None) == (reloaded[key] is None)
+        if tensor is not None:
+            assert tensor.shape == reloaded[key].shape
+            tensor.copy_(reloaded[key])
+    assert_product(second, tensors, constants)
+
+
+def test_layers_of_one_shape_share_tensor_shapes() -> None:
+    shapes = set()
+    for seed in range(6):
+        tensors, _ = kernel_arguments(packed(3, 64, 64, 256, 0.02, seed), "layer")
+        shapes.add(tuple(None if tensor is None else tuple(tensor.shape) for tensor in tensors.values()))
+    assert len(shapes) == 1
+
+
+def test_reload_with_more_outliers_than_fit_is_refused() -> None:
+    tensors, _ = kernel_arguments(packed(4, 64, 64, 128, 0.01), "layer")
+    with pytest.raises(CheckpointError, match=r"layer: expected outliers for at most \d+ slots of 16 rows, found"):
+        kernel_arguments(packed(4, 64, 64, 128, 0.3), "layer", tensors["entries"].shape[0])
+
+
+@pytest.mark.parametrize("name", ["3-bit", "8-bit plain", "hptq"])
+def test_registration(name: str) -> None:
+    """Schema, fake implementation and dispatch agree (torch's own checks)."""
+    tensors, constants = kernel_arguments(WEIGHTS[name](0), name)
+    x = torch.randn(2, constants["cols"]).bfloat16()
+    torch.library.opcheck(
+        torch.ops.latq.ssqr_tiled.default,
+        (x, *tensors.values(), *constants.values()),
+        test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"),
+    )
+
+
+def test_one_opaque_operator_under_compile() -> None:
+    """Layers of one shape, outliers of different number: one graph, no break."""
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounter()
+
+    def forward(x: torch.Tensor, tensors: dict, constants: dict) -> torch.Tensor:
+        return ssqr_tiled(x, **tensors, **constants) + 1
+
+    compiled = torch.compile(forward, backend=counter, fullgraph=True)
+    x = torch.randn(2, 128).bfloat16()
+    numbers = set()
+    for seed in range(3):
+        weight = packed(4, 64, 64, 128, 0.02, seed)
+        numbers.add(weight.outliers.nnz)
+        arguments = kernel_arguments(weight, "layer", capacity=64)
+        torch.testing.assert_close(compiled(x, *arguments), forward(x, *arguments), rtol=0, atol=0)
+    assert len(numbers) > 1
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize(
+    ("weight", "dtype", "reason"),
+    [
+        (packed(4, 64, 4, 128, None), torch.float32, "float32 activations"),
+        (packed(4, 48, 4, 96, None), torch.bfloat16, "a group size of 48"),
+        (packed(2, -1, 1, 70_000, 0.001), torch.bfloat16, "outliers in 70000 columns"),
+    ],
+)
+def test_what_the_kernels_do_not_take(weight: PackedWeight, dtype: torch.dtype, reason: str) -> None:
+    assert reason in unsupported(weight, dtype)
+    assert unsupported(packed(4, 64, 4, 128, None), torch.float16) is None
+
+
+def test_streams_are_decoded_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    integers = (torch.randn(9, 33, generator=torch.Generator().manual_seed(0)) * 3).round().to(torch.int32)
+    stream = encode(integers)
+    assert has_kernels(torch.device("cpu"))
+    by_kernel = decode_stream(stream, "layer.stream")
+    stream.stream.zero_()
+    with pytest.raises(CheckpointError, match=r"layer\.stream: expected chunk 0 to end at bit"):
+        decode_stream(stream, "layer.stream")
+    monkeypatch.delenv("TRITON_INTERPRET")
+    assert not has_kernels(torch.device("cpu"))
+    assert torch.equal(by_kernel, decode_stream(encode(integers), "layer.stream"))

@@ -1,0 +1,141 @@
+"""The way to the Triton kernels: what of a packed weight they take, and the operator `latq::ssqr_tiled`.
+
+    PackedWeight --kernel_arguments, once at load--> tensors in tile order --ssqr_tiled--> y
+
+The only module of this package that imports `vllm_latq.kernels`, and with it Triton, which a CPU installation may lack:
+so each function imports what it needs. With TRITON_INTERPRET=1 the same path runs on the CPU, in Triton's interpreter.
+
+Invariant: `kernel_arguments(w, capacity)` has the same shapes for all weights of one scheme and shape, so a reload
+copies into the tensors that CUDA graphs have captured.
+"""
+
+import os
+from typing import Any
+
+import torch
+
+from vllm_latq.errors import CheckpointError
+from vllm_latq.huffman import HuffmanStream
+from vllm_latq.packed_weight import PackedWeight
+
+KERNEL_ARGUMENTS = (
+    "words", "order", "scale_pairs", "flat_scales", "row_scales", "entries", "slice_ptr", "tickets",
+)  # fmt: skip
+SMALLEST_CAPACITY = 64  # outlier slots, of 64 bytes each
+CONSTANTS = ("bits", "group_size", "rows", "cols", "processors", "arch")
+
+_SCHEMA = (
+    "(Tensor x, Tensor words, Tensor order, Tensor? scale_pairs, Tensor? flat_scales, Tensor? row_scales, "
+    "Tensor? entries, Tensor? slice_ptr, Tensor tickets, int bits, int group_size, int rows, int cols, "
+    "int processors, str arch) -> Tensor"
+)
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Whether Triton kernels run on `device`: NVIDIA and AMD GPUs, and CPUs under Triton's interpreter."""
+    return device.type == "cuda" or (device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1")
+
+
+def unsupported(weight: PackedWeight, dtype: torch.dtype) -> str | None:
+    """What the kernels cannot do about a weight or its activations; None if they can multiply by it."""
+    from vllm_latq.kernels.fields import SUPPORTED_GROUPS
+    from vllm_latq.kernels.outliers import MAX_COLUMNS
+
+    device = weight.qweight.device
+    if device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
+        return "a GPU older than Ampere"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"{dtype} activations"
+    if weight.group_size not in SUPPORTED_GROUPS:
+        return f"a group size of {weight.group_size}"
+    if weight.outliers is not None and weight.cols > MAX_COLUMNS:
+        return f"outliers in {weight.cols} columns"
+    return None
+
+
+def kernel_arguments(
+    weight: PackedWeight, where: str, capacity: int | None = None
+) -> tuple[dict[str, torch.Tensor | None], dict[str, Any]]:
+    """The operator's tensors and constants by argument name.
+
+    Args:
+        weight: on the device to run on.
+        where: layer name for errors.
+        capacity: outlier slots to allocate; None leaves at least a sixteenth of headroom for reloaded weights.
+
+    Raises:
+        CheckpointError: the outliers need more slots than `capacity`.
+    """
+    from vllm_latq.kernels.outliers import bucket
+    from vllm_latq.kernels.weight import prepare
+
+    csr = weight.outliers
+    prepared = prepare(
+        weight.qweight, weight.bits, weight.group_size, weight.cols, weight.scales, weight.row_scales,
+        *((None, None, None) if csr is None else (csr.row_ptr, csr.col_idx, csr.values)),
+    )  # fmt: skip
+    tensors = {name: getattr(prepared, name) for name in KERNEL_ARGUMENTS}
+    if prepared.slice_ptr is not None:
+        slots = int(prepared.slice_ptr[-1])
+        capacity = capacity or bucket(max(slots + slots // 16, SMALLEST_CAPACITY))
+        if slots > capacity:
+            hint = "Reloaded weights go into the memory of the first ones: restart the server with this checkpoint."
+            raise CheckpointError(where, f"outliers for at most {capacity} slots of 16 rows", str(slots), hint)
+        entries = tensors["entries"]
+        # `capacity` is a bucket size, so the entries, padded to one, are never longer.
+        tensors["entries"] = torch.nn.functional.pad(entries, (0, 0, 0, capacity - entries.shape[0]))
+    return tensors, {name: getattr(prepared, name) for name in CONSTANTS}
+
+
+def decode_on_device(stream: HuffmanStream, where: str, device: torch.device) -> torch.Tensor:
+    """`huffman_decode.decode_stream` by the Triton kernel: int32 [rows, cols] on `device`; raises CheckpointError."""
+    from vllm_latq.kernels.errors import KernelInputError
+    from vllm_latq.kernels.huffman import decode_huffman
+
+    lengths = torch.from_numpy(stream.table.lengths).unsqueeze(0)
+    words, chunk_bits, lengths = (part.to(device) for part in (stream.stream, stream.chunk_bits, lengths))
+    try:
+        return decode_huffman(words, chunk_bits, lengths, stream.table.first_symbol, *stream.shape)
+    except KernelInputError as error:
+        raise CheckpointError(where, error.expected, error.found, error.hint) from error
+
+
+torch.library.define("latq::ssqr_tiled", _SCHEMA)
+
+
+# The kernels count on the tickets and leave them at zero, so for its callers the operator changes none of its inputs.
+@torch.library.impl("latq::ssqr_tiled", "CompositeExplicitAutograd")
+def _ssqr_tiled(
+    x: torch.Tensor,
+    words: torch.Tensor,
+    order: torch.Tensor,
+    scale_pairs: torch.Tensor | None,
+    flat_scales: torch.Tensor | None,
+    row_scales: torch.Tensor | None,
+    entries: torch.Tensor | None,
+    slice_ptr: torch.Tensor | None,
+    tickets: torch.Tensor,
+    bits: int,
+    group_size: int,
+    rows: int,
+    cols: int,
+    processors: int,
+    arch: str,
+) -> torch.Tensor:
+    from vllm_latq.kernels.dispatch import ssqr_matmul
+    from vllm_latq.kernels.weight import KernelWeight
+
+    tensors = (words, order, scale_pairs, flat_scales, row_scales, entries, slice_ptr, tickets)
+    return ssqr_matmul(x, KernelWeight(bits, group_size, rows, cols, *tensors, processors, arch))
+
+
+@torch.library.register_fake("latq::ssqr_tiled")
+def _ssqr_tiled_fake(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    rows = arguments[len(KERNEL_ARGUMENTS) + CONSTANTS.index("rows")]
+    return x.new_empty((*x.shape[:-1], rows))
+
+
+def ssqr_tiled(x: torch.Tensor, **arguments: Any) -> torch.Tensor:
+    """x [.., cols] times the transposed weight -> [.., rows], dtype of x. Arguments: as from `kernel_arguments`."""
+    ordered = (arguments[name] for name in KERNEL_ARGUMENTS + CONSTANTS)
+    return torch.ops.latq.ssqr_tiled(x, *ordered)

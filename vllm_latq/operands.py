@@ -1,0 +1,64 @@
+"""What a loaded layer keeps: the operator that its device runs best, with that operator's tensors and constants.
+
+Invariant: operands made with the capacity of earlier ones have their shapes, so a reload copies one into the other.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vllm_latq.errors import CheckpointError
+from vllm_latq.kernel_path import has_kernels, kernel_arguments, ssqr_tiled, unsupported
+from vllm_latq.linear_op import outlier_capacity, ssqr_linear, weight_arguments
+from vllm_latq.packed_weight import PackedWeight
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Operands:
+    """y = multiply(x, **tensors, **constants).
+
+    Attributes:
+        multiply: `ssqr_tiled` or `ssqr_linear`.
+        tensors: by argument name; they may be replaced by others of the same shapes.
+        constants: by argument name; the same for every weight of a scheme and shape.
+        capacity: outliers, or slots of them, that the tensors have room for; None without outliers.
+    """
+
+    multiply: Callable[..., torch.Tensor]
+    tensors: dict[str, torch.Tensor | None]
+    constants: dict[str, Any]
+    capacity: int | None
+
+
+def make_operands(weight: PackedWeight, dtype: torch.dtype, where: str, capacity: int | None = None) -> Operands:
+    """Operands of a weight on its device.
+
+    Args:
+        weight: on the device to run on.
+        dtype: of the activations.
+        where: layer name for errors.
+        capacity: of the operands to be replaced; None for the first ones.
+
+    Raises:
+        CheckpointError: more outliers than fit.
+    """
+    if has_kernels(weight.qweight.device):
+        reason = unsupported(weight, dtype)
+        if reason is None:
+            tensors, constants = kernel_arguments(weight, where, capacity)
+            entries = tensors["entries"]
+            return Operands(ssqr_tiled, tensors, constants, None if entries is None else entries.shape[0])
+        logger.warning("%s: the kernels do not take %s; every product will dequantize", where, reason)
+    if weight.outliers is not None:
+        nnz = weight.outliers.nnz
+        capacity = capacity or outlier_capacity(nnz)
+        if nnz > capacity:
+            hint = "Reloaded weights go into the memory of the first ones: restart the server with this checkpoint."
+            raise CheckpointError(where, f"at most {capacity} outliers", str(nnz), hint)
+    constants = {"bits": weight.bits, "group_size": weight.group_size, "cols": weight.cols}
+    return Operands(ssqr_linear, weight_arguments(weight, capacity), constants, capacity)
