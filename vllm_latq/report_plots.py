@@ -126,14 +126,14 @@ def _densities(layers: Sequence[LayerView]) -> str:
 
 
 def _scales(layers: Sequence[LayerView]) -> str:
-    total = sum(layer.scales for layer in layers)
+    total = np.sum([layer.scales for layer in layers], axis=0)
     if not np.any(total):
         return ""
     used = np.nonzero(total)[0]
     window = slice(max(used[0] - 1, 0), used[-1] + 2)
     with _figure("log2 of the scale", "number of scales") as (axes, svg):
         for kind, color in _colors(layers).items():
-            counts = sum(layer.scales for layer in layers if layer.kind == kind)
+            counts = np.sum([layer.scales for layer in layers if layer.kind == kind], axis=0)
             edges = SCALE_EDGES[window.start : window.start + len(counts[window]) + 1]
             axes.stairs(counts[window], edges, color=color, label=_label(kind))
         axes.set_yscale("symlog", linthresh=1)
