@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_latq.errors import CalibrationError, NumericalError
+from vllm_latq.errors import CalibrationError, ConfigError, NumericalError
 from vllm_latq.huffman import encode
 from vllm_latq.quantize.hptq import HPTQResult, hptq, hrtn
 from vllm_latq.quantize.lattice import Factor, damping_for_condition, factorize, require_finite
@@ -120,6 +120,9 @@ def quantize_layer(
         CalibrationError: a Hessian is needed and missing.
     """
     started = time.perf_counter()
+    if recipe.method not in _METHODS:
+        hint = "It looks at the whole model: use quantize_checkpoint."
+        raise ConfigError("recipe.method", f"one of {', '.join(_METHODS)}", recipe.method, hint)
     weight = weight.detach().to(torch.float64 if weight.dtype == torch.float64 else torch.float32)
     if weight.dim() != 2:
         raise NumericalError(where or "weight", "a matrix [out, in]", f"shape {tuple(weight.shape)}")

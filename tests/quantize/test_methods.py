@@ -7,12 +7,16 @@ import math
 import pytest
 import torch
 
-from vllm_latq.errors import CalibrationError, NumericalError, UnsupportedShapeError
+from vllm_latq.errors import CalibrationError, ConfigError, NumericalError, UnsupportedShapeError
 from vllm_latq.quantize.lattice import factorize
 from vllm_latq.quantize.methods import LayerResult, quantize_layer
-from vllm_latq.quantize.recipe import METHODS, Recipe
+from vllm_latq.quantize.recipe import METHODS as ALL_METHODS
+from vllm_latq.quantize.recipe import Recipe
 from vllm_latq.quantize.target import output_energy
 from vllm_latq.weights import HuffmanWeight, PackedWeight, weight_from_tensors
+
+# latq looks at the whole model: see test_whole_model.py.
+METHODS = tuple(method for method in ALL_METHODS if method != "latq")
 
 FLOAT64_TOLERANCE = 1e-10
 RECIPES = {
@@ -218,3 +222,8 @@ def test_output_energy_is_the_squared_norm_of_the_outputs():
     expected = float((inputs @ weight.double().T).square().sum())
     assert output_energy(weight, inputs.T @ inputs) == pytest.approx(expected, rel=FLOAT64_TOLERANCE)
     assert output_energy(torch.zeros(0, 40), inputs.T @ inputs) == 0.0
+
+
+def test_a_method_for_whole_models_is_refused() -> None:
+    with pytest.raises(ConfigError, match="quantize_checkpoint"):
+        quantize_layer(torch.ones(4, 4), torch.eye(4), Recipe("latq", target_bits=3.0))
