@@ -19,7 +19,7 @@ def test_commands(mini_model: Path, evaluation_text: Path, tmp_path: Path) -> No
     environment = os.environ | {"MODEL": str(mini_model), "TEXT": str(text), "PATH": path, "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", script],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600,
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "out: valid" in done.stdout

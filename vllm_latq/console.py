@@ -120,4 +120,6 @@ class ProgressDisplay:
         self.console.print(
             f"{event['destination']}: {event['bits_per_weight']:.4f} bits per weight, {event['bytes']:,} bytes",
             highlight=False,
+            markup=False,
+            soft_wrap=True,
         )

@@ -92,7 +92,7 @@ def _errors(layers: Sequence[LayerView]) -> str:
             axes.plot(*zip(*bounds, strict=True), "_", color="tab:red", markersize=7, label="bound (worst case)")
         _dots(axes, layers, [layer.measured.error or None for layer in layers])
         axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(_power)
+        _plain_ticks(axes)
     return svg[0]
 
 
@@ -137,7 +137,7 @@ def _scales(layers: Sequence[LayerView]) -> str:
             edges = SCALE_EDGES[window.start : window.start + len(counts[window]) + 1]
             axes.stairs(counts[window], edges, color=color, label=_label(kind))
         axes.set_yscale("symlog", linthresh=1)
-        axes.yaxis.set_major_formatter(_power)
+        _plain_ticks(axes, linthresh=1)
         axes.figure.legend(loc="outside lower center", fontsize=7, frameon=False, ncols=4)
     return svg[0]
 
@@ -160,9 +160,12 @@ def _colors(layers: Sequence[LayerView]) -> dict[str, str]:
     return {kind: f"C{index % 10}" for index, kind in enumerate(kinds)}
 
 
-def _power(value: float, _: int) -> str:
-    # The own formatters of logarithmic axes write mathtext.
-    return f"{value:g}"
+def _plain_ticks(axes: Any, linthresh: float | None = None) -> None:
+    """Numbers on a logarithmic axis; its own formatters write mathtext."""
+    from matplotlib.ticker import LogFormatter
+
+    axes.yaxis.set_major_formatter(LogFormatter(linthresh=linthresh))
+    axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1, 0.4), linthresh=linthresh))
 
 
 def _label(kind: str) -> str:
