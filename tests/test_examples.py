@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import json
 import os
 import re
 import socket
@@ -126,3 +127,22 @@ def test_lm_eval_latq(ssqr_checkpoint: Path, tasks_folder: Path, capsys: pytest.
     load("lm_eval_latq").main([str(ssqr_checkpoint), *arguments])
     row = next(line for line in capsys.readouterr().out.splitlines() if "next_word" in line)
     assert re.search(r"\|acc *\| *. *\| *1\.?0* *\|", row), row
+
+
+@pytest.mark.engine
+def test_decode_latency(tmp_path: Path) -> None:
+    """A tiny model through the whole script: what it takes on a CPU says nothing, but it is a time per token."""
+    engine = {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 25, "max_num_batched_tokens": 256}
+    arguments = ["--tiny", "--batch", "1", "2", "--new-tokens", "4", "--schemes", "ssqr 3 bits, 1%"]
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "decode_latency.py"), *arguments]
+        + ["--engine", json.dumps(engine), "--json", str(tmp_path / "times.json")],
+        env=os.environ | ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=START_SECONDS,
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    times = json.loads((tmp_path / "times.json").read_text())["seconds_per_token"]["ssqr 3 bits, 1%"]
+    assert set(times) == {"1", "2"}
+    assert all(0 < seconds < 60 for seconds in times.values())

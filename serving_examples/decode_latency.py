@@ -1,0 +1,129 @@
+"""Time per token of decoding with vLLM: bf16, Marlin at 4 bits, and SSQR at 2, 3 and 4 bits with 1% outliers.
+
+    python serving_examples/decode_latency.py                       # Qwen3-8B's shape, batch 1, 4, 8 and 16, on a GPU
+    python serving_examples/decode_latency.py --json results.json
+
+Weights are random (`--load-format dummy`): they take the time of trained ones. Every scheme has a process of its own.
+Time per token is that of the last `--new-tokens` - 1 tokens: a run of one token, which holds the prefill, is taken off.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from vllm_latq.config import CheckpointConfig, LayerScheme
+from vllm_latq.console import print_table
+
+QWEN3_8B = {"hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
+            "head_dim": 128, "intermediate_size": 12288, "vocab_size": 151936}  # fmt: skip
+TINY = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 32, "intermediate_size": 256, "vocab_size": 512}  # fmt: skip
+MARLIN = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True, "lm_head": False}
+PROMPT_TOKENS = 32
+REPEATS = 3
+
+
+def schemes() -> dict[str, dict[str, Any] | None]:
+    """Name -> quantization_config; None leaves the model in bf16."""
+    packed = {
+        f"ssqr {bits} bits, 1%": CheckpointConfig(
+            LayerScheme("packed", bits, 128, outliers=True), ("lm_head",), recipe={"outlier_rate": 0.01}
+        ).to_dict()
+        for bits in (2, 3, 4)
+    }
+    return {"bf16": None, "marlin 4 bits": MARLIN, **packed}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 8, 16])
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--schemes", nargs="+", choices=tuple(schemes()), default=tuple(schemes()))
+    parser.add_argument("--tiny", action="store_true", help="a model of two small layers, to see that everything runs")
+    parser.add_argument("--engine", default="{}", help="further arguments of vllm.LLM, a JSON object")
+    parser.add_argument("--json", type=Path, help="write the results to this file, too")
+    parser.add_argument("--measure", help=argparse.SUPPRESS)  # the name of one scheme: runs it in this process
+    options = parser.parse_args(arguments)
+    if options.measure:
+        print(json.dumps(measure(schemes()[options.measure], options)))
+        return
+    results = {name: result for name in options.schemes if (result := run(name, options)) is not None}
+    base = results.get("bf16")
+    rows = [
+        (name, batch, f"{1e3 * seconds:.3f}", f"{base[batch] / seconds:.2f}" if base else "-")
+        for name, times in results.items()
+        for batch, seconds in times.items()
+    ]
+    print_table("decode latency", ("scheme", "batch", "ms per token", "speedup over bf16"), rows)
+    if options.json:
+        options.json.write_text(json.dumps({"seconds_per_token": results, "versions": versions()}, indent=1) + "\n")
+
+
+def run(name: str, options: argparse.Namespace) -> dict[str, float] | None:
+    """Measure one scheme in a process of its own; None, with the reason printed, where it does not run."""
+    command = [sys.executable, __file__, "--measure", name, "--engine", options.engine]
+    command += ["--batch", *map(str, options.batch), "--new-tokens", str(options.new_tokens)]
+    done = subprocess.run([*command, *(["--tiny"] if options.tiny else [])], capture_output=True, text=True)
+    if done.returncode:
+        reason = next((line for line in reversed(done.stderr.splitlines()) if "Error" in line), f"see {name}")
+        print(f"{name}: not measured: {reason.strip()}", file=sys.stderr)
+        return None
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def measure(quantization: dict[str, Any] | None, options: argparse.Namespace) -> dict[str, float]:
+    """Batch size -> median seconds per token."""
+    from vllm import LLM, SamplingParams
+
+    with tempfile.TemporaryDirectory() as folder:
+        config = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "max_position_embeddings": 4096,
+                  "rope_theta": 1e6, "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "dtype": "bfloat16",
+                  **(TINY if options.tiny else QWEN3_8B)}  # fmt: skip
+        if quantization:
+            config["quantization_config"] = quantization
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        llm = LLM(
+            folder,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            enable_prefix_caching=False,
+            max_model_len=PROMPT_TOKENS + options.new_tokens,
+            max_num_seqs=max(options.batch),
+            **json.loads(options.engine),
+        )
+
+        def seconds(batch: int, tokens: int) -> float:
+            prompts = [{"prompt_token_ids": [1 + (i + j) % 400 for j in range(PROMPT_TOKENS)]} for i in range(batch)]
+            limits = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+            started = time.perf_counter()
+            llm.generate(prompts, limits, use_tqdm=False)
+            return time.perf_counter() - started
+
+        found = {}
+        for batch in options.batch:
+            seconds(batch, 2)
+            times = [seconds(batch, options.new_tokens) - seconds(batch, 1) for _ in range(REPEATS)]
+            found[str(batch)] = statistics.median(times) / (options.new_tokens - 1)
+        return found
+
+
+def versions() -> dict[str, str]:
+    """What was measured with."""
+    import torch
+    import vllm
+
+    import vllm_latq
+
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    return {"vllm": vllm.__version__, "torch": torch.__version__, "vllm_latq": vllm_latq.__version__, "gpu": gpu}
+
+
+if __name__ == "__main__":
+    main()
