@@ -134,9 +134,9 @@ def test_decode_latency(tmp_path: Path) -> None:
     """A tiny model through the whole script: what it takes on a CPU says nothing, but it is a time per token."""
     engine = {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 25, "max_num_batched_tokens": 256}
     arguments = ["--tiny", "--batch", "1", "2", "--new-tokens", "4", "--schemes", "ssqr 3 bits, 1%"]
+    arguments += ["--json", str(tmp_path / "times.json")]
     done = subprocess.run(
-        [sys.executable, str(EXAMPLES / "decode_latency.py"), *arguments]
-        + ["--engine", json.dumps(engine), "--json", str(tmp_path / "times.json")],
+        [sys.executable, str(EXAMPLES / "decode_latency.py"), *arguments, "--engine", json.dumps(engine)],
         env=os.environ | ENVIRONMENT,
         capture_output=True,
         text=True,
