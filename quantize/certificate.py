@@ -26,7 +26,7 @@ from vllm_latq.quantize.recipe import Recipe
 from vllm_latq.quantize.stream import Stream
 from vllm_latq.quantize.target import corrected_target, measure_errors
 from vllm_latq.report import LayerReport
-from vllm_latq.weights import HuffmanWeight, RansWeight, Weight
+from vllm_latq.weights import HuffmanWeight, PackedWeight, Weight
 
 # Relative. On one machine the numbers agree to the last digits; another device adds up activations in another order,
 # and in bfloat16 where the model is: errors then move by parts of a percent.
@@ -57,6 +57,9 @@ def verify_certificate(
         raise ConfigError("tolerance", "a number between 0 and 1", repr(tolerance))
     reader = CheckpointReader(checkpoint)
     recipe = Recipe.from_dict(reader.config.recipe)
+    if recipe.method == "latq" or recipe.budget is not None:
+        expected, found = "layers that were quantized block after block, each on its own", "whole-model allocation"
+        raise ConfigError(f"{checkpoint}: recipe", expected, found, "Its report cannot be recomputed yet.")
     decoder = Decoder(model, device or default_device())
     if calibration is None:
         raise ConfigError("calibration", "the calibration text of the checkpoint", "none", "Errors are measured on it.")
@@ -189,9 +192,7 @@ def worst_case(weight: Weight, factor: Factor, stochastic: bool = False) -> floa
     per_column = torch.zeros_like(factor.diagonal)
     per_column[factor.order] = factor.diagonal
     per_column = per_column.cpu()
-    if isinstance(weight, RansWeight):
-        columns = float(weight.column_scales.double().square() @ per_column)
-        return share * float(weight.row_scales.double().square().sum()) * columns
+    assert isinstance(weight, PackedWeight)
     assert weight.scales is not None
     per_group = per_column.reshape(weight.scales.shape[1], -1).sum(1)
     return share * float((weight.scales.double().square().cpu() @ per_group).sum())

@@ -120,3 +120,9 @@ def test_what_cannot_be_checked_at_all_is_an_error(
         list(verify_certificate(certified("rtn"), mini_model, str(calibration_text), tolerance=0.0))
     with pytest.raises(CheckpointError, match="This is an unquantized model"):
         list(verify_certificate(mini_model, mini_model, str(calibration_text)))
+    copy = Path(shutil.copytree(certified("rtn"), tmp_path / "copy"))
+    config = json.loads((copy / "config.json").read_text())
+    config["quantization_config"]["recipe"] = Recipe("latq", target_bits=3.0).to_dict()
+    (copy / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="found whole-model allocation"):
+        list(verify_certificate(copy, mini_model, str(calibration_text)))
