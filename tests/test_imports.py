@@ -30,7 +30,9 @@ def within(name: str, package: str) -> bool:
 def test_kernels_import_nothing_of_ours_but_kernels(path: Path) -> None:
     names = list(imported(path))
     assert not [name for name in names if within(name, OURS) and not within(name, f"{OURS}.kernels")]
-    assert not [name for name in names if within(name, "vllm") or within(name, "transformers")]
+    others = [name for name in names if within(name, "vllm") or within(name, "transformers")]
+    # The benchmark's peers, one of which is vLLM's Marlin, are imported where they run.
+    assert path.stem == "peers" or not others
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "quantize").glob("*.py")), ids=lambda path: path.name)

@@ -1,0 +1,216 @@
+"""The benchmark: `python -m vllm_latq.kernels.bench [--quick] [--tune]`. Correctness first; then time, on a GPU.
+
+Every product is compared with float64 before it is timed; one that is wrong is printed as FAILED, has no time, and
+makes the command fail. bf16 matmul, a plain device copy (the roofline) and the peers that are installed run in the same
+process. All rows are printed and written to JSON, those that lose to bf16 included.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from vllm_latq.kernels import peers
+from vllm_latq.kernels.cases import (
+    GROUP_SIZE,
+    Case,
+    Layer,
+    all_cases,
+    copy_weight,
+    gate,
+    launch_config,
+    make_layer,
+    relative_error,
+)
+from vllm_latq.kernels.dispatch import ssqr_matmul
+from vllm_latq.kernels.errors import KernelInputError
+from vllm_latq.kernels.timing import (
+    Launch,
+    Timing,
+    cache_bytes,
+    copies_beyond_cache,
+    copy_gb_per_s,
+    require_gpu,
+    time_graph,
+)
+from vllm_latq.kernels.tune import tune
+
+RESULTS = Path(__file__).resolve().parent / "results"
+QUICK: dict[str, Any] = {
+    "shapes": ((4096, 4096), (8192, 8192)), "bits": (3,), "rates": (0.0, 0.01), "rows": (1, 8, 64, 512),
+}  # fmt: skip
+Timer = Callable[[Sequence[Launch]], Timing]
+
+
+@dataclass(frozen=True)
+class Result:
+    """One row. Times in microseconds; bytes are what one product has to read and write at least.
+
+    kernel: a path of `Case`, "bf16", or a peer. error: over the largest output, against float64. roofline: fraction of
+    the plain copy's rate. speedup: over bf16 of the same shape and m in this run. timing: None if the error is too big.
+    """
+
+    case: Case
+    kernel: str
+    error: float
+    bytes: int
+    timing: Timing | None
+    gb_per_s: float | None = None
+    roofline: float | None = None
+    speedup: float | None = None
+
+
+@dataclass
+class Bench:
+    """Runs cases on a device with a timer, and remembers the bf16 times that speedups refer to."""
+
+    device: torch.device
+    timer: Timer
+    cache: int
+    copy_rate: float
+    peer_bits: dict[str, tuple[int, ...]]
+
+    def __post_init__(self) -> None:
+        self.bf16: dict[tuple[int, int, int], float] = {}
+        self.peers_done: set[tuple[str, int, int, int, int]] = set()
+
+    def run(self, cases: Iterable[Case]) -> Iterator[Result]:
+        """Results in order, baselines before the cases that they are for; cases of one layer share its weight."""
+        for _, group in groupby(cases, key=lambda case: case.layer):
+            group = list(group)
+            layer = make_layer(group[0], self.device)
+            copies = copies_beyond_cache(layer.weight.storage_bytes(), self.cache)
+            weights = [layer.weight, *(copy_weight(layer.weight) for _ in range(copies - 1))]
+            for case in group:
+                yield from self._baselines(case, layer)
+                yield self._ours(case, layer, weights)
+
+    def _activations(self, case: Case) -> torch.Tensor:
+        generator = torch.Generator(device=self.device).manual_seed(case.m)
+        return torch.randn(case.m, case.cols, generator=generator, device=self.device).bfloat16()
+
+    def _ours(self, case: Case, layer: Layer, weights: list[Any]) -> Result:
+        x, config = self._activations(case), launch_config(case, layer.weight)
+        error = relative_error(ssqr_matmul(x, layer.weight, config), x, layer.dense)
+        launches = [partial(ssqr_matmul, x, weight, config) for weight in weights]
+        return self._result(case, case.path, error, layer.weight.storage_bytes(), launches)
+
+    def _baselines(self, case: Case, layer: Layer) -> Iterator[Result]:
+        """bf16, and the peers that serve these bits, once for each shape and m."""
+        x = self._activations(case)
+        key = (case.rows, case.cols, case.m)
+        if key not in self.bf16:
+            dense = layer.dense.bfloat16()
+            copies = copies_beyond_cache(dense.nbytes, self.cache)
+            weights = [dense, *(dense.clone() for _ in range(copies - 1))]
+            launches = [partial(torch.nn.functional.linear, x, weight) for weight in weights]
+            error = relative_error(launches[0](), x, dense.float())
+            result = self._result(replace(case, bits=16, outlier_rate=0.0), "bf16", error, dense.nbytes, launches)
+            if result.timing:
+                self.bf16[key] = result.timing.median
+            yield replace(result, speedup=1.0 if result.timing else None)
+        for name, bits in self.peer_bits.items():
+            mark = (name, *key, case.bits)
+            if case.bits in bits and mark not in self.peers_done:
+                self.peers_done.add(mark)
+                yield self._peer(name, replace(case, outlier_rate=0.0), x, layer)
+
+    def _peer(self, name: str, case: Case, x: torch.Tensor, layer: Layer) -> Result:
+        # Several copies, each with a weight of its own: what a peer keeps cannot be cloned from outside.
+        first, reference, size = peers.make(name, layer.dense, case.bits, GROUP_SIZE)
+        copies = copies_beyond_cache(size, self.cache)
+        products = [first, *(peers.make(name, layer.dense, case.bits, GROUP_SIZE)[0] for _ in range(copies - 1))]
+        launches = [partial(product, x) for product in products]
+        return self._result(case, name, relative_error(first(x), x, reference), size, launches)
+
+    def _result(self, case: Case, kernel: str, error: float, weight_bytes: int, launches: Sequence[Launch]) -> Result:
+        size = weight_bytes + 2 * case.m * (case.rows + case.cols)
+        try:
+            gate(case, error)
+        except KernelInputError:
+            return Result(case, kernel, error, size, None)
+        timing = self.timer(launches)
+        rate = size / timing.median / 1e3
+        bf16 = self.bf16.get((case.rows, case.cols, case.m))
+        speedup = bf16 / timing.median if bf16 else None
+        return Result(case, kernel, error, size, timing, rate, rate / self.copy_rate, speedup)
+
+
+def table_row(result: Result) -> str:
+    """One line of the printed Markdown table."""
+    case, timing = result.case, result.timing
+    head = f"| {case.rows}x{case.cols} | {case.bits} | {100 * case.outlier_rate:g}% | {case.m} | {result.kernel} "
+    if timing is None:
+        return head + f"| FAILED: relative error {result.error:.1e} | | | |"
+    speedup = "" if result.speedup is None else f"{result.speedup:.2f}"
+    return head + f"| {timing.median:.1f} | {result.gb_per_s:.0f} | {100 * (result.roofline or 0):.0f}% | {speedup} |"
+
+
+HEADER = """| layer | bits | outliers | rows | kernel | microseconds | GB/s | of copy | speedup over bf16 |
+|---|---|---|---|---|---|---|---|---|"""
+
+
+def environment(device: torch.device, copy_rate: float) -> dict[str, Any]:
+    """What a result depends on."""
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=RESULTS.parent)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+    return {
+        "device": name, "torch": torch.__version__, "triton": triton.__version__,
+        "commit": commit.stdout.strip() or "unknown", "group_size": GROUP_SIZE, "activations": "bfloat16",
+        "copy_gb_per_s": copy_rate,
+    }  # fmt: skip
+
+
+def write_json(path: Path, facts: dict[str, Any], results: Sequence[Result]) -> None:
+    """`facts`, and one object per row, as written by `Result`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(facts | {"results": [asdict(result) for result in results]}, indent=1) + "\n")
+
+
+def report(bench: Bench, cases: Iterable[Case], facts: dict[str, Any], path: Path) -> int:
+    """Run, print every row as it comes, write the JSON; the number of products that were wrong."""
+    print(HEADER, flush=True)
+    results = []
+    for result in bench.run(cases):
+        results.append(result)
+        print(table_row(result), flush=True)
+    write_json(path, facts, results)
+    wrong = sum(result.timing is None for result in results)
+    print(f"\n{len(results)} rows, {wrong} wrong; written to {path}")
+    return wrong
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Command line; exits with 1 if a product was wrong, with 2 on a machine without a GPU."""
+    parser = argparse.ArgumentParser(prog="python -m vllm_latq.kernels.bench", description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="two shapes, 3 bits, four numbers of rows: a first look")
+    parser.add_argument("--tune", action="store_true", help="search launch configurations and print them instead")
+    parser.add_argument("--out", type=Path, help="JSON file (default: results/ beside this file)")
+    options = parser.parse_args(arguments)
+    try:
+        device = require_gpu()
+    except KernelInputError as error:
+        sys.exit(f"{error}")
+    if options.tune:
+        tune(device, time_graph)
+        return
+    rate = copy_gb_per_s(device)
+    facts = environment(device, rate)
+    print(f"{facts['device']}, torch {facts['torch']}, triton {facts['triton']}; plain copy {rate:.0f} GB/s\n")
+    name = facts["device"].replace(" ", "-").lower()
+    path = options.out or RESULTS / f"{name}{'-quick' if options.quick else ''}.json"
+    bench = Bench(device, time_graph, cache_bytes(device), rate, peers.installed())
+    sys.exit(min(1, report(bench, all_cases(**(QUICK if options.quick else {})), facts, path)))
+
+
+if __name__ == "__main__":
+    main()

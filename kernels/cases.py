@@ -1,0 +1,121 @@
+"""What the benchmark runs: layer shapes, random layers with their exact dense weights, and the correctness gate.
+
+The dense weight is built from the integers, never from packed words: it shares nothing with what it checks.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+
+import torch
+
+from vllm_latq.kernels.configs import SIMT, DecodeConfig, decode_config, max_decode_rows
+from vllm_latq.kernels.errors import require
+from vllm_latq.kernels.layout import codes_to_stream
+from vllm_latq.kernels.weight import KernelWeight, prepare
+
+# Merged layers of Qwen3-8B (qkv, o, gate and up, down), and a square one of a larger model.
+SHAPES = ((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (8192, 8192))
+BITS = (2, 3, 4)
+OUTLIER_RATES = (0.0, 0.005, 0.01, 0.02, 0.05)
+ROWS = (1, 2, 4, 8, 16, 32, 64, 512)
+GROUP_SIZE = 128
+# Of the largest output. Decode rounds once to bfloat16 (2^-9) after float32 sums; prefill rounds the weights too.
+DECODE_TOLERANCE, PREFILL_TOLERANCE = 2**-8, 2**-7
+_CHUNK_ROWS = 4096  # rows of the float64 reference at a time
+
+
+@dataclass(frozen=True)
+class Case:
+    """One product: weight [rows, cols] of `bits` with a rate of outliers, times m activation rows."""
+
+    rows: int
+    cols: int
+    bits: int
+    outlier_rate: float
+    m: int
+    path: str  # "tensor_core", "simt" or "prefill"
+
+    @property
+    def layer(self) -> tuple[int, int, int, float]:
+        """Cases that share a weight have this in common."""
+        return self.rows, self.cols, self.bits, self.outlier_rate
+
+
+@dataclass(frozen=True)
+class Layer:
+    """weight: prepared; dense: the same, float32 [rows, cols], exact."""
+
+    weight: KernelWeight
+    dense: torch.Tensor
+
+
+def paths(m: int, bits: int) -> tuple[str, ...]:
+    """The kernels that can serve m rows."""
+    if m > max_decode_rows(bits):
+        return ("prefill",)
+    return ("tensor_core", "simt") if m <= SIMT.max_rows else ("tensor_core",)
+
+
+def all_cases(
+    shapes: tuple[tuple[int, int], ...] = SHAPES,
+    bits: tuple[int, ...] = BITS,
+    rates: tuple[float, ...] = OUTLIER_RATES,
+    rows: tuple[int, ...] = ROWS,
+) -> Iterator[Case]:
+    """Every combination, cases of one layer next to each other."""
+    for shape in shapes:
+        for width in bits:
+            for rate in rates:
+                for m in rows:
+                    for path in paths(m, width):
+                        yield Case(*shape, width, rate, m, path)
+
+
+def make_layer(case: Case, device: torch.device, seed: int = 0) -> Layer:
+    """A random layer; outliers are evenly likely everywhere, five times as large as the largest inlier."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+    shape, zero_point = (case.rows, case.cols), 1 << (case.bits - 1)
+    codes = torch.randint(0, 2 * zero_point, shape, generator=generator, device=device, dtype=torch.uint8)
+    groups = case.cols // GROUP_SIZE
+    scales = (torch.rand(case.rows, groups, generator=generator, device=device) * 0.01 + 0.005).bfloat16()
+    outliers: tuple[torch.Tensor | None, ...] = (None, None, None)
+    mask = None
+    if case.outlier_rate:
+        mask = torch.rand(shape, generator=generator, device=device) < case.outlier_rate
+        codes[mask] = zero_point
+        row_ptr = torch.zeros(case.rows + 1, dtype=torch.int32, device=device)
+        row_ptr[1:] = mask.sum(1).cumsum(0)
+        values = torch.randn(int(mask.sum()), generator=generator, device=device) * 0.05 * zero_point
+        outliers = (row_ptr, mask.nonzero()[:, 1].to(torch.int32), values.bfloat16())
+    dense = (codes.float() - zero_point).view(case.rows, groups, GROUP_SIZE) * scales.float()[:, :, None]
+    dense = dense.view(shape)
+    if mask is not None:
+        dense[mask] = outliers[2].float()
+    packed = codes_to_stream(codes, case.bits)
+    return Layer(prepare(packed, case.bits, GROUP_SIZE, case.cols, scales, None, *outliers), dense)
+
+
+def copy_weight(weight: KernelWeight) -> KernelWeight:
+    """The same weight in memory of its own."""
+    tensors = {field.name: getattr(weight, field.name) for field in fields(weight)}
+    return replace(weight, **{k: v.clone() for k, v in tensors.items() if isinstance(v, torch.Tensor)})
+
+
+def launch_config(case: Case, weight: KernelWeight) -> DecodeConfig | None:
+    """What the case launches; None is the prefill path."""
+    if case.path == "prefill":
+        return None
+    return SIMT if case.path == "simt" else decode_config(case.m, case.bits, weight.arch)
+
+
+def relative_error(y: torch.Tensor, x: torch.Tensor, dense: torch.Tensor) -> float:
+    """Largest deviation of y [m, rows] from the float64 product, over the largest output; infinite for NaN."""
+    expected = torch.cat([x.double() @ part.double().t() for part in dense.split(_CHUNK_ROWS)], 1)
+    error = float((y.double() - expected).abs().max() / expected.abs().max())
+    return error if error == error else float("inf")
+
+
+def gate(case: Case, error: float) -> None:
+    """Raise KernelInputError if a product is wrong: it is not timed then."""
+    tolerance = PREFILL_TOLERANCE if case.path == "prefill" else DECODE_TOLERANCE
+    require(error <= tolerance, f"correctness of {case}", f"a relative error up to {tolerance}", error)

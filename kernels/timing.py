@@ -1,0 +1,84 @@
+"""Timing on a GPU: launches captured in CUDA graphs, over copies of the data that together exceed the L2 cache.
+
+Invariant: every launch of a replay reads another copy, and a copy comes round again only after ROTATION times the L2
+cache has been read, so nothing is timed from the cache.
+"""
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from vllm_latq.kernels.errors import require
+
+ROTATION = 3
+LAUNCHES = 24  # in one graph, at least: the start of a replay and the resolution of events weigh little
+REPLAYS = 20
+COPY_BYTES = 1 << 30
+
+Launch = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Microseconds of one launch: the median over replays, and the 10th and 90th percentile."""
+
+    median: float
+    low: float
+    high: float
+
+
+def require_gpu() -> torch.device:
+    """The current GPU; KernelInputError on a machine that has none."""
+    hint = "Without one, the modules `roofline` and `audit` of this package predict times and count instructions."
+    require(torch.cuda.is_available(), "benchmark", "a CUDA GPU", "none", hint)
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def copies_beyond_cache(bytes_per_launch: int, cache_bytes: int) -> int:
+    """Copies of the data, at least two, that exceed ROTATION times the cache."""
+    return max(2, -(-ROTATION * cache_bytes // max(bytes_per_launch, 1)))
+
+
+def cache_bytes(device: torch.device) -> int:
+    """Size of the L2 cache."""
+    return torch.cuda.get_device_properties(device).L2_cache_size
+
+
+def time_graph(launches: Sequence[Launch]) -> Timing:
+    """Time launches, one per copy of the data, from a CUDA graph that repeats all of them."""
+    rounds = -(-LAUNCHES // len(launches))
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for launch in launches:  # compiles, and lets libraries allocate what they keep
+            launch()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(rounds):
+            for launch in launches:
+                launch()
+    graph.replay()
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(REPLAYS)]
+    for begin, end in events:
+        begin.record()
+        graph.replay()
+        end.record()
+    torch.cuda.synchronize()
+    per_launch = [1e3 * begin.elapsed_time(end) / (rounds * len(launches)) for begin, end in events]
+    return summary(per_launch)
+
+
+def summary(microseconds: Sequence[float]) -> Timing:
+    """Median and percentiles of repeated measurements, at least two."""
+    tenths = statistics.quantiles(microseconds, n=10, method="inclusive")
+    return Timing(statistics.median(microseconds), tenths[0], tenths[-1])
+
+
+def copy_gb_per_s(device: torch.device) -> float:
+    """GB/s, read and written together, of a plain copy on the device: the roofline of everything bound by memory."""
+    source = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * COPY_BYTES / time_graph([lambda: target.copy_(source)]).median / 1e3

@@ -1,0 +1,136 @@
+"""The benchmark without a GPU: cases, gate, table and JSON on a tiny layer in the interpreter; the roofline.
+
+Timers here return made-up numbers: what is tested is what happens to them.
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from vllm_latq.kernels.bench import Bench, environment, main, report, table_row
+from vllm_latq.kernels.cases import SHAPES, Case, all_cases, make_layer, relative_error
+from vllm_latq.kernels.configs import AMPERE, DecodeConfig
+from vllm_latq.kernels.reference import matmul_reference
+from vllm_latq.kernels.roofline import GPUS, INSTRUCTIONS, bytes_per_weight, least_microseconds, print_tables
+from vllm_latq.kernels.timing import Timing, copies_beyond_cache, summary
+from vllm_latq.kernels.tune import descend, neighbours
+
+CPU = torch.device("cpu")
+
+
+def five_microseconds(launches: list) -> Timing:
+    assert len(launches) >= 2
+    for launch in launches:
+        assert torch.isfinite(launch()).all()
+    return Timing(5.0, 4.0, 6.0)
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench(CPU, five_microseconds, cache=1, copy_rate=100.0, peer_bits={})
+
+
+def test_all_cases_cover_what_is_asked() -> None:
+    cases = list(all_cases())
+    assert len(set(cases)) == len(cases)
+    assert {(case.rows, case.cols) for case in cases} == set(SHAPES)
+    for m, paths in {
+        1: {"tensor_core", "simt"},
+        8: {"tensor_core", "simt"},
+        64: {"tensor_core"},
+        512: {"prefill"},
+    }.items():
+        assert {case.path for case in cases if case.m == m} == paths
+
+
+@pytest.mark.interpreter
+def test_rows_and_json(bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cases = list(all_cases(shapes=((64, 256),), bits=(3,), rates=(0.0, 0.05), rows=(1, 70)))
+    path = tmp_path / "results" / "cpu.json"
+    assert report(bench, cases, environment(CPU, 100.0), path) == 0
+    found = json.loads(path.read_text())
+    assert {"device", "torch", "triton", "commit", "copy_gb_per_s"} <= set(found)
+    kernels = [row["kernel"] for row in found["results"]]
+    assert kernels.count("bf16") == 2  # once for each number of rows, whatever the outliers
+    assert sorted(set(kernels)) == ["bf16", "prefill", "simt", "tensor_core"]
+    assert all(row["speedup"] == 1.0 and row["timing"]["median"] == 5.0 for row in found["results"])
+    ours = next(row for row in found["results"] if row["kernel"] == "tensor_core")
+    words = 128 * 256 * 3 // 8 + 128 * 2 * 2  # rows are padded to 128; two groups of bf16 scales
+    assert ours["bytes"] == words + 2 * (64 + 256)
+    assert ours["gb_per_s"] == pytest.approx(ours["bytes"] / 5e-6 / 1e9)
+    assert ours["roofline"] == pytest.approx(ours["gb_per_s"] / 100)
+    assert len([line for line in capsys.readouterr().out.splitlines() if line.startswith("| 64x256")]) == len(kernels)
+
+
+@pytest.mark.interpreter
+def test_a_wrong_product_is_not_timed(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def damaged(case: Case, device: torch.device) -> object:
+        layer = make_layer(case, device)
+        layer.weight.words[0, 0, 0, 3] ^= 0x7FFFFFFF
+        return layer
+
+    monkeypatch.setattr("vllm_latq.kernels.bench.make_layer", damaged)
+    case = Case(64, 256, 4, 0.0, 1, "tensor_core")
+    assert report(bench, [case], {}, tmp_path / "out.json") == 1
+    rows = json.loads((tmp_path / "out.json").read_text())["results"]
+    assert [row["timing"] is None for row in rows] == [False, True]  # bf16 does not read the words
+    assert rows[1]["gb_per_s"] is None
+
+
+def test_failures_are_printed_without_a_time(bench: Bench) -> None:
+    case = Case(64, 256, 4, 0.01, 1, "simt")
+    result = bench._result(case, "simt", float("nan"), 100, [])
+    assert result.timing is None
+    assert "FAILED" in table_row(result)
+    slow = replace(result, timing=Timing(9.0, 8.0, 10.0), gb_per_s=1.0, roofline=0.1, speedup=0.5)
+    assert table_row(slow) == "| 64x256 | 4 | 1% | 1 | simt | 9.0 | 1 | 10% | 0.50 |"
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.1])
+def test_layers_are_what_their_dense_weight_says(rate: float) -> None:
+    layer = make_layer(Case(70, 256, 3, rate, 1, "tensor_core"), CPU)
+    x = torch.randn(2, 256).bfloat16()
+    expected = matmul_reference(x, layer.dense)
+    assert relative_error(expected, x, layer.dense) < 1e-12
+    assert relative_error(expected + 1, x, layer.dense) > 1e-3
+    assert relative_error(expected * float("nan"), x, layer.dense) == float("inf")
+
+
+def test_refuses_a_machine_without_a_gpu() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(SystemExit, match="expected a CUDA GPU, found none"):
+        main(["--quick"])
+
+
+def test_copies_and_summary() -> None:
+    assert copies_beyond_cache(10, 100) * 10 >= 300
+    assert copies_beyond_cache(10**9, 100) == 2
+    assert summary([5.0, 1.0, 3.0, 2.0, 4.0]) == Timing(3.0, 1.4, 4.6)
+
+
+def test_descent_finds_the_minimum_of_its_neighbourhood() -> None:
+    def cost(config: DecodeConfig) -> float:
+        return 100 + abs(config.num_warps - 4) + abs(config.stages - 5) * 3 + (config.block_n == 128)
+
+    best, lowest = descend(AMPERE[0], cost)
+    assert lowest <= min(cost(other) for other in neighbours(best)) / 0.99
+    assert best.stages == 5
+    assert all(other != best for other in neighbours(best))
+
+
+def test_roofline() -> None:
+    assert bytes_per_weight(4, 0.0) == 0.515625
+    h200 = GPUS[-1]
+    assert least_microseconds(h200, 8192, 8192, 16, 0.0) == pytest.approx(2 * 8192**2 / 4.8e12 * 1e6)
+    # 132 multiprocessors of 4 schedulers at 1.98 GHz
+    assert h200.instructions_per_second == pytest.approx(132 * 128 * 1.98e9, rel=0.01)
+    for gpu in GPUS:
+        for bits, issued in INSTRUCTIONS.items():
+            assert issued < gpu.budget(bytes_per_weight(bits, 0.0))  # bound by memory on each of them
+    lines: list[str] = []
+    print_tables(lines.append)
+    assert sum(line.startswith("| 8192x8192") for line in lines) == 1
