@@ -20,7 +20,7 @@ from vllm_latq.report import LayerReport
 SCALE_EDGES = np.linspace(-30, 10, 161)
 ROW_BANDS = 32
 _INK = "#010203"  # replaced by currentColor
-_STYLE = {
+_STYLE: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "latq",
     "text.parse_math": False,
