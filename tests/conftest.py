@@ -145,7 +145,9 @@ def round_to_nearest(weight: torch.Tensor, scheme: LayerScheme) -> Weight:
         scale = weight.std() / 3
         return HuffmanWeight(scale.reshape(1), encode((weight / scale).round().to(torch.int32)))
     if scheme.encoding == "rans":
-        scale, rows, cols = (weight.std() / 3).reshape(1), *scale_exponents(*weight.shape)
+        scale = (weight.std() / 3).reshape(1)
+        # Over two octaves; equal for matrices of one input, as merged layers need them.
+        rows, cols = ((torch.arange(size) * 7 % 17 - 8).to(torch.int8) for size in weight.shape)
         scales = scale * octave_eighths(rows)[:, None] * octave_eighths(cols)
         return RansWeight.from_integers((weight / scales).round().to(torch.int32), scale, rows, cols)
     mask = weight.abs() > weight.abs().flatten().kthvalue(int(0.99 * weight.numel())).values
@@ -156,11 +158,6 @@ def round_to_nearest(weight: torch.Tensor, scheme: LayerScheme) -> Weight:
     integers = (grouped / scales.float().unsqueeze(-1)).round().clamp(-half, half - 1).view_as(weight).to(torch.int32)
     outliers = (mask, weight) if scheme.outliers else (None, None)
     return PackedWeight.from_integers(integers, scales, scheme.bits, scheme.group_size, *outliers)
-
-
-def scale_exponents(rows: int, cols: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Exponents of a rANS-coded matrix, int8 [rows] and [cols], over two octaves; equal for equal sizes."""
-    return tuple((torch.arange(size) * 7 % 17 - 8).to(torch.int8) for size in (rows, cols))  # type: ignore[return-value]
 
 
 @pytest.fixture(scope="session")
@@ -209,10 +206,7 @@ def tasks_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="session")
 def biased_pair(mini_model: Path, tmp_path_factory: pytest.TempPathFactory) -> CheckpointPair:
-    """A random Qwen2: biases on q, k and v, and a single key-value head, which tensor parallelism must replicate.
-
-    The first block is packed with outliers, the second rANS-coded.
-    """
+    """A random Qwen2: biases on q, k and v, one key-value head, which tensor parallelism must replicate; half rANS."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)
@@ -229,11 +223,8 @@ def biased_pair(mini_model: Path, tmp_path_factory: pytest.TempPathFactory) -> C
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(mini_model / file, source)
     maker = CheckpointMaker(source, source.parent)
-    overrides = {
-        name: LayerScheme("rans")
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and ".layers.1." in name
-    }
+    coded = [name for name, _ in model.named_modules() if ".layers.1." in name and name.endswith("_proj")]
+    overrides = dict.fromkeys(coded, LayerScheme("rans"))
     return maker("biased", CheckpointConfig(LayerScheme("packed", 3, 32, True), ("lm_head",), overrides))
 
 

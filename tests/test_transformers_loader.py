@@ -30,7 +30,7 @@ def test_same_logits_as_the_dequantized_model(name: str, dtype: torch.dtype, req
     torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.05)])
 def test_rans_layers_scale_their_input(dtype: torch.dtype, tolerance: float, biased_pair: tuple[Path, Path]) -> None:
     """x * column factors is rounded where the dense model's weight is: equal up to the precision of the dtype."""
     got, expected = logits(biased_pair[0], dtype=dtype), logits(biased_pair[1], dtype=dtype)

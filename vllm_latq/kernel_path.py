@@ -17,6 +17,7 @@ import torch
 from vllm_latq.errors import CheckpointError
 from vllm_latq.huffman import HuffmanStream
 from vllm_latq.packed_weight import PackedWeight
+from vllm_latq.rans import RansStream
 
 KERNEL_ARGUMENTS = (
     "words", "order", "scale_pairs", "flat_scales", "row_scales", "entries", "slice_ptr", "tickets",
@@ -96,6 +97,19 @@ def decode_on_device(stream: HuffmanStream, where: str, device: torch.device) ->
     words, chunk_bits, lengths = (part.to(device) for part in (stream.stream, stream.chunk_bits, lengths))
     try:
         return decode_huffman(words, chunk_bits, lengths, stream.table.first_symbol, *stream.shape)
+    except KernelInputError as error:
+        raise CheckpointError(where, error.expected, error.found, error.hint) from error
+
+
+def decode_rans_on_device(stream: RansStream, where: str, device: torch.device) -> torch.Tensor:
+    """`rans.decode_stream` by the Triton kernel: int32 [rows, cols] on `device`; raises CheckpointError."""
+    from vllm_latq.kernels.errors import KernelInputError
+    from vllm_latq.kernels.rans import decode_rans
+
+    classes = stream.classes()
+    parts = (stream.stream, stream.chunk_words, *classes, stream.table_ranges, stream.frequencies)
+    try:
+        return decode_rans(*(part.to(device) for part in parts))
     except KernelInputError as error:
         raise CheckpointError(where, error.expected, error.found, error.hint) from error
 

@@ -62,7 +62,11 @@ class RansStream:
         tables = [
             Table(int(first), entry.numpy()) for first, entry in zip(self.table_ranges[:, 0], entries, strict=True)
         ]
-        return Model(_unpack(self.row_class, self.shape[0]), _unpack(self.column_class, self.shape[1]), tables)
+        return Model(*self.classes(), tables)
+
+    def classes(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """row_class and column_class unpacked, int64 [rows] and [cols]."""
+        return _unpack(self.row_class, self.shape[0]), _unpack(self.column_class, self.shape[1])
 
 
 def encode(integers: torch.Tensor) -> RansStream:

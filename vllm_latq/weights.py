@@ -13,6 +13,7 @@ from vllm_latq import rans, validate
 from vllm_latq.config import LayerScheme
 from vllm_latq.huffman import HuffmanStream, HuffmanTable
 from vllm_latq.huffman_decode import decode_stream
+from vllm_latq.kernel_path import decode_rans_on_device, has_kernels
 from vllm_latq.packed_weight import PackedWeight, best_bits, pack_integers, shape_tensor
 from vllm_latq.rans import RansStream
 from vllm_latq.spec import SHAPE, stored_bits
@@ -197,5 +198,7 @@ def weight_from_tensors(
 def decode_checked(weight: CodedWeight, where: str, device: torch.device | str = "cpu") -> torch.Tensor:
     """The integers of a coded weight, int32 [rows, cols] on `device`; a damaged stream raises CheckpointError."""
     if isinstance(weight, RansWeight):
-        return rans.decode_stream(weight.stream, f"{where}.stream", device)
+        # Chosen here and not, as for Huffman, in the decoder: the format modules that it needs import `rans`.
+        decode = decode_rans_on_device if has_kernels(torch.device(device)) else rans.decode_stream
+        return decode(weight.stream, f"{where}.stream", torch.device(device))
     return decode_stream(weight.stream, f"{where}.stream", device)

@@ -1,23 +1,27 @@
 """The rANS kernel in the interpreter, bit for bit against the checkpoint's decoder."""
 
+import dataclasses
+
 import pytest
 import torch
 
 from vllm_latq import rans_coder
+from vllm_latq.errors import CheckpointError
 from vllm_latq.kernels import rans as rans_kernel
 from vllm_latq.kernels.errors import KernelInputError
 from vllm_latq.kernels.rans import decode_rans, slot_table
 from vllm_latq.rans import RansStream, decode_stream, encode
 from vllm_latq.rans_decoder import decoding_table
+from vllm_latq.weights import RansWeight, decode_checked
 
 pytestmark = pytest.mark.interpreter
 
 
 @pytest.fixture(autouse=True)
 def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """128 weights instead of 4096, each of which takes the interpreter 10 ms."""
-    monkeypatch.setattr(rans_coder, "CHUNK_WEIGHTS", 128)
-    monkeypatch.setattr(rans_kernel, "CHUNK_WEIGHTS", 128)
+    """64 weights instead of 4096, each of which takes the interpreter 10 ms."""
+    monkeypatch.setattr(rans_coder, "CHUNK_WEIGHTS", 64)
+    monkeypatch.setattr(rans_kernel, "CHUNK_WEIGHTS", 64)
 
 
 def encoded(rows: int, cols: int, octaves: float, wild: int = 0) -> RansStream:
@@ -38,7 +42,7 @@ def arguments(coded: RansStream) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     ("rows", "cols", "octaves", "wild"),
     # Several chunks of rows, the last one short; of columns, the last one narrow; escapes; a single weight.
-    [(11, 30, 3.0, 4), (3, 150, 2.0, 1), (1, 1, 0.0, 0), (2, 50, -9.0, 0)],
+    [(10, 20, 3.0, 4), (3, 70, 2.0, 1), (1, 1, 0.0, 0), (2, 20, -9.0, 0)],
 )
 def test_decodes_bit_for_bit(rows: int, cols: int, octaves: float, wild: int) -> None:
     coded = encoded(rows, cols, octaves, wild)
@@ -48,8 +52,18 @@ def test_decodes_bit_for_bit(rows: int, cols: int, octaves: float, wild: int) ->
     assert slots.flatten().tolist() == decoding_table(coded.model()).tolist()
 
 
+def test_weights_are_decoded_by_the_kernel_where_there_is_one() -> None:
+    coded = encoded(3, 20, 2.0)
+    exponents = (torch.zeros(size, dtype=torch.int8) for size in coded.shape)
+    weight = RansWeight(torch.ones(1), *exponents, coded)
+    assert torch.equal(decode_checked(weight, "layer"), decode_stream(coded, "stream"))
+    damaged = dataclasses.replace(weight, stream=dataclasses.replace(coded, stream=coded.stream ^ 1))
+    with pytest.raises(CheckpointError, match=r"layer\.stream: expected every chunk to end after its words"):
+        decode_checked(damaged, "layer")
+
+
 def test_corrupt_streams_are_refused_and_read_nothing_outside() -> None:
-    stream, chunk_words, rows, cols, ranges, frequencies = arguments(encoded(3, 60, 2.0, 2))
+    stream, chunk_words, rows, cols, ranges, frequencies = arguments(encoded(3, 30, 2.0, 2))
     flipped = stream ^ torch.randint(-(2**31), 2**31, stream.shape, dtype=torch.int64).to(torch.int32)
     with pytest.raises(KernelInputError, match="corrupt"):
         decode_rans(flipped, chunk_words, rows, cols, ranges, frequencies)
