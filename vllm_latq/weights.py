@@ -199,6 +199,7 @@ def decode_checked(weight: CodedWeight, where: str, device: torch.device | str =
     """The integers of a coded weight, int32 [rows, cols] on `device`; a damaged stream raises CheckpointError."""
     if isinstance(weight, RansWeight):
         # Chosen here and not, as for Huffman, in the decoder: the format modules that it needs import `rans`.
-        decode = decode_rans_on_device if has_kernels(torch.device(device)) else rans.decode_stream
-        return decode(weight.stream, f"{where}.stream", torch.device(device))
+        if has_kernels(torch.device(device)):
+            return decode_rans_on_device(weight.stream, f"{where}.stream", torch.device(device))
+        return rans.decode_stream(weight.stream, f"{where}.stream", device)
     return decode_stream(weight.stream, f"{where}.stream", device)
