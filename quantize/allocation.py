@@ -14,11 +14,10 @@ from itertools import pairwise
 
 import torch
 
+from vllm_latq.quantize.hptq import GAUSSIAN_BITS
 from vllm_latq.quantize.latq import InputLattice, OutputLattice, rounded_bits
 from vllm_latq.quantize.search import sample_rows
 
-# Differential entropy of a Gaussian of standard deviation 1, in bits.
-_GAUSSIAN_BITS = 0.5 * math.log2(2 * math.pi * math.e)
 _OCTAVES = (-3.0, -2.0, -1.25, -0.5, 0.25, 1.0, 2.0, 3.0)
 _BISECTIONS = 60
 
@@ -62,15 +61,13 @@ class Allocation:
 
 def rate_curve(weight: torch.Tensor, inputs: InputLattice, outputs: OutputLattice, target_bits: float) -> RateCurve:
     """Bits of a layer [r, c] at steps around the one at which Gaussian weights take `target_bits`."""
-    rows = torch.exp2(outputs.level - outputs.exponents.to(torch.float64) / 8)
-    cols = torch.exp2(inputs.level - inputs.exponents.to(torch.float64) / 8)
-    energy = (rows.square() @ weight.to(torch.float64).square() @ cols.square()) / weight.numel()
-    middle = 0.5 * math.log2(max(float(energy), 1e-300)) + _GAUSSIAN_BITS - target_bits
-    chosen = sample_rows(weight)
+    energy = outputs.weights @ weight.to(torch.float64).square() @ inputs.weights / weight.numel()
+    middle = 0.5 * math.log2(max(float(energy), 1e-300)) + GAUSSIAN_BITS - target_bits
+    count, chosen = weight.numel(), sample_rows(weight)
     if chosen is not None:
         weight, outputs = weight[chosen], OutputLattice([], outputs.exponents[chosen], outputs.level)
     points = [(middle + octave, rounded_bits(weight, inputs, outputs, 2.0 ** (middle + octave))) for octave in _OCTAVES]
-    return RateCurve(int(rows.numel() * cols.numel()), tuple(points))
+    return RateCurve(count, tuple(points))
 
 
 def allocate(curves: Mapping[str, RateCurve], target_bits: float, shared_step: bool = True) -> Allocation:

@@ -26,9 +26,9 @@ MAX_PROBES = 20
 # need 16 bits.
 FINEST_OCTAVES = 15.0
 # Differential entropy of a Gaussian of standard deviation 1, in bits: what it takes at scale 1.
-_GAUSSIAN_BITS = 0.5 * math.log2(2 * math.pi * math.e)
+GAUSSIAN_BITS = 0.5 * math.log2(2 * math.pi * math.e)
 # Bits lost per doubling of the scale (measured on trained weights: 0.95 at 3 to 4 bits, 0.8 at 2).
-_USUAL_SLOPE = -0.95
+USUAL_SLOPE = -0.95
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def _search(
         upper=top + 1,
         max_probes=MAX_PROBES if largest else 1,
     )
-    start, slope = math.log2(deviation) + _GAUSSIAN_BITS - target_bits, _USUAL_SLOPE
+    start, slope = math.log2(deviation) + GAUSSIAN_BITS - target_bits, USUAL_SLOPE
     rows = sample_rows(weight)
     if rows is not None:
         part = weight[rows]

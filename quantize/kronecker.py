@@ -70,13 +70,13 @@ def two_sided_plane(
     Raises:
         NumericalError: integers that float32 does not hold exactly, or values that are not finite.
     """
-    right = unit_triangle(inputs).to(torch.float32)
+    right = inputs.unit_triangle32
     z = torch.empty(weight.shape, dtype=torch.int32, device=weight.device)
     loss = bound = 0.0
     start = 0
     for factor in outputs:
         rows = start + factor.order
-        left = unit_triangle(factor).to(torch.float32) if feedback else torch.eye(len(rows), device=weight.device)
+        left = factor.unit_triangle32 if feedback else torch.eye(len(rows), device=weight.device)
         steps = (row_steps[rows].to(torch.float32), col_steps[inputs.order].to(torch.float32))
         integers, residual = _waves(weight[rows][:, inputs.order].to(torch.float32), left, right, steps)
         loss += float(factor.diagonal @ (residual.to(torch.float64).square() @ inputs.diagonal))
@@ -87,13 +87,6 @@ def two_sided_plane(
         z[rows] = back.to(torch.int32)
         start += len(rows)
     return TwoSided(z, loss, bound)
-
-
-def unit_triangle(factor: Factor) -> torch.Tensor:
-    """V, unit upper triangular float64 [c, c], with H = V diag(D) V^T in rounding order."""
-    propagation = factor.propagation(torch.float64)
-    identity = torch.eye(len(propagation), dtype=torch.float64, device=propagation.device)
-    return torch.linalg.solve_triangular(propagation, identity, upper=True, unitriangular=True)
 
 
 def _bound(outputs: Factor, inputs: Factor, steps: tuple[torch.Tensor, torch.Tensor]) -> float:

@@ -18,12 +18,13 @@ from functools import partial
 import torch
 
 from vllm_latq.errors import NumericalError
+from vllm_latq.quantize.hptq import USUAL_SLOPE
 from vllm_latq.quantize.kronecker import TwoSided, two_sided_plane
 from vllm_latq.quantize.lattice import Factor, factorize
 from vllm_latq.quantize.search import Outcome, search_target
 from vllm_latq.quantize.statistics import LayerStatistics
 from vllm_latq.rans import encoded_bits
-from vllm_latq.weights import RansWeight
+from vllm_latq.weights import RansWeight, octave_eighths
 
 # G is estimated from one sampled label per token and only holds near the original weights: damped more than H is.
 # KL on the models measured is flat from 0.03 to 0.3.
@@ -35,9 +36,8 @@ LEAST_DAMPING = 1e-4
 OCTAVE = 8  # exponents count eighths of an octave: rounding them costs 0.001 bits
 BITS_TOLERANCE = 0.005
 MAX_PROBES = 12
-# Bits lost per doubling of the step, as for HPTQ.
-_USUAL_SLOPE = -0.95
 _OCTAVES_AROUND = 8.0
+_EXPONENT_BITS, _FIXED_BITS = 8, 32 + 64
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,11 @@ class OutputLattice:
     level: float
 
     @property
+    def weights(self) -> torch.Tensor:
+        """DG_i as the rounded exponents have it, float64 [r]."""
+        return _squared_weights(self.exponents, self.level)
+
+    @property
     def ridge(self) -> float:
         """A lower bound of the smallest eigenvalue of the damped G."""
         return min(factor.ridge for factor in self.factors)
@@ -68,6 +73,11 @@ class InputLattice:
     exponents: torch.Tensor
     level: float
 
+    @property
+    def weights(self) -> torch.Tensor:
+        """DH_j as the rounded exponents have it, float64 [c]."""
+        return _squared_weights(self.exponents, self.level)
+
 
 @dataclass(frozen=True)
 class LatqResult:
@@ -75,7 +85,6 @@ class LatqResult:
 
     weight: RansWeight
     rounding: TwoSided
-    scale: float
     bits: float
     note: str
 
@@ -110,7 +119,7 @@ def input_lattice(
 
 
 def rate_aware_damping(
-    step: float, weights: Sequence[torch.Tensor], lattice: InputLattice, outputs: Sequence[OutputLattice]
+    step: float, weights: Sequence[torch.Tensor], gram: torch.Tensor, outputs: Sequence[OutputLattice]
 ) -> float:
     """Relative damping of H that charges for bits: the coding cost of a weight grows with its square.
 
@@ -121,16 +130,15 @@ def rate_aware_damping(
     Args:
         step: the model's s.
         weights: of the linears, [r, c].
-        lattice: of the input, to relate the ridge to H.
+        gram: H, [c, c], to relate the ridge to it.
         outputs: of the linears.
     """
     energy, count = 0.0, 0
     for weight, output in zip(weights, outputs, strict=True):
-        rows = torch.exp2(output.exponents.to(torch.float64) / OCTAVE - output.level)
-        energy += float((weight.to(torch.float64) / rows[:, None]).square().sum())
+        energy += float(output.weights @ weight.to(torch.float64).square().sum(1))
         count += weight.numel()
     ridge = step**2 / 12 * count / max(energy, 1e-300)
-    return max(ridge / float(lattice.factor.undamped.diagonal().mean()), LEAST_DAMPING)
+    return max(ridge / float(gram.diagonal().to(torch.float64).mean()), LEAST_DAMPING)
 
 
 def latq(
@@ -155,8 +163,8 @@ def latq(
     Raises:
         NumericalError: not even the coarsest scale meets the target.
     """
-    rows = torch.exp2(outputs.exponents.to(torch.float64) / OCTAVE)
-    cols = torch.exp2(inputs.exponents.to(torch.float64) / OCTAVE)
+    # The factors that are stored, so that the steps rounded with are the steps read back.
+    rows, cols = (octave_eighths(side.exponents).to(weight.device) for side in (outputs, inputs))
     plane = partial(
         two_sided_plane,
         weight,
@@ -167,18 +175,18 @@ def latq(
         feedback="feedback" not in without,
     )
 
-    def probe(octaves: float) -> tuple[float, tuple[float, TwoSided]]:
-        scale = float(torch.tensor(2.0**octaves, dtype=torch.float32))
-        rounding = plane(row_steps=rows * scale)
-        return (encoded_bits(rounding.z) + 8 * sum(weight.shape) + 96) / weight.numel(), (scale, rounding)
+    def probe(octaves: float) -> tuple[float, tuple[torch.Tensor, TwoSided]]:
+        scale = torch.tensor([2.0**octaves], dtype=torch.float32)
+        rounding = plane(row_steps=rows * scale.to(rows.device))
+        return _stored_bits(rounding.z), (scale, rounding)
 
     start = math.log2(step) - inputs.level - outputs.level
-    found: Outcome[tuple[float, TwoSided]] = search_target(
+    found: Outcome[tuple[torch.Tensor, TwoSided]] = search_target(
         probe,
         target=target_bits,
         tolerance=BITS_TOLERANCE,
         start=start,
-        slope=_USUAL_SLOPE,
+        slope=USUAL_SLOPE,
         lower=start - _OCTAVES_AROUND,
         upper=start + _OCTAVES_AROUND,
         max_probes=MAX_PROBES,
@@ -192,19 +200,26 @@ def latq(
         )
     scale, rounding = found.best.payload
     # A copy: a file cannot hold one tensor under the names of several linears.
-    stored = RansWeight.from_integers(rounding.z, torch.tensor([scale]), outputs.exponents, inputs.exponents.clone())
+    stored = RansWeight.from_integers(rounding.z, scale, outputs.exponents, inputs.exponents.clone())
     bits = stored.storage_bits() / weight.numel()
     note = "" if found.met else f"{bits:.4f} bits per weight, the nearest found to {target_bits:g}"
-    return LatqResult(stored, rounding, scale, bits, note)
+    return LatqResult(stored, rounding, bits, note)
 
 
 def rounded_bits(weight: torch.Tensor, inputs: InputLattice, outputs: OutputLattice, step: float) -> float:
     """Stored bits per weight if it were rounded with these steps, without feedback: what the allocation goes by."""
     scale = 2.0 ** (math.log2(step) - inputs.level - outputs.level)
-    rows = scale * torch.exp2(outputs.exponents.to(torch.float32) / OCTAVE)
-    cols = torch.exp2(inputs.exponents.to(torch.float32) / OCTAVE)
-    integers = (weight.to(torch.float32) / rows[:, None] / cols).round().to(torch.int32)
-    return (encoded_bits(integers) + 8 * sum(weight.shape) + 96) / weight.numel()
+    rows, cols = (octave_eighths(side.exponents).to(weight.device) for side in (outputs, inputs))
+    return _stored_bits((weight.to(torch.float32) / (scale * rows)[:, None] / cols).round().to(torch.int32))
+
+
+def _stored_bits(integers: torch.Tensor) -> float:
+    """Per weight of int32 [r, c], everything counted: the stream, the exponents, the scale and the shape."""
+    return (encoded_bits(integers) + _EXPONENT_BITS * sum(integers.shape) + _FIXED_BITS) / integers.numel()
+
+
+def _squared_weights(exponents: torch.Tensor, level: float) -> torch.Tensor:
+    return torch.exp2(2 * (level - exponents.to(torch.float64) / OCTAVE))
 
 
 def _in_place(factor: Factor) -> torch.Tensor:

@@ -68,6 +68,19 @@ class Factor:
         """Row t: how the error w' - q of step t moves the columns rounded after it. [c, c] in `dtype`."""
         return self.propagation32 if dtype == torch.float32 else self._propagation().to(dtype)
 
+    @cached_property
+    def unit_triangle32(self) -> torch.Tensor:
+        """`unit_triangle` in float32, kept for the same reason."""
+        return self.unit_triangle().to(torch.float32)
+
+    def unit_triangle(self) -> torch.Tensor:
+        """V, unit upper triangular float64 [c, c], with H[order][:, order] = V diag(D) V^T: the inverse of U / diag(U).
+
+        Column t: how the errors w - q of the columns before step t move the one rounded then.
+        """
+        identity = torch.eye(len(self.order), dtype=torch.float64, device=self.order.device)
+        return torch.linalg.solve_triangular(self._propagation(), identity, upper=True, unitriangular=True)
+
     def _propagation(self) -> torch.Tensor:
         return self.upper / self.upper.diagonal()[:, None]
 

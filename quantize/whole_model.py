@@ -20,7 +20,6 @@ from vllm_latq.errors import ConfigError, UnsupportedModelError
 from vllm_latq.quantize.allocation import Allocation, RateCurve, allocate, rate_curve
 from vllm_latq.quantize.budget import choose, price
 from vllm_latq.quantize.latq import (
-    OCTAVE,
     InputLattice,
     LatqResult,
     OutputLattice,
@@ -56,6 +55,15 @@ class StatisticsRun(Run):
             self.emit({"event": "stage", "stage": "statistics", "samples": len(samples)})
             collect_statistics(self.decoder, samples, self.quantized, self.files, self.recipe.seed)
 
+    def inputs(self) -> Iterator[tuple[dict[str, torch.Tensor], dict[str, LayerStatistics]]]:
+        """Weights and statistics of the linears of one input after the other, through the whole model."""
+        for shard in range(len(self.decoder) + 1):
+            linears = self._linears(shard)
+            if linears:
+                with self._context(shard):
+                    for members in self.groups(shard):
+                        yield {name: _weight(linears[name]) for name in members}, members
+
     def groups(self, shard: int) -> Iterator[dict[str, LayerStatistics]]:
         """The statistics of a shard's linears, those of one input together."""
         statistics = self.files.read(shard)
@@ -78,23 +86,20 @@ class WholeModelRun(StatisticsRun):
         target = self.recipe.target_bits
         assert target is not None
         curves: dict[str, RateCurve] = {}
-        for shard in range(len(self.decoder) + 1):
-            linears = self._linears(shard)
-            if not linears:
-                continue
-            with self._context(shard):
-                for members in self.groups(shard):
-                    inputs, outputs = self._lattices(members)
-                    for name in members:
-                        curves[name] = rate_curve(_weight(linears[name]), inputs, outputs[name], target)
+        for weights, members in self.inputs():
+            outputs = self._output_lattices(members)
+            inputs = self._input_lattice(members, self.recipe.damping)
+            for name, weight in weights.items():
+                curves[name] = rate_curve(weight, inputs, outputs[name], target)
         return allocate(curves, target, "allocation" not in self.recipe.without)
 
-    def _lattices(self, members: Mapping[str, LayerStatistics]) -> tuple[InputLattice, dict[str, OutputLattice]]:
-        """The input's lattice at the usual damping, and that of each member's outputs."""
-        leader, first = next(iter(members.items()))
+    def _output_lattices(self, members: Mapping[str, LayerStatistics]) -> dict[str, OutputLattice]:
         order, without = self.recipe.order, self.recipe.without
-        outputs = {name: output_lattice(layer, order, without, name) for name, layer in members.items()}
-        return input_lattice(first, order, self.recipe.damping, without, leader), outputs
+        return {name: output_lattice(layer, order, without, name) for name, layer in members.items()}
+
+    def _input_lattice(self, members: Mapping[str, LayerStatistics], damping: float) -> InputLattice:
+        leader, first = next(iter(members.items()))
+        return input_lattice(first, self.recipe.order, damping, self.recipe.without, leader)
 
     def _quantize(
         self, shard: int, block: nn.Module, linears: Mapping[str, nn.Linear], stream: Stream
@@ -102,12 +107,11 @@ class WholeModelRun(StatisticsRun):
         records, tensors = {}, {}
         for members in self.groups(shard):
             weights = {name: _weight(linears[name]) for name in members}
-            inputs, outputs = self._lattices(members)
+            outputs, damping = self._output_lattices(members), self.recipe.damping
             if "rate-damping" not in self.recipe.without:
-                lattices = [outputs[name] for name in members]
-                damping = rate_aware_damping(self.allocation.step, list(weights.values()), inputs, lattices)
-                leader, first = next(iter(members.items()))
-                inputs = input_lattice(first, self.recipe.order, damping, self.recipe.without, leader)
+                gram = next(iter(members.values())).inputs
+                damping = rate_aware_damping(self.allocation.step, list(weights.values()), gram, list(outputs.values()))
+            inputs = self._input_lattice(members, damping)
             for name, weight in weights.items():
                 started = time.perf_counter()
                 step, bits = self.allocation.step, self.allocation.bits[name]
@@ -125,15 +129,7 @@ class BudgetRun(StatisticsRun):
     def prepare(self, samples: torch.Tensor | None, place: Place) -> Stream:
         self.collect(samples)
         assert self.recipe.budget is not None
-        offers = []
-        for shard in range(len(self.decoder) + 1):
-            linears = self._linears(shard)
-            if not linears:
-                continue
-            with self._context(shard):
-                for members in self.groups(shard):
-                    weights = {name: _weight(linears[name]) for name in members}
-                    offers.append(price(weights, members, self.recipe))
+        offers = [price(weights, members, self.recipe) for weights, members in self.inputs()]
         self.chosen = choose(offers, self.recipe.budget)
         self.emit({"event": "plan", "bits": {name: choice.bits for name, choice in self.chosen.items()}})
         return super().prepare(samples, place)
@@ -160,8 +156,7 @@ def _record(
     `bound` is that of the loss, divided by the smallest eigenvalue that the damped G can have: with E H E^T >= 0,
     tr(E H E^T) <= tr(G E H E^T) / min eig(G). `expected_error` is exact for uniformly distributed residuals.
     """
-    rows = torch.exp2(outputs.exponents.to(torch.float32) / OCTAVE) * result.scale
-    cols = torch.exp2(inputs.exponents.to(torch.float32) / OCTAVE)
+    rows, cols = result.weight.row_scales.to(weight.device), result.weight.column_scales.to(weight.device)
     moved = result.rounding.z.to(torch.float32) * rows[:, None] * cols - weight
     error = output_energy(moved, statistics.inputs) * statistics.tokens
     energy = output_energy(weight, statistics.inputs) * statistics.tokens

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from vllm_latq.errors import NumericalError
-from vllm_latq.quantize.kronecker import two_sided_plane, unit_triangle
+from vllm_latq.quantize.kronecker import two_sided_plane
 from vllm_latq.quantize.lattice import Factor, factorize
 from vllm_latq.quantize.rounding import nearest_plane
 
@@ -52,7 +52,7 @@ def test_bound_is_that_of_the_product_lattice() -> None:
 def test_it_is_nearest_plane_on_the_explicit_kronecker_product() -> None:
     """Babai on the dense 35 x 35 lattice of G (x) H, rounded in the same sequence, gives the same integers."""
     weight, inputs, outputs, rows, cols = problem(5, 7)
-    triangle = torch.kron(unit_triangle(outputs), unit_triangle(inputs))
+    triangle = torch.kron(outputs.unit_triangle(), inputs.unit_triangle())
     permuted = weight[outputs.order][:, inputs.order].double()
     steps = torch.outer(rows[outputs.order], cols[inputs.order]).double()
     flat, step = permuted.flatten(), steps.flatten()
