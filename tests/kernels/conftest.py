@@ -39,7 +39,10 @@ class Layer:
 
 @pytest.fixture
 def make_layer() -> Callable[..., Layer]:
-    """Build a random layer: make_layer(bits, rows, cols, group_size=128, outliers=0.01, ...)."""
+    """Build a random layer: make_layer(bits, rows, cols, group_size=128, outliers=0.01, ...).
+
+    `empty_outliers`: the scheme has outliers, but there are none.
+    """
 
     def make(
         bits: int,
@@ -51,6 +54,7 @@ def make_layer() -> Callable[..., Layer]:
         row_scales: bool = False,
         seed: int = 0,
         full_rows: tuple[int, ...] = (),
+        empty_outliers: bool = False,
     ) -> Layer:
         generator = torch.Generator().manual_seed(seed)
         codes = torch.randint(0, 2**bits, (rows, cols), generator=generator, dtype=torch.uint8)
@@ -60,6 +64,7 @@ def make_layer() -> Callable[..., Layer]:
         codes[mask] = 2 ** (bits - 1)
         row_ptr = torch.zeros(rows + 1, dtype=torch.int32)
         row_ptr[1:] = mask.sum(1).cumsum(0)
+        has_outliers = bool(outliers or full_rows or empty_outliers)
         tensors = {
             "qweight": codes_to_stream(codes, bits),
             "bits": bits,
@@ -67,9 +72,9 @@ def make_layer() -> Callable[..., Layer]:
             "cols": cols,
             "scales": (torch.rand(rows, groups, generator=generator) * 0.02 + 0.005).bfloat16() if scales else None,
             "row_scales": torch.rand(rows, generator=generator) + 0.5 if row_scales else None,
-            "row_ptr": row_ptr if outliers or full_rows else None,
-            "col_idx": mask.nonzero()[:, 1].to(torch.int32) if outliers or full_rows else None,
-            "values": torch.randn(int(mask.sum()), generator=generator).bfloat16() if outliers or full_rows else None,
+            "row_ptr": row_ptr if has_outliers else None,
+            "col_idx": mask.nonzero()[:, 1].to(torch.int32) if has_outliers else None,
+            "values": torch.randn(int(mask.sum()), generator=generator).bfloat16() if has_outliers else None,
         }
         return Layer(tensors, dequantize_reference(**tensors), prepare(**tensors))
 

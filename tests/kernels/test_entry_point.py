@@ -1,0 +1,123 @@
+"""The one entry point in the interpreter, against float64: every number of rows, and memory poisoned and fenced.
+
+Whatever a launcher allocates starts out as NaN inside a fence: a value that is read before it is written, or not
+written at all, makes the product NaN; a store outside its tensor damages the fence. x lies in a fence of NaN, too.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_latq.kernels import dequantize
+from vllm_latq.kernels.configs import SIMT, DecodeConfig, decode_config, max_decode_rows
+from vllm_latq.kernels.dispatch import ssqr_matmul
+from vllm_latq.kernels.reference import matmul_reference
+
+pytestmark = pytest.mark.interpreter
+
+FENCE = 4096  # elements before and behind; a multiple of every alignment
+# Of the largest output: one rounding to the type of x after float32 sums, where the interpreter truncates to bfloat16.
+TOLERANCE = {torch.bfloat16: 2**-7, torch.float16: 2**-11}
+PREFILL_FACTOR = 2  # prefill rounds the weights, too
+SCHEMES = tuple(product((2, 3, 4, 8), (32, 64, 128, -1)))
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+def fenced(allocate: Callable[..., torch.Tensor], *shape: int, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """A contiguous tensor of NaN, and the larger one, of NaN too, that it lies in the middle of."""
+    size = torch.Size(shape).numel()
+    whole = allocate(size + 2 * FENCE, **options).fill_(float("nan"))
+    return whole[FENCE : FENCE + size].view(shape), whole
+
+
+def check_fence(whole: torch.Tensor) -> None:
+    assert whole[:FENCE].isnan().all()
+    assert whole[-FENCE:].isnan().all()
+
+
+@contextmanager
+def poisoned_allocations() -> Iterator[None]:
+    """Poison and fence what `torch.empty` makes; check the fences at the end."""
+    allocate, made = torch.empty, []
+
+    def poisoned(*shape: int, **options: Any) -> torch.Tensor:
+        tensor, whole = fenced(allocate, *shape, **options)
+        made.append(whole)
+        return tensor
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "empty", poisoned)
+        yield
+    assert made
+    for whole in made:
+        check_fence(whole)
+
+
+def multiply_and_compare(layer: Any, m: int, dtype: torch.dtype, config: DecodeConfig | None = None) -> None:
+    weight = layer.weight
+    x, whole = fenced(torch.zeros, m, weight.cols, dtype=dtype)
+    x.copy_(torch.randn(m, weight.cols, generator=torch.Generator().manual_seed(m)))
+    with poisoned_allocations():
+        y = ssqr_matmul(x, weight, config)
+    expected = matmul_reference(x, layer.dense)
+    prefill = m > (config.max_rows if config else max_decode_rows(weight.bits))
+    assert y.shape == (m, weight.rows)
+    assert y.dtype == dtype
+    # NaN compares false, so it fails too.
+    assert (y - expected).abs().max() <= (PREFILL_FACTOR if prefill else 1) * TOLERANCE[dtype] * expected.abs().max()
+    assert not weight.tickets.any()
+    check_fence(whole)
+
+
+def test_a_damaged_fence_is_noticed() -> None:
+    def write_behind_the_end() -> None:
+        with poisoned_allocations():
+            torch.empty(3, 4, dtype=torch.bfloat16).as_strided((13,), (1,)).zero_()
+
+    with pytest.raises(AssertionError, match="isnan"):
+        write_behind_the_end()
+
+
+@pytest.mark.parametrize("m", range(1, 71))
+def test_every_number_of_rows(make_layer, m: int) -> None:
+    """Bits, group sizes, types, shapes and split-K change with m; every pair of bits and group size occurs."""
+    bits, group_size = SCHEMES[7 * m % len(SCHEMES)]
+    cols = 384 if m % 3 else (321 if group_size == -1 else 512 - 2 * group_size)
+    layer = make_layer(bits, 33 + m % 2, cols, group_size=group_size, outliers=0.02, row_scales=m % 5 == 0)
+    config = None
+    if m <= max_decode_rows(bits):
+        config = replace(decode_config(m, bits), programs_per_processor=1 + m % 2, min_superblocks=1)
+    multiply_and_compare(layer, m, DTYPES[m // 2 % 2], config)
+
+
+ODD: dict[str, dict[str, Any]] = {
+    "odd shape": {"rows": 131, "cols": 259, "group_size": -1, "outliers": 0.05},
+    "empty outliers": {"rows": 65, "cols": 256, "outliers": 0.0, "empty_outliers": True},
+    "no outliers": {"rows": 65, "cols": 256, "outliers": 0.0},
+    "full rows": {"rows": 67, "cols": 256, "outliers": 0.0, "full_rows": (0, 1, 66)},
+    "all outliers": {"rows": 20, "cols": 64, "group_size": 32, "outliers": 1.0},
+    "one row": {"rows": 1, "cols": 256, "outliers": 0.1},
+    "one weight": {"rows": 1, "cols": 1, "group_size": -1, "outliers": 0.0},
+    "one outlier": {"rows": 1, "cols": 1, "group_size": -1, "outliers": 1.0},
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kernel", ["simt", "low batch", "wide", "prefill"])
+@pytest.mark.parametrize("name", ODD)
+def test_odd_layers(make_layer, monkeypatch: pytest.MonkeyPatch, name: str, kernel: str, dtype: torch.dtype) -> None:
+    """In every kernel, at two parts where the layer has two superblocks; prefill in chunks of one row block."""
+    m, base = {
+        "simt": (3, SIMT),
+        "low batch": (1, decode_config(1, 3)),
+        "wide": (19, decode_config(19, 3)),
+        "prefill": (65, None),
+    }[kernel]
+    layer = make_layer(3, **ODD[name])
+    monkeypatch.setattr(dequantize, "CHUNK_BYTES", 1)
+    multiply_and_compare(layer, m, dtype, base and replace(base, programs_per_processor=2, min_superblocks=1))
