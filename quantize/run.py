@@ -9,7 +9,6 @@ back, goes on exactly where an uninterrupted one would be.
 """
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import asdict
 from typing import Any
 
@@ -26,7 +25,7 @@ from vllm_latq.quantize.lattice import Factor
 from vllm_latq.quantize.methods import layer_factor, quantize_layer
 from vllm_latq.quantize.offload import Place
 from vllm_latq.quantize.recipe import Recipe
-from vllm_latq.quantize.shards import dense_weight, stored_tensors, untouched_tensors
+from vllm_latq.quantize.shards import dense_weight, shard_linears, shard_weights, stored_tensors, untouched_tensors
 from vllm_latq.quantize.stream import Stream
 from vllm_latq.quantize.totals import totals
 from vllm_latq.quantize.writer import CheckpointWriter
@@ -68,16 +67,7 @@ class Run:
         """Quantize everything: a shard per block, and one for the rest."""
         stream = self.prepare(samples, place)
         for shard in range(len(self.decoder) + 1):
-            self._shard(shard, self._linears(shard), stream)
-
-    def _linears(self, shard: int) -> dict[str, nn.Linear]:
-        """Full name -> linear of a shard, as far as the recipe quantizes them."""
-        head = {self.decoder.head_name: self.decoder.head_linear}
-        linears = self.decoder.linears(shard) if shard < len(self.decoder) else head
-        return {name: linear for name, linear in linears.items() if name in self.quantized}
-
-    def _context(self, shard: int) -> AbstractContextManager[nn.Module]:
-        return self.decoder.block(shard) if shard < len(self.decoder) else self.decoder.head()
+            self._shard(shard, shard_linears(self.decoder, self.quantized, shard), stream)
 
     def _shard(self, shard: int, linears: Mapping[str, nn.Linear], stream: Stream) -> None:
         """Quantize, or read back, the linears of one shard, and carry the activations past its block."""
@@ -85,7 +75,7 @@ class Run:
         earlier = self.world.from_first(lambda: self.writer.records(shard))
         tensors = untouched_tensors(self.decoder, shard, linears) if earlier is None else {}
         if linears or (advance and stream):
-            with self._context(shard) as block, torch.no_grad():
+            with shard_weights(self.decoder, shard) as block, torch.no_grad():
                 if earlier is None:
                     records, quantized = self._quantize(shard, block, linears, stream)
                     tensors.update(quantized)

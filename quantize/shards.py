@@ -1,6 +1,7 @@
 """What a shard of the checkpoint holds: tensors of quantized linears, read back, and tensors that stay as they are."""
 
 from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
@@ -11,6 +12,23 @@ from vllm_latq.config import LayerScheme
 from vllm_latq.quantize.decoder import Decoder
 from vllm_latq.spec import TensorSpec, tensor_specs
 from vllm_latq.weights import weight_from_tensors
+
+
+def shard_linears(decoder: Decoder, quantized: Collection[str], shard: int) -> dict[str, nn.Linear]:
+    """Name in the checkpoint -> linear of a shard, in its own order: a block's, or for the last shard the head.
+
+    Args:
+        decoder: the model.
+        quantized: names of the linears that are asked for, of any shard.
+        shard: index of the block, or their number.
+    """
+    linears = decoder.linears(shard) if shard < len(decoder) else {decoder.head_name: decoder.head_linear}
+    return {name: linear for name, linear in linears.items() if name in quantized}
+
+
+def shard_weights(decoder: Decoder, shard: int) -> AbstractContextManager[nn.Module]:
+    """A shard's block, or what turns its hidden states into logits, with its weights in memory."""
+    return decoder.block(shard) if shard < len(decoder) else decoder.head()
 
 
 def stored_tensors(path: Path, specs: Mapping[str, Mapping[str, TensorSpec]]) -> dict[str, torch.Tensor]:

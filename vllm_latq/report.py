@@ -20,6 +20,8 @@ _NUMBERS = (
     "expected_error",
     "damping",
     "seconds",
+    "loss",
+    "loss_bound",
 )
 _HINT = "Copy the checkpoint again; the weights do not depend on its report."
 
@@ -39,6 +41,8 @@ class LayerReport:
     damping: float | None = None
     seconds: float | None = None
     bound_holds: bool | None = None
+    loss: float | None = None
+    loss_bound: float | None = None
 
     @classmethod
     def from_dict(cls, value: Any, where: str) -> "LayerReport":

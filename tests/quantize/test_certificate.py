@@ -19,13 +19,18 @@ from vllm_latq.quantize.recipe import Recipe
 
 # Attention alone is quantized: small matrices, and both streams and every block still take part.
 FEW = {"num_samples": 8, "seq_len": 64, "ignore": ("lm_head", "gate_proj", "up_proj", "down_proj")}
+# For latq, which searches long for every layer, without the widest.
+FEWER = FEW | {"ignore": (*FEW["ignore"], "q_proj")}
 RECIPES = {
     "ssqr": Recipe("ssqr", 3, target="original", **FEW),
     "hptq": Recipe("hptq", target_bits=4.0, reduction="lll", rounding="stochastic", **FEW),
     "rtn": Recipe("rtn", 4, **FEW),
+    "latq": Recipe("latq", target_bits=3.0, **FEWER),
+    "latq-parts": Recipe("latq", target_bits=3.0, without=("rate-damping", "feedback", "columns"), **FEWER),
+    "budget": Recipe("ssqr", budget=3.6, **FEW),
 }
-# What the same sums differ by on one machine.
-EXACT = 1e-9
+# What sums in float32 differ by where the certificate takes another way than the quantizer.
+EXACT = 1e-6
 PROBED = "model.layers.1.self_attn.o_proj"
 
 
@@ -98,6 +103,47 @@ def test_changed_weight_fails_although_its_fingerprint_was_renewed(
     assert not any("model.layers.0." in problem for problem in problems)
 
 
+def test_each_number_of_latq_is_recomputed(
+    certified: Callable[[str], Path], mini_model: Path, calibration_text: Path, tmp_path: Path
+) -> None:
+    copy = Path(shutil.copytree(certified("latq"), tmp_path / "copy"))
+    report = json.loads((copy / "latq_report.json").read_text())
+    fields = ("bits", "loss", "loss_bound", "bound", "error", "damping", "expected_error", "relative_error")
+    changed = []
+    for record, field in zip(report["layers"], fields, strict=False):
+        record[field] *= 0.98
+        changed.append(f"{record['name']}.{field}")
+    report["totals"]["bits_per_weight"] -= 0.5
+    (copy / "latq_report.json").write_text(json.dumps(report))
+    problems = [str(problem) for problem in verify_certificate(copy, mini_model, str(calibration_text))]
+    for problem, where in zip(problems, (*changed, "totals.bits_per_weight"), strict=True):
+        assert f"{where}: expected the recomputed" in problem
+
+
+def test_changed_weights_of_latq_are_noticed(
+    certified: Callable[[str], Path], mini_model: Path, calibration_text: Path, tmp_path: Path
+) -> None:
+    copy = Path(shutil.copytree(certified("latq"), tmp_path / "copy"))
+    shard = copy / "model-00002-of-00005.safetensors"
+    tensors = load_file(shard)
+    # Steps that are coarser by half an octave, under the integers of the finer ones.
+    tensors[f"{PROBED}.row_exponents"] += 4
+    save_file(tensors, shard, metadata={"format": "pt"})
+    problems = [str(problem) for problem in verify_certificate(copy, mini_model, str(calibration_text))]
+    named = {problem.split(f"{PROBED}.")[1].split(":")[0] for problem in problems if f"{PROBED}." in problem}
+    assert {"error", "loss", "bound", "loss_bound", "bound_holds"} <= named
+    # Each layer stands for itself: the statistics are those of the original model.
+    assert not any("_proj." in problem and PROBED not in problem for problem in problems)
+
+
+def test_another_calibration_text_is_noticed(
+    certified: Callable[[str], Path], mini_model: Path, evaluation_text: Path
+) -> None:
+    for method in ("latq", "budget"):
+        problems = [str(problem) for problem in verify_certificate(certified(method), mini_model, str(evaluation_text))]
+        assert any(f"{PROBED}.error: expected the recomputed" in problem for problem in problems), method
+
+
 def test_another_model_is_noticed(
     certified: Callable[[str], Path], mini_model: Path, calibration_text: Path, tmp_path: Path
 ) -> None:
@@ -122,7 +168,7 @@ def test_what_cannot_be_checked_at_all_is_an_error(
         list(verify_certificate(mini_model, mini_model, str(calibration_text)))
     copy = Path(shutil.copytree(certified("rtn"), tmp_path / "copy"))
     config = json.loads((copy / "config.json").read_text())
-    config["quantization_config"]["recipe"] = Recipe("latq", target_bits=3.0).to_dict()
+    config["quantization_config"]["recipe"] = RECIPES["latq"].to_dict() | {"ignore": FEW["ignore"]}
     (copy / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match="found whole-model allocation"):
+    with pytest.raises(CheckpointError, match="expected encoding rans, which method latq stores, found packed"):
         list(verify_certificate(copy, mini_model, str(calibration_text)))

@@ -1,0 +1,176 @@
+"""What a report should say of stored weights, from the original model, the calibration text and the recipe alone.
+
+    layer_by_layer  the text passes through the blocks as in run.py, with the stored weights in place of a quantizer:
+                    the Hessian of each input, its factor, and from them the errors and the worst case
+    whole_model     for latq: statistics of the original model as in whole_model.py; from them the model's step, by
+                    allocating the bits anew, the damping that this step asks for, both lattices, and from them the
+                    loss, the errors and their worst cases
+
+Invariant: of the checkpoint only weights and recipe are read; its report never is.
+"""
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from vllm_latq.checkpoint import CheckpointReader
+from vllm_latq.quantize.decoder import Decoder
+from vllm_latq.quantize.hessian import InputHessian
+from vllm_latq.quantize.latq import InputLattice, OutputLattice
+from vllm_latq.quantize.lattice import Factor
+from vllm_latq.quantize.methods import BOUND_SLACK, layer_factor
+from vllm_latq.quantize.model_lattice import ModelLattice
+from vllm_latq.quantize.pipeline import quantized_linears
+from vllm_latq.quantize.recipe import Recipe
+from vllm_latq.quantize.shards import shard_linears, shard_weights
+from vllm_latq.quantize.statistics import LayerStatistics
+from vllm_latq.quantize.stream import Stream
+from vllm_latq.quantize.target import corrected_target, measure_errors
+from vllm_latq.quantize.whole_model import expected_error
+from vllm_latq.report import LayerReport
+from vllm_latq.weights import HuffmanWeight, PackedWeight, RansWeight, Weight
+
+
+def layer_by_layer(
+    reader: CheckpointReader, decoder: Decoder, recipe: Recipe, samples: torch.Tensor
+) -> Iterator[LayerReport]:
+    """The records of every linear, in the order of the model; `samples` int64 [n, tokens]."""
+    stream = Stream(decoder, samples, original=recipe.target == "original")
+    for shard in range(len(decoder) + 1):
+        linears = shard_linears(decoder, reader.shapes, shard)
+        head = shard == len(decoder)
+        if head and not linears:
+            return
+        with shard_weights(decoder, shard) as block, torch.no_grad():
+            for hessian in stream.inputs(shard, block, linears):
+                factor = None
+                if recipe.needs_calibration:
+                    factor = layer_factor(hessian.matrix, recipe, hessian.linears[0])
+                for name in hessian.linears:
+                    stored, linear = reader.weight(name), linears[name]
+                    yield _measured(name, linear, stored, hessian, factor, recipe)
+                    linear.weight.copy_(stored.dequantize())
+            if not head:
+                stream.advance(shard, block)
+
+
+def _measured(
+    name: str, linear: nn.Linear, stored: Weight, hessian: InputHessian, factor: Factor | None, recipe: Recipe
+) -> LayerReport:
+    weight = target = linear.weight.float()
+    if hessian.drift is not None and factor is not None:
+        target = corrected_target(weight, factor, hessian.drift, recipe.correction)
+    gram = hessian.matrix if factor is None else factor.undamped
+    quantized = stored.dequantize().to(weight.device)
+    errors = measure_errors(quantized, weight, target, gram, hessian.drift, hessian.linears[0])
+    stochastic = recipe.rounding == "stochastic"
+    bound = None if factor is None else worst_case(stored, factor, stochastic)
+    return LayerReport(
+        name,
+        bits=stored.storage_bits() / weight.numel(),
+        outlier_density=stored.outlier_density(),
+        error=errors.total,
+        relative_error=errors.relative,
+        rounding_error=errors.rounding,
+        bound=bound,
+        expected_error=None if bound is None else bound / (6 if stochastic else 3),
+        damping=None if factor is None else factor.damping,
+        bound_holds=_holds(errors.rounding, bound),
+    )
+
+
+def worst_case(weight: Weight, factor: Factor, stochastic: bool = False) -> float:
+    """The bound of Theorem 5 from the stored scales: 1/4 sum_t D_t s_t^2 over all rows, or without the 1/4.
+
+    Args:
+        weight: as stored.
+        factor: of the damped Hessian; a Huffman-coded weight is bounded on its reduced basis if it has one.
+        stochastic: whether rounding was, with errors of up to a whole step.
+    """
+    share = 1.0 if stochastic else 0.25
+    if isinstance(weight, HuffmanWeight):
+        lattice = factor if factor.reduction is None else factor.reduction.factor
+        return share * weight.shape[0] * float(weight.scale.double().square() * lattice.diagonal.sum().cpu())
+    per_column = torch.zeros_like(factor.diagonal)
+    per_column[factor.order] = factor.diagonal
+    per_column = per_column.cpu()
+    assert isinstance(weight, PackedWeight)
+    assert weight.scales is not None
+    per_group = per_column.reshape(weight.scales.shape[1], -1).sum(1)
+    return share * float((weight.scales.double().square().cpu() @ per_group).sum())
+
+
+def whole_model(
+    reader: CheckpointReader, decoder: Decoder, recipe: Recipe, samples: torch.Tensor
+) -> Iterator[LayerReport]:
+    """The records of every linear of a latq checkpoint, in the order of the model; `samples` int64 [n, tokens].
+
+    The statistics wait in the system's folder for temporary files, as large as `OUT.partial/scratch` was.
+    """
+    with tempfile.TemporaryDirectory(prefix="latq-certificate-") as folder:
+        model = ModelLattice(decoder, quantized_linears(decoder, recipe), recipe, Path(folder))
+        model.collect(samples)
+        step = model.allocation().step
+        for weights, members in model.inputs():
+            inputs, outputs = model.lattices(weights, members, step)
+            for name, weight in weights.items():
+                stored = reader.weight(name)
+                assert isinstance(stored, RansWeight)
+                yield _measured_on_loss(name, weight, stored, members[name], inputs, outputs[name], recipe)
+
+
+def _measured_on_loss(
+    name: str,
+    weight: torch.Tensor,
+    stored: RansWeight,
+    statistics: LayerStatistics,
+    inputs: InputLattice,
+    outputs: OutputLattice,
+    recipe: Recipe,
+) -> LayerReport:
+    """As `whole_model._record` states it, with H and G in float64 and every step as it is stored."""
+    rows, cols = stored.row_scales.to(weight.device), stored.column_scales.to(weight.device)
+    quantized = stored.dequantize().to(weight.device)
+    errors = measure_errors(quantized, weight, weight, statistics.inputs, None, name)
+    assert errors.total is not None
+    error = errors.total * statistics.tokens
+    moved = quantized.double() - weight.double()
+    seen = (moved @ statistics.inputs.double()).split([len(gram) for gram in statistics.outputs])
+    parts = moved.split([len(gram) for gram in statistics.outputs])
+    loss = sum(
+        float(((gram.double() @ part) * product).sum()) / 2
+        for gram, part, product in zip(statistics.outputs, parts, seen, strict=True)
+    )
+    worst = _worst_loss(rows.double().square(), cols.double().square(), inputs, outputs)
+    bound = 2 * worst / outputs.ridge * statistics.tokens
+    bounded = "feedback" not in recipe.without
+    return LayerReport(
+        name,
+        bits=stored.storage_bits() / weight.numel(),
+        outlier_density=0.0,
+        error=error,
+        relative_error=errors.relative,
+        rounding_error=error,
+        bound=bound,
+        expected_error=expected_error(rows, cols, inputs, outputs) * statistics.tokens,
+        damping=inputs.factor.damping,
+        bound_holds=_holds(loss, worst) if bounded else _holds(error, bound),
+        loss=loss,
+        loss_bound=worst if bounded else None,
+    )
+
+
+def _worst_loss(rows: torch.Tensor, cols: torch.Tensor, inputs: InputLattice, outputs: OutputLattice) -> float:
+    """1/8 sum_ij DG_i DH_j s_ij^2 from squared steps [r] and [c]: half the square of residuals of half a step."""
+    total, start = 0.0, 0
+    for factor in outputs.factors:
+        total += float(factor.diagonal @ rows[start + factor.order])
+        start += len(factor.order)
+    return total * float(inputs.factor.diagonal @ cols[inputs.factor.order]) / 8
+
+
+def _holds(found: float | None, bound: float | None) -> bool | None:
+    return None if found is None or bound is None else found <= bound * (1 + BOUND_SLACK)
