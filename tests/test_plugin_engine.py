@@ -1,50 +1,21 @@
 """The real engine: tokens and log-probabilities of a checkpoint equal those of its dequantized weights."""
 
-import json
-import os
 import shutil
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import engine_probe
 import pytest
+from engine_probe import probe
 from safetensors.torch import load_file, save_file
 
-PROBE = Path(__file__).parent / "engine_probe.py"
-MARK = "ENGINE-PROBE "
 # Both sides multiply by the same float32 numbers; vLLM packs the dense ones for another matmul.
 LOGPROB_TOLERANCE = 2e-4
 MISSING = "model.layers.2.mlp.gate_proj.outlier_col_idx"
 
 pytestmark = pytest.mark.engine
-
-
-def probe(jobs: list[dict[str, Any]], **environment: str) -> list[list[Any]]:
-    """Run `engine_probe.py` on the jobs; the error output is shown if it fails."""
-    # One unbound thread: two that wait for each other on a busy core are ten times slower.
-    quick = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    offline = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(PROBE), json.dumps(jobs, default=str)],
-        env=os.environ | quick | offline | environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
-    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith(MARK)).removeprefix(MARK))
-
-
-def assert_same(got: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
-    assert len(got) == len(expected) > 0
-    for ours, theirs in zip(got, expected, strict=True):
-        assert ours["tokens"] == theirs["tokens"]
-        for position, reference in zip(ours["logprobs"], theirs["logprobs"], strict=True):
-            common = position.keys() & reference.keys()
-            assert len(common) >= 4  # the fifth may tie
-            for token in common:
-                assert position[token] == pytest.approx(reference[token], abs=LOGPROB_TOLERANCE)
+assert_same = partial(engine_probe.assert_same, tolerance=LOGPROB_TOLERANCE)
 
 
 @pytest.fixture(scope="module")

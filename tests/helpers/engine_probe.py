@@ -1,0 +1,114 @@
+"""Runs vLLM engines, one after another, in a process of its own and prints what they generated, as one JSON line.
+
+    python engine_probe.py '[{"model": ..., "engine": {LLM arguments}, "reload": [checkpoints], "fails": bool,
+                             "operators": bool}, ...]'
+
+A process of its own keeps thread binding, distributed state and compilation caches out of the tests, which start it by
+`probe` and compare what it found by `assert_same`.
+"""
+
+import gc
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+RESULT = "ENGINE-PROBE "
+TOKENS = 8
+PROMPTS = [list(range(5, 45)), [7], [90, 17, 300, 2000, 45, 6, 7, 8, 1024]]
+# Small and quick on a CPU; float32, so that only the order of additions differs between two ways to multiply.
+ENGINE = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": 256,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 256,
+    "kv_cache_memory_bytes": 1 << 25,
+    "enable_prefix_caching": False,
+    "seed": 0,
+}
+
+
+def probe(jobs: list[dict[str, Any]], **environment: str) -> list[list[Any]]:
+    """Run this file on the jobs; the error output is shown if it fails."""
+    # One unbound thread: two that wait for each other on a busy core are ten times slower.
+    quick = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    offline = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    done = subprocess.run(
+        [sys.executable, __file__, json.dumps(jobs, default=str)],
+        env=os.environ | quick | offline | environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
+    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith(RESULT)).removeprefix(RESULT))
+
+
+def assert_same(got: list[dict[str, Any]], expected: list[dict[str, Any]], tolerance: float) -> None:
+    """Equal tokens, and log-probabilities within `tolerance` of each other."""
+    assert len(got) == len(expected) > 0
+    for ours, theirs in zip(got, expected, strict=True):
+        assert ours["tokens"] == theirs["tokens"]
+        for position, reference in zip(ours["logprobs"], theirs["logprobs"], strict=True):
+            common = position.keys() & reference.keys()
+            assert len(common) >= 4  # the fifth may tie
+            for token in common:
+                assert abs(position[token] - reference[token]) <= tolerance
+
+
+def generate(llm: Any) -> list[dict[str, Any]]:
+    """Greedy token ids for each prompt and, at each of them, the log-probabilities of the 5 likeliest tokens."""
+    from vllm import SamplingParams
+
+    parameters = SamplingParams(temperature=0, max_tokens=TOKENS, logprobs=5, ignore_eos=True)
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], parameters, use_tqdm=False)
+    return [
+        {
+            "tokens": list(output.outputs[0].token_ids),
+            "logprobs": [
+                {str(token): entry.logprob for token, entry in position.items()}
+                for position in output.outputs[0].logprobs
+            ],
+        }
+        for output in outputs
+    ]
+
+
+def operators(model: Any) -> list[str]:
+    """Names of the functions that its quantized layers multiply with."""
+    methods = (getattr(module, "quant_method", None) for module in model.modules())
+    return sorted({method.multiply.__name__ for method in methods if hasattr(method, "multiply")})
+
+
+def run(job: dict[str, Any]) -> Any:
+    """Generations of a model and of each checkpoint then loaded into the running engine; the error where one is due.
+
+    Behind them, where the job asks for `operators`, what multiplies in that engine.
+    """
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    # vLLM collects garbage many times per engine; what has been imported need not be searched each time.
+    gc.freeze()
+    try:
+        llm = LLM(job["model"], **(ENGINE | job.get("engine", {})))
+        results = [generate(llm)]
+        for path in job.get("reload", []):
+            llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
+            results.append(generate(llm))
+        if job.get("operators"):
+            results.append(llm.apply_model(operators)[0])
+        del llm
+    except Exception as error:
+        if not job.get("fails"):
+            raise
+        return f"{type(error).__name__}: {error}"
+    finally:
+        cleanup_dist_env_and_memory()
+    return results
+
+
+if __name__ == "__main__":
+    print(RESULT + json.dumps([run(job) for job in json.loads(sys.argv[1])]), flush=True)
