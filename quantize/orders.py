@@ -1,14 +1,25 @@
-"""Rounding orders compared by the trace of D, which the error bound is proportional to at one scale per matrix.
+"""Rounding orders compared by the trace of D: `python -m vllm_latq.quantize.orders MODEL --calibration FILE`.
 
-Table 2 of the ICLR 2026 version of "GPTQ as Babai", with lattice reduction as a further column.
+At one scale per matrix the error bound is proportional to it. Table 2 of the ICLR 2026 version of "GPTQ as Babai", with
+lattice reduction as a further column.
 """
 
-from collections.abc import Iterable
+import argparse
+import json
+import math
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
+from vllm_latq.console import print_table
+from vllm_latq.errors import LatqError
+from vllm_latq.quantize.decoder import Decoder
 from vllm_latq.quantize.lattice import ORDERS, factorize, inverse_factor
+from vllm_latq.quantize.loading import default_device, model_directory
+from vllm_latq.quantize.pipeline import calibration_samples
+from vllm_latq.quantize.recipe import Recipe
 from vllm_latq.quantize.reduction import reduce_lattice
+from vllm_latq.quantize.stream import Stream
 
 
 def trace_table(
@@ -50,3 +61,73 @@ def trace_table(
 def _trace(permuted: torch.Tensor) -> float:
     upper = inverse_factor(permuted, 0.0)
     return float("nan") if upper is None else float(upper.diagonal().pow(-2).sum())
+
+
+def model_hessians(decoder: Decoder, samples: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every input of a model's blocks, nothing quantized: the names of its linears, comma-separated, and X^T X [c, c].
+
+    Args:
+        decoder: the model.
+        samples: token ids int64 [n, tokens].
+    """
+    stream = Stream(decoder, samples)
+    for index in range(len(decoder)):
+        with decoder.block(index) as block, torch.no_grad():
+            linears = decoder.linears(index)
+            for hessian in stream.inputs(index, block, linears):
+                yield ", ".join(hessian.linears), hessian.matrix
+            stream.advance(index, block)
+
+
+def by_kind(rows: Sequence[dict[str, float | str]], reference: str = "act") -> dict[str, dict[str, float]]:
+    """Leaf names of an input's linears ("q_proj, k_proj, v_proj") -> order -> trace, relative to that of `reference`.
+
+    Args:
+        rows: of `trace_table`, named as by `model_hessians`.
+        reference: one of the columns; ratios are geometric means over the inputs of a kind.
+    """
+    logs: dict[str, list[dict[str, float]]] = {}
+    for row in rows:
+        kind = ", ".join(name.rpartition(".")[2] for name in str(row["name"]).split(", "))
+        traces = {order: float(trace) for order, trace in row.items() if order != "name"}
+        logs.setdefault(kind, []).append(
+            {order: math.log(trace / traces[reference]) for order, trace in traces.items()}
+        )
+    return {
+        kind: {order: math.exp(sum(one[order] for one in ratios) / len(ratios)) for order in ratios[0]}
+        for kind, ratios in logs.items()
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the table of a model, by kind of input; with --json the traces of every input."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", metavar="MODEL", help="model directory or hub name")
+    parser.add_argument("--calibration", required=True, help="text file or dataset, as for `latq quantize`")
+    parser.add_argument("--num-samples", type=int, default=256)
+    parser.add_argument("--seq-len", type=int, default=256)
+    parser.add_argument("--damping", type=float, default=Recipe.damping, help="relative (default %(default)g)")
+    parser.add_argument("--random", type=int, default=20, help="permutations that `random` is the mean of")
+    parser.add_argument("--lll", action="store_true", help="add the trace on the LLL-reduced basis")
+    parser.add_argument("--device", help="torch device (default: cuda where there is one)")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args(arguments)
+    decoder = Decoder(model_directory(options.model), options.device or default_device())
+    recipe = Recipe("gptq", num_samples=options.num_samples, seq_len=options.seq_len)
+    samples = calibration_samples(decoder, recipe, options.calibration)
+    assert samples is not None
+    rows = trace_table(model_hessians(decoder, samples), options.damping, options.random, options.lll)
+    if options.json:
+        print(json.dumps(rows, indent=1))
+        return
+    kinds = by_kind(rows)
+    columns = list(next(iter(kinds.values())))
+    cells = [(kind, *(f"{ratios[order]:.3f}" for order in columns)) for kind, ratios in kinds.items()]
+    print_table("trace of D relative to act-order, geometric means", ("inputs of", *columns), cells)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except LatqError as error:
+        raise SystemExit(f"orders: {error}") from None
