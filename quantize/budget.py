@@ -136,6 +136,7 @@ def _base(weight: torch.Tensor, width: int, recipe: Recipe) -> torch.Tensor:
 def _multiplier(weight: torch.Tensor, scales: torch.Tensor, width: int, rate: float) -> float:
     """What the scales must grow by until only a share `rate` of the weights rounds out of the grid."""
     low, high = grid(width)
-    reach = torch.where(weight < 0, weight / (low - 0.5), weight / (high + 0.5)) / scales
+    exact = weight / scales
+    reach = torch.where(exact < 0, exact / (low - 0.5), exact / (high + 0.5))
     rank = max(1, math.ceil(rate * weight.numel()))
     return float(reach.flatten().topk(rank).values[-1])

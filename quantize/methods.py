@@ -7,23 +7,27 @@ the bound is Theorem 5's, with the damped one. Where nothing was clipped, the ro
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from vllm_latq.errors import CalibrationError, ConfigError, NumericalError
 from vllm_latq.huffman import encode
+from vllm_latq.quantize.beam import plane_of_width
 from vllm_latq.quantize.hptq import HPTQResult, hptq, hrtn
 from vllm_latq.quantize.lattice import Factor, damping_for_condition, factorize, require_finite
 from vllm_latq.quantize.recipe import Recipe
 from vllm_latq.quantize.reduction import reduce_lattice
-from vllm_latq.quantize.rounding import nearest_plane
-from vllm_latq.quantize.scales import grid, group_scales
+from vllm_latq.quantize.refine import refine
+from vllm_latq.quantize.scales import SCALE_DTYPE, grid, group_scales
 from vllm_latq.quantize.ssqr import ssqr, ssqr_by_saving
 from vllm_latq.quantize.target import Drift, LayerErrors, corrected_target, measure_errors
 from vllm_latq.weights import HuffmanWeight, PackedWeight, Weight
 
 # The recursion runs in float32: a bound met with equality may be missed by its rounding.
 BOUND_SLACK = 1e-6
+# Bound to mean of the squared error of a step: (s/2)^2 to s^2/12, s^2 to s^2/6, and s^2 to at least s^2/12.
+_BOUND_TO_MEAN = {"nearest": 3, "stochastic": 6, "rate": 12}
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,7 @@ class LayerRecord:
         bound: worst case of the rounding error (Theorem 5 of the ICLR paper, 4 of v1) for this order, damping and these
             scales; None for plain rounding, which it does not cover.
         expected_error: the mean of the rounding error for uniformly distributed weights: a third of the bound, a sixth
-            if rounding is stochastic.
+            if rounding is stochastic, at least a twelfth if it counts bits.
         bound_holds: rounding_error <= bound; None where weights were clipped, which voids the bound.
         damping: relative damping that was used; None for plain rounding.
         seconds: wall time, the factorisation excluded if it was given.
@@ -175,7 +179,7 @@ def _record(
         relative_error=errors.relative,
         rounding_error=errors.rounding,
         bound=done.bound,
-        expected_error=None if done.bound is None else done.bound / (3 if recipe.rounding == "nearest" else 6),
+        expected_error=None if done.bound is None else done.bound / _BOUND_TO_MEAN[recipe.rounding],
         bound_holds=holds,
         damping=None if factor is None else factor.damping,
         seconds=time.perf_counter() - started,
@@ -196,11 +200,10 @@ def _gptq(weight: torch.Tensor, factor: Factor | None, recipe: Recipe, where: st
     assert factor is not None
     scales = group_scales(weight, recipe.bits, recipe.group_size, recipe.scales, where)
     low, high = grid(recipe.bits)
-    seed = recipe.rounding_seed(where)
-    rounding = nearest_plane(
-        weight, factor, scales, low, high, "clip", recipe.block_size, recipe.group_size, where, seed
-    )
-    stored = PackedWeight.from_integers(rounding.z, scales, recipe.bits, recipe.group_size)
+    options = (recipe.block_size, recipe.group_size, where, recipe.rounding_seed(where))
+    rounding = plane_of_width(recipe.beam)(weight, factor, scales, low, high, "clip", *options)
+    rounding = refine(weight, factor, rounding, low, high, recipe.sweeps)
+    stored = PackedWeight.from_integers(rounding.z, rounding.scales.to(SCALE_DTYPE), recipe.bits, recipe.group_size)
     dequantized = rounding.dequantized.to(torch.float32)
     return _Quantized(stored, dequantized, float(rounding.bound.sum()), int(rounding.outlier_mask.sum()))
 
@@ -208,13 +211,14 @@ def _gptq(weight: torch.Tensor, factor: Factor | None, recipe: Recipe, where: st
 def _ssqr(weight: torch.Tensor, factor: Factor | None, recipe: Recipe, where: str) -> _Quantized:
     assert factor is not None
     base = group_scales(weight, recipe.bits, recipe.group_size, recipe.scales, where)
-    search = ssqr_by_saving if recipe.outliers == "saving" else ssqr
+    saving = recipe.outliers == "saving"
+    search = partial(ssqr_by_saving, beam=recipe.beam) if saving else ssqr
     grid_options = (recipe.bits, recipe.group_size, recipe.outlier_rate)
     found = search(weight, factor, base, *grid_options, recipe.block_size, where, recipe.rounding_seed(where))
-    rounding = found.rounding
-    stored = PackedWeight.from_integers(
-        rounding.z, found.scales, recipe.bits, recipe.group_size, rounding.outlier_mask, rounding.outlier_values
-    )
+    movable = recipe.outlier_rate if saving else None
+    rounding = refine(weight, factor, found.rounding, *grid(recipe.bits), recipe.sweeps, movable)
+    scales, outliers = rounding.scales.to(SCALE_DTYPE), (rounding.outlier_mask, rounding.outlier_values)
+    stored = PackedWeight.from_integers(rounding.z, scales, recipe.bits, recipe.group_size, *outliers)
     dequantized = rounding.dequantized.to(torch.float32)
     return _Quantized(stored, dequantized, float(rounding.bound.sum()), note=found.note)
 
@@ -222,7 +226,8 @@ def _ssqr(weight: torch.Tensor, factor: Factor | None, recipe: Recipe, where: st
 def _hptq(weight: torch.Tensor, factor: Factor | None, recipe: Recipe, where: str) -> _Quantized:
     assert factor is not None
     assert recipe.target_bits is not None
-    return _huffman(hptq(weight, factor, recipe.target_bits, recipe.block_size, where, recipe.rounding_seed(where)))
+    options = (recipe.block_size, where, recipe.rounding_seed(where), recipe.beam, recipe.rounding == "rate")
+    return _huffman(hptq(weight, factor, recipe.target_bits, *options))
 
 
 def _hrtn(weight: torch.Tensor, _factor: Factor | None, recipe: Recipe, where: str) -> _Quantized:

@@ -19,15 +19,15 @@ from vllm_latq.quantize.target import TARGETS
 from vllm_latq.spec import tensor_specs
 
 # Options a method does not read. Setting one would suggest an effect it does not have, so it is refused.
-_RECURSION = ("order", "damping", "block_size", "rounding", "condition", "target", "correction")
+_RECURSION = ("order", "damping", "block_size", "rounding", "condition", "target", "correction", "beam", "sweeps")
 _GRID = ("bits", "group_size", "outlier_rate", "scales", "outliers", "budget")
 _UNUSED = {
     "rtn": ("outlier_rate", "outliers", "budget", "target_bits", "without", "reduction", *_RECURSION),
     "gptq": ("outlier_rate", "outliers", "budget", "target_bits", "without", "reduction"),
     "ssqr": ("target_bits", "without", "reduction"),
-    "hptq": ("without", *_GRID),
+    "hptq": ("without", "sweeps", *_GRID),
     "hrtn": ("without", "reduction", *_GRID, *_RECURSION),
-    "latq": ("block_size", "rounding", "condition", "target", "correction", "reduction", *_GRID),
+    "latq": ("block_size", "rounding", "condition", "target", "correction", "beam", "sweeps", "reduction", *_GRID),
 }
 # Parts of latq that can be switched off, see `latq`: the model's one step, column and row scales, feedback between
 # outputs, and damping that charges for bits.
@@ -56,10 +56,10 @@ class Recipe:
         damping: lambda relative to the mean diagonal of the Hessian.
         condition: chooses the damping of each layer instead: the least that brings the condition number of the damped
             Hessian down to this; None for a fixed damping.
-        rounding: nearest, or stochastic: up with the fractional part as probability, drawn from `seed` and the layer's
-            name.
+        rounding: nearest; stochastic: up with the fractional part as probability, drawn from `seed` and the layer's
+            name; or rate (hptq): what is cheapest in error and bits together.
         reduction: none or lll: hptq rounds on the reduced basis where that lowers the bound.
-        scales: absmax or mse.
+        scales: absmax, mse, or signed (mse, with the sign that suits the group).
         target: what a layer's output should be: quantized (of its own weights, on the inputs that the quantized prefix
             gives it) or original (of the original model).
         correction: share of the way to the corrected weights that target "original" goes, in (0, 1].
@@ -70,6 +70,8 @@ class Recipe:
         block_size: columns per lazy batch of the recursion; a matter of speed.
         outliers: which weights ssqr keeps: those that overflow the grid (the paper's), or those whose rounding would
             cost most ("saving").
+        beam: survivors per row of nearest plane (K-best); of ssqr only where outliers are chosen by saving.
+        sweeps: of coordinate descent after it, at most (gptq, ssqr).
         budget: stored bits per weight of the model, for which ssqr then chooses bits and outlier_rate of every input.
         without: parts of latq to switch off (`PARTS`), to see what each is worth.
     """
@@ -93,6 +95,8 @@ class Recipe:
     ignore: tuple[str, ...] = ("lm_head",)
     block_size: int = 128
     outliers: str = "overflow"
+    beam: int = 1
+    sweeps: int = 0
     budget: float | None = None
     without: tuple[str, ...] = ()
 
@@ -108,8 +112,10 @@ class Recipe:
             raise _error("bits", f"one of {', '.join(map(str, SUPPORTED_BITS))}", self.bits)
         if self.group_size != WHOLE_ROW:
             _check_integer("group_size", self.group_size, 1, "-1 (whole row) or a positive integer")
-        for name, low in (("num_samples", 1), ("seq_len", 1), ("seed", 0), ("block_size", 1)):
-            _check_integer(name, getattr(self, name), low)
+        for name in ("num_samples", "seq_len", "block_size", "beam"):
+            _check_integer(name, getattr(self, name), 1)
+        for name in ("seed", "sweeps"):
+            _check_integer(name, getattr(self, name), 0)
         _check_number("outlier_rate", self.outlier_rate, 0.0, MAX_OUTLIER_RATE)
         _check_number("damping", self.damping, 0.0, math.inf)
         _check_number("correction", self.correction, 0.0, 1.0)
@@ -139,6 +145,17 @@ class Recipe:
                 raise _error(field.name, f"the default {field.default!r}", getattr(self, field.name), hint)
         if self.condition is not None and self.damping != Recipe.damping:
             raise _error("damping", f"the default {Recipe.damping}", self.damping, "condition chooses the damping.")
+        self._check_combinations()
+
+    def _check_combinations(self) -> None:
+        if self.rounding == "rate" and self.method != "hptq":
+            raise _error("rounding", "nearest or stochastic", self.rounding, "Only hptq's bits depend on its integers.")
+        if self.rounding == "stochastic" and (self.beam > 1 or self.sweeps):
+            raise _error("rounding", "nearest", self.rounding, "A beam and sweeps choose where this draws.")
+        if self.method == "ssqr" and self.beam > 1 and self.outliers != "saving":
+            raise _error("beam", "1", self.beam, "Overflow has no cost to compare: set outliers to saving.")
+        if self.reduction != "none" and (self.beam > 1 or self.rounding == "rate"):
+            raise _error("reduction", "none", self.reduction, "A reduced basis is rounded on by nearest plane only.")
         if self.target == "quantized" and self.correction != 1.0:
             raise _error("correction", "the default 1.0", self.correction, "Only target original is corrected.")
 
@@ -173,7 +190,7 @@ class Recipe:
 
     def rounding_seed(self, layer: str) -> int | None:
         """Seed of a layer's stochastic rounding, whatever was rounded before it; None where it rounds to nearest."""
-        if self.rounding == "nearest":
+        if self.rounding != "stochastic":
             return None
         return int.from_bytes(hashlib.sha256(f"{self.seed} {layer}".encode()).digest()[:8], "big") >> 1
 

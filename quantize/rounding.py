@@ -27,7 +27,7 @@ from vllm_latq.errors import ConfigError, NumericalError
 from vllm_latq.quantize.lattice import Factor
 
 Overflow = Literal["clip", "lattice", "exact"]
-ROUNDINGS = ("nearest", "stochastic")
+ROUNDINGS = ("nearest", "stochastic", "rate")
 OUTLIER_DTYPE = torch.bfloat16
 
 
@@ -104,7 +104,7 @@ def nearest_plane(
     rows, cols = weight.shape
     if (low is None) != (high is None):
         raise ConfigError(where or "nearest_plane", "both of low and high, or neither", f"low={low}, high={high}")
-    steps = _Steps.of(scales, weight, group_size, factor.order, where)
+    steps = Steps.of(scales, weight, group_size, factor.order, where)
     state = _State(
         residual=weight.T[factor.order].contiguous(),
         integers=weight.new_empty(cols, rows),
@@ -161,7 +161,7 @@ def babai(
 
 
 @dataclass(frozen=True)
-class _Steps:
+class Steps:
     """Scales laid out for the recursion: by_group [G, r or 1]; group_of[t] is the group of the column of step t."""
 
     by_group: torch.Tensor
@@ -176,7 +176,7 @@ class _Steps:
         group_size: int | None,
         order: torch.Tensor,
         where: str,
-    ) -> "_Steps":
+    ) -> "Steps":
         rows, cols = weight.shape
         scales = scales.to(weight)
         if scales.dim() == 0:
@@ -212,7 +212,7 @@ class _State:
     integers: torch.Tensor
     exact: torch.Tensor | None
     propagation: torch.Tensor
-    steps: _Steps
+    steps: Steps
     low: float
     high: float
     clip: bool
@@ -263,7 +263,7 @@ class _State:
         # In slices, so that no float64 copy of the whole matrix is made.
         for lo in range(0, cols, 128):
             loss += factor.diagonal[lo : lo + 128] @ self.residual[lo : lo + 128].to(torch.float64).square()
-        self._check(loss, where)
+        check_range(self.integers, loss, where)
         outside = (self.integers < self.low) | (self.integers > self.high)
         bound = self.steps.weighted_squares(factor.diagonal, rows) * (0.25 if self.dither is None else 1.0)
         if self.limit is not None and self.kept is not None:
@@ -286,15 +286,16 @@ class _State:
             bound=bound,
         )
 
-    def _check(self, loss: torch.Tensor, where: str) -> None:
-        """Refuse what does not fit: NaN and infinities, and integers that the dtype no longer holds exactly."""
-        bits = 24 if self.integers.dtype == torch.float32 else 31
-        largest = max(abs(float(end)) for end in self.integers.aminmax()) if self.integers.numel() else 0.0
-        if torch.isfinite(loss).all() and largest < 1 << bits:
-            return
-        raise NumericalError(
-            where or "nearest_plane",
-            f"finite weights and integers below 2^{bits}",
-            f"integers up to {largest:g} and a loss of {float(loss.sum()):g}",
-            "The scales are far too small for this Hessian: raise the damping or the bits.",
-        )
+
+def check_range(integers: torch.Tensor, loss: torch.Tensor, where: str = "") -> None:
+    """Refuse what does not fit: NaN and infinities, and integers that their floating dtype no longer holds exactly."""
+    bits = 24 if integers.dtype == torch.float32 else 31
+    largest = max(abs(float(end)) for end in integers.aminmax()) if integers.numel() else 0.0
+    if torch.isfinite(loss).all() and largest < 1 << bits:
+        return
+    raise NumericalError(
+        where or "nearest_plane",
+        f"finite weights and integers below 2^{bits}",
+        f"integers up to {largest:g} and a loss of {float(loss.sum()):g}",
+        "The scales are far too small for this Hessian: raise the damping or the bits.",
+    )

@@ -1,8 +1,10 @@
 """Static scales: computed on the original weights, before any update, for groups in the original column order.
 
 Invariant: what is returned is what is stored. Scales are rounded to bfloat16 before they are compared or used, are
-finite and positive, and an all-zero group has scale 1.
+finite and not zero, and an all-zero group has scale 1.
 """
+
+from itertools import product
 
 import torch
 
@@ -11,7 +13,7 @@ from vllm_latq.errors import ConfigError, NumericalError
 from vllm_latq.quantize.lattice import require_finite
 
 SCALE_DTYPE = torch.bfloat16
-SCALE_METHODS = ("mse", "absmax")
+SCALE_METHODS = ("mse", "absmax", "signed")
 SHRINK_STEPS = 100
 SMALLEST_SHRINK = 0.3
 # Elements searched at once: on a CPU a chunk and its temporaries stay in cache (8M weights on 2 cores: 0.48 s, against
@@ -28,17 +30,18 @@ def group_scales(weight: torch.Tensor, bits: int, group_size: int, how: str = "m
     """One scale per row and group of input channels.
 
     absmax: s = max|w| / (2^(b-1) - 1). mse: that times the factor in (0.3, 1] which minimises the squared error of
-    rounding the group to the clipped grid, the best of 100.
+    rounding the group to the clipped grid, the best of 100. signed: the same with a sign, which says on which side of
+    zero the grid has its extra integer; it costs no bit and matters at 2 bits, where the grid is -2, -1, 0, 1.
 
     Args:
         weight: float32 or float64 [r, c].
         bits: of the grid.
         group_size: input channels per group, a divisor of c; -1 for the whole row.
-        how: "mse" or "absmax".
+        how: one of SCALE_METHODS.
         where: name of the layer, for errors.
 
     Returns:
-        bfloat16 [r, groups], positive and finite.
+        bfloat16 [r, groups], finite and not zero; positive unless signed.
     """
     if how not in SCALE_METHODS:
         raise ConfigError(where or "scales", f"one of {', '.join(SCALE_METHODS)}", repr(how))
@@ -54,7 +57,8 @@ def group_scales(weight: torch.Tensor, bits: int, group_size: int, how: str = "m
     else:
         chunk = max(1, (_CPU_CHUNK if weight.device.type == "cpu" else _DEVICE_CHUNK) // grouped.shape[1])
         pieces = zip(grouped.split(chunk), largest.split(chunk), strict=True)
-        scales = torch.cat([_best_shrink(piece, absmax, bits) for piece, absmax in pieces])
+        signs = (1, -1) if how == "signed" else (1,)
+        scales = torch.cat([_best_shrink(piece, absmax, bits, signs) for piece, absmax in pieces])
     if not torch.isfinite(scales).all():
         raise NumericalError(
             where or "scales", "scales that bfloat16 can hold", f"weights up to {float(largest.max())}"
@@ -62,15 +66,15 @@ def group_scales(weight: torch.Tensor, bits: int, group_size: int, how: str = "m
     return scales.reshape(rows, groups)
 
 
-def _best_shrink(grouped: torch.Tensor, absmax: torch.Tensor, bits: int) -> torch.Tensor:
+def _best_shrink(grouped: torch.Tensor, absmax: torch.Tensor, bits: int, signs: tuple[int, ...]) -> torch.Tensor:
     """bfloat16 [n] for weights [n, group] whose absmax scales are [n]."""
     low, high = grid(bits)
     best_scale, best_error = _storable(absmax), torch.full_like(absmax, torch.inf)
     rounded = torch.empty_like(grouped)
     # From the largest factor down, so that the first of equal errors is the least clipped.
-    for step in range(SHRINK_STEPS, 0, -1):
+    for step, sign in product(range(SHRINK_STEPS, 0, -1), signs):
         factor = SMALLEST_SHRINK + (1 - SMALLEST_SHRINK) * step / SHRINK_STEPS
-        candidate = _storable(absmax * factor)
+        candidate = sign * _storable(absmax * factor)
         scale = candidate.to(grouped.dtype)[:, None]
         torch.div(grouped, scale, out=rounded).round_().clamp_(low, high).mul_(scale).sub_(grouped)
         error = torch.linalg.vector_norm(rounded, dim=1)

@@ -7,11 +7,13 @@ recursion only propagates what that rounding leaves of its error.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
+from vllm_latq.quantize.beam import plane_of_width
 from vllm_latq.quantize.lattice import Factor
 from vllm_latq.quantize.rounding import Rounding, nearest_plane
 from vllm_latq.quantize.scales import SCALE_DTYPE, grid
@@ -31,6 +33,10 @@ _THRESHOLD_SLOPE = -0.7
 _THRESHOLD_OCTAVES = 24.0
 # Rates this many octaves below the target all count as "far below": keeps the logarithm of zero finite.
 _FLOOR_OCTAVES = 10.0
+
+Rows = torch.Tensor | slice
+_ALL = slice(None)
+Quantized = tuple[Rounding, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -81,31 +87,19 @@ def ssqr(
     """
     low, high = grid(bits)
 
-    def probe(rows: torch.Tensor | None, octaves: float) -> tuple[float, tuple[Rounding, torch.Tensor]]:
-        part, base = (weight, base_scales) if rows is None else (weight[rows], base_scales[rows])
-        scales = _scaled(base, 2.0**octaves)
-        rounding = nearest_plane(part, factor, scales, low, high, "exact", block_size, group_size, where, seed)
-        floor = outlier_rate * 2.0**-_FLOOR_OCTAVES
-        return math.log2(max(rounding.outlier_rate, floor)), (rounding, scales)
+    def quantize(rows: Rows, octaves: float) -> Quantized:
+        scales = _scaled(base_scales[rows], 2.0**octaves)
+        part = weight[rows]
+        return nearest_plane(part, factor, scales, low, high, "exact", block_size, group_size, where, seed), scales
 
-    search = partial(
-        search_target,
-        target=math.log2(outlier_rate),
-        lower=SMALLEST_OCTAVES,
-        upper=LARGEST_OCTAVES,
-        max_probes=MAX_PROBES,
-    )
+    search = partial(_search, weight, outlier_rate, quantize, lower=SMALLEST_OCTAVES, upper=LARGEST_OCTAVES)
     start, slope = 0.0, _USUAL_SLOPE
     rows = sample_rows(weight)
     if rows is not None:
-        near = _tolerance(outlier_rate, rows.numel() * weight.shape[1])
-        sampled = search(lambda octaves: probe(rows, octaves), tolerance=near, start=start, slope=slope)
+        sampled = search(rows, start=start, slope=slope)
         start, slope = sampled.best.x, sampled.slope or slope
-    near = _tolerance(outlier_rate, weight.numel())
-    found = search(lambda octaves: probe(None, octaves), tolerance=near, start=start, slope=slope)
-    rounding, scales = found.best.payload
-    note = "" if found.met else f"outlier rate {rounding.outlier_rate:.4%}, the nearest found to {outlier_rate:.4%}"
-    return SSQRResult(rounding, scales, 2.0**found.best.x, found.probes, note)
+    found = search(_ALL, start=start, slope=slope)
+    return _result(found, 2.0**found.best.x, outlier_rate)
 
 
 def ssqr_by_saving(
@@ -118,6 +112,7 @@ def ssqr_by_saving(
     block_size: int = 128,
     where: str = "",
     seed: int | None = None,
+    beam: int = 1,
 ) -> SSQRResult:
     """Outliers where they save most, not where integers overflow: the loss of a layer at a given rate, lowered.
 
@@ -127,53 +122,76 @@ def ssqr_by_saving(
     SSQR with every weight an outlier, one of infinity is clipped GPTQ; the bound counts the threshold for each clipped
     weight.
 
-    Arguments and result as for `ssqr`.
+    Arguments and result as for `ssqr`; beam: survivors per row (see beam.py).
     """
     low, high = grid(bits)
+    plane = plane_of_width(beam)
     sample = sample_rows(weight)
 
-    def search(rows: torch.Tensor | None, multiplier: float, start: float) -> Outcome[tuple[Rounding, torch.Tensor]]:
-        part, base = (weight, base_scales) if rows is None else (weight[rows], base_scales[rows])
-        scales = _scaled(base, 2.0**multiplier)
+    def search(rows: Rows, multiplier: float, start: float) -> Outcome[Quantized]:
+        scales = _scaled(base_scales[rows], 2.0**multiplier)
 
-        def probe(octaves: float) -> tuple[float, tuple[Rounding, torch.Tensor]]:
-            rounding = nearest_plane(
-                part, factor, scales, low, high, "exact", block_size, group_size, where, seed, 2.0**octaves
-            )
-            floor = outlier_rate * 2.0**-_FLOOR_OCTAVES
-            return math.log2(max(rounding.outlier_rate, floor)), (rounding, scales)
+        def quantize(rows: Rows, octaves: float) -> Quantized:
+            options = (block_size, group_size, where, seed, 2.0**octaves)
+            return plane(weight[rows], factor, scales, low, high, "exact", *options), scales
 
-        return search_target(
-            probe,
-            target=math.log2(outlier_rate),
-            tolerance=_tolerance(outlier_rate, part.numel()),
-            start=start,
-            slope=_THRESHOLD_SLOPE,
-            lower=start - _THRESHOLD_OCTAVES,
-            upper=start + _THRESHOLD_OCTAVES,
-            max_probes=MAX_PROBES,
-        )
+        lower, upper = start - _THRESHOLD_OCTAVES, start + _THRESHOLD_OCTAVES
+        slope = _THRESHOLD_SLOPE
+        return _search(weight, outlier_rate, quantize, rows, start=start, slope=slope, lower=lower, upper=upper)
 
     # An outlier saves about this much when the step is the base scale and a weight lies a step beyond the grid.
     steps = base_scales.to(torch.float64).square().mean()
     start = math.log2(max(float(steps * factor.diagonal.mean()), 1e-300))
     tried = []
     for multiplier in _MULTIPLIERS:
-        found = search(sample, multiplier, start)
+        found = search(_ALL if sample is None else sample, multiplier, start)
         tried.append((float(found.best.payload[0].loss.sum()), multiplier, found))
         start = found.best.x
     _, multiplier, found = min(tried, key=lambda one: one[0])
     if sample is not None:
-        found = search(None, multiplier, found.best.x)
+        found = search(_ALL, multiplier, found.best.x)
+    return _result(found, 2.0**multiplier, outlier_rate)
+
+
+def _search(
+    weight: torch.Tensor,
+    outlier_rate: float,
+    quantize: Callable[[Rows, float], Quantized],
+    rows: Rows,
+    *,
+    start: float,
+    slope: float,
+    lower: float,
+    upper: float,
+) -> Outcome[Quantized]:
+    """The knob of `quantize` at which the outlier rate of these rows meets the target, both in octaves."""
+
+    def probe(octaves: float) -> tuple[float, Quantized]:
+        rounding, scales = quantize(rows, octaves)
+        return math.log2(max(rounding.outlier_rate, outlier_rate * 2.0**-_FLOOR_OCTAVES)), (rounding, scales)
+
+    return search_target(
+        probe,
+        target=math.log2(outlier_rate),
+        tolerance=_tolerance(outlier_rate, weight[rows].numel()),
+        start=start,
+        slope=slope,
+        lower=lower,
+        upper=upper,
+        max_probes=MAX_PROBES,
+    )
+
+
+def _result(found: Outcome[Quantized], multiplier: float, outlier_rate: float) -> SSQRResult:
     rounding, scales = found.best.payload
     note = "" if found.met else f"outlier rate {rounding.outlier_rate:.4%}, the nearest found to {outlier_rate:.4%}"
-    return SSQRResult(rounding, scales, 2.0**multiplier, found.probes, note)
+    return SSQRResult(rounding, scales, multiplier, found.probes, note)
 
 
 def _scaled(base: torch.Tensor, multiplier: float) -> torch.Tensor:
-    """Scales times a multiplier, rounded to bfloat16 as they will be stored, and kept positive."""
-    scaled = (base.to(torch.float32) * multiplier).to(SCALE_DTYPE)
-    return scaled.clamp(min=torch.finfo(SCALE_DTYPE).tiny)
+    """Scales times a multiplier, rounded to bfloat16 as they will be stored, and kept from vanishing."""
+    scaled = (base.abs().to(torch.float32) * multiplier).to(SCALE_DTYPE)
+    return scaled.clamp(min=torch.finfo(SCALE_DTYPE).tiny).copysign(base)
 
 
 def _tolerance(outlier_rate: float, weights: int) -> float:

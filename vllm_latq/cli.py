@@ -72,11 +72,13 @@ def _add_quantize(commands: Any) -> None:
     recipe.add_argument(
         "--condition", type=float, help="choose each damping to bring the condition number down to this"
     )
-    recipe.add_argument("--rounding", choices=("nearest", "stochastic"), help="default nearest")
+    recipe.add_argument("--rounding", choices=("nearest", "stochastic", "rate"), help="default nearest; rate: hptq")
+    recipe.add_argument("--beam", type=int, help="survivors per row of nearest plane, K-best (default 1)")
+    recipe.add_argument("--sweeps", type=int, help="of coordinate descent after nearest plane (gptq, ssqr; default 0)")
     recipe.add_argument(
         "--reduction", choices=("none", "lll"), help="of the lattice before rounding (hptq; default none)"
     )
-    recipe.add_argument("--scales", choices=("absmax", "mse"), help="how group scales are found (default mse)")
+    recipe.add_argument("--scales", choices=("absmax", "mse", "signed"), help="of the groups (default mse)")
     recipe.add_argument(
         "--target", choices=("quantized", "original"), help="whose layer outputs to match (default quantized)"
     )

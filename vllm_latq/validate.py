@@ -79,10 +79,10 @@ def _packed(
 ) -> Iterator[CheckpointError]:
     scales, qweight = tensors["scales"], tensors["qweight"]
     assert scheme.bits is not None
-    good = (scales > 0) & torch.isfinite(scales * (1 << (scheme.bits - 1)))
+    good = (scales != 0) & torch.isfinite(scales * (1 << (scheme.bits - 1)))
     if not good.all():
         bad = int((~good).sum())
-        yield _error(f"{where}.scales", "finite, positive scales", f"{bad} that are not")
+        yield _error(f"{where}.scales", "finite scales, none of them zero", f"{bad} that are not")
     used = shape[1] * scheme.bits % WORD_BITS
     if used and (qweight[:, -1] & ~((1 << used) - 1)).any():
         yield _error(f"{where}.qweight", "zero bits after the last code of a row", "other bits")

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from layers import heavy_tailed_layer
 
 from vllm_latq.errors import NumericalError
 from vllm_latq.huffman import encode
@@ -12,16 +13,6 @@ from vllm_latq.weights import HuffmanWeight
 FLOAT32_TOLERANCE = 1e-3
 
 
-def layer(rows: int, cols: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Heavy-tailed weight float32 [r, c] and a Hessian of correlated inputs [c, c]."""
-    generator = torch.Generator().manual_seed(seed)
-    weight = torch.randn(rows, cols, generator=generator)
-    weight *= 0.02 * (1 + 3 * torch.rand(rows, cols, generator=generator).pow(12))
-    inputs = torch.randn(3 * cols, cols, generator=generator)
-    inputs = inputs + 0.5 * inputs.roll(1, 1) + 0.3 * inputs[:, :1]
-    return weight, inputs.T @ inputs
-
-
 def search(method: str, weight: torch.Tensor, hessian: torch.Tensor, target: float):
     return hptq(weight, factorize(hessian), target, where="q") if method == "hptq" else hrtn(weight, target, "q")
 
@@ -29,7 +20,7 @@ def search(method: str, weight: torch.Tensor, hessian: torch.Tensor, target: flo
 @pytest.mark.parametrize("method", ["hptq", "hrtn"])
 @pytest.mark.parametrize("target", [1.5, 2.0, 3.125, 6.0])
 def test_bits_are_met_and_are_those_of_the_stored_tensors(method, target):
-    weight, hessian = layer(300, 192)
+    weight, hessian = heavy_tailed_layer(300, 192)
     found = search(method, weight, hessian, target)
     assert found.note == ""
     assert target - BITS_TOLERANCE <= found.bits <= target
@@ -39,14 +30,14 @@ def test_bits_are_met_and_are_those_of_the_stored_tensors(method, target):
 
 
 def test_many_rows_are_searched_on_a_sample_first():
-    weight, hessian = layer(1500, 64)
+    weight, hessian = heavy_tailed_layer(1500, 64)
     found = search("hptq", weight, hessian, 3.0)
     assert 3.0 - BITS_TOLERANCE <= found.bits <= 3.0
     assert found.passes <= 4
 
 
 def test_hptq_loss_is_measured_exactly_bounded_and_below_hrtn():
-    weight, hessian = layer(256, 192)
+    weight, hessian = heavy_tailed_layer(256, 192)
     factor = factorize(hessian)
     found, plain = hptq(weight, factor, 3.0), hrtn(weight, 3.0)
 
@@ -63,7 +54,7 @@ def test_hptq_loss_is_measured_exactly_bounded_and_below_hrtn():
 
 
 def test_hrtn_is_plain_rounding_on_its_scale():
-    weight, _ = layer(64, 96)
+    weight, _ = heavy_tailed_layer(64, 96)
     found = hrtn(weight, 4.0)
     assert found.scale.dtype == torch.float32
     assert torch.equal(found.integers, (weight / found.scale).round().to(torch.int32))
@@ -71,7 +62,7 @@ def test_hrtn_is_plain_rounding_on_its_scale():
 
 @pytest.mark.parametrize("method", ["hptq", "hrtn"])
 def test_too_few_bits_is_an_error_that_says_what_was_possible(method):
-    weight, hessian = layer(64, 96)
+    weight, hessian = heavy_tailed_layer(64, 96)
     with pytest.raises(
         NumericalError, match=r"^q: expected a Huffman code of at most 1\.01 bits per weight, found 1\.\d+"
     ):
@@ -87,7 +78,7 @@ def test_too_many_bits_stop_at_the_finest_scale_and_say_so():
 
 @pytest.mark.parametrize("method", ["hptq", "hrtn"])
 def test_zero_weights_take_one_pass(method):
-    _, hessian = layer(2, 128)
+    _, hessian = heavy_tailed_layer(2, 128)
     found = search(method, torch.zeros(64, 128), hessian, 3.0)
     assert found.passes == 1
     assert not found.integers.any()
@@ -96,7 +87,7 @@ def test_zero_weights_take_one_pass(method):
 
 @pytest.mark.parametrize(("rows", "cols"), [(33, 63), (1, 500), (500, 1)])
 def test_odd_shapes_stay_at_or_below_the_target(rows, cols):
-    weight, hessian = layer(rows, cols)
+    weight, hessian = heavy_tailed_layer(rows, cols)
     found = search("hptq", weight, hessian, 4.0)
     assert found.bits <= 4.0
     assert found.integers.shape == (rows, cols)

@@ -16,14 +16,20 @@ from vllm_latq.quantize.target import output_energy
 from vllm_latq.weights import HuffmanWeight, PackedWeight, weight_from_tensors
 
 # latq looks at the whole model: see test_whole_model.py.
-METHODS = tuple(method for method in ALL_METHODS if method != "latq")
+EVERYTHING = ("gptq, everything", "ssqr, everything", "hptq, counting bits")
+METHODS = (*(method for method in ALL_METHODS if method != "latq"), *EVERYTHING)
 
 FLOAT64_TOLERANCE = 1e-10
 RECIPES = {
     "rtn": Recipe("rtn", bits=3, group_size=32),
     "gptq": Recipe("gptq", bits=3, group_size=32),
     "ssqr": Recipe("ssqr", bits=3, group_size=32, outlier_rate=0.02),
+    "gptq, everything": Recipe("gptq", bits=2, group_size=32, scales="signed", beam=2, sweeps=2),
+    "ssqr, everything": Recipe(
+        "ssqr", bits=2, group_size=32, outliers="saving", scales="signed", order="min-pivot", beam=2, sweeps=2
+    ),
     "hptq": Recipe("hptq", target_bits=3.5),
+    "hptq, counting bits": Recipe("hptq", target_bits=3.5, beam=2, rounding="rate"),
     "hrtn": Recipe("hrtn", target_bits=3.5),
 }
 
@@ -87,6 +93,13 @@ def test_bound_holds_where_nothing_is_clipped(method):
     steps = result.weight.scale.expand(96, 160) if method == "hptq" else result.weight.scales.repeat_interleave(32, 1)
     bound = float((steps.double()[:, factor.order].square() @ factor.diagonal).sum()) / 4
     assert record.bound == pytest.approx(bound, rel=FLOAT64_TOLERANCE)
+
+
+@pytest.mark.parametrize("method", ["ssqr, everything", "hptq, counting bits"])
+def test_other_choices_keep_a_bound(method):
+    _, _, result = quantize(method)
+    assert result.record.clipped == 0
+    assert result.record.bound_holds is True
 
 
 def test_clipped_gptq_reports_the_bound_without_claiming_it():

@@ -12,7 +12,8 @@ from vllm_latq.quantize.recipe import METHODS, Recipe
 
 GOOD = {
     "rtn": {"bits": 3, "group_size": 64, "scales": "absmax"},
-    "gptq": {"bits": 2, "group_size": -1, "order": "min-pivot", "damping": 0.1, "block_size": 32, "target": "original"},
+    "gptq": {"bits": 2, "group_size": -1, "order": "min-pivot", "damping": 0.1, "block_size": 32, "target": "original",
+        "scales": "signed", "beam": 2, "sweeps": 3},
     "ssqr": {
         "bits": 8,
         "outlier_rate": 0.5,
@@ -67,6 +68,8 @@ BAD = [
     ("gptq", "group_size", [0, -2, 12.5, True, "128", None]),
     ("ssqr", "outlier_rate", [0, 0.0, -0.01, 0.51, 1, math.nan, math.inf, True, "1%", None]),
     ("ssqr", "outliers", ["Saving", None]),
+    ("gptq", "beam", [0, -1, 2.0, True, None]),
+    ("ssqr", "sweeps", [-1, 1.5, True, None]),
     ("ssqr", "budget", [0.5, 17, math.nan, "3"]),
     ("latq", "without", ["rows", ["row"], [1]]),
     ("latq", "target_bits", [None, 0, 16.01]),
@@ -99,7 +102,25 @@ BAD = [
     ("hptq", "group_size", [64]),
     ("hptq", "scales", ["absmax"]),
     ("hrtn", "order", ["natural"]),
+    ("gptq", "rounding", ["rate"]),
+    ("ssqr", "beam", [2]),
+    ("hptq", "sweeps", [1]),
+    ("latq", "beam", [2]),
 ]
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "field"),
+    [
+        ("gptq", {"rounding": "stochastic", "sweeps": 1}, "rounding"),
+        ("hptq", {"target_bits": 3.0, "rounding": "stochastic", "beam": 2}, "rounding"),
+        ("hptq", {"target_bits": 3.0, "reduction": "lll", "beam": 2}, "reduction"),
+        ("hptq", {"target_bits": 3.0, "reduction": "lll", "rounding": "rate"}, "reduction"),
+    ],
+)
+def test_options_that_exclude_each_other(method, options, field):
+    with pytest.raises(ConfigError, match=f"^recipe.{field}: expected"):
+        Recipe(method, **options)
 
 
 @pytest.mark.parametrize(("method", "field", "value"), [(m, f, value) for m, f, values in BAD for value in values])

@@ -4,22 +4,13 @@ import math
 
 import pytest
 import torch
+from layers import heavy_tailed_layer
 
 from vllm_latq.quantize.lattice import factorize
 from vllm_latq.quantize.scales import group_scales
 from vllm_latq.quantize.ssqr import LARGEST_OCTAVES, RATE_TOLERANCE, ssqr, ssqr_by_saving
 
 FLOAT32_TOLERANCE = 1e-3
-
-
-def layer(rows: int, cols: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Heavy-tailed weight float32 [r, c] and a Hessian of correlated inputs [c, c]."""
-    generator = torch.Generator().manual_seed(seed)
-    weight = torch.randn(rows, cols, generator=generator)
-    weight *= 0.02 * (1 + 3 * torch.rand(rows, cols, generator=generator).pow(12))
-    inputs = torch.randn(3 * cols, cols, generator=generator)
-    inputs = inputs + 0.5 * inputs.roll(1, 1) + 0.3 * inputs[:, :1]
-    return weight, inputs.T @ inputs
 
 
 def run(weight, hessian, bits=3, group_size=-1, outlier_rate=0.01):
@@ -31,7 +22,7 @@ def run(weight, hessian, bits=3, group_size=-1, outlier_rate=0.01):
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("outlier_rate", [0.01, 0.05])
 def test_outlier_rate_is_met(bits, outlier_rate):
-    weight, hessian = layer(256, 192)
+    weight, hessian = heavy_tailed_layer(256, 192)
     _, base, found = run(weight, hessian, bits, 64, outlier_rate)
     assert found.note == ""
     assert (1 - RATE_TOLERANCE) * outlier_rate <= found.rounding.outlier_rate <= outlier_rate
@@ -43,7 +34,7 @@ def test_outlier_rate_is_met(bits, outlier_rate):
 
 
 def test_error_is_below_the_bound_and_identity_holds():
-    weight, hessian = layer(256, 192)
+    weight, hessian = heavy_tailed_layer(256, 192)
     factor, _, found = run(weight, hessian, 3, 64)
     error = (found.rounding.dequantized - weight).double()
     loss = ((error @ factor.hessian) * error).sum(1)
@@ -52,7 +43,7 @@ def test_error_is_below_the_bound_and_identity_holds():
 
 
 def test_many_rows_are_searched_on_a_sample_first():
-    weight, hessian = layer(1024, 48)
+    weight, hessian = heavy_tailed_layer(1024, 48)
     _, _, found = run(weight, hessian, 4, 16)
     assert found.note == ""
     assert (1 - RATE_TOLERANCE) * 0.01 <= found.rounding.outlier_rate <= 0.01
@@ -61,14 +52,14 @@ def test_many_rows_are_searched_on_a_sample_first():
 
 @pytest.mark.parametrize(("rows", "cols"), [(1, 1), (1, 33), (33, 1), (33, 63)])
 def test_small_matrices_keep_as_many_outliers_as_fit(rows, cols):
-    weight, hessian = layer(rows, cols)
+    weight, hessian = heavy_tailed_layer(rows, cols)
     _, _, found = run(weight, hessian, 4, -1, 0.05)
     assert int(found.rounding.outlier_mask.sum()) <= math.floor(0.05 * rows * cols)
     assert torch.isfinite(found.rounding.dequantized).all()
 
 
 def test_zero_weights_have_no_outliers():
-    _, hessian = layer(8, 32)
+    _, hessian = heavy_tailed_layer(8, 32)
     _, _, found = run(torch.zeros(8, 32), hessian, 4, 16)
     assert found.rounding.outlier_rate == 0
     assert not found.rounding.dequantized.any()
@@ -79,7 +70,7 @@ def test_unreachable_rate_is_recorded_with_the_fewest_outliers(monkeypatch):
     # With the largest multiplier below what the rate needs, no probe is feasible.
     monkeypatch.setattr("vllm_latq.quantize.ssqr.LARGEST_OCTAVES", -1.0)
     assert LARGEST_OCTAVES > 0
-    weight, hessian = layer(64, 96)
+    weight, hessian = heavy_tailed_layer(64, 96)
     _, _, found = run(weight, hessian, 3, 32, 0.01)
     assert found.multiplier == 0.5
     assert found.rounding.outlier_rate > 0.01
@@ -87,14 +78,14 @@ def test_unreachable_rate_is_recorded_with_the_fewest_outliers(monkeypatch):
 
 
 def test_more_outliers_make_less_error():
-    weight, hessian = layer(256, 192)
+    weight, hessian = heavy_tailed_layer(256, 192)
     losses = [float(run(weight, hessian, 3, 64, rate)[2].rounding.loss.sum()) for rate in (0.005, 0.02, 0.08)]
     assert losses[0] > losses[1] > losses[2]
 
 
 @pytest.mark.parametrize(("bits", "share"), [(2, 0.75), (3, 0.9)])
 def test_outliers_by_saving_lower_the_loss_at_the_same_rate(bits: int, share: float) -> None:
-    weight, hessian = layer(256, 192)
+    weight, hessian = heavy_tailed_layer(256, 192)
     factor = factorize(hessian)
     base = group_scales(weight, bits, 64)
     paper = ssqr(weight, factor, base, bits, 64, 0.01)
@@ -105,7 +96,7 @@ def test_outliers_by_saving_lower_the_loss_at_the_same_rate(bits: int, share: fl
 
 
 def test_outliers_by_saving_keep_identity_and_bound() -> None:
-    weight, hessian = layer(256, 192)
+    weight, hessian = heavy_tailed_layer(256, 192)
     factor = factorize(hessian)
     found = ssqr_by_saving(weight, factor, group_scales(weight, 2, 64), 2, 64, 0.02)
     error = (found.rounding.dequantized - weight).double()

@@ -1,0 +1,162 @@
+"""Coordinate descent after nearest plane: each number is moved to its optimum while all others stand still.
+
+One sweep fits every scale to its group by least squares, then takes every weight once, in rounding order: an inlier
+goes to the grid point nearest to its optimum, an outlier to the optimum itself. (QuantEase, Behdin et al. 2023, with
+scales, and with outliers that may change places.) Nearest plane looks ahead, at what later columns can still repair;
+this looks back, at what the earlier ones could not know.
+
+Invariant: a sweep that does not lower the loss is dropped, so the bound of the rounding that it started from holds.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+
+from vllm_latq.quantize.lattice import Factor
+from vllm_latq.quantize.rounding import OUTLIER_DTYPE, Rounding
+from vllm_latq.quantize.scales import SCALE_DTYPE
+
+BATCH = 128
+
+
+def refine(
+    weight: torch.Tensor,
+    factor: Factor,
+    rounding: Rounding,
+    low: int,
+    high: int,
+    sweeps: int,
+    outlier_rate: float | None = None,
+) -> Rounding:
+    """Lower (q - w)^T H (q - w), H damped, from a rounding on.
+
+    Args:
+        weight: float32 or float64 [r, c], what was rounded.
+        factor: it was rounded with.
+        rounding: to start from, with a scale per group; kept weights stay kept, the others on the grid.
+        low, high: the integer grid.
+        sweeps: at most.
+        outlier_rate: lets outliers change places: before each sweep a threshold is set that this share of the weights
+            exceeds, and a weight is kept where the grid would cost more than the threshold.
+
+    Returns:
+        The rounding reached; its bound is the one it started with.
+    """
+    if not sweeps or not weight.numel():
+        return rounding
+    state = _State.of(weight, factor, rounding, low, high)
+    best = state.loss
+    for _ in range(sweeps):
+        tried = state.copy()
+        tried.sweep(outlier_rate)
+        allowed = int(state.kept.sum() if outlier_rate is None else outlier_rate * weight.numel())
+        if not tried.loss.sum() < best.sum() or int(tried.kept.sum()) > allowed:
+            break
+        state, best = tried, tried.loss
+    steps = state.scales[state.group_of]
+    values = state.values.masked_fill(~state.kept, 0).to(OUTLIER_DTYPE).T.contiguous()
+    exact = rounding.outlier_values is not None
+    return replace(
+        rounding,
+        z=(state.values / steps).round_().masked_fill_(state.kept, 0).to(torch.int32).T.contiguous(),
+        outlier_mask=state.kept.T.contiguous() if exact else rounding.outlier_mask,
+        outlier_values=values if exact else None,
+        scales=state.scales.T.contiguous(),
+        loss=best,
+    )
+
+
+@dataclass
+class _State:
+    """Everything transposed, so that one step touches contiguous rows of all output channels; original column order.
+
+    target, values [c, r] are w and q; scales [G, r]; kept [c, r] says where q is off the grid.
+    """
+
+    target: torch.Tensor
+    values: torch.Tensor
+    scales: torch.Tensor
+    kept: torch.Tensor
+    hessian: torch.Tensor
+    order: torch.Tensor
+    group_of: torch.Tensor
+    low: int
+    high: int
+
+    @classmethod
+    def of(cls, weight: torch.Tensor, factor: Factor, rounding: Rounding, low: int, high: int) -> "_State":
+        kept = rounding.outlier_mask
+        return cls(
+            target=weight.T.contiguous(),
+            values=rounding.dequantized.to(weight.dtype).T.contiguous(),
+            scales=rounding.scales.to(weight.dtype).T.expand(-1, len(weight)).clone(),
+            kept=(kept if rounding.outlier_values is not None else torch.zeros_like(kept)).T.contiguous(),
+            hessian=factor.hessian.to(weight.dtype),
+            order=factor.order,
+            group_of=torch.arange(weight.shape[1], device=weight.device) // rounding.group_width,
+            low=low,
+            high=high,
+        )
+
+    def copy(self) -> "_State":
+        return replace(self, values=self.values.clone(), scales=self.scales.clone(), kept=self.kept.clone())
+
+    @property
+    def loss(self) -> torch.Tensor:
+        """Of each row, float64 [r]."""
+        error = self.values - self.target
+        return (error * (self.hessian @ error)).sum(0, dtype=torch.float64)
+
+    def sweep(self, outlier_rate: float | None) -> None:
+        """Scales, then weights; `gradient` [c, r] is half that of the loss, H (q - w)."""
+        gradient = self.hessian @ (self.values - self.target)
+        for group in range(len(self.scales)):
+            self._fit(group, gradient)
+        limit = None if outlier_rate is None else self._threshold(gradient, outlier_rate)
+        for columns in self.order.split(BATCH):
+            self._move(columns, gradient, limit)
+
+    def _fit(self, group: int, gradient: torch.Tensor) -> None:
+        """The scale of each row's group by least squares, rounded as stored, where that lowers the loss."""
+        columns = (self.group_of == group).nonzero()[:, 0]
+        integers = (self.values[columns] / self.scales[group]).round_().masked_fill_(self.kept[columns], 0)
+        slope = (integers * gradient[columns]).sum(0)
+        curvature = (integers * (self.hessian[columns][:, columns] @ integers)).sum(0)
+        old = self.scales[group].clone()
+        fitted = (old - slope / curvature).to(SCALE_DTYPE).to(old)
+        change = fitted - old
+        better = change * (change * curvature + 2 * slope) < 0  # false for NaN, where no integer but 0 is
+        better &= fitted * old > 0
+        change.masked_fill_(~better, 0)
+        self.scales[group] += change
+        moved = integers * change
+        self.values[columns] += moved
+        gradient.addmm_(self.hessian[:, columns], moved)
+
+    def _threshold(self, gradient: torch.Tensor, outlier_rate: float) -> float:
+        """What `outlier_rate` of the weights would cost more than, if each were put on the grid."""
+        curvature = self.hessian.diagonal()[:, None]
+        optimum = self.values - gradient / curvature
+        steps = self.scales[self.group_of]
+        nearest = (optimum / steps).round_().clamp_(self.low, self.high).mul_(steps)
+        costs = (optimum.sub_(nearest).square_() * curvature).flatten()
+        rank = math.floor(outlier_rate * costs.numel())
+        return float(costs.kthvalue(costs.numel() - rank).values)
+
+    def _move(self, columns: torch.Tensor, gradient: torch.Tensor, limit: float | None) -> None:
+        """Every weight of a batch of columns to its optimum; the columns outside of it hear of that at the end."""
+        local, inner = gradient[columns], self.hessian[columns][:, columns]
+        moves = torch.zeros_like(local)
+        for i, t in enumerate(columns.tolist()):
+            if i:
+                local[i] += inner[i, :i] @ moves[:i]
+            curvature, scale = inner[i, i], self.scales[self.group_of[t]]
+            optimum = self.values[t] - local[i] / curvature
+            nearest = (optimum / scale).round_().clamp_(self.low, self.high).mul_(scale)
+            if limit is not None:
+                self.kept[t] = (optimum - nearest).square_().mul_(curvature) > limit
+            moved = torch.where(self.kept[t], optimum.to(OUTLIER_DTYPE).to(optimum.dtype), nearest)
+            moves[i] = moved - self.values[t]
+            self.values[t] = moved
+        gradient.addmm_(self.hessian[:, columns], moves)

@@ -1,0 +1,85 @@
+"""Coordinate descent: the loss falls, nothing leaves its grid, and the first bound still holds."""
+
+import pytest
+import torch
+from layers import heavy_tailed_layer
+
+from vllm_latq.quantize.lattice import Factor, factorize
+from vllm_latq.quantize.refine import refine
+from vllm_latq.quantize.rounding import OUTLIER_DTYPE, Rounding, nearest_plane
+from vllm_latq.quantize.scales import SCALE_DTYPE, grid, group_scales
+from vllm_latq.quantize.ssqr import ssqr, ssqr_by_saving
+
+FLOAT32_TOLERANCE = 1e-3
+BITS, GROUP = 2, 32
+
+
+def true_loss(weight: torch.Tensor, rounding: Rounding, factor: Factor) -> torch.Tensor:
+    error = rounding.dequantized.to(torch.float64) - weight.to(torch.float64)
+    return ((error @ factor.hessian) * error).sum(1)
+
+
+def start(method: str) -> tuple[torch.Tensor, Factor, Rounding]:
+    weight, hessian = heavy_tailed_layer(80, 96)
+    factor = factorize(hessian)
+    scales = group_scales(weight, BITS, GROUP, "signed")
+    if method == "gptq":
+        return weight, factor, nearest_plane(weight, factor, scales, *grid(BITS), group_size=GROUP)
+    search = {"overflow": ssqr, "saving": ssqr_by_saving}[method]
+    return weight, factor, search(weight, factor, scales, BITS, GROUP, 0.02).rounding
+
+
+@pytest.mark.parametrize("method", ["gptq", "overflow", "saving"])
+def test_sweeps_lower_the_loss_and_keep_the_invariants(method):
+    weight, factor, before = start(method)
+    rate = 0.02 if method == "saving" else None
+    after = refine(weight, factor, before, *grid(BITS), 3, rate)
+    torch.testing.assert_close(true_loss(weight, after, factor), after.loss, rtol=FLOAT32_TOLERANCE, atol=0)
+    assert after.loss.sum() < 0.95 * before.loss.sum()
+    assert torch.equal(after.bound, before.bound)
+    assert int(after.z.min()) >= grid(BITS)[0]
+    assert int(after.z.max()) <= grid(BITS)[1]
+    assert torch.equal(after.scales, after.scales.to(SCALE_DTYPE).to(after.scales))
+    if method == "gptq":
+        assert after.outlier_values is None
+        return
+    assert after.outlier_values is not None
+    assert after.outlier_values.dtype == OUTLIER_DTYPE
+    assert not after.z[after.outlier_mask].any()
+    assert not after.outlier_values[~after.outlier_mask].any()
+    assert torch.equal(after.outlier_mask, before.outlier_mask) == (method == "overflow")
+    assert after.outlier_rate <= 0.02
+    assert after.loss.sum() <= after.bound.sum()
+
+
+def test_at_its_fixed_point_no_single_integer_can_move():
+    """After enough sweeps every weight sits at the grid point nearest to its optimum, all others held."""
+    weight, factor, before = start("gptq")
+    after = refine(weight.double(), factor, before, *grid(BITS), 100)
+    again = refine(weight.double(), factor, after, *grid(BITS), 1)
+    assert float(again.loss.sum()) == pytest.approx(float(after.loss.sum()), rel=1e-3)
+    gradient = (after.dequantized.double() - weight.double()) @ factor.hessian
+    curvature = factor.hessian.diagonal()
+    steps = after.scales.double().repeat_interleave(GROUP, 1)
+    optimum = after.dequantized.double() - gradient / curvature
+    best = (optimum / steps).round().clamp(*grid(BITS))
+    assert float((best == after.z).double().mean()) > 0.995
+
+
+def test_a_perfect_rounding_is_left_alone():
+    generator = torch.Generator().manual_seed(0)
+    _, hessian = heavy_tailed_layer(8, 32)
+    factor = factorize(hessian)
+    integers = torch.randint(-2, 2, (8, 32), generator=generator)
+    scales = torch.full((8, 1), 0.25, dtype=SCALE_DTYPE)
+    before = nearest_plane(0.25 * integers.float(), factor, scales, *grid(BITS), group_size=-1)
+    after = refine(0.25 * integers.float(), factor, before, *grid(BITS), 2)
+    assert torch.equal(after.z, integers.to(torch.int32))
+    assert torch.equal(after.scales, before.scales.expand_as(after.scales))
+
+
+def test_no_sweeps_and_empty_weights_change_nothing():
+    weight, factor, before = start("gptq")
+    assert refine(weight, factor, before, *grid(BITS), 0) is before
+    empty = nearest_plane(weight[:0], factor, torch.ones(0, 3), *grid(BITS), group_size=GROUP)
+    assert refine(weight[:0], factor, empty, *grid(BITS), 2) is empty
