@@ -2,14 +2,15 @@
 
 What a certificate proves, if recipe, model and calibration text are what they are said to be: the stored weights have
 the errors, losses and worst cases that the report claims, on the lattices (order, damping, and for latq the model's
-step) that this recipe leads to. It does not prove that they are the ones nearest plane rounds to.
+step) that this recipe leads to. It does not prove that they are the ones nearest plane rounds to. Where a bound counts
+what only the run knew (`Recipe.bound_is_of_the_run`), its claim is taken, and the errors must be below it.
 
-Invariant: nothing of the report enters what it is compared with; only the recipe is taken on trust.
+Invariant: nothing else of the report enters what it is compared with; only the recipe is taken on trust.
 """
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from vllm_latq.quantize.decoder import Decoder
 from vllm_latq.quantize.loading import default_device
 from vllm_latq.quantize.pipeline import calibration_samples, quantized_linears
 from vllm_latq.quantize.recipe import Recipe
-from vllm_latq.quantize.recomputed import layer_by_layer, whole_model
+from vllm_latq.quantize.recomputed import bound_holds, layer_by_layer, whole_model
 from vllm_latq.quantize.totals import totals
 from vllm_latq.report import LayerReport, finite_number
 
@@ -125,12 +126,21 @@ class _Certificate:
         recompute = whole_model if self.recipe.method == "latq" else layer_by_layer
         everything = []
         for found in recompute(self.reader, self.decoder, self.recipe, samples):
-            everything.append(asdict(found) | {"shape": self.reader.shapes[found.name]})
-            if found.name in claims:
-                yield from self._compare(claims[found.name], found)
-            else:
+            claim = claims.get(found.name)
+            if claim is None:
                 yield CheckpointError(self._report, f"a record of {found.name}", "none")
+            else:
+                found = self._with_bound_of_the_run(found, claim)
+                yield from self._compare(claim, found)
+            everything.append(asdict(found) | {"shape": self.reader.shapes[found.name]})
         yield from self._totals(totals(everything))
+
+    def _with_bound_of_the_run(self, found: LayerReport, claim: LayerReport) -> LayerReport:
+        """`found`, with the claimed bound where only the run knew what it consists of."""
+        if not self.recipe.bound_is_of_the_run:
+            return found
+        holds = bound_holds(found.rounding_error, claim.bound)
+        return replace(found, bound=claim.bound, expected_error=claim.expected_error, bound_holds=holds)
 
     def _compare(self, claim: LayerReport, found: LayerReport) -> Iterator[LatqError]:
         where = f"{self._report}: {claim.name}"

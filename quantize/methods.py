@@ -27,7 +27,7 @@ from vllm_latq.weights import HuffmanWeight, PackedWeight, Weight
 # The recursion runs in float32: a bound met with equality may be missed by its rounding.
 BOUND_SLACK = 1e-6
 # Bound to mean of the squared error of a step: (s/2)^2 to s^2/12, s^2 to s^2/6, and s^2 to at least s^2/12.
-_BOUND_TO_MEAN = {"nearest": 3, "stochastic": 6, "rate": 12}
+BOUND_TO_MEAN = {"nearest": 3, "stochastic": 6, "rate": 12}
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ def _record(
         relative_error=errors.relative,
         rounding_error=errors.rounding,
         bound=done.bound,
-        expected_error=None if done.bound is None else done.bound / _BOUND_TO_MEAN[recipe.rounding],
+        expected_error=None if done.bound is None else done.bound / BOUND_TO_MEAN[recipe.rounding],
         bound_holds=holds,
         damping=None if factor is None else factor.damping,
         seconds=time.perf_counter() - started,

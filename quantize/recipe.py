@@ -188,6 +188,11 @@ class Recipe:
         """Whether the method reads a Hessian; the others only use one to measure their error."""
         return self.method not in ("rtn", "hrtn")
 
+    @property
+    def bound_is_of_the_run(self) -> bool:
+        """Whether a layer's bound counts what is not stored: the threshold of outliers, scales that were refitted."""
+        return self.sweeps > 0 or (self.method == "ssqr" and self.outliers == "saving")
+
     def rounding_seed(self, layer: str) -> int | None:
         """Seed of a layer's stochastic rounding, whatever was rounded before it; None where it rounds to nearest."""
         if self.rounding != "stochastic":

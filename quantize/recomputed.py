@@ -21,7 +21,7 @@ from vllm_latq.quantize.decoder import Decoder
 from vllm_latq.quantize.hessian import InputHessian
 from vllm_latq.quantize.latq import InputLattice, OutputLattice
 from vllm_latq.quantize.lattice import Factor
-from vllm_latq.quantize.methods import BOUND_SLACK, layer_factor
+from vllm_latq.quantize.methods import BOUND_SLACK, BOUND_TO_MEAN, layer_factor
 from vllm_latq.quantize.model_lattice import ModelLattice
 from vllm_latq.quantize.pipeline import quantized_linears
 from vllm_latq.quantize.recipe import Recipe
@@ -66,8 +66,7 @@ def _measured(
     gram = hessian.matrix if factor is None else factor.undamped
     quantized = stored.dequantize().to(weight.device)
     errors = measure_errors(quantized, weight, target, gram, hessian.drift, hessian.linears[0])
-    stochastic = recipe.rounding == "stochastic"
-    bound = None if factor is None else worst_case(stored, factor, stochastic)
+    bound = None if factor is None else worst_case(stored, factor, recipe.rounding)
     return LayerReport(
         name,
         bits=stored.storage_bits() / weight.numel(),
@@ -76,21 +75,21 @@ def _measured(
         relative_error=errors.relative,
         rounding_error=errors.rounding,
         bound=bound,
-        expected_error=None if bound is None else bound / (6 if stochastic else 3),
+        expected_error=None if bound is None else bound / BOUND_TO_MEAN[recipe.rounding],
         damping=None if factor is None else factor.damping,
-        bound_holds=_holds(errors.rounding, bound),
+        bound_holds=bound_holds(errors.rounding, bound),
     )
 
 
-def worst_case(weight: Weight, factor: Factor, stochastic: bool = False) -> float:
+def worst_case(weight: Weight, factor: Factor, rounding: str) -> float:
     """The bound of Theorem 5 from the stored scales: 1/4 sum_t D_t s_t^2 over all rows, or without the 1/4.
 
     Args:
         weight: as stored.
         factor: of the damped Hessian; a Huffman-coded weight is bounded on its reduced basis if it has one.
-        stochastic: whether rounding was, with errors of up to a whole step.
+        rounding: of the recipe; only nearest stays within half a step.
     """
-    share = 1.0 if stochastic else 0.25
+    share = 0.25 if rounding == "nearest" else 1.0
     if isinstance(weight, HuffmanWeight):
         lattice = factor if factor.reduction is None else factor.reduction.factor
         return share * weight.shape[0] * float(weight.scale.double().square() * lattice.diagonal.sum().cpu())
@@ -157,7 +156,7 @@ def _measured_on_loss(
         bound=bound,
         expected_error=expected_error(rows, cols, inputs, outputs) * statistics.tokens,
         damping=inputs.factor.damping,
-        bound_holds=_holds(loss, worst) if bounded else _holds(error, bound),
+        bound_holds=bound_holds(loss, worst) if bounded else bound_holds(error, bound),
         loss=loss,
         loss_bound=worst if bounded else None,
     )
@@ -172,5 +171,6 @@ def _worst_loss(rows: torch.Tensor, cols: torch.Tensor, inputs: InputLattice, ou
     return total * float(inputs.factor.diagonal @ cols[inputs.factor.order]) / 8
 
 
-def _holds(found: float | None, bound: float | None) -> bool | None:
+def bound_holds(found: float | None, bound: float | None) -> bool | None:
+    """Whether what was found is below its bound; None if there is none."""
     return None if found is None or bound is None else found <= bound * (1 + BOUND_SLACK)

@@ -1,4 +1,4 @@
-"""K-best nearest plane: K = 1 is nearest plane, all survivors is the closest point, and the bound holds between them."""
+"""K-best nearest plane: K = 1 is nearest plane, all survivors is the closest point, and the bound holds between."""
 
 import itertools
 

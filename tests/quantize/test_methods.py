@@ -177,7 +177,7 @@ def test_bfloat16_parameters_are_taken_and_left_alone():
 def test_odd_shapes(method, shape):
     weight, inputs = layer(*shape)
     inputs[:, shape[1] // 2] = 1.0
-    recipe = dataclasses.replace(RECIPES[method], **({} if "h" in method else {"group_size": -1}))
+    recipe = dataclasses.replace(RECIPES[method], **({} if RECIPES[method].target_bits else {"group_size": -1}))
     if recipe.target_bits:
         recipe = dataclasses.replace(recipe, target_bits=12.0)
     result = quantize_layer(weight, inputs.T @ inputs, recipe)

@@ -12,8 +12,17 @@ from vllm_latq.quantize.recipe import METHODS, Recipe
 
 GOOD = {
     "rtn": {"bits": 3, "group_size": 64, "scales": "absmax"},
-    "gptq": {"bits": 2, "group_size": -1, "order": "min-pivot", "damping": 0.1, "block_size": 32, "target": "original",
-        "scales": "signed", "beam": 2, "sweeps": 3},
+    "gptq": {
+        "bits": 2,
+        "group_size": -1,
+        "order": "min-pivot",
+        "damping": 0.1,
+        "block_size": 32,
+        "target": "original",
+        "scales": "signed",
+        "beam": 2,
+        "sweeps": 3,
+    },
     "ssqr": {
         "bits": 8,
         "outlier_rate": 0.5,
