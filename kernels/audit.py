@@ -16,11 +16,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from vllm_latq.kernels.chunks import LANES
 from vllm_latq.kernels.configs import SIMT, TABLE, DecodeConfig, max_decode_rows
 from vllm_latq.kernels.dequantize import SLICE_SLOTS, dequantize_tiles, scatter_outliers
 from vllm_latq.kernels.errors import require
-from vllm_latq.kernels.huffman import LANES, huffman_chunks
-from vllm_latq.kernels.rans import LANES as RANS_LANES
+from vllm_latq.kernels.huffman import huffman_chunks
 from vllm_latq.kernels.rans import rans_chunks
 from vllm_latq.kernels.sass import MachineCode, disassemble
 from vllm_latq.kernels.simt import ssqr_simt
@@ -31,7 +31,7 @@ BITS = (2, 3, 4, 8)
 _POINTERS = {
     "word_ptr": "*i32", "scale_ptr": "*i32", "flat_scale_ptr": "*fp32", "row_scale_ptr": "*fp32", "order_ptr": "*i32",
     "stream_ptr": "*i32", "table_ptr": "*i32", "start_ptr": "*i64", "used_ptr": "*i32", "z_ptr": "*i32",
-    "class_ptr": "*u8", "slot_ptr": "*i64", "row_class_ptr": "*i32", "column_class_ptr": "*i32", "state_ptr": "*i32",
+    "slot_ptr": "*i64", "row_class_ptr": "*i32", "column_class_ptr": "*i32", "state_ptr": "*i32",
     "entry_ptr": "*i32", "slice_ptr": "*i32", "partial_ptr": "*fp32", "ticket_ptr": "*i32",
 }  # fmt: skip
 # Every other argument is divisible by 16 in a real model.
@@ -138,8 +138,8 @@ def audit_dequantize(arch: str, bits: int) -> Audit:
 def audit_load_time(arch: str) -> Iterator[Audit]:
     """The kernels that handle no packed codes: outliers into dense weights, and entropy decoding."""
     yield _audit(scatter_outliers, arch, 0, 0, 16 * SLICE_SLOTS, {"HAS_ROW_SCALES": False, "SLOTS": SLICE_SLOTS}, 4)
-    yield _audit(huffman_chunks, arch, 0, 0, LANES, {"LANES": LANES, "CLASSES": 16}, 1)
-    yield _audit(rans_chunks, arch, 0, 0, RANS_LANES, {"LANES": RANS_LANES}, 1)
+    yield _audit(huffman_chunks, arch, 0, 0, LANES, {"LANES": LANES}, 1)
+    yield _audit(rans_chunks, arch, 0, 0, LANES, {"LANES": LANES}, 1)
 
 
 def audits(architectures: tuple[str, ...] = ARCHITECTURES, bits: tuple[int, ...] = BITS) -> Iterator[Audit]:

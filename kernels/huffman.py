@@ -1,11 +1,10 @@
 """Canonical Huffman decoding of integer weights, one lane per chunk, at load.
 
 The stream is cut into chunks of about 1024 weights that decode alone (their bit counts are stored), so a layer has as
-many independent lanes as chunks. A lane looks 15 bits ahead in the stream and reads symbol and length from the table of
-its current column's class:
+many independent lanes as chunks. A lane looks 15 bits ahead in the stream and reads symbol and length from a table:
 
     bit k of the stream is bit 31 - k % 32 of word k // 32
-    table int32 [classes, 2**15]: symbol index << 4 | code length; index n is ESCAPE: the next 32 bits are the integer
+    table int32 [2**15]: symbol index << 4 | code length; index n is ESCAPE: the next 32 bits are the integer
 
 Every stream address is masked, so a corrupt stream gives wrong bit counts, which are refused, and never a stray read.
 """
@@ -14,12 +13,11 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_latq.kernels.chunks import LANES, chunk_part, chunk_shape, chunk_starts
 from vllm_latq.kernels.errors import KernelInputError, require
 
 MAX_LENGTH = 15
 CHUNK_WEIGHTS = 1024
-MAX_CLASSES = 256  # column_class is a byte
-LANES = 32
 
 
 @triton.jit
@@ -33,19 +31,16 @@ def window(stream_ptr, bit, words, live):
 
 @triton.jit
 def huffman_chunks(
-    stream_ptr, table_ptr, class_ptr, start_ptr, used_ptr, z_ptr, words, chunks, col_blocks, rows, cols, chunk_rows,
-    chunk_cols, first_symbol, escape, LANES: tl.constexpr, CLASSES: tl.constexpr,
+    stream_ptr, table_ptr, start_ptr, used_ptr, z_ptr, words, chunks, col_blocks, rows, cols, chunk_rows, chunk_cols,
+    first_symbol, escape, LANES: tl.constexpr,
 ):  # fmt: skip
     """Grid (ceil(chunks / LANES),). Writes z int32 [rows, cols] and the bits each chunk used, int32 [chunks].
 
-    start_ptr: int64 [chunks], first bit of each chunk. class_ptr: uint8 [cols], read if CLASSES > 1.
+    start_ptr: int64 [chunks], first bit of each chunk.
     """
     chunk = tl.program_id(0) * LANES + tl.arange(0, LANES)
     live = chunk < chunks
-    row = (chunk // col_blocks) * chunk_rows
-    col = (chunk % col_blocks) * chunk_cols
-    width = tl.minimum(chunk_cols, cols - col)
-    count = tl.where(live, tl.minimum(chunk_rows, rows - row) * width, 0)
+    row, col, width, count = chunk_part(chunk, live, col_blocks, rows, cols, chunk_rows, chunk_cols)
     start = tl.load(start_ptr + chunk, mask=live, other=0)
     bit = start
     out = z_ptr + row.to(tl.int64) * cols + col
@@ -53,8 +48,6 @@ def huffman_chunks(
     for i in range(0, tl.max(count, 0)):
         more = i < count
         at = (window(stream_ptr, bit, words, more) >> 49).to(tl.int32)
-        if CLASSES > 1:
-            at += tl.load(class_ptr + col + along, mask=more, other=0).to(tl.int32) << 15
         entry = tl.load(table_ptr + at, mask=more, other=0)
         index = entry >> 4
         bit += (entry & 15).to(tl.int64)
@@ -70,32 +63,29 @@ def huffman_chunks(
 
 
 def lookup_table(code_lengths: torch.Tensor) -> torch.Tensor:
-    """int32 [classes, 2**15]: symbol index << 4 | length, for each value of the next 15 bits.
+    """int32 [2**15]: symbol index << 4 | length, for each value of the next 15 bits.
 
     Canonical codes in order (shorter first, then by index) cover the values from 0 up, each a run of 2^(15 - length);
     values that no code covers get 0.
     """
     lengths = code_lengths.to(torch.int64)
-    require(lengths.ndim == 2 and 0 < lengths.shape[0] <= MAX_CLASSES, "code_lengths", "uint8 [classes, symbols + 1]",
-            tuple(lengths.shape))  # fmt: skip
-    require(lengths.shape[1] <= 4097 and int(lengths.max()) <= MAX_LENGTH, "code_lengths",
-            f"at most 4097 lengths up to {MAX_LENGTH}", f"{lengths.shape[1]} up to {int(lengths.max())}")  # fmt: skip
-    entries = torch.zeros(lengths.shape[0], 1 << MAX_LENGTH, dtype=torch.int32, device=code_lengths.device)
-    for table, row in zip(entries, lengths, strict=True):
-        used = row.nonzero()[:, 0]
-        index = used[torch.argsort(row[used], stable=True)]
-        spans = 1 << (MAX_LENGTH - row[index])
-        total = int(spans.sum())
-        require(0 < total <= 1 << MAX_LENGTH, "code_lengths", "the lengths of a prefix code", row.tolist()[:8])
-        entry = (index << 4 | row[index]).to(torch.int32)
-        table[:total] = torch.repeat_interleave(entry, spans, output_size=total)
+    fit = lengths.ndim == 1 and 0 < lengths.numel() <= 4097 and int(lengths.max()) <= MAX_LENGTH
+    found = f"{tuple(lengths.shape)} up to {int(lengths.max()) if lengths.numel() else 0}"
+    require(fit, "code_lengths", f"at most 4097 lengths up to {MAX_LENGTH}", found)
+    used = lengths.nonzero()[:, 0]
+    index = used[torch.argsort(lengths[used], stable=True)]
+    spans = 1 << (MAX_LENGTH - lengths[index])
+    total = int(spans.sum())
+    require(0 < total <= 1 << MAX_LENGTH, "code_lengths", "the lengths of a prefix code", lengths.tolist()[:8])
+    entries = torch.zeros(1 << MAX_LENGTH, dtype=torch.int32, device=code_lengths.device)
+    entry = (index << 4 | lengths[index]).to(torch.int32)
+    entries[:total] = torch.repeat_interleave(entry, spans, output_size=total)
     return entries
 
 
 def launch_huffman(
     stream: torch.Tensor,
     table: torch.Tensor,
-    column_class: torch.Tensor | None,
     starts: torch.Tensor,
     used: torch.Tensor,
     z: torch.Tensor,
@@ -109,9 +99,8 @@ def launch_huffman(
     # Triton launches on the current device, which need not be the tensors'.
     with torch.cuda.device_of(stream):
         huffman_chunks[(-(-chunks // LANES),)](
-            stream, table, column_class, starts, used, z, stream.numel(), chunks, -(-cols // chunk_shape[1]), rows,
-            cols, chunk_shape[0], chunk_shape[1], first_symbol, escape, LANES=LANES, CLASSES=table.shape[0],
-            num_warps=1,
+            stream, table, starts, used, z, stream.numel(), chunks, -(-cols // chunk_shape[1]), rows, cols,
+            *chunk_shape, first_symbol, escape, LANES=LANES, num_warps=1,
         )  # fmt: skip
 
 
@@ -122,16 +111,14 @@ def decode_huffman(
     first_symbol: int,
     rows: int,
     cols: int,
-    column_class: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Integers of an entropy-coded layer, on the stream's device. Synchronises: for load time only.
 
     Args:
         stream: int32 [words].
         chunk_bits: uint16 [row blocks, column blocks], bits per chunk.
-        code_lengths: uint8 [classes, symbols + 1], the last for ESCAPE; 0 means unused.
-        first_symbol: integer that symbol 0 stands for, in every class.
-        column_class: uint8 [cols], the class of each column; None where there is one class.
+        code_lengths: uint8 [symbols + 1], the last for ESCAPE; 0 means unused.
+        first_symbol: integer that symbol 0 stands for.
 
     Returns:
         int32 [rows, cols].
@@ -139,29 +126,15 @@ def decode_huffman(
     Raises:
         KernelInputError: shapes that do not belong together, or a stream that does not decode to its bit counts.
     """
-    chunk_rows, chunk_cols = max(1, CHUNK_WEIGHTS // cols), min(cols, CHUNK_WEIGHTS)
-    grid = (-(-rows // chunk_rows), -(-cols // chunk_cols))
-    require(chunk_bits.shape == grid, "chunk_bits", f"{grid}", tuple(chunk_bits.shape))
-    bits = chunk_bits.flatten().to(torch.int64)
-    ends = bits.cumsum(0)
-    require(-(-int(ends[-1]) // 32) == stream.numel(), "stream", f"{-(-int(ends[-1]) // 32)} words", stream.numel())
-    classes = code_lengths.shape[0]
-    if column_class is None:
-        require(classes == 1, "column_class", f"the class of each column, for {classes} classes", "None")
-    else:
-        require(column_class.shape == (cols,) and column_class.dtype == torch.uint8, "column_class", f"uint8 {(cols,)}",
-                f"{column_class.dtype} {tuple(column_class.shape)}")  # fmt: skip
-        require(int(column_class.max()) < classes, "column_class", f"classes below {classes}", int(column_class.max()))
+    starts, bits = chunk_starts(chunk_bits, "chunk_bits", stream, 32, (rows, cols), CHUNK_WEIGHTS)
     used = torch.empty(bits.numel(), dtype=torch.int32, device=stream.device)
     z = torch.empty(rows, cols, dtype=torch.int32, device=stream.device)
-    escape = code_lengths.shape[1] - 1
-    table, shape = lookup_table(code_lengths), (chunk_rows, chunk_cols)
-    launch_huffman(stream, table, column_class, ends - bits, used, z, shape, first_symbol, escape)
+    shape, escape = chunk_shape(cols, CHUNK_WEIGHTS), code_lengths.numel() - 1
+    launch_huffman(stream, lookup_table(code_lengths), starts, used, z, shape, first_symbol, escape)
     wrong = (used != bits).nonzero()
     if wrong.numel():
         chunk = int(wrong[0])
-        begin = int(ends[chunk] - bits[chunk])
-        expected = f"chunk {chunk} to end at bit {int(ends[chunk])}"
+        expected = f"chunk {chunk} to end at bit {int(starts[chunk] + bits[chunk])}"
         hint = "The checkpoint is damaged: copy or download it again, or quantize again."
-        raise KernelInputError("stream", expected, f"bit {begin + int(used[chunk])}", hint)
+        raise KernelInputError("stream", expected, f"bit {int(starts[chunk] + used[chunk])}", hint)
     return z

@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_latq.kernels.chunks import LANES, chunk_part, chunk_shape, chunk_starts
 from vllm_latq.kernels.errors import require
 
 CHUNK_WEIGHTS = 4096
@@ -23,7 +24,6 @@ SLOTS = 4096
 STATE_LOW = 1 << 16
 STATE_WORDS = 2
 MAX_TABLES = 31
-LANES = 32
 
 
 @triton.jit
@@ -44,10 +44,7 @@ def rans_chunks(
     """
     chunk = tl.program_id(0) * LANES + tl.arange(0, LANES)
     live = chunk < chunks
-    row = (chunk // col_blocks) * chunk_rows
-    col = (chunk % col_blocks) * chunk_cols
-    width = tl.minimum(chunk_cols, cols - col)
-    count = tl.where(live, tl.minimum(chunk_rows, rows - row) * width, 0)
+    row, col, width, count = chunk_part(chunk, live, col_blocks, rows, cols, chunk_rows, chunk_cols)
     start = tl.load(start_ptr + chunk, mask=live, other=0)
     state = half_word(stream_ptr, start, words, live) | (half_word(stream_ptr, start + 1, words, live) << 16)
     at = start + 2
@@ -124,10 +121,12 @@ def launch_rans(
     """Run the kernel. Allocates nothing; arguments as in `rans_chunks`."""
     rows, cols = z.shape
     chunks = starts.numel()
-    rans_chunks[(-(-chunks // LANES),)](
-        stream, slots, row_class, column_class, starts, used, states, z, stream.numel(), slots.shape[0], chunks,
-        -(-cols // chunk_shape[1]), rows, cols, *chunk_shape, LANES=LANES, num_warps=1,
-    )  # fmt: skip
+    # Triton launches on the current device, which need not be the tensors'.
+    with torch.cuda.device_of(stream):
+        rans_chunks[(-(-chunks // LANES),)](
+            stream, slots, row_class, column_class, starts, used, states, z, stream.numel(), slots.shape[0], chunks,
+            -(-cols // chunk_shape[1]), rows, cols, *chunk_shape, LANES=LANES, num_warps=1,
+        )  # fmt: skip
 
 
 def decode_rans(
@@ -155,19 +154,14 @@ def decode_rans(
         KernelInputError: shapes that do not belong together, or a chunk that does not end in the state it began with.
     """
     rows, cols = row_class.numel(), column_class.numel()
-    chunk_rows, chunk_cols = max(1, CHUNK_WEIGHTS // cols), min(cols, CHUNK_WEIGHTS)
-    grid = (-(-rows // chunk_rows), -(-cols // chunk_cols))
-    require(chunk_words.shape == grid, "chunk_words", f"{grid}", tuple(chunk_words.shape))
     slots = slot_table(table_ranges, frequencies)
     highest = int(row_class.max()) + int(column_class.max())
     require(highest < slots.shape[0], "row_class", f"sums of classes below {slots.shape[0]}", highest)
-    words = chunk_words.flatten().to(torch.int64)
-    ends = words.cumsum(0)
-    require(-(-int(ends[-1]) // 2) == stream.numel(), "stream", f"{-(-int(ends[-1]) // 2)} words", stream.numel())
+    starts, words = chunk_starts(chunk_words, "chunk_words", stream, 2, (rows, cols), CHUNK_WEIGHTS)
     used, states = (torch.empty(words.numel(), dtype=torch.int32, device=stream.device) for _ in range(2))
     z = torch.empty(rows, cols, dtype=torch.int32, device=stream.device)
     classes = row_class.to(torch.int32), column_class.to(torch.int32)
-    launch_rans(stream, slots, *classes, ends - words, used, states, z, (chunk_rows, chunk_cols))
+    launch_rans(stream, slots, *classes, starts, used, states, z, chunk_shape(cols, CHUNK_WEIGHTS))
     wrong = ((used != words) | (states != STATE_LOW)).nonzero()
     require(not wrong.numel(), "stream", "every chunk to end after its words in the state it began with",
             f"chunk {int(wrong[0]) if wrong.numel() else 0} elsewhere", "The checkpoint is corrupt.")  # fmt: skip

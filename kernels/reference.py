@@ -54,10 +54,9 @@ def huffman_reference(
     first_symbol: int,
     rows: int,
     cols: int,
-    column_class: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Integers int32 [rows, cols] of an entropy-coded layer, read bit by bit; arguments as for `decode_huffman`."""
-    meanings = [canonical_codes(lengths) for lengths in code_lengths.tolist()]
+    meaning = canonical_codes(code_lengths.tolist())
     bits = "".join(format(word & 0xFFFFFFFF, "032b") for word in stream.tolist())
     chunk_rows, chunk_cols = max(1, 1024 // cols), min(cols, 1024)
     z = torch.zeros(rows, cols, dtype=torch.int32)
@@ -67,13 +66,12 @@ def huffman_reference(
             end = position + int(chunk_bits[block_row, block_col])
             for row in range(block_row * chunk_rows, min((block_row + 1) * chunk_rows, rows)):
                 for col in range(block_col * chunk_cols, min((block_col + 1) * chunk_cols, cols)):
-                    meaning = meanings[0 if column_class is None else int(column_class[col])]
                     length = 1
                     while (length, int(bits[position : position + length], 2)) not in meaning:
                         length += 1
                     index = meaning[length, int(bits[position : position + length], 2)]
                     position += length
-                    if index == code_lengths.shape[1] - 1:
+                    if index == code_lengths.numel() - 1:
                         raw = int(bits[position : position + 32], 2)
                         z[row, col] = raw - (raw >> 31 << 32)
                         position += 32

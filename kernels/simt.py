@@ -25,6 +25,7 @@ from vllm_latq.kernels.fields import (
     words_of,
 )
 from vllm_latq.kernels.ssqr import add_parts, outlier_tile, store_rows
+from vllm_latq.kernels.tiles import load_planes, load_scale, tile_scale_pairs, tile_words
 from vllm_latq.kernels.unpack import mask_or, shifted
 from vllm_latq.kernels.weight import KernelWeight
 
@@ -78,29 +79,21 @@ def ssqr_simt(
 ):  # fmt: skip
     """Grid (padded rows / BLOCK_N, parts). x is [M, superblocks * 256], zero in the padding."""
     tile, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    PLANES: tl.constexpr = planes_of(BITS)
     WORDS: tl.constexpr = words_of(BITS)
-    PLANE: tl.constexpr = 64 * WORDS
     SIZE: tl.constexpr = 128 if GROUP == -1 else GROUP
     PER_GROUP: tl.constexpr = SIZE // (2 * WORDS)  # fields in a group
-    PAIRS: tl.constexpr = 128 // SIZE
     rn = tl.arange(0, BLOCK_N)
     rm = tl.arange(0, ROWS)
     rw = tl.arange(0, WORDS)
     begin = part * supers_per_part
     end = min(begin + supers_per_part, supers)
-    block = (tile * (BLOCK_N // 64)).to(tl.int64) * supers + begin
-    words = word_ptr + block * (PLANES * PLANE)
-    words += ((rn // 64) * (supers * PLANES * PLANE) + (rn % 64) * WORDS)[:, None] + rw[None, :]
+    words = tile_words(word_ptr, tile, supers, begin, BITS, BLOCK_N)
     if GROUP != -1:
-        pairs = scale_ptr + block * (PAIRS * 64) + (rn // 64) * (supers * PAIRS * 64) + rn % 64
+        pairs = tile_scale_pairs(scale_ptr, tile, supers, begin, GROUP, BLOCK_N)
     live = (rm < M)[None, :] & (rw >= 0)[:, None]
     acc = tl.zeros((BLOCK_N, WORDS, ROWS), tl.float32)
     for sb in tl.range(begin, end, num_stages=STAGES):
-        a = tl.load(words, eviction_policy="evict_first")
-        b = tl.load(words + PLANE, eviction_policy="evict_first") if PLANES > 1 else a
-        c = tl.load(words + 2 * PLANE, eviction_policy="evict_first") if PLANES > 2 else a
-        d = tl.load(words + 3 * PLANE, eviction_policy="evict_first") if PLANES > 3 else a
+        a, b, c, d = load_planes(words, BITS)
         at = (sb * 256 + 2 * rw)[:, None] + rm[None, :] * stride_xm
         for i in tl.static_range(256 // SIZE):
             p = tl.zeros((BLOCK_N, WORDS, ROWS), tl.float32)
@@ -113,12 +106,10 @@ def ssqr_simt(
             if GROUP == -1:
                 acc += p
             else:
-                pair = tl.load(pairs + (i // 2) * 64)
-                scale = (pair << 16) if i % 2 == 0 else (pair & -65536)
-                acc += p * scale.to(tl.float32, bitcast=True)[:, None, None]
-        words += PLANES * PLANE
+                acc += p * load_scale(pairs, i)[:, None, None]
+        words += planes_of(BITS) * 64 * WORDS
         if GROUP != -1:
-            pairs += PAIRS * 64
+            pairs += 64 * (128 // GROUP)
     total = tl.sum(acc, 1)
     if HAS_FLAT_SCALES:
         total *= tl.load(flat_scale_ptr + tile * BLOCK_N + rn)[:, None]

@@ -19,6 +19,7 @@ import triton.language as tl
 
 from vllm_latq.kernels.configs import DecodeConfig
 from vllm_latq.kernels.fields import planes_of, words_of
+from vllm_latq.kernels.tiles import load_planes, load_scale, tile_scale_pairs, tile_words
 from vllm_latq.kernels.unpack import below, bias_piece, floats_piece, upper_rows
 from vllm_latq.kernels.weight import KernelWeight
 
@@ -156,29 +157,19 @@ def ssqr_tensor_core(
     tile, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     HALF: tl.constexpr = x_ptr.dtype.element_ty == tl.float16
     SIZE: tl.constexpr = 128 if GROUP == -1 else GROUP
-    PLANES: tl.constexpr = planes_of(BITS)
-    WORDS: tl.constexpr = words_of(BITS)
-    PLANE: tl.constexpr = 64 * WORDS
-    PAIRS: tl.constexpr = 128 // SIZE
     rn = tl.arange(0, BLOCK_N)
     rm = tl.arange(0, BLOCK_M)
     rk = tl.arange(0, SIZE)
-    rw = tl.arange(0, WORDS)
     begin = part * supers_per_part
     end = min(begin + supers_per_part, supers)
-    block = (tile * (BLOCK_N // 64)).to(tl.int64) * supers + begin
-    words = word_ptr + block * (PLANES * PLANE)
-    words += ((rn // 64) * (supers * PLANES * PLANE) + (rn % 64) * WORDS)[:, None] + rw[None, :]
+    words = tile_words(word_ptr, tile, supers, begin, BITS, BLOCK_N)
     if GROUP != -1:
-        pairs = scale_ptr + block * (PAIRS * 64) + (rn // 64) * (supers * PAIRS * 64) + rn % 64
+        pairs = tile_scale_pairs(scale_ptr, tile, supers, begin, GROUP, BLOCK_N)
     xs = x_ptr + begin * 256 + rm[None, :] * stride_xm + rk[:, None]
     live = (rm < M)[None, :] & (rk >= 0)[:, None]
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for sb in tl.range(begin, end, num_stages=STAGES):
-        a = tl.load(words, eviction_policy="evict_first")
-        b = tl.load(words + PLANE, eviction_policy="evict_first") if PLANES > 1 else a
-        c = tl.load(words + 2 * PLANE, eviction_policy="evict_first") if PLANES > 2 else a
-        d = tl.load(words + 3 * PLANE, eviction_policy="evict_first") if PLANES > 3 else a
+        a, b, c, d = load_planes(words, BITS)
         for i in tl.static_range(256 // SIZE):
             if EVEN_K:
                 x = tl.load(xs + i * SIZE, mask=live, other=0.0)
@@ -188,12 +179,10 @@ def ssqr_tensor_core(
             if GROUP == -1:
                 acc += p
             else:
-                pair = tl.load(pairs + (i // 2) * 64)
-                scale = (pair << 16) if i % 2 == 0 else (pair & -65536)
-                acc += p * scale.to(tl.float32, bitcast=True)[:, None]
-        words += PLANES * PLANE
+                acc += p * load_scale(pairs, i)[:, None]
+        words += planes_of(BITS) * 64 * words_of(BITS)
         if GROUP != -1:
-            pairs += PAIRS * 64
+            pairs += 64 * (128 // GROUP)
         xs += 256
     if HAS_FLAT_SCALES:
         acc *= tl.load(flat_scale_ptr + tile * BLOCK_N + rn)[:, None]

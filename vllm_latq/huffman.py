@@ -91,36 +91,6 @@ class HuffmanStream:
         """Everything stored: stream words, table with its first symbol, chunk lengths."""
         return 32 * self.stream.numel() + table_bits(len(self.table.lengths)) + 16 * self.chunk_bits.numel()
 
-    def decode(self) -> torch.Tensor:
-        """The integers, int32 [rows, cols], on the CPU. All chunks advance together, one symbol a step."""
-        rows, cols = self.shape
-        chunk_rows, chunk_cols = chunk_shape(cols)
-        row_blocks, col_blocks = grid_shape(self.shape)
-        ends = np.cumsum(self.chunk_bits.cpu().numpy().astype(np.int64).ravel())
-        position = ends - self.chunk_bits.cpu().numpy().astype(np.int64).ravel()
-        words = np.append(self.stream.cpu().numpy().view(np.uint32), np.zeros(3, np.uint32)).astype(np.uint64)
-        index, length = self.table.lookup()
-        widths = np.minimum(cols - np.arange(col_blocks) * chunk_cols, chunk_cols)
-        heights = np.minimum(rows - np.arange(row_blocks) * chunk_rows, chunk_rows)
-        counts = (heights[:, None] * widths[None, :]).ravel()
-        out = np.zeros((row_blocks * col_blocks, chunk_rows * chunk_cols), dtype=np.int32)
-        for step in range(out.shape[1]):
-            active = np.nonzero(step < counts)[0]
-            prefix = _peek(words, position[active], MAX_LENGTH)
-            symbol, used = index[prefix], length[prefix]
-            value = symbol + self.table.first_symbol
-            escaped = np.nonzero(symbol == self.table.escape)[0]
-            if escaped.size:
-                raw = _peek(words, position[active[escaped]] + used[escaped], ESCAPE_BITS)
-                value[escaped] = raw.astype(np.uint32).view(np.int32)
-                used[escaped] += ESCAPE_BITS
-            out[active, step] = value
-            # A corrupt stream must not walk out of bounds: clamp, and let the end check below refuse it.
-            position[active] = np.minimum(position[active] + used, 32 * len(words) - 96)
-        if not np.array_equal(position, ends):
-            raise ValueError("a chunk does not end where its length says")
-        return _unblock(out, counts, self.shape)
-
 
 def chunk_shape(cols: int) -> tuple[int, int]:
     """(chunk_rows, chunk_cols) for a matrix of `cols` columns."""
@@ -268,22 +238,6 @@ def _block(integers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     chunk = (row // chunk_rows) * col_blocks + col // max(chunk_cols, 1)
     order = np.argsort(chunk.ravel(), kind="stable")
     return integers.ravel()[order], chunk.ravel()[order]
-
-
-def _unblock(chunks: np.ndarray, counts: np.ndarray, shape: tuple[int, int]) -> torch.Tensor:
-    """Inverse of `_block` for decoded chunks int32 [n_chunks, capacity] of which the first counts[i] are valid."""
-    flat = chunks[np.arange(chunks.shape[1])[None, :] < counts[:, None]]
-    position, _ = _block(np.arange(shape[0] * shape[1], dtype=np.int64).reshape(shape))
-    out = np.empty(shape[0] * shape[1], dtype=np.int32)
-    out[position] = flat
-    return torch.from_numpy(out.reshape(shape))
-
-
-def _peek(words: np.ndarray, position: np.ndarray, bits: int) -> np.ndarray:
-    """The next `bits` (<= 32) bits of the stream at each bit position, right-aligned."""
-    word, offset = position >> 5, (position & 31).astype(np.uint64)
-    pair = (words[word] << np.uint64(32)) | words[word + 1]
-    return ((pair << offset) >> np.uint64(64 - bits)).astype(np.int64)
 
 
 def _put(words: np.ndarray, position: np.ndarray, value: np.ndarray, length: np.ndarray) -> None:

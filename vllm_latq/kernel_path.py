@@ -93,7 +93,7 @@ def decode_on_device(stream: HuffmanStream, where: str, device: torch.device) ->
     from vllm_latq.kernels.errors import KernelInputError
     from vllm_latq.kernels.huffman import decode_huffman
 
-    lengths = torch.from_numpy(stream.table.lengths).unsqueeze(0)
+    lengths = torch.from_numpy(stream.table.lengths)
     words, chunk_bits, lengths = (part.to(device) for part in (stream.stream, stream.chunk_bits, lengths))
     try:
         return decode_huffman(words, chunk_bits, lengths, stream.table.first_symbol, *stream.shape)
