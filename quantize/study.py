@@ -68,37 +68,46 @@ def recipes(bits: float, num_samples: int, seq_len: int) -> Iterator[tuple[str, 
     def make(method: str, **options: Any) -> Recipe:
         return Recipe(method, num_samples=num_samples, seq_len=seq_len, **options)
 
+    together: dict[str, Any] = {"order": "min-pivot", "scales": "signed", "beam": 4, "sweeps": 4}
     if bits in (2, 3, 4):
         width = int(bits)
         yield "rtn", make("rtn", bits=width)
         yield "gptq", make("gptq", bits=width)
         yield "gptq, min-pivot", make("gptq", bits=width, order="min-pivot")
-        yield "gptq, original target", make("gptq", bits=width, target="original")
+        yield "gptq, original target", make("gptq", bits=width, target="original", correction=0.5)
+        yield "gptq, signed scales", make("gptq", bits=width, scales="signed")
+        yield "gptq, 4 sweeps", make("gptq", bits=width, sweeps=4)
+        yield "gptq, beam of 4", make("gptq", bits=width, beam=4)
+        yield "gptq, all of these", make("gptq", bits=width, target="original", correction=0.5, **together)
         yield "ssqr 1%", make("ssqr", bits=width)
-        yield "ssqr 1%, original target", make("ssqr", bits=width, target="original")
+        yield "ssqr 1%, original target", make("ssqr", bits=width, target="original", correction=0.5)
         yield "ssqr 1%, by saving", make("ssqr", bits=width, outliers="saving")
+        yield "ssqr 1%, all of these", make("ssqr", bits=width, outliers="saving", **together)
     if bits > 1.3:
         yield "hrtn", make("hrtn", target_bits=bits)
         yield "hptq, natural order", make("hptq", target_bits=bits, order="natural")
         yield "hptq", make("hptq", target_bits=bits)
         yield "hptq, min-pivot", make("hptq", target_bits=bits, order="min-pivot")
-        yield "hptq, original target", make("hptq", target_bits=bits, target="original")
+        yield "hptq, original target", make("hptq", target_bits=bits, target="original", correction=0.5)
+        yield "hptq, LLL", make("hptq", target_bits=bits, reduction="lll")
+        yield "hptq, counting bits", make("hptq", target_bits=bits, rounding="rate")
+        yield "hptq, beam of 4", make("hptq", target_bits=bits, beam=4)
     yield "latq, nothing but rANS", make("latq", target_bits=bits, without=PARTS)
     for part in PARTS:
         others = tuple(other for other in PARTS if other != part)
         yield f"latq, only {part}", make("latq", target_bits=bits, without=others)
-    for part in PARTS:
-        yield f"latq without {part}", make("latq", target_bits=bits, without=(part,))
     yield "latq, min-pivot", make("latq", target_bits=bits, order="min-pivot")
     yield "latq", make("latq", target_bits=bits)
 
 
-def measure(name: str, recipe: Recipe, model: Path, calibration: str, text: str, seq_len: int, folder: Path) -> Row:
+def measure(name: str, recipe: Recipe, options: argparse.Namespace, folder: Path) -> Row:
     """Quantize into `folder`, which must not exist, and evaluate."""
+    model, windows = options.model, options.max_windows
     started = time.perf_counter()
-    report = quantize_checkpoint(recipe, model, folder, calibration=calibration)
+    report = quantize_checkpoint(recipe, model, folder, calibration=options.calibration)
     seconds = time.perf_counter() - started
-    result = evaluate(folder, text, seq_len=seq_len, baseline=str(model), batch_size=16, dtype="float32")
+    how = {"seq_len": options.seq_len, "batch_size": 16, "dtype": "float32", "max_windows": windows}
+    result = evaluate(folder, options.text, baseline=str(model), **how)
     assert result.kl is not None
     errors = [math.log2(max(layer["relative_error"], 1e-30)) for layer in report["layers"]]
     bits = report["totals"]["bits_per_weight"]
@@ -114,6 +123,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", help="rows to run, by the beginning of their names")
     parser.add_argument("--num-samples", type=int, default=256)
     parser.add_argument("--seq-len", type=int, default=256)
+    parser.add_argument("--max-windows", type=int, help="of the text, to evaluate on (default all)")
     parser.add_argument("-o", "--output", type=Path, help="JSON file, rewritten after each row")
     options = parser.parse_args()
     warnings.simplefilter("once")
@@ -125,15 +135,7 @@ def main() -> None:
                 continue
             with tempfile.TemporaryDirectory() as folder:
                 try:
-                    row = measure(
-                        name,
-                        recipe,
-                        options.model,
-                        options.calibration,
-                        options.text,
-                        options.seq_len,
-                        Path(folder) / "checkpoint",
-                    )
+                    row = measure(name, recipe, options, Path(folder) / "checkpoint")
                 except NumericalError as error:
                     print(f"{name}: {error}")
                     continue
