@@ -105,12 +105,22 @@ def test_openai_client(server: str, ssqr_checkpoint: Path, capsys: pytest.Captur
 
 
 @pytest.mark.engine
-def test_offline_batch(ssqr_checkpoint: Path) -> None:
+@pytest.mark.parametrize("processes", [1, 2])
+def test_offline_batch(processes: int, ssqr_checkpoint: Path) -> None:
+    """On one process, and tensor-parallel on two."""
     prompts = [PROMPT, "import os\n"]
     arguments = ["--prompt", prompts[0], "--prompt", prompts[1], "--max-tokens", "6", *SMALL]
+    binding = {"VLLM_CPU_OMP_THREADS_BIND": "|".join("0" * processes)}
     done = subprocess.run(
-        [sys.executable, str(EXAMPLES / "offline_batch.py"), str(ssqr_checkpoint), *arguments],
-        env=os.environ | ENVIRONMENT,
+        [
+            sys.executable,
+            str(EXAMPLES / "offline_batch.py"),
+            str(ssqr_checkpoint),
+            *arguments,
+            "--tensor-parallel-size",
+            str(processes),
+        ],
+        env=os.environ | ENVIRONMENT | binding,
         capture_output=True,
         text=True,
         timeout=START_SECONDS,
