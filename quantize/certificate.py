@@ -68,7 +68,7 @@ def verify_certificate(
         raise ConfigError("tolerance", "a number between 0 and 1", repr(tolerance))
     reader = CheckpointReader(checkpoint)
     recipe = Recipe.from_dict(reader.config.recipe)
-    decoder = Decoder(model, device or default_device())
+    decoder = Decoder(model, device or default_device(), recipe.compute_dtype)
     if calibration is None:
         raise ConfigError("calibration", "the calibration text of the checkpoint", "none", "Errors are measured on it.")
     samples = calibration_samples(decoder, recipe, calibration)

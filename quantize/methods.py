@@ -14,6 +14,7 @@ import torch
 from vllm_latq.errors import CalibrationError, ConfigError, NumericalError
 from vllm_latq.huffman import encode
 from vllm_latq.quantize.beam import plane_of_width
+from vllm_latq.quantize.fitted_scales import fitted_scales
 from vllm_latq.quantize.hptq import HPTQResult, hptq, hrtn
 from vllm_latq.quantize.lattice import Factor, damping_for_condition, factorize, require_finite
 from vllm_latq.quantize.recipe import Recipe
@@ -198,7 +199,10 @@ def _rtn(weight: torch.Tensor, _factor: Factor | None, recipe: Recipe, where: st
 
 def _gptq(weight: torch.Tensor, factor: Factor | None, recipe: Recipe, where: str) -> _Quantized:
     assert factor is not None
-    scales = group_scales(weight, recipe.bits, recipe.group_size, recipe.scales, where)
+    if recipe.scales == "fitted":
+        scales = fitted_scales(weight, factor, recipe.bits, recipe.group_size, recipe.block_size, where)
+    else:
+        scales = group_scales(weight, recipe.bits, recipe.group_size, recipe.scales, where)
     low, high = grid(recipe.bits)
     options = (recipe.block_size, recipe.group_size, where, recipe.rounding_seed(where))
     rounding = plane_of_width(recipe.beam)(weight, factor, scales, low, high, "clip", *options)

@@ -63,7 +63,7 @@ def quantize_checkpoint(
     world = World.join(chosen)
     emit = on_event if on_event and world.first else (lambda event: None)
     try:
-        decoder = Decoder(source, world.device(chosen))
+        decoder = Decoder(source, world.device(chosen), recipe.compute_dtype)
         return _quantize_checkpoint(recipe, decoder, Path(destination), calibration, resume, emit, world, offload)
     finally:
         world.leave()

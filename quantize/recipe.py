@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+import torch
+
 from vllm_latq.config import SUPPORTED_BITS, WHOLE_ROW, LayerScheme
 from vllm_latq.errors import ConfigError
 from vllm_latq.quantize.lattice import ORDERS
@@ -35,6 +37,7 @@ PARTS = ("allocation", "columns", "rows", "feedback", "rate-damping")
 METHODS = tuple(_UNUSED)
 HUFFMAN_METHODS = ("hptq", "hrtn")
 CODED_METHODS = (*HUFFMAN_METHODS, "latq")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 OUTLIER_CHOICES = ("overflow", "saving")
 MAX_OUTLIER_RATE = 0.5
 MAX_TARGET_BITS = 16.0
@@ -59,12 +62,16 @@ class Recipe:
         rounding: nearest; stochastic: up with the fractional part as probability, drawn from `seed` and the layer's
             name; or rate (hptq): what is cheapest in error and bits together.
         reduction: none or lll: hptq rounds on the reduced basis where that lowers the bound.
-        scales: absmax, mse, or signed (mse, with the sign that suits the group).
+        scales: absmax, mse, signed (mse, with the sign that suits the group), or for gptq fitted: signed, and to the
+            errors that the recursion makes with them.
         target: what a layer's output should be: quantized (of its own weights, on the inputs that the quantized prefix
             gives it) or original (of the original model).
         correction: share of the way to the corrected weights that target "original" goes, in (0, 1].
         num_samples: calibration sequences.
         seq_len: tokens in each.
+        dtype: that the model computes with while it is quantized, its weights included: auto (float32 on a CPU, the
+            model's own elsewhere), float32, bfloat16 or float16. Hessians are float32 sums, the algorithms compute
+            in float32 and float64, whatever it is.
         seed: picks the calibration sequences; of stochastic rounding.
         ignore: linears that stay unquantized, by name or ending.
         block_size: columns per lazy batch of the recursion; a matter of speed.
@@ -91,6 +98,7 @@ class Recipe:
     correction: float = 1.0
     num_samples: int = 256
     seq_len: int = 2048
+    dtype: str = "auto"
     seed: int = 0
     ignore: tuple[str, ...] = ("lm_head",)
     block_size: int = 128
@@ -105,8 +113,9 @@ class Recipe:
         _check_choice("order", self.order, ORDERS)
         _check_choice("reduction", self.reduction, REDUCTIONS)
         _check_choice("rounding", self.rounding, ROUNDINGS)
-        _check_choice("scales", self.scales, SCALE_METHODS)
+        _check_choice("scales", self.scales, (*SCALE_METHODS, "fitted") if self.method == "gptq" else SCALE_METHODS)
         _check_choice("target", self.target, TARGETS)
+        _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("outliers", self.outliers, OUTLIER_CHOICES)
         if type(self.bits) is not int or self.bits not in SUPPORTED_BITS:
             raise _error("bits", f"one of {', '.join(map(str, SUPPORTED_BITS))}", self.bits)
@@ -182,6 +191,14 @@ class Recipe:
                 count *= self.outlier_rate * rows * cols if size is None else size
             bits += 8 * spec.dtype.itemsize * count
         return bits
+
+    @property
+    def compute_dtype(self) -> torch.dtype | None:
+        """`dtype` for a `Decoder`, which chooses itself if this is None."""
+        if self.dtype == "auto":
+            return None
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
 
     @property
     def needs_calibration(self) -> bool:

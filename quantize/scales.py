@@ -26,7 +26,14 @@ def grid(bits: int) -> tuple[int, int]:
     return -(1 << (bits - 1)), (1 << (bits - 1)) - 1
 
 
-def group_scales(weight: torch.Tensor, bits: int, group_size: int, how: str = "mse", where: str = "") -> torch.Tensor:
+def group_scales(
+    weight: torch.Tensor,
+    bits: int,
+    group_size: int,
+    how: str = "mse",
+    where: str = "",
+    importance: torch.Tensor | None = None,
+) -> torch.Tensor:
     """One scale per row and group of input channels.
 
     absmax: s = max|w| / (2^(b-1) - 1). mse: that times the factor in (0.3, 1] which minimises the squared error of
@@ -39,6 +46,7 @@ def group_scales(weight: torch.Tensor, bits: int, group_size: int, how: str = "m
         group_size: input channels per group, a divisor of c; -1 for the whole row.
         how: one of SCALE_METHODS.
         where: name of the layer, for errors.
+        importance: weights of the columns' squared errors, non-negative [c]; None for equal ones.
 
     Returns:
         bfloat16 [r, groups], finite and not zero; positive unless signed.
@@ -50,24 +58,37 @@ def group_scales(weight: torch.Tensor, bits: int, group_size: int, how: str = "m
     groups = LayerScheme("packed", bits, group_size).groups(cols, where)
     if weight.numel() == 0:
         return torch.ones(rows, groups, dtype=SCALE_DTYPE, device=weight.device)
-    grouped = weight.reshape(rows * groups, cols // groups)
-    largest = grouped.abs().amax(1) / grid(bits)[1]
+    grouped = weight.reshape(rows, groups, cols // groups)
+    largest = grouped.abs().amax(2) / grid(bits)[1]
     if how == "absmax":
         scales = _storable(largest)
     else:
-        chunk = max(1, (_CPU_CHUNK if weight.device.type == "cpu" else _DEVICE_CHUNK) // grouped.shape[1])
+        chunk = max(1, (_CPU_CHUNK if weight.device.type == "cpu" else _DEVICE_CHUNK) // cols)
+        amplitudes = None if importance is None else importance.to(weight).sqrt().reshape(groups, -1)
         pieces = zip(grouped.split(chunk), largest.split(chunk), strict=True)
         signs = (1, -1) if how == "signed" else (1,)
-        scales = torch.cat([_best_shrink(piece, absmax, bits, signs) for piece, absmax in pieces])
+        scales = torch.cat([_best_shrink(piece, absmax, bits, signs, amplitudes) for piece, absmax in pieces])
     if not torch.isfinite(scales).all():
         raise NumericalError(
             where or "scales", "scales that bfloat16 can hold", f"weights up to {float(largest.max())}"
         )
-    return scales.reshape(rows, groups)
+    return scales
 
 
-def _best_shrink(grouped: torch.Tensor, absmax: torch.Tensor, bits: int, signs: tuple[int, ...]) -> torch.Tensor:
-    """bfloat16 [n] for weights [n, group] whose absmax scales are [n]."""
+def scaled(base: torch.Tensor, multiplier: float) -> torch.Tensor:
+    """Scales times a positive multiplier, rounded to bfloat16 as they will be stored, and kept from vanishing."""
+    scales = (base.abs().to(torch.float32) * multiplier).to(SCALE_DTYPE)
+    return scales.clamp(min=torch.finfo(SCALE_DTYPE).tiny).copysign(base)
+
+
+def _best_shrink(
+    grouped: torch.Tensor,
+    absmax: torch.Tensor,
+    bits: int,
+    signs: tuple[int, ...],
+    amplitudes: torch.Tensor | None,
+) -> torch.Tensor:
+    """bfloat16 [n, G] for weights [n, G, group] with absmax scales [n, G]; `amplitudes` [G, group] multiply errors."""
     low, high = grid(bits)
     best_scale, best_error = _storable(absmax), torch.full_like(absmax, torch.inf)
     rounded = torch.empty_like(grouped)
@@ -75,9 +96,11 @@ def _best_shrink(grouped: torch.Tensor, absmax: torch.Tensor, bits: int, signs: 
     for step, sign in product(range(SHRINK_STEPS, 0, -1), signs):
         factor = SMALLEST_SHRINK + (1 - SMALLEST_SHRINK) * step / SHRINK_STEPS
         candidate = sign * _storable(absmax * factor)
-        scale = candidate.to(grouped.dtype)[:, None]
+        scale = candidate.to(grouped.dtype)[..., None]
         torch.div(grouped, scale, out=rounded).round_().clamp_(low, high).mul_(scale).sub_(grouped)
-        error = torch.linalg.vector_norm(rounded, dim=1)
+        if amplitudes is not None:
+            rounded.mul_(amplitudes)
+        error = torch.linalg.vector_norm(rounded, dim=2)
         better = error < best_error
         best_scale = torch.where(better, candidate, best_scale)
         best_error = torch.where(better, error, best_error)

@@ -16,7 +16,7 @@ import torch
 from vllm_latq.quantize.beam import plane_of_width
 from vllm_latq.quantize.lattice import Factor
 from vllm_latq.quantize.rounding import Rounding, nearest_plane
-from vllm_latq.quantize.scales import SCALE_DTYPE, grid
+from vllm_latq.quantize.scales import grid, scaled
 from vllm_latq.quantize.search import Outcome, sample_rows, search_target
 
 # At 2 bits with strongly correlated inputs the outlier rate can stop falling as the scales grow, because their errors
@@ -88,7 +88,7 @@ def ssqr(
     low, high = grid(bits)
 
     def quantize(rows: Rows, octaves: float) -> Quantized:
-        scales = _scaled(base_scales[rows], 2.0**octaves)
+        scales = scaled(base_scales[rows], 2.0**octaves)
         part = weight[rows]
         return nearest_plane(part, factor, scales, low, high, "exact", block_size, group_size, where, seed), scales
 
@@ -129,7 +129,7 @@ def ssqr_by_saving(
     sample = sample_rows(weight)
 
     def search(rows: Rows, multiplier: float, start: float) -> Outcome[Quantized]:
-        scales = _scaled(base_scales[rows], 2.0**multiplier)
+        scales = scaled(base_scales[rows], 2.0**multiplier)
 
         def quantize(rows: Rows, octaves: float) -> Quantized:
             options = (block_size, group_size, where, seed, 2.0**octaves)
@@ -186,12 +186,6 @@ def _result(found: Outcome[Quantized], multiplier: float, outlier_rate: float) -
     rounding, scales = found.best.payload
     note = "" if found.met else f"outlier rate {rounding.outlier_rate:.4%}, the nearest found to {outlier_rate:.4%}"
     return SSQRResult(rounding, scales, multiplier, found.probes, note)
-
-
-def _scaled(base: torch.Tensor, multiplier: float) -> torch.Tensor:
-    """Scales times a multiplier, rounded to bfloat16 as they will be stored, and kept from vanishing."""
-    scaled = (base.abs().to(torch.float32) * multiplier).to(SCALE_DTYPE)
-    return scaled.clamp(min=torch.finfo(SCALE_DTYPE).tiny).copysign(base)
 
 
 def _tolerance(outlier_rate: float, weights: int) -> float:

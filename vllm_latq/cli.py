@@ -78,7 +78,7 @@ def _add_quantize(commands: Any) -> None:
     recipe.add_argument(
         "--reduction", choices=("none", "lll"), help="of the lattice before rounding (hptq; default none)"
     )
-    recipe.add_argument("--scales", choices=("absmax", "mse", "signed"), help="of the groups (default mse)")
+    recipe.add_argument("--scales", choices=("absmax", "mse", "signed", "fitted"), help="of the groups (default mse)")
     recipe.add_argument(
         "--target", choices=("quantized", "original"), help="whose layer outputs to match (default quantized)"
     )
@@ -90,6 +90,7 @@ def _add_quantize(commands: Any) -> None:
     recipe.add_argument("--without", nargs="+", help="parts of latq to switch off: allocation, columns, rows, ...")
     recipe.add_argument("--num-samples", type=int, help="calibration windows (default 256)")
     recipe.add_argument("--seq-len", type=int, help="tokens per calibration window (default 2048)")
+    recipe.add_argument("--dtype", help="of the model meanwhile: auto (float32 on a CPU), float32, bfloat16, float16")
     recipe.add_argument("--seed", type=int, help="of the choice of windows and of stochastic rounding (default 0)")
     recipe.add_argument("--ignore", nargs="*", help="modules to leave unquantized (default lm_head)")
     command.add_argument("--calibration", help="text file, wikitext2, c4, or a hub dataset org/name[:config]")

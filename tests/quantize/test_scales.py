@@ -61,6 +61,27 @@ def test_mse_is_the_best_of_all_candidates(bits, rows, groups, group_size, seed)
         assert bool((found <= error * (1 + FLOAT32_TOLERANCE) + 1e-12).all())
 
 
+@pytest.mark.parametrize("bits", [2, 4])
+def test_importance_weighs_the_squared_errors(bits):
+    weight = weights(9, 60)
+    importance = torch.rand(60, generator=torch.Generator().manual_seed(1)).pow(4) * 100
+    found = group_scales(weight, bits, 20, importance=importance)
+    largest = weight.view(9, 3, 20).abs().amax(-1) / grid(bits)[1]
+
+    def error(scales: torch.Tensor) -> torch.Tensor:
+        steps = scales.double().unsqueeze(-1)
+        grouped = weight.double().view(9, 3, 20)
+        wrong = (grouped / steps).round().clamp(*grid(bits)) * steps - grouped
+        return (wrong.square() * importance.double().view(3, 20)).sum(-1)
+
+    for step in range(1, SHRINK_STEPS + 1):
+        candidate = (largest * (SMALLEST_SHRINK + (1 - SMALLEST_SHRINK) * step / SHRINK_STEPS)).to(torch.bfloat16)
+        assert bool((error(found) <= error(candidate) * (1 + FLOAT32_TOLERANCE)).all())
+    assert torch.equal(
+        group_scales(weight, bits, 20, importance=torch.full((60,), 4.0)), group_scales(weight, bits, 20)
+    )
+
+
 def test_rows_do_not_influence_each_other():
     # More rows than one chunk of the search holds.
     weight = weights(600, 512)
