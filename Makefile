@@ -6,7 +6,7 @@ export HF_HUB_OFFLINE ?= 1
 export VLLM_NO_USAGE_STATS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: venv test lint demo fuzz clean
+.PHONY: venv test lint demo fuzz api clean
 
 # Seconds of coverage-guided fuzzing.
 FUZZ_SECONDS ?= 3600
@@ -35,6 +35,10 @@ fuzz: venv
 	$(BIN)/python -m pytest tests/test_fuzz.py --hypothesis-profile=fuzz
 	$(BIN)/python -m pip install --quiet 'atheris>=3'
 	$(BIN)/python tests/helpers/fuzz_coverage.py -max_total_time=$(FUZZ_SECONDS)
+
+# The API reference, from the docstrings: build/api/index.html.
+api: venv
+	$(BIN)/pdoc --output-directory build/api vllm_latq vllm_latq.quantize vllm_latq.kernels
 
 demo: venv
 	$(BIN)/python serving_examples/demo.py
