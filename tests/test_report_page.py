@@ -7,10 +7,12 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+import torch
 from tiny_checkpoints import SCHEMES, SHAPES, write_tiny_checkpoint
 
 from vllm_latq.cli import main
-from vllm_latq.report_page import report_page
+from vllm_latq.packed_weight import PackedWeight
+from vllm_latq.report_page import _view, report_page
 
 ATTACK = "</script><script>alert(1)</script><img src=x onerror=alert(2)>$\\frac{&quot;'"
 VOID = {"meta", "link", "img", "br"}
@@ -106,3 +108,9 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "expected a file that can be written" in capsys.readouterr().err
     shutil.rmtree(path)
     assert main(["report", str(path)]) == 1
+
+
+def test_negative_scales_are_counted_by_their_size() -> None:
+    scales = torch.tensor([[-0.25], [0.25]], dtype=torch.bfloat16)
+    weight = PackedWeight.from_integers(torch.zeros(2, 8, dtype=torch.int32), scales, 2, -1)
+    assert _view("mirrored", weight, None).scales.max() == 2

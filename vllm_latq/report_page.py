@@ -88,7 +88,7 @@ def _view(name: str, weight: Weight, measured: LayerReport | None) -> LayerView:
     bands = [band.mean() / cols if band.size else 0.0 for band in np.array_split(counts, ROW_BANDS)]
     stored = weight.to_tensors()
     values = [tensor.float().flatten() for suffix, tensor in stored.items() if "scale" in suffix]
-    log_scales = torch.cat(values).log2().clamp(SCALE_EDGES[0], SCALE_EDGES[-1]).numpy()
+    log_scales = torch.cat(values).abs().log2().clamp(SCALE_EDGES[0], SCALE_EDGES[-1]).numpy()
     return LayerView(
         name,
         (rows, cols),

@@ -47,7 +47,7 @@ class LayerView:
         bits: stored bits per weight, recounted.
         density: share of weights stored as outliers.
         row_density: the same in ROW_BANDS bands of consecutive rows, float [ROW_BANDS].
-        scales: histogram of log2(scale) over SCALE_EDGES, int [len(SCALE_EDGES) - 1].
+        scales: histogram of log2|scale| over SCALE_EDGES, int [len(SCALE_EDGES) - 1].
         measured: the record of the report.
     """
 
@@ -131,7 +131,7 @@ def _scales(layers: Sequence[LayerView]) -> str:
         return ""
     used = np.nonzero(total)[0]
     window = slice(max(used[0] - 1, 0), used[-1] + 2)
-    with _figure("log2 of the scale", "number of scales") as (axes, svg):
+    with _figure("log2 of the scale, without its sign", "number of scales") as (axes, svg):
         for kind, color in _colors(layers).items():
             counts = np.sum([layer.scales for layer in layers if layer.kind == kind], axis=0)
             edges = SCALE_EDGES[window.start : window.start + len(counts[window]) + 1]
