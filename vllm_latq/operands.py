@@ -4,7 +4,7 @@ Invariant: operands made with the capacity of earlier ones have their shapes, so
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,11 @@ class Operands:
     constants: dict[str, Any]
     capacity: int | None
 
+    @property
+    def operator(self) -> str:
+        """Name of the operator in `torch.ops.latq`; it takes x, the tensors and the constants in their order."""
+        return self.multiply.__name__
+
 
 def make_operands(weight: PackedWeight, dtype: torch.dtype, where: str, capacity: int | None = None) -> Operands:
     """Operands of a weight on its device.
@@ -62,3 +67,26 @@ def make_operands(weight: PackedWeight, dtype: torch.dtype, where: str, capacity
             raise CheckpointError(where, f"at most {capacity} outliers", str(nnz), hint)
     constants = {"bits": weight.bits, "group_size": weight.group_size, "cols": weight.cols}
     return Operands(ssqr_linear, weight_arguments(weight, capacity), constants, capacity)
+
+
+def stack_operands(operands: Sequence[Operands]) -> Operands:
+    """Operands of several weights of one scheme and shape, side by side.
+
+    Returns:
+        The same tensors with a leading dimension, one entry a weight. Outlier arrays are padded to one length with
+        zeros, which are what they hold behind their row pointers anyway.
+    """
+    first, capacities = operands[0], [part.capacity for part in operands if part.capacity is not None]
+    tensors = {name: _stack([part.tensors[name] for part in operands]) for name in first.tensors}
+    return Operands(first.multiply, tensors, first.constants, max(capacities, default=None))
+
+
+def _stack(tensors: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    present = [tensor for tensor in tensors if tensor is not None]
+    if not present:
+        return None
+    first, longest = present[0], max(len(tensor) for tensor in present)
+    stack = first.new_zeros((len(present), longest, *first.shape[1:]))
+    for entry, tensor in zip(stack, present, strict=True):
+        entry[: len(tensor)] = tensor
+    return stack

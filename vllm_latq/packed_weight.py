@@ -147,13 +147,14 @@ class PackedWeight:
         return cls(tensors["qweight"], scheme.bits, scheme.group_size, shape[1], tensors["scales"], None, outliers)
 
 
-def best_bits(integers: torch.Tensor) -> int:
-    """The inlier width in SUPPORTED_BITS that minimises b + 32 * overflow rate for int32 [rows, cols]."""
+def best_bits(*matrices: torch.Tensor) -> int:
+    """The inlier width in SUPPORTED_BITS that minimises b + 32 * overflow rate over integer matrices [rows, cols]."""
+    count = sum(integers.numel() for integers in matrices)
 
     def cost(bits: int) -> float:
         half = 1 << (bits - 1)
-        overflow = torch.count_nonzero(integers < -half) + torch.count_nonzero(integers >= half)
-        return bits + OUTLIER_BITS * float(overflow) / max(integers.numel(), 1)
+        overflow = sum(int(torch.count_nonzero((z < -half) | (z >= half))) for z in matrices)
+        return bits + OUTLIER_BITS * overflow / max(count, 1)
 
     return min(SUPPORTED_BITS, key=cost)
 

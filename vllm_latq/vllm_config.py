@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from vllm.config import get_current_vllm_config
+from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
@@ -13,10 +14,9 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm_latq.config import QUANT_METHOD, CheckpointConfig, LayerScheme
 from vllm_latq.errors import ConfigError, UnsupportedModelError
 from vllm_latq.vllm_linear import LatqLinearMethod
+from vllm_latq.vllm_moe import SHARDS, LatqMoEMethod, expert_leaves
 
 _PERMUTED_ON_LOAD = ("bloom", "falcon", "gpt_neox")
-# By name, because the class moved and was renamed between the supported vLLM releases.
-_MOE_LAYERS = {"FusedMoE", "RoutedExperts"}
 
 
 @register_quantization_config(QUANT_METHOD)
@@ -79,13 +79,9 @@ class LatqConfig(QuantizationConfig):
         if isinstance(layer, ParallelLMHead):
             scheme = None if _embeddings_are_tied() else self.checkpoint.scheme_for(prefix)
             return LatqLinearMethod(scheme, prefix, [prefix], self._recipe()) if scheme else None
-        if _MOE_LAYERS & {base.__name__ for base in type(layer).__mro__} and not self.checkpoint.is_ignored(prefix):
-            raise UnsupportedModelError(
-                prefix,
-                "a model without mixture-of-experts layers",
-                f"quantized experts ({type(layer).__name__})",
-                "latq does not quantize experts; name them in the checkpoint's `ignore` if they are stored dense.",
-            )
+        if isinstance(layer, RoutedExperts):
+            schemes = self._expert_schemes(layer, prefix)
+            return LatqMoEMethod(layer.moe_config, schemes, prefix, self._recipe()) if schemes else None
         return None
 
     def _recipe(self) -> dict[str, Any]:
@@ -96,6 +92,21 @@ class LatqConfig(QuantizationConfig):
         parent, _, leaf = prefix.rpartition(".")
         leaves = self.packed_modules_mapping.get(leaf, [leaf])
         return [f"{parent}.{name}" if parent else name for name in leaves]
+
+    def _expert_schemes(self, layer: RoutedExperts, prefix: str) -> dict[str, LayerScheme]:
+        """The scheme of each product, the same for all experts; empty if they are not quantized."""
+        if self.checkpoint.is_ignored(prefix):
+            return {}
+        leaves = expert_leaves(layer)
+        schemes = {}
+        for product, shards in SHARDS.items():
+            names = [f"{prefix}.{n}.{leaves[shard]}" for n in range(layer.global_num_experts) for shard in shards]
+            schemes[product] = self._common_scheme(prefix, names)
+        quantized = {product: scheme for product, scheme in schemes.items() if scheme}
+        if quantized and len(quantized) < len(schemes):
+            found = f"only {', '.join(leaves[shard] for product in quantized for shard in SHARDS[product])}"
+            raise ConfigError(prefix, "all matrices of its experts quantized, or none", found)
+        return quantized
 
     def _common_scheme(self, prefix: str, shards: list[str]) -> LayerScheme | None:
         schemes = {name: self.checkpoint.scheme_for(name) for name in shards}

@@ -1,7 +1,7 @@
 """The linear method: loads every encoding, cuts this rank's part, hands it to the operator of its device.
 
-    checkpoint tensors --CheckpointTensor--> whole shards on the CPU --validate, decode--> PackedWeight per shard
-        --cat_rows, take--> this rank's PackedWeight --make_operands--> parameters that the operator reads
+    checkpoint tensors --CheckpointTensor--> whole shards on the CPU --read_shard, decode, merge--> PackedWeight
+        --take--> this rank's PackedWeight --make_operands--> parameters that the operator reads
 
 Which rows a rank owns is not computed here: vLLM's own weight loader is run on an `arange` and says it, so merged
 layers, KV-head replication and vocabulary padding follow vLLM in every release.
@@ -24,19 +24,11 @@ from vllm_latq.config import LayerScheme
 from vllm_latq.dummy import dummy_weight
 from vllm_latq.errors import CheckpointError
 from vllm_latq.linear_op import scale_columns
+from vllm_latq.merging import Shard, decode, merge, read_shard
 from vllm_latq.operands import make_operands
-from vllm_latq.sharding import ZERO_ROW, cat_rows, check_groups, take
+from vllm_latq.sharding import ZERO_ROW, check_groups, take
 from vllm_latq.spec import SHAPE, tensor_specs
-from vllm_latq.validate import declared_shape
-from vllm_latq.weights import (
-    PackedWeight,
-    RansWeight,
-    Weight,
-    best_bits,
-    decode_checked,
-    pack_integers,
-    weight_from_tensors,
-)
+from vllm_latq.weights import PackedWeight
 
 COLUMN_SCALES = "column_scales"
 ShardId = Hashable  # None, "q"/"k"/"v", the index of a merged matrix, or a tuple of indices
@@ -55,16 +47,30 @@ class CheckpointTensor(BasevLLMParameter):
 
     def __init__(self, shards: int, dtype: torch.dtype) -> None:
         super().__init__(data=self.data, weight_loader=self.keep)
-        self.arrived: dict[ShardId, torch.Tensor] = {}
+        self.arrived: dict[Hashable, torch.Tensor] = {}
 
     @staticmethod
     def keep(param: Any, loaded_weight: torch.Tensor, loaded_shard_id: ShardId = None) -> None:
         """A vLLM weight loader; the names of its arguments are part of vLLM's interface."""
-        # vLLM's own online quantization keeps loaded tensors too, so its iterators do not reuse their memory.
-        param.arrived[loaded_shard_id] = loaded_weight.detach().to("cpu")
         shards = len(loaded_shard_id) if isinstance(loaded_shard_id, tuple) else 1
-        count = param.data.numel() if loaded_shard_id is None else shards
-        param.data[:count].copy_(torch.ones(count, dtype=param.dtype, device=param.device))
+        param.store(loaded_shard_id, loaded_weight, param.data.numel() if loaded_shard_id is None else shards)
+
+    def store(self, key: Hashable, tensor: torch.Tensor, shards: int) -> None:
+        """Keep a tensor that belongs to `shards` of the shards."""
+        # vLLM's own online quantization keeps loaded tensors too, so its iterators do not reuse their memory.
+        self.arrived[key] = tensor.detach().to("cpu")
+        self.data[:shards].copy_(torch.ones(shards, dtype=self.dtype, device=self.device))
+
+
+def collected(collectors: Mapping[str, CheckpointTensor]) -> dict[ShardId, dict[str, torch.Tensor]]:
+    """What has arrived, shard by shard: its tensors by the collectors' names. The collectors let go of it."""
+    shards: dict[ShardId, dict[str, torch.Tensor]] = {}
+    for suffix, collector in collectors.items():
+        for shard_id, tensor in collector.arrived.items():
+            shards.setdefault(shard_id, {})[suffix] = tensor
+        # vLLM keeps copies of the parameter for reloading, which share this dict.
+        collector.arrived.clear()
+    return shards
 
 
 @register_weight_loader_v2_supported_method
@@ -113,12 +119,7 @@ class LatqLinearMethod(LinearMethodBase):
         }
         if not collectors:
             return  # already processed
-        shards: dict[ShardId, dict[str, torch.Tensor]] = {}
-        for suffix, collector in collectors.items():
-            for shard_id, tensor in collector.arrived.items():
-                shards.setdefault(shard_id, {})[suffix] = tensor
-            # vLLM keeps copies of the parameter for reloading, which share this dict.
-            collector.arrived.clear()
+        shards = collected(collectors)
         device = collectors[SHAPE].device
         if shards or not self.dummy:
             weight = self._local_weight(layer, shards, device)
@@ -138,61 +139,18 @@ class LatqLinearMethod(LinearMethodBase):
     ) -> PackedWeight:
         """Validate the shards, merge them, and cut what this rank owns."""
         source = torch.full((self.rows,), ZERO_ROW, dtype=torch.int64, device="cpu")
-        weights: dict[ShardId, Weight] = {}
+        read: list[Shard] = []
         offset = 0
         for shard_id, tensors in shards.items():
-            weight = self._read_shard(shard_id, tensors)
+            name = self._shard_name(shard_id)
+            weight = read_shard(tensors, self.scheme, self.all_cols, name)
             owned = self._owned_rows(layer, shard_id, weight.shape[0])
             source = torch.where(owned >= 0, owned + offset, source)
             offset += weight.shape[0]
-            weights[shard_id] = weight
+            read.append((name, weight))
         self._check_complete(layer, source)
-        whole = cat_rows(self._as_packed(weights, device))
+        whole = merge(read, decode(read, device), device, self.bits)
         return take(whole, source.to(whole.qweight.device), self._owned_columns(layer), self.prefix)
-
-    def _read_shard(self, shard_id: ShardId, tensors: Mapping[str, torch.Tensor]) -> Weight:
-        where = self._shard_name(shard_id)
-        if SHAPE not in tensors:
-            hint = "The checkpoint is incomplete."
-            raise CheckpointError(f"{where}.{SHAPE}", "a tensor int32 (2)", "no such tensor", hint)
-        shape = declared_shape(tensors[SHAPE], where)
-        if shape[1] != self.all_cols:
-            hint = "config.json and the tensors are of different models."
-            raise CheckpointError(f"{where}.{SHAPE}", f"{self.all_cols} input channels", str(shape[1]), hint)
-        return weight_from_tensors(tensors, self.scheme, shape, where)
-
-    def _as_packed(self, weights: Mapping[ShardId, Weight], device: torch.device) -> list[PackedWeight]:
-        """Entropy-coded shards as inliers of one common width and overflow: the same integers, a scale for each row.
-
-        They are decoded on the layer's device, where that is many times quicker than on the CPU.
-        """
-        integers = {
-            shard_id: decode_checked(weight, self._shard_name(shard_id), device)
-            for shard_id, weight in weights.items()
-            if not isinstance(weight, PackedWeight)
-        }
-        columns = self._common_column_scales(weights)
-        columns = None if columns is None else columns.to(device)
-        if integers and self.bits is None:
-            self.bits = best_bits(torch.cat(list(integers.values())))
-        return [
-            weight
-            if isinstance(weight, PackedWeight)
-            else pack_integers(integers[shard_id], weight.row_scales.to(device), self.bits, columns)
-            for shard_id, weight in weights.items()
-        ]
-
-    def _common_column_scales(self, weights: Mapping[ShardId, Weight]) -> torch.Tensor | None:
-        """Column scales of the merged matrix, which multiply its one input; raises CheckpointError if they differ."""
-        (first, weight), *others = weights.items()
-        for shard_id, other in others:
-            if not isinstance(other, RansWeight) or not isinstance(weight, RansWeight):
-                continue
-            if not torch.equal(weight.column_exponents, other.column_exponents):
-                where = f"{self._shard_name(shard_id)}.column_exponents"
-                expected = f"those of {self._shard_name(first)}, with which it is one matrix"
-                raise CheckpointError(where, expected, "others", "Quantize with equal exponents for a shared input.")
-        return weight.column_scales
 
     def _owned_rows(self, layer: torch.nn.Module, shard_id: ShardId, checkpoint_rows: int) -> torch.Tensor:
         """For each row of this rank, the row of the checkpoint shard that belongs there, or ZERO_ROW; int64 [rows]."""

@@ -1,0 +1,171 @@
+"""The operator that runs the experts of a mixture on packed weights, on any device: `latq::experts`.
+
+    y[t] = sum over j of weights[t, j] * down_e(act(gate_e(x[t])) * up_e(x[t])),   e = ids[t, j]
+
+It multiplies expert by expert through the operator of a linear, `latq::ssqr_tiled` or `latq::ssqr_linear`. How many
+tokens an expert gets is known only when it runs, so a graph sees one opaque operator of fixed shapes.
+
+    outside of CUDA graphs    each expert multiplies its own tokens; how many these are is read back once a layer
+    inside, few tokens        every (token, expert) pair multiplies by a gathered copy of its expert
+    inside, more tokens       every expert multiplies all tokens, and what was not asked for is dropped
+
+Nothing is read back inside, at the price of work that a grouped kernel would not do: a gathered expert moves three
+times its bytes, and with `experts` / k times as many products the larger captured batches lose what sparsity saves.
+
+Invariant: an id outside [0, experts) stands for an expert of another rank, and adds nothing. Sums over experts are
+float32 and rounded once.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch.nn import functional
+
+from vllm_latq.linear_op import scale_columns
+from vllm_latq.operands import Operands
+
+# By vLLM's names for activations of a gated pair.
+ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+}
+# A gathered expert is read, written and read again.
+GATHER_COST = 3
+
+_SCHEMA = (
+    "(Tensor x, Tensor weights, Tensor ids, Tensor?[] gate_up, Tensor?[] down, int[] gate_up_constants, "
+    "int[] down_constants, str arch, str operator, str activation) -> Tensor"
+)
+Run = Callable[[torch.Tensor, int | torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class _Product:
+    """x [n, cols] times the transposed weight of one of the experts, as `Operands` give it to the operator.
+
+    Attributes:
+        operator: its name in the namespace `latq`; takes x, tensors and constants in this order.
+        column_scales: float32 [experts, cols], or None.
+        tensors: [experts, ...] each, or None.
+        constants: whole numbers, then the architecture for the operator that wants it.
+    """
+
+    operator: str
+    column_scales: torch.Tensor | None
+    tensors: list[torch.Tensor | None]
+    constants: list[int | str]
+
+    def __call__(self, x: torch.Tensor, expert: int | torch.Tensor) -> torch.Tensor:
+        x = scale_columns(x, _pick(self.column_scales, expert))
+        operator = getattr(torch.ops.latq, self.operator)
+        return operator(x, *(_pick(stack, expert) for stack in self.tensors), *self.constants)  # type: ignore[no-any-return]
+
+
+def _pick(stack: torch.Tensor | None, expert: int | torch.Tensor) -> torch.Tensor | None:
+    """A view of one expert's part for a number, a copy for an integer tensor [1] on the device."""
+    if stack is None or isinstance(expert, int):
+        return None if stack is None else stack[expert]
+    raw = stack.view(torch.int16) if stack.dtype == torch.uint16 else stack  # torch does not index unsigned integers
+    return raw.index_select(0, expert)[0].view(stack.dtype)
+
+
+def by_expert(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, experts: int, run: Run) -> torch.Tensor:
+    """Each expert on its own tokens: float32 [tokens, rows]. Reads back from the device how many each has."""
+    known = torch.where((ids >= 0) & (ids < experts), ids, experts).flatten()
+    order = known.argsort(stable=True)
+    counts = torch.bincount(known, minlength=experts + 1).tolist()
+    y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for expert, pairs in enumerate(order.split(counts)[:experts]):
+        if len(pairs):
+            tokens = pairs // ids.shape[1]
+            y.index_add_(0, tokens, run(x[tokens], expert) * weights.flatten()[pairs].unsqueeze(1).to(torch.float32))
+    return y
+
+
+def by_pair(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, experts: int, run: Run) -> torch.Tensor:
+    """Each (token, expert) pair alone, with sizes that depend on no id: float32 [tokens, rows]."""
+    pairs = ids.flatten().clamp(0, experts - 1).split(1)
+    outputs = [run(x[pair // ids.shape[1]].unsqueeze(0), expert) for pair, expert in enumerate(pairs)]
+    products = torch.cat(outputs).view(*ids.shape, -1) * weights.unsqueeze(2).to(torch.float32)
+    return products.masked_fill(((ids < 0) | (ids >= experts)).unsqueeze(2), 0).sum(1)
+
+
+def by_all(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, experts: int, run: Run) -> torch.Tensor:
+    """Each expert on all tokens, with sizes that depend on no id: float32 [tokens, rows]."""
+    y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for expert in range(experts):
+        asked = ids == expert
+        weight = weights.to(torch.float32).masked_fill(~asked, 0).sum(1, keepdim=True)
+        # Not weighed by zero: what nobody asked for may be infinite.
+        y += (run(x, expert) * weight).masked_fill(~asked.any(1, keepdim=True), 0)
+    return y
+
+
+torch.library.define("latq::experts", _SCHEMA)
+
+
+@torch.library.impl("latq::experts", "CompositeExplicitAutograd")
+def _experts(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    gate_up: list[torch.Tensor | None],
+    down: list[torch.Tensor | None],
+    gate_up_constants: list[int],
+    down_constants: list[int],
+    arch: str,
+    operator: str,
+    activation: str,
+) -> torch.Tensor:
+    text = [arch] if arch else []
+    first = _Product(operator, gate_up[0], gate_up[1:], [*gate_up_constants, *text])
+    second = _Product(operator, down[0], down[1:], [*down_constants, *text])
+
+    def run(tokens: torch.Tensor, expert: int | torch.Tensor) -> torch.Tensor:
+        gate, up = first(tokens, expert).chunk(2, dim=-1)
+        return second(ACTIVATIONS[activation](gate) * up, expert)
+
+    experts = next(len(stack) for stack in first.tensors if stack is not None)
+    way = by_expert
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        way = by_pair if GATHER_COST * ids.numel() < experts else by_all
+    return way(x, weights, ids, experts, run).to(x.dtype)
+
+
+@torch.library.register_fake("latq::experts")
+def _experts_fake(x: torch.Tensor, *arguments: object) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def expert_constants(gate_up: Operands, down: Operands, activation: str) -> tuple[list[int], list[int], str, str, str]:
+    """The last arguments of `run_experts`, from the operands of both stacks; `activation` is one of ACTIVATIONS."""
+    numbers = [[value for value in part.constants.values() if isinstance(value, int)] for part in (gate_up, down)]
+    return numbers[0], numbers[1], gate_up.constants.get("arch", ""), gate_up.operator, activation
+
+
+def run_experts(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    gate_up: list[torch.Tensor | None],
+    down: list[torch.Tensor | None],
+    *constants: list[int] | str,
+) -> torch.Tensor:
+    """The weighted sum of the chosen experts' outputs.
+
+    Args:
+        x: [tokens, hidden].
+        weights: [tokens, k], of the outputs.
+        ids: integers [tokens, k], the experts of each token.
+        gate_up: column scales, float32 [experts, hidden] or None, and the tensors of `stack_operands` for the matrices
+            [2 * intermediate, hidden], gate above up.
+        down: the same for the matrices [hidden, intermediate].
+        constants: from `expert_constants`.
+
+    Returns:
+        [tokens, hidden], dtype of x.
+    """
+    return torch.ops.latq.experts(x, weights, ids, gate_up, down, *constants)  # type: ignore[no-any-return]
