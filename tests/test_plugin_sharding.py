@@ -12,6 +12,7 @@ import torch
 import vllm.model_executor.layers.linear as vllm_linear_layers
 import vllm.model_executor.layers.vocab_parallel_embedding as vllm_vocab
 import vllm.model_executor.parameter as vllm_parameter
+from random_weights import RANS, random_weight
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
@@ -24,10 +25,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from vllm_latq.config import CheckpointConfig, LayerScheme
 from vllm_latq.errors import CheckpointError, UnsupportedShapeError
-from vllm_latq.huffman import encode
 from vllm_latq.linear_op import WEIGHT_ARGUMENTS, dequantize
 from vllm_latq.vllm_config import LatqConfig
-from vllm_latq.weights import HuffmanWeight, PackedWeight, RansWeight, Weight
 
 HIDDEN = 256
 VOCABULARY = 200  # vLLM pads it to 256, so that some rank owns padding
@@ -39,31 +38,9 @@ SCHEMES = {
     "packed8-plain": LayerScheme("packed", 8, 64, False),
     "huffman": LayerScheme("huffman"),
 }
-RANS = LayerScheme("rans")
 # Factors of columns are given to x instead of the weight: another rounding of each product.
 RANS_TOLERANCE = {"rtol": 1e-4, "atol": 1e-3}
 Shard = tuple[Any, int, int]  # shard id, rows and columns in the checkpoint
-
-
-def random_weight(scheme: LayerScheme, rows: int, cols: int, seed: int) -> Weight:
-    """Random weights with an empty and a full row of outliers."""
-    generator = torch.Generator().manual_seed(seed)
-    if scheme.encoding != "packed":
-        integers = (torch.randn(rows, cols, generator=generator) * 3).round().to(torch.int32)
-        integers[-1] = 100 + torch.arange(cols, dtype=torch.int32)
-        if scheme == RANS:
-            exponents = ((torch.arange(size) * 7 % 17 - 8).to(torch.int8) for size in (rows, cols))
-            return RansWeight.from_integers(integers, torch.rand(1, generator=generator) + 0.1, *exponents)
-        return HuffmanWeight(torch.rand(1, generator=generator) + 0.1, encode(integers))
-    half = 1 << (scheme.bits - 1)
-    integers = torch.randint(-half, half, (rows, cols), generator=generator, dtype=torch.int32)
-    scales = (torch.rand(rows, scheme.groups(cols), generator=generator) + 0.1).bfloat16()
-    if not scheme.outliers:
-        return PackedWeight.from_integers(integers, scales, scheme.bits, scheme.group_size)
-    mask = torch.rand(rows, cols, generator=generator) < 0.03
-    mask[0], mask[-1] = False, True
-    values = torch.randn(rows, cols, generator=generator)
-    return PackedWeight.from_integers(integers, scales, scheme.bits, scheme.group_size, mask, values)
 
 
 def quantization(scheme: LayerScheme) -> LatqConfig:

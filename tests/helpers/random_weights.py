@@ -1,0 +1,30 @@
+"""Random weights of any scheme, with the cases that cutting and decoding must get right."""
+
+import torch
+
+from vllm_latq.config import LayerScheme
+from vllm_latq.huffman import encode
+from vllm_latq.weights import HuffmanWeight, PackedWeight, RansWeight, Weight
+
+RANS = LayerScheme("rans")
+
+
+def random_weight(scheme: LayerScheme, rows: int, cols: int, seed: int) -> Weight:
+    """Random weights with an empty and a full row of outliers."""
+    generator = torch.Generator().manual_seed(seed)
+    if scheme.encoding != "packed":
+        integers = (torch.randn(rows, cols, generator=generator) * 3).round().to(torch.int32)
+        integers[-1] = 100 + torch.arange(cols, dtype=torch.int32)
+        if scheme == RANS:
+            exponents = ((torch.arange(size) * 7 % 17 - 8).to(torch.int8) for size in (rows, cols))
+            return RansWeight.from_integers(integers, torch.rand(1, generator=generator) + 0.1, *exponents)
+        return HuffmanWeight(torch.rand(1, generator=generator) + 0.1, encode(integers))
+    half = 1 << (scheme.bits - 1)
+    integers = torch.randint(-half, half, (rows, cols), generator=generator, dtype=torch.int32)
+    scales = (torch.rand(rows, scheme.groups(cols), generator=generator) + 0.1).bfloat16()
+    if not scheme.outliers:
+        return PackedWeight.from_integers(integers, scales, scheme.bits, scheme.group_size)
+    mask = torch.rand(rows, cols, generator=generator) < 0.03
+    mask[0], mask[-1] = False, True
+    values = torch.randn(rows, cols, generator=generator)
+    return PackedWeight.from_integers(integers, scales, scheme.bits, scheme.group_size, mask, values)

@@ -1,0 +1,169 @@
+"""`latq::experts` against plain dense experts, in each of its ways, and as one operator of a graph."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+import torch._dynamo.testing
+from random_weights import RANS, random_weight
+from torch.nn import functional
+
+from vllm_latq.config import LayerScheme
+from vllm_latq.expert_op import by_all, by_expert, by_pair, expert_constants, run_experts
+from vllm_latq.operands import make_operands, stack_operands
+from vllm_latq.packed_weight import PackedWeight
+from vllm_latq.weights import RansWeight
+
+EXPERTS, HIDDEN, INTERMEDIATE = 5, 96, 64
+SCHEMES = {
+    "packed3": LayerScheme("packed", 3, 32, True),
+    "packed4-plain": LayerScheme("packed", 4, -1, False),
+    "huffman": LayerScheme("huffman"),
+    "rans": RANS,
+}
+# Of the largest output: float32 sums in another order.
+TOLERANCE = 1e-5
+WAYS = [by_expert, by_pair, by_all]
+
+
+class Mixture:
+    """Random experts: operands for the operator, dense matrices for the reference."""
+
+    def __init__(self, scheme: LayerScheme, dtype: torch.dtype = torch.float32, activation: str = "silu") -> None:
+        self.dense: list[list[torch.Tensor]] = []
+        self.stacks, operands = [], []
+        for product, (rows, cols) in enumerate(((2 * INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE))):
+            packed = [self._packed(scheme, rows, cols, seed=10 * product + expert) for expert in range(EXPERTS)]
+            self.dense.append([weight.dequantize() for weight in packed])
+            stack = stack_operands([make_operands(weight, dtype, "experts") for weight in packed])
+            scales = [weight.column_scales for weight in packed if weight.column_scales is not None]
+            self.stacks.append([torch.stack(scales) if scales else None, *stack.tensors.values()])
+            operands.append(stack)
+        self.constants = expert_constants(*operands, activation)
+
+    @staticmethod
+    def _packed(scheme: LayerScheme, rows: int, cols: int, seed: int) -> PackedWeight:
+        weight = random_weight(scheme, rows, cols, seed)
+        if isinstance(weight, RansWeight):  # column scales that tell the experts apart
+            weight = replace(weight, column_exponents=weight.column_exponents + seed % 10)
+        return weight if isinstance(weight, PackedWeight) else weight.to_packed(3)
+
+    def __call__(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return run_experts(x, weights, ids, *self.stacks, *self.constants)
+
+    def run(self, x: torch.Tensor, expert: int | torch.Tensor) -> torch.Tensor:
+        """One dense expert."""
+        gate, up = functional.linear(x, self.dense[0][int(expert)]).chunk(2, -1)
+        return functional.linear(functional.silu(gate) * up, self.dense[1][int(expert)])
+
+    def reference(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        y = torch.zeros(x.shape)
+        for token, row in enumerate(ids.tolist()):
+            for slot, expert in enumerate(row):
+                if 0 <= expert < EXPERTS:
+                    y[token] += weights[token, slot] * self.run(x[token], expert)
+        return y
+
+
+@cache
+def mixture_of(scheme: str) -> Mixture:
+    return Mixture(SCHEMES[scheme])
+
+
+def routing(tokens: int, k: int, dtype: torch.dtype = torch.int32) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x, weights and ids; expert 3 gets nothing, and one expert of every third token is on another rank."""
+    generator = torch.Generator().manual_seed(tokens)
+    chosen = torch.tensor([0, 1, 2, 4])
+    ids = torch.stack([chosen[torch.randperm(4, generator=generator)[:k]] for _ in range(tokens)]).to(dtype)
+    ids[::3, 0] = -1
+    return torch.randn(tokens, HIDDEN, generator=generator), torch.rand(tokens, k, generator=generator), ids
+
+
+def assert_near(got: torch.Tensor, expected: torch.Tensor) -> None:
+    assert got.shape == expected.shape
+    assert (got - expected).abs().max() <= TOLERANCE * expected.abs().max()
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 33])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_equals_dense_experts(scheme: str, tokens: int) -> None:
+    mixture, arguments = mixture_of(scheme), routing(tokens, 2)
+    assert_near(mixture(*arguments), mixture.reference(*arguments))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("tokens", "k", "dtype"), [(1, 1, torch.int64), (4, 3, torch.int32)])
+def test_every_way_is_the_same_sum(way: Callable[..., torch.Tensor], tokens: int, k: int, dtype: torch.dtype) -> None:
+    mixture, arguments = mixture_of("packed3"), routing(tokens, k, dtype)
+    assert_near(way(*arguments, EXPERTS, mixture.run), mixture.reference(*arguments))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("way", ["by_pair", "by_all"])
+def test_ways_for_cuda_graphs_on_packed_experts(way: str, scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a capture chooses, with its gathered operands, run without one."""
+    from vllm_latq import expert_op
+
+    mixture, arguments = mixture_of(scheme), routing(3, 2)
+    monkeypatch.setattr(expert_op, "by_expert", getattr(expert_op, way))
+    assert_near(mixture(*arguments), mixture.reference(*arguments))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_infinite_outputs_of_experts_that_were_not_asked(way: Callable[..., torch.Tensor]) -> None:
+    x, weights, ids = routing(6, 2)
+
+    def run(tokens: torch.Tensor, expert: int | torch.Tensor) -> torch.Tensor:
+        return torch.full_like(tokens, float("inf")) if int(expert) == 3 else tokens
+
+    expected = x * (weights * (ids >= 0)).sum(1, keepdim=True)
+    torch.testing.assert_close(way(x, weights, ids, EXPERTS, run), expected)
+
+
+def test_no_token() -> None:
+    mixture = mixture_of("packed3")
+    empty = torch.zeros(0, 2)
+    assert mixture(torch.zeros(0, HIDDEN), empty, empty.int()).shape == (0, HIDDEN)
+
+
+def test_sums_are_rounded_once() -> None:
+    """bfloat16 activations: an output is the float32 sum of what the experts gave, rounded."""
+    mixture = Mixture(SCHEMES["packed3"], torch.bfloat16)
+    x, weights, ids = routing(7, 2)
+    one = [mixture(x.bfloat16(), torch.ones(7, 1), ids[:, slot : slot + 1]).float() for slot in range(2)]
+    expected = one[0] * weights[:, :1] + one[1] * weights[:, 1:]
+    torch.testing.assert_close(mixture(x.bfloat16(), weights, ids), expected.bfloat16(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("name", "function"), [("gelu", "none"), ("gelu_tanh", "tanh")])
+def test_activations(name: str, function: str) -> None:
+    mixture = Mixture(SCHEMES["packed4-plain"], activation=name)
+    x = routing(1, 1)[0]
+    gate, up = functional.linear(x, mixture.dense[0][2]).chunk(2, -1)
+    expected = functional.linear(functional.gelu(gate, approximate=function) * up, mixture.dense[1][2])
+    assert_near(mixture(x, torch.ones(1, 1), torch.tensor([[2]])), expected)
+
+
+@pytest.mark.parametrize("scheme", ["packed3", "rans"])
+def test_registration(scheme: str) -> None:
+    """Schema, fake implementation and dispatch agree (torch's own checks)."""
+    mixture = mixture_of(scheme)
+    torch.library.opcheck(
+        torch.ops.latq.experts.default,
+        (*routing(3, 2), *mixture.stacks, *mixture.constants),
+        test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"),
+    )
+
+
+def test_one_graph_for_all_numbers_of_tokens() -> None:
+    torch._dynamo.reset()
+    mixture, counter = mixture_of("packed3"), torch._dynamo.testing.CompileCounter()
+    compiled = torch.compile(lambda *inputs: mixture(*inputs) + 1, backend=counter, fullgraph=True)
+    for tokens in (4, 7, 9):
+        arguments = routing(tokens, 2)
+        for tensor in arguments:
+            torch._dynamo.mark_dynamic(tensor, 0)
+        torch.testing.assert_close(compiled(*arguments), mixture(*arguments) + 1, rtol=0, atol=0)
+    assert counter.frame_count == 1

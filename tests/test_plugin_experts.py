@@ -1,0 +1,263 @@
+"""vLLM's layer of routed experts, tensor and expert parallel: its loaded weights equal an unquantized layer's, exactly.
+
+No engine and no process group: rank and world size are patched, and an unquantized vLLM layer that loads the
+dequantized matrices by the same names is the oracle.
+"""
+
+from collections.abc import Callable
+from copy import deepcopy
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import vllm.model_executor.layers.fused_moe.config as moe_config
+import vllm.model_executor.parameter as vllm_parameter
+from random_weights import RANS, random_weight
+from torch.nn import functional
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.fused_moe import FusedMoEFactory, UnquantizedFusedMoEMethod
+
+from vllm_latq.config import CheckpointConfig, LayerScheme
+from vllm_latq.errors import CheckpointError, ConfigError, UnsupportedModelError, UnsupportedShapeError
+from vllm_latq.linear_op import WEIGHT_ARGUMENTS, dequantize
+from vllm_latq.vllm_config import LatqConfig
+from vllm_latq.weights import Weight
+
+EXPERTS, HIDDEN, INTERMEDIATE, TOP_K = 3, 96, 128, 2
+PREFIX = "model.layers.0.mlp.experts"
+LEAVES = {"gate_proj": (INTERMEDIATE, HIDDEN), "up_proj": (INTERMEDIATE, HIDDEN), "down_proj": (HIDDEN, INTERMEDIATE)}
+PACKED = LayerScheme("packed", 4, 32, True)
+SCHEMES = {
+    "packed4": PACKED,
+    "packed3-row": LayerScheme("packed", 3, -1, True),
+    "packed8-plain": LayerScheme("packed", 8, 32, False),
+    "huffman": LayerScheme("huffman"),
+    "rans": RANS,
+}
+RANKS = [(1, False), (2, False), (4, False), (2, True)]  # how many, and whether they share out experts or channels
+# Of the largest output: float32 sums in another order, and factors of columns given to x instead of the weight.
+TOLERANCE = 1e-5
+
+
+@pytest.fixture
+def rank_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    def pretend(rank: int) -> None:
+        for module in (moe_config, vllm_parameter):
+            monkeypatch.setattr(module, "get_tensor_model_parallel_rank", lambda: rank)
+        # Asked for by every parameter of vLLM; experts ask the layer's own configuration instead.
+        monkeypatch.setattr(vllm_parameter, "get_tensor_model_parallel_world_size", lambda: 1)
+
+    return pretend
+
+
+def build(quant: LatqConfig | None, size: int = 1, expert_parallel: bool = False, **options: Any) -> Any:
+    """The routed experts of a mixture on one of `size` ranks."""
+    config = VllmConfig()
+    config.parallel_config.enable_expert_parallel = expert_parallel
+    sizes = {"num_experts": EXPERTS, "top_k": TOP_K, "hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE}
+    parallel = {"tp_size": size, "dp_size": 1, "pcp_size": 1}
+    with set_current_vllm_config(config):
+        runner = FusedMoEFactory(
+            quant_config=quant, prefix=PREFIX, params_dtype=torch.float32, **sizes | parallel | options
+        )
+    return runner.routed_experts
+
+
+def quantization(scheme: LayerScheme, **fields: Any) -> LatqConfig:
+    return LatqConfig(CheckpointConfig(scheme, **fields))
+
+
+def checkpoint(scheme: LayerScheme) -> dict[str, Weight]:
+    """Every matrix of every expert by its name below the layer's."""
+    return dict(_checkpoint(scheme))
+
+
+@cache
+def _checkpoint(scheme: LayerScheme) -> dict[str, Weight]:
+    return {
+        f"{expert}.{leaf}": random_weight(scheme, *shape, seed=10 * expert + index)
+        for expert in range(EXPERTS)
+        for index, (leaf, shape) in enumerate(LEAVES.items())
+    }
+
+
+def load(layer: Any, weights: dict[str, Weight], skip: str = " ") -> None:
+    """Hand a layer its tensors as the engine does, from the last one to the first."""
+    stored = [(f"{name}.{key}", t) for name, weight in weights.items() for key, t in weight.to_tensors().items()]
+    assert list(layer.load_weights((name, t) for name, t in reversed(stored) if not name.startswith(skip)))
+
+
+def dense(layer: Any, product: str) -> torch.Tensor:
+    """The weights of all experts on this rank, [experts, rows, cols]."""
+    method = layer.quant_method
+    stacks = [getattr(layer, f"{product}_{name}") for name in WEIGHT_ARGUMENTS]
+    bits, cols = method.constants[0 if product == "w13" else 1][::2]
+    weights = [dequantize(*(None if s is None else s[e] for s in stacks), bits, cols) for e in range(len(stacks[0]))]
+    scales = getattr(layer, f"{product}_column_scales")
+    return torch.stack(weights) * (1 if scales is None else scales.unsqueeze(1))
+
+
+def product_of(x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> Any:
+    """Plain experts; ids below 0 are on other ranks."""
+    y = torch.zeros_like(x)
+    for token, slot in (ids >= 0).nonzero().tolist():
+        gate, up = functional.linear(x[token], w13[ids[token, slot]]).chunk(2)
+        y[token] += weights[token, slot] * functional.linear(functional.silu(gate) * up, w2[ids[token, slot]])
+    return y
+
+
+@pytest.mark.parametrize(
+    ("scheme", "size", "expert_parallel"),
+    [(scheme, *ranks) for scheme in SCHEMES for ranks in RANKS if scheme != "rans" or ranks[0] == 2],
+)
+def test_every_rank_gets_its_part(
+    scheme: str, size: int, expert_parallel: bool, rank_of: Callable[[int], None]
+) -> None:
+    weights, plain = checkpoint(SCHEMES[scheme]), {}
+    for name, weight in weights.items():
+        plain[f"{name}.weight"] = weight.dequantize()
+    x = torch.randn(7, HIDDEN, generator=torch.Generator().manual_seed(0))
+    ids = torch.stack([torch.randperm(EXPERTS)[:TOP_K] for _ in range(7)]).int()
+    router = torch.rand(7, TOP_K)
+    total = torch.zeros_like(x)
+    for rank in range(size):
+        rank_of(rank)
+        layer, oracle = build(quantization(SCHEMES[scheme]), size, expert_parallel), build(None, size, expert_parallel)
+        load(layer, weights)
+        list(oracle.load_weights(plain.items()))
+        layer.quant_method.process_weights_after_loading(layer)
+        assert len(oracle.w13_weight) == ((2 - rank) if expert_parallel else EXPERTS)
+        torch.testing.assert_close(dense(layer, "w13"), oracle.w13_weight.data, rtol=0, atol=0)
+        torch.testing.assert_close(dense(layer, "w2"), oracle.w2_weight.data, rtol=0, atol=0)
+        local = ids if oracle.expert_map is None else oracle.expert_map[ids.long()]
+        expected = product_of(x, oracle.w13_weight.data, oracle.w2_weight.data, router, local)
+        got = layer.quant_method.apply(layer, x, router, ids, None, None)
+        assert (got - expected).abs().max() <= TOLERANCE * expected.abs().max()
+        total += got
+    everything = [[plain[f"{e}.{leaf}.weight"] for e in range(EXPERTS)] for leaf in LEAVES]
+    gate, up, down = (torch.stack(matrices) for matrices in everything)
+    expected = product_of(x, torch.cat([gate, up], 1), down, router, ids)
+    assert (total - expected).abs().max() <= TOLERANCE * expected.abs().max()
+
+
+def test_decoded_experts_share_one_width(rank_of: Callable[[int], None]) -> None:
+    """Experts whose own best widths differ are stacked all the same."""
+    rank_of(0)
+    layer, weights = build(quantization(RANS)), checkpoint(RANS)
+    for leaf in LEAVES:
+        wide = weights[f"2.{leaf}"]
+        scaled = (wide.integers() * 9, wide.scale, wide.row_exponents, wide.column_exponents)
+        weights[f"2.{leaf}"] = type(wide).from_integers(*scaled)
+    load(layer, weights)
+    layer.quant_method.process_weights_after_loading(layer)
+    for leaf, matrix in zip(LEAVES, (*dense(layer, "w13")[2].chunk(2), dense(layer, "w2")[2]), strict=True):
+        torch.testing.assert_close(matrix, weights[f"2.{leaf}"].dequantize(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("skip", "message"),
+    [
+        ("1.up_proj.outlier_col_idx", r"experts\.1\.up_proj\.outlier_col_idx: .*found no such tensor"),
+        ("1.down_proj.weight_shape", r"experts\.1\.down_proj\.weight_shape: .*found no such tensor"),
+        ("2.gate_proj", r"experts\.2\.gate_proj: expected tensors weight_shape, qweight, .*found none of them"),
+    ],
+)
+def test_what_is_missing_is_named(skip: str, message: str, rank_of: Callable[[int], None]) -> None:
+    rank_of(0)
+    layer = build(quantization(PACKED))
+    load(layer, checkpoint(PACKED), skip)
+    with pytest.raises(CheckpointError, match=message):
+        layer.quant_method.process_weights_after_loading(layer)
+
+
+def test_damaged_tensor_is_refused(rank_of: Callable[[int], None]) -> None:
+    rank_of(0)
+    layer, weights = build(quantization(PACKED)), deepcopy(checkpoint(PACKED))
+    weights["2.down_proj"].outliers.col_idx[0] = INTERMEDIATE
+    load(layer, weights)
+    with pytest.raises(CheckpointError, match=r"experts\.2\.down_proj\.outlier_col_idx: expected columns in"):
+        layer.quant_method.process_weights_after_loading(layer)
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"), [((INTERMEDIATE, 64), "96 input channels"), ((64, HIDDEN), "128 output channels")]
+)
+def test_shapes_of_another_model_are_refused(
+    shape: tuple[int, int], expected: str, rank_of: Callable[[int], None]
+) -> None:
+    rank_of(0)
+    layer, weights = build(quantization(PACKED)), checkpoint(PACKED)
+    weights["0.up_proj"] = random_weight(PACKED, *shape, 0)
+    load(layer, weights)
+    with pytest.raises(CheckpointError, match=rf"experts\.0\.up_proj\.weight_shape: expected {expected}"):
+        layer.quant_method.process_weights_after_loading(layer)
+
+
+def test_group_cut_by_tensor_parallelism_is_refused(rank_of: Callable[[int], None]) -> None:
+    """The groups of gate and up lie along the hidden channels, which no rank cuts."""
+    rank_of(1)
+    scheme = LayerScheme("packed", 4, 128, True)
+    with pytest.raises(UnsupportedShapeError, match=r"experts\.\*\.down_proj: expected input channels per rank in"):
+        build(quantization(scheme), 4, hidden_size=128)
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        ({"activation": "swigluoai"}, "the activation swigluoai"),
+        ({"has_bias": True}, "biases"),
+        ({"swiglu_limit": 7.0}, "a limit in the activation"),
+        ({"apply_router_weight_on_input": True, "top_k": 1}, "router weights applied to the input"),
+    ],
+)
+def test_experts_of_another_kind_are_refused(
+    options: dict[str, Any], found: str, rank_of: Callable[[int], None]
+) -> None:
+    rank_of(0)
+    with pytest.raises(UnsupportedModelError, match=f"experts: expected experts of gate, up and down.*found {found}"):
+        build(quantization(PACKED), **options)
+
+
+def test_dummy_weights(rank_of: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    rank_of(1)
+    layer = build(quantization(RANS), 2)
+    layer.quant_method.dummy = True
+    layer.quant_method.process_weights_after_loading(layer)
+    assert dense(layer, "w13").shape == (EXPERTS, INTERMEDIATE, HIDDEN)
+    assert dense(layer, "w2").shape == (EXPERTS, HIDDEN, INTERMEDIATE // 2)
+
+
+def test_ignored_experts_are_left_to_vllm(rank_of: Callable[[int], None]) -> None:
+    rank_of(0)
+    names = tuple(f"{PREFIX}.{expert}.{leaf}" for expert in range(EXPERTS) for leaf in LEAVES)
+    for ignore in (("experts",), names):
+        assert isinstance(build(quantization(PACKED, ignore=ignore)).quant_method, UnquantizedFusedMoEMethod)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"ignore": ("2.up_proj",)},
+            r"experts: expected one scheme for all of its shards, found .*2\.up_proj: ignored",
+        ),
+        ({"overrides": {f"{PREFIX}.1.down_proj": RANS}}, r"experts: expected one scheme for all of its shards"),
+        ({"ignore": ("down_proj",)}, "experts: expected all matrices of its experts quantized, or none, found only"),
+    ],
+)
+def test_experts_that_differ_are_refused(fields: dict[str, Any], message: str, rank_of: Callable[[int], None]) -> None:
+    rank_of(0)
+    with pytest.raises(ConfigError, match=message):
+        build(quantization(PACKED, **fields))
+
+
+def test_gate_and_up_may_differ_from_down(rank_of: Callable[[int], None]) -> None:
+    rank_of(0)
+    overrides = {f"{PREFIX}.{expert}.down_proj": RANS for expert in range(EXPERTS)}
+    layer, weights = build(quantization(PACKED, overrides=overrides)), checkpoint(PACKED)
+    weights |= {name: weight for name, weight in checkpoint(RANS).items() if name.endswith("down_proj")}
+    load(layer, weights)
+    layer.quant_method.process_weights_after_loading(layer)
+    expected = torch.stack([weights[f"{expert}.down_proj"].dequantize() for expert in range(EXPERTS)])
+    torch.testing.assert_close(dense(layer, "w2"), expected, rtol=0, atol=0)
