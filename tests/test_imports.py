@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-VLLM_SIDE = {"plugin", "vllm_config", "vllm_linear"}
+VLLM_SIDE = {"plugin", "vllm_config", "vllm_linear", "vllm_moe"}
 KERNEL_SIDE = {"kernel_path"}
 OURS = "vllm_latq"
 

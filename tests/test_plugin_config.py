@@ -16,7 +16,7 @@ from vllm.model_executor.models.utils import WeightsMapper
 
 from vllm_latq import plugin, vllm_config
 from vllm_latq.config import CheckpointConfig, LayerScheme
-from vllm_latq.errors import ConfigError, UnsupportedModelError
+from vllm_latq.errors import ConfigError
 from vllm_latq.vllm_config import LatqConfig
 from vllm_latq.vllm_linear import LatqLinearMethod
 
@@ -97,21 +97,6 @@ def test_head(tied: bool, ignore: tuple[str, ...], quantized: bool, monkeypatch:
 def test_embeddings_and_other_layers_are_left_alone() -> None:
     assert quantization().get_quant_method(bare(VocabParallelEmbedding), "model.embed_tokens") is None
     assert quantization().get_quant_method(torch.nn.Identity(), "model.layers.0.self_attn.attn") is None
-
-
-@pytest.mark.parametrize("name", ["FusedMoE", "RoutedExperts"])
-def test_experts_are_refused(name: str) -> None:
-    """Under both names vLLM has had for the layer, and for subclasses of it."""
-    experts = type("SomeExperts", (type(name, (torch.nn.Module,), {}),), {})()
-    with pytest.raises(UnsupportedModelError, match=r"mlp\.experts: expected a model without mixture-of-experts"):
-        quantization().get_quant_method(experts, "model.layers.0.mlp.experts")
-    assert quantization(ignore=("experts",)).get_quant_method(experts, "model.layers.0.mlp.experts") is None
-
-
-def test_vllm_still_knows_one_of_the_expert_layers() -> None:
-    import vllm.model_executor.layers.fused_moe as fused_moe
-
-    assert any(isinstance(getattr(fused_moe, name, None), type) for name in ("FusedMoE", "RoutedExperts"))
 
 
 def test_names_are_mapped_to_vllm_names() -> None:

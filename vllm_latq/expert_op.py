@@ -19,10 +19,12 @@ float32 and rounded once.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch.nn import functional
 
+from vllm_latq.kernel_path import ssqr_tiled
 from vllm_latq.linear_op import scale_columns
 from vllm_latq.operands import Operands
 
@@ -37,7 +39,7 @@ GATHER_COST = 3
 
 _SCHEMA = (
     "(Tensor x, Tensor weights, Tensor ids, Tensor?[] gate_up, Tensor?[] down, int[] gate_up_constants, "
-    "int[] down_constants, str arch, str operator, str activation) -> Tensor"
+    "int[] down_constants, str[] operators, str arch, str activation) -> Tensor"
 )
 Run = Callable[[torch.Tensor, int | torch.Tensor], torch.Tensor]
 
@@ -50,7 +52,7 @@ class _Product:
         operator: its name in the namespace `latq`; takes x, tensors and constants in this order.
         column_scales: float32 [experts, cols], or None.
         tensors: [experts, ...] each, or None.
-        constants: whole numbers, then the architecture for the operator that wants it.
+        constants: whole numbers, and behind them the architecture for the kernels.
     """
 
     operator: str
@@ -116,13 +118,16 @@ def _experts(
     down: list[torch.Tensor | None],
     gate_up_constants: list[int],
     down_constants: list[int],
+    operators: list[str],
     arch: str,
-    operator: str,
     activation: str,
 ) -> torch.Tensor:
-    text = [arch] if arch else []
-    first = _Product(operator, gate_up[0], gate_up[1:], [*gate_up_constants, *text])
-    second = _Product(operator, down[0], down[1:], [*down_constants, *text])
+    first, second = (
+        _Product(operator, stacks[0], stacks[1:], [*numbers, arch] if operator == ssqr_tiled.__name__ else [*numbers])
+        for operator, stacks, numbers in zip(
+            operators, (gate_up, down), (gate_up_constants, down_constants), strict=True
+        )
+    )
 
     def run(tokens: torch.Tensor, expert: int | torch.Tensor) -> torch.Tensor:
         gate, up = first(tokens, expert).chunk(2, dim=-1)
@@ -140,10 +145,11 @@ def _experts_fake(x: torch.Tensor, *arguments: object) -> torch.Tensor:
     return torch.empty_like(x)
 
 
-def expert_constants(gate_up: Operands, down: Operands, activation: str) -> tuple[list[int], list[int], str, str, str]:
+def expert_constants(gate_up: Operands, down: Operands, activation: str) -> tuple[Any, ...]:
     """The last arguments of `run_experts`, from the operands of both stacks; `activation` is one of ACTIVATIONS."""
     numbers = [[value for value in part.constants.values() if isinstance(value, int)] for part in (gate_up, down)]
-    return numbers[0], numbers[1], gate_up.constants.get("arch", ""), gate_up.operator, activation
+    arch = (gate_up.constants | down.constants).get("arch", "")
+    return *numbers, [gate_up.operator, down.operator], arch, activation
 
 
 def run_experts(
@@ -152,7 +158,7 @@ def run_experts(
     ids: torch.Tensor,
     gate_up: list[torch.Tensor | None],
     down: list[torch.Tensor | None],
-    *constants: list[int] | str,
+    *constants: Any,
 ) -> torch.Tensor:
     """The weighted sum of the chosen experts' outputs.
 

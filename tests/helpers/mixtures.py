@@ -1,0 +1,63 @@
+"""A small mixture of experts on packed weights, beside its dense reference."""
+
+from dataclasses import replace
+
+import torch
+from random_weights import random_weight
+from torch.nn import functional
+
+from vllm_latq.config import LayerScheme
+from vllm_latq.expert_op import expert_constants, run_experts
+from vllm_latq.operands import make_operands, stack_operands
+from vllm_latq.packed_weight import PackedWeight
+from vllm_latq.weights import RansWeight
+
+EXPERTS, HIDDEN, INTERMEDIATE = 5, 96, 64
+
+
+class Mixture:
+    """Random experts: operands for the operator, dense matrices for the reference."""
+
+    def __init__(self, scheme: LayerScheme, dtype: torch.dtype = torch.float32, activation: str = "silu") -> None:
+        self.dense: list[list[torch.Tensor]] = []
+        self.stacks, operands = [], []
+        for product, (rows, cols) in enumerate(((2 * INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE))):
+            packed = [self._packed(scheme, rows, cols, seed=10 * product + expert) for expert in range(EXPERTS)]
+            self.dense.append([weight.dequantize() for weight in packed])
+            stack = stack_operands([make_operands(weight, dtype, "experts") for weight in packed])
+            scales = [weight.column_scales for weight in packed if weight.column_scales is not None]
+            self.stacks.append([torch.stack(scales) if scales else None, *stack.tensors.values()])
+            operands.append(stack)
+        self.constants = expert_constants(*operands, activation)
+
+    @staticmethod
+    def _packed(scheme: LayerScheme, rows: int, cols: int, seed: int) -> PackedWeight:
+        weight = random_weight(scheme, rows, cols, seed)
+        if isinstance(weight, RansWeight):  # column scales that tell the experts apart
+            weight = replace(weight, column_exponents=weight.column_exponents + seed % 10)
+        return weight if isinstance(weight, PackedWeight) else weight.to_packed(3)
+
+    def __call__(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return run_experts(x, weights, ids, *self.stacks, *self.constants)
+
+    def run(self, x: torch.Tensor, expert: int | torch.Tensor) -> torch.Tensor:
+        """One dense expert."""
+        gate, up = functional.linear(x, self.dense[0][int(expert)]).chunk(2, -1)
+        return functional.linear(functional.silu(gate) * up, self.dense[1][int(expert)])
+
+    def reference(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        y = torch.zeros(x.shape)
+        for token, row in enumerate(ids.tolist()):
+            for slot, expert in enumerate(row):
+                if 0 <= expert < EXPERTS:
+                    y[token] += weights[token, slot] * self.run(x[token], expert)
+        return y
+
+
+def routing(tokens: int, k: int, dtype: torch.dtype = torch.int32) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x, weights and ids; expert 3 gets nothing, and one expert of every third token is on another rank."""
+    generator = torch.Generator().manual_seed(tokens)
+    chosen = torch.tensor([0, 1, 2, 4])
+    ids = torch.stack([chosen[torch.randperm(4, generator=generator)[:k]] for _ in range(tokens)]).to(dtype)
+    ids[::3, 0] = -1
+    return torch.randn(tokens, HIDDEN, generator=generator), torch.rand(tokens, k, generator=generator), ids

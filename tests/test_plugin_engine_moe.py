@@ -1,0 +1,110 @@
+"""The real engine on mixtures of experts: its log-probabilities are those transformers finds for the dense model.
+
+Routing amplifies differences: an expert chosen otherwise changes everything behind it, so agreement shows it equal too.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_probe import PROMPTS, assert_same, probe
+from transformers import AutoModelForCausalLM
+
+from vllm_latq.config import CheckpointConfig, LayerScheme
+from vllm_latq.quantize.pipeline import quantize_checkpoint
+from vllm_latq.quantize.recipe import Recipe
+
+pytestmark = pytest.mark.engine
+
+# Both sides multiply by the same float32 numbers.
+LOGPROB_TOLERANCE = 2e-4
+SIZES = {
+    **{"hidden_size": 128, "intermediate_size": 64, "moe_intermediate_size": 64, "head_dim": 32},
+    **{"num_experts": 6, "num_local_experts": 6, "num_experts_per_tok": 2},
+    **{"sliding_window": None, "use_sliding_window": False},
+}
+ENGINE = {"max_model_len": 64}
+SAMPLES = {"num_samples": 4, "seq_len": 32}
+RECIPES = {
+    "mixtral": Recipe("ssqr", 3, group_size=32, outlier_rate=0.02, **SAMPLES),
+    "qwen3_moe": Recipe("hptq", target_bits=3.5, **SAMPLES),
+}
+
+
+@pytest.fixture(scope="module")
+def pairs(
+    random_model: Any, make_checkpoint: Any, make_dense_twin: Any, calibration_text: Path, tmp_path_factory: Any
+) -> dict[str, tuple[Path, Path]]:
+    """Checkpoint and dense twin of each family: two from the quantizer, others rounded in more encodings."""
+    folder, found = tmp_path_factory.mktemp("mixtures"), {}
+    for family, recipe in RECIPES.items():
+        source, _ = random_model(family, f"served-{family}", **SIZES)
+        quantize_checkpoint(recipe, source, folder / family, calibration=str(calibration_text))
+        found[family] = folder / family, make_dense_twin(folder / family, folder / f"{family}-dense")
+    maker = type(make_checkpoint)(source.parent / "served-mixtral", folder)
+    config = CheckpointConfig(LayerScheme("packed", 3, 32, True), ("lm_head", "block_sparse_moe.gate"))
+    found["other_mixtral"] = maker("other", config, noise_seed=1)
+    source, _ = random_model("qwen2_moe", "served-qwen2_moe", shared_expert_intermediate_size=96, **SIZES)
+    leaves = ("gate_proj", "up_proj", "down_proj")
+    coded = [f"model.layers.{n}.mlp.experts.{e}.{leaf}" for n in range(2) for e in range(6) for leaf in leaves]
+    ignored = ("lm_head", "mlp.gate", "shared_expert_gate")
+    config = CheckpointConfig(LayerScheme("packed", 4, 32, False), ignored, dict.fromkeys(coded, LayerScheme("rans")))
+    found["qwen2_moe"] = type(make_checkpoint)(source, folder)("shared", config)
+    return found
+
+
+@pytest.fixture(scope="module")
+def generations(pairs: dict[str, tuple[Path, Path]]) -> dict[str, Any]:
+    """Everything that one process can run, by name."""
+    mixtral, other, qwen3, qwen2 = (pairs[name][0] for name in ("mixtral", "other_mixtral", "qwen3_moe", "qwen2_moe"))
+    jobs: dict[str, dict[str, Any]] = {
+        "mixtral": {"model": mixtral, "engine": ENGINE, "reload": [other, mixtral]},
+        "qwen3_moe": {"model": qwen3, "engine": ENGINE, "reload": [qwen3]},
+        "qwen2_moe": {"model": qwen2, "engine": ENGINE},
+        "dummy": {"model": qwen2, "engine": ENGINE | {"load_format": "dummy"}},
+    }
+    return dict(zip(jobs, probe(list(jobs.values())), strict=True))
+
+
+def assert_right(generations: list[dict[str, Any]], dense: Path) -> None:
+    """Each token is the dense model's likeliest next one, and the log-probabilities are the dense model's."""
+    model = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)
+    assert len(generations) == len(PROMPTS)
+    for prompt, generation in zip(PROMPTS, generations, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + generation["tokens"]])).logits[0, len(prompt) - 1 : -1]
+        expected = logits.log_softmax(-1)
+        for row, token, found in zip(expected, generation["tokens"], generation["logprobs"], strict=True):
+            assert row[token] >= row.max() - LOGPROB_TOLERANCE
+            for number, logprob in found.items():
+                assert abs(row[int(number)] - logprob) <= LOGPROB_TOLERANCE
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "qwen2_moe"])
+def test_equals_the_dequantized_model(
+    family: str, generations: dict[str, Any], pairs: dict[str, tuple[Path, Path]]
+) -> None:
+    assert_right(generations[family][0], pairs[family][1])
+
+
+def test_reload_weights(generations: dict[str, Any], pairs: dict[str, tuple[Path, Path]]) -> None:
+    """To other weights and back; the other ones do differ."""
+    first, other, back = generations["mixtral"]
+    assert_right(other, pairs["other_mixtral"][1])
+    assert other != first
+    assert back == first
+    first, again = generations["qwen3_moe"]
+    assert again == first
+
+
+def test_dummy_weights_run(generations: dict[str, Any]) -> None:
+    for generation in generations["dummy"][0]:
+        assert all(logprob < 0 for position in generation["logprobs"] for logprob in position.values())
+
+
+def test_expert_parallel_equals_one_process(generations: dict[str, Any], pairs: dict[str, tuple[Path, Path]]) -> None:
+    """Two processes: attention cut by tensor parallelism, experts shared out."""
+    split = ENGINE | {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+    ((served,),) = probe([{"model": pairs["mixtral"][0], "engine": split}])
+    assert_same(served, generations["mixtral"][0], LOGPROB_TOLERANCE)
