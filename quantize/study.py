@@ -12,7 +12,7 @@ import math
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,6 +114,31 @@ def measure(name: str, recipe: Recipe, options: argparse.Namespace, folder: Path
     return Row(name, bits, result.kl, result.perplexity, sum(errors) / len(errors), seconds)
 
 
+def summary(measured: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The rows of all widths as one Markdown table: KL at each, and everything else at the width most rows have.
+
+    Args:
+        measured: as in the JSON file, in the order of the study.
+    """
+    widths = sorted({row["about_bits"] for row in measured}, reverse=True)
+    at = {(row["name"], row["about_bits"]): row for row in measured}
+    shown = max(widths, key=lambda width: sum(row["about_bits"] == width for row in measured))
+    heads = [f"KL at about {width:g} bits" for width in widths]
+    heads += [f"{name} ({shown:g})" for name in ("bits", "perplexity", "log2 error", "seconds")]
+    lines = [f"| method | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
+    for name in dict.fromkeys(row["name"] for row in measured):
+        found = [at.get((name, width)) for width in widths]
+        cells = ["" if row is None else f"{row['kl']:.2e}" for row in found]
+        row = at.get((name, shown))
+        cells += [""] * 4 if row is None else _rest(row)
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return lines
+
+
+def _rest(row: Mapping[str, Any]) -> list[str]:
+    return [f"{row['bits']:.3f}", f"{row['perplexity']:.3f}", f"{row['log2_error']:.2f}", f"{row['seconds']:.0f}"]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, metavar="MODEL")
@@ -145,6 +170,7 @@ def main() -> None:
             if options.output:
                 options.output.write_text(json.dumps(measured, indent=1) + "\n")
         print_table(f"{options.model.name}, about {bits:g} bits", COLUMNS, rows)
+    print(*summary(measured), sep="\n")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,41 @@
+"""The study: every row is a valid recipe, and what it prints is what it measured."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from vllm_latq.quantize import study
+from vllm_latq.quantize.recipe import METHODS
+
+
+@pytest.mark.parametrize("bits", [4, 3, 2, 1.5])
+def test_rows_are_valid_and_distinct(bits):
+    rows = list(study.recipes(bits, 256, 256))
+    assert len({name for name, _ in rows}) == len({recipe for _, recipe in rows}) == len(rows)
+    expected = set(METHODS) if bits >= 2 else {"hrtn", "hptq", "latq"}
+    assert {recipe.method for _, recipe in rows} == expected
+
+
+def test_a_row_is_measured_and_written(
+    mini_model: Path,
+    calibration_text: Path,
+    evaluation_text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    texts = ["--calibration", str(calibration_text), "--text", str(evaluation_text), "--max-windows", "2"]
+    small = ["--bits", "2", "3", "--only", "rtn", "--num-samples", "2", "--seq-len", "32"]
+    output = tmp_path / "rows.json"
+    monkeypatch.setattr(sys, "argv", ["study", str(mini_model), *texts, *small, "-o", str(output)])
+    study.main()
+    two, three = json.loads(output.read_text())
+    assert (two["about_bits"], three["about_bits"]) == (2, 3)
+    assert two["bits"] == pytest.approx(2.126, abs=1e-3)
+    assert 0 < three["kl"] < two["kl"]
+    assert three["log2_error"] < two["log2_error"] < 0
+    table = capsys.readouterr().out.splitlines()[-3:]
+    assert table[0].startswith("| method | KL at about 3 bits | KL at about 2 bits |")
+    assert table[2].startswith(f"| rtn | {three['kl']:.2e} | {two['kl']:.2e} |")
