@@ -6,7 +6,7 @@ export HF_HUB_OFFLINE ?= 1
 export VLLM_NO_USAGE_STATS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: venv test lint demo fuzz api clean
+.PHONY: venv test lint demo fuzz soak api clean
 
 # Seconds of coverage-guided fuzzing.
 FUZZ_SECONDS ?= 3600
@@ -39,6 +39,10 @@ fuzz: venv
 # The API reference, from the docstrings: build/api/index.html.
 api: venv
 	$(BIN)/pdoc --output-directory build/api vllm_latq vllm_latq.quantize vllm_latq.kernels
+
+# Hundreds of requests, aborted ones and reloaded weights on one server.
+soak: venv
+	$(BIN)/python -m pytest tests/test_serve.py -m 'engine or soak'
 
 demo: venv
 	$(BIN)/python serving_examples/demo.py

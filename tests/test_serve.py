@@ -1,5 +1,6 @@
 """A real `vllm serve` process, asked through the OpenAI client, against logits computed without vLLM."""
 
+import json
 import os
 import signal
 import socket
@@ -8,8 +9,10 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import openai
 import pytest
@@ -47,12 +50,30 @@ def wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: Path) ->
     raise AssertionError(f"no answer after {START_SECONDS} s:\n{log.read_text()[-6000:]}")
 
 
+class Server(NamedTuple):
+    """A running server and a client of it."""
+
+    process: subprocess.Popen[bytes]
+    client: openai.OpenAI
+
+
 @pytest.fixture(scope="module")
-def client(ssqr_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
+def client(server: Server) -> openai.OpenAI:
+    return server.client
+
+
+@pytest.fixture(scope="module")
+def server_process(server: Server) -> subprocess.Popen[bytes]:
+    return server.process
+
+
+@pytest.fixture(scope="module")
+def server(ssqr_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     url, log = f"http://127.0.0.1:{free_port()}", tmp_path_factory.mktemp("serve") / "log"
     command = [Path(sys.executable).with_name("vllm"), "serve", ssqr_pair[0], "--quantization", "latq", *FAST]
     command += ["--host", "127.0.0.1", "--port", url.rpartition(":")[2], "--served-model-name", "mini"]
-    offline = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    # The developer mode has the end point that reloads weights.
+    offline = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_SERVER_DEV_MODE": "1"}
     quick = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -64,15 +85,15 @@ def client(ssqr_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactor
         )
     try:
         wait_until_healthy(process, url, log)
-        yield openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        yield Server(process, openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0))
     finally:
-        # The engine runs in children of the server: stop the whole group.
-        os.killpg(process.pid, signal.SIGINT)
-        try:
-            process.wait(timeout=20)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        # The engine runs in children of the server: stop the whole group. One test kills the engine, and the server
+        # then ends by itself.
+        for number in (signal.SIGINT, signal.SIGKILL):
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=20)
 
 
 @pytest.fixture(scope="module")
@@ -105,3 +126,73 @@ def test_a_text_prompt_is_completed(client: openai.OpenAI) -> None:
     answer = client.completions.create(model="mini", prompt="The list method append", max_tokens=TOKENS, temperature=0)
     assert answer.usage.completion_tokens == TOKENS
     assert answer.choices[0].text
+
+
+def complete(client: openai.OpenAI, index: int) -> list[int]:
+    """The greedy completion of request number `index`; every request has another prompt and length."""
+    answer = client.completions.create(
+        model="mini",
+        prompt=[(17 * index + step) % 2000 for step in range(3 + index % 29)],
+        max_tokens=1 + index % TOKENS,
+        temperature=0,
+        extra_body={"return_token_ids": True, "ignore_eos": True},
+    )
+    return answer.choices[0].token_ids
+
+
+def abandon(client: openai.OpenAI, index: int) -> None:
+    """Start a long streamed completion and hang up after its first token."""
+    stream = client.completions.create(
+        model="mini", prompt=[index % 2000, 7], max_tokens=200, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(iter(stream))
+    stream.close()
+
+
+def reload_weights(client: openai.OpenAI) -> None:
+    url = str(client.base_url).removesuffix("/v1/")
+    body = json.dumps({"method": "reload_weights"}).encode()
+    request = urllib.request.Request(f"{url}/collective_rpc", body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        assert answer.status == 200
+
+
+@pytest.mark.parametrize("requests", [64, pytest.param(600, marks=pytest.mark.soak)])
+def test_load_aborts_and_reloading_change_no_answer(client: openai.OpenAI, requests: int) -> None:
+    """A request in three hangs up, and the weights are reloaded in between; the rest answer as a quiet server does."""
+    distinct = min(requests, 32)
+    quiet = [complete(client, index) for index in range(distinct)]
+    with ThreadPoolExecutor(32) as pool:
+        answers, aborted = {}, []
+        for index in range(requests):
+            answers[index] = pool.submit(complete, client, index % distinct)
+            if index % 3 == 0:
+                aborted.append(pool.submit(abandon, client, index))
+            if index % (requests // 2) == 1:
+                pool.submit(reload_weights, client).result()
+        for index, answer in answers.items():
+            assert answer.result() == quiet[index % distinct], index
+        for request in aborted:
+            request.result()
+
+
+def test_killed_engine_is_a_clean_failure(client: openai.OpenAI, server_process: subprocess.Popen[bytes]) -> None:
+    """No request hangs and the server ends, so that a supervisor restarts it. The last test: it kills.
+
+    vLLM ends with status 0 then: a supervisor must restart it whatever its status.
+    """
+    with ThreadPoolExecutor(8) as pool:
+        running = [pool.submit(complete, client.with_options(timeout=60), index) for index in range(64)]
+        os.kill(engine_of(server_process.pid), signal.SIGKILL)
+        outcomes = [request.exception(timeout=90) for request in running]
+    assert any(outcomes)
+    assert all(outcome is None or isinstance(outcome, openai.APIError) for outcome in outcomes)
+    server_process.wait(timeout=60)  # raises if it goes on without an engine
+
+
+def engine_of(server: int) -> int:
+    """The process id of the server's engine, by the title that vLLM gives it."""
+    listing = subprocess.run(
+        ["ps", "-o", "pid=,args=", "--ppid", str(server)], capture_output=True, text=True, check=True
+    ).stdout
+    return int(next(line.split()[0] for line in listing.splitlines() if "EngineCore" in line))
