@@ -1,6 +1,6 @@
 """One table of every method and every addition, each measured on a real model: `python -m vllm_latq.quantize.study`.
 
-    python -m vllm_latq.quantize.study MODEL --calibration FILE --text FILE --bits 4 3 2 1.5 [--only latq]
+    python -m vllm_latq.quantize.study MODEL --calibration FILE --text FILE --bits 4 3 2 1.5 [--only 'latq*']
 
 Each row is a whole run: quantize to a checkpoint, read its bits, evaluate it against the original. KL is the judge; the
 rows that lose are printed too.
@@ -14,6 +14,7 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +146,7 @@ def main() -> None:
     parser.add_argument("--calibration", required=True)
     parser.add_argument("--text", required=True)
     parser.add_argument("--bits", type=float, nargs="+", default=[4.0, 3.0, 2.0, 1.5])
-    parser.add_argument("--only", nargs="+", help="rows to run, by the beginning of their names")
+    parser.add_argument("--only", nargs="+", help="rows to run, by name or pattern: hptq, latq*, ...")
     parser.add_argument("--num-samples", type=int, default=256)
     parser.add_argument("--seq-len", type=int, default=256)
     parser.add_argument("--max-windows", type=int, help="of the text, to evaluate on (default all)")
@@ -156,7 +157,7 @@ def main() -> None:
     for bits in options.bits:
         rows = []
         for name, recipe in recipes(bits, options.num_samples, options.seq_len):
-            if options.only and not any(name == only or name.startswith(only + ",") for only in options.only):
+            if options.only and not any(fnmatchcase(name, only) for only in options.only):
                 continue
             with tempfile.TemporaryDirectory() as folder:
                 try:
