@@ -25,10 +25,13 @@ lint: venv
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Two processes with a thread each, the files of tests shared out between them.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+
 # Kernels run in Triton's interpreter, which must be chosen before Triton is imported: a process of their own.
 test: lint
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels
-	$(BIN)/python -m pytest tests --ignore=tests/kernels
+	TRITON_INTERPRET=1 $(PYTEST) tests/kernels
+	$(PYTEST) tests --ignore=tests/kernels
 
 # The properties of test_fuzz.py with many examples, then atheris, guided by the coverage of the reader.
 fuzz: venv
