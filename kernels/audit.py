@@ -34,8 +34,6 @@ _POINTERS = {
     "slot_ptr": "*i64", "row_class_ptr": "*i32", "column_class_ptr": "*i32", "state_ptr": "*i32",
     "entry_ptr": "*i32", "slice_ptr": "*i32", "partial_ptr": "*fp32", "ticket_ptr": "*i32",
 }  # fmt: skip
-# Every other argument is divisible by 16 in a real model.
-_NOT_ALIGNED = ("M", "supers", "supers_per_part", "first_symbol", "escape", "chunks", "words", "tables", "chunk_rows")
 
 
 @dataclass(frozen=True)
@@ -74,11 +72,12 @@ class Audit:
 
 
 def compile_kernel(
-    kernel: Any, arch: str, values: dict[str, Any], activations: str, num_warps: int
-) -> tuple[MachineCode, int]:
-    """Machine code and shared bytes of `kernel` for `arch`, with compile-time `values` and typed activations."""
+    kernel: Any, target: GPUTarget, values: dict[str, Any], num_warps: int, activations: str = "*bf16"
+) -> Any:
+    """Triton's compiled `kernel` for `target`, with compile-time `values` and typed activations."""
     require(isinstance(kernel, triton.JITFunction), "audit", "Triton's compiler", "its interpreter",
             "Unset TRITON_INTERPRET.")  # fmt: skip
+    general = {parameter.name for parameter in kernel.params if parameter.do_not_specialize}
     signature = {}
     for name in kernel.arg_names:
         if name in values:
@@ -87,15 +86,14 @@ def compile_kernel(
             signature[name] = _POINTERS.get(name, activations)
         else:
             signature[name] = "i32"
+    # As the launch would: what is specialized is divisible by 16 in a real model.
     aligned = {
         (position,): [["tt.divisibility", 16]]
         for position, name in enumerate(signature)
-        if signature[name] != "constexpr" and name not in _NOT_ALIGNED
+        if signature[name] != "constexpr" and name not in general
     }
     source = ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=aligned)
-    target = GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
-    compiled = triton.compile(source, target=target, options={"num_warps": num_warps})
-    return disassemble(compiled.asm["cubin"]), compiled.metadata.shared
+    return triton.compile(source, target=target, options={"num_warps": num_warps})
 
 
 def _audit(
@@ -103,19 +101,28 @@ def _audit(
     activations: str = "*bf16",
 ) -> Audit:  # fmt: skip
     """Compile one kernel; `weights` is what a program handles per trip of its main loop."""
-    code, shared = compile_kernel(kernel, arch, values, activations, num_warps)
+    target = GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
+    compiled = compile_kernel(kernel, target, values, num_warps, activations)
+    code, shared = disassemble(compiled.asm["cubin"]), compiled.metadata.shared
     loop = code.main_loop()
     count = round(loop.total() * 32 * num_warps / weights, 3)
     return Audit(Row(kernel.__name__, arch, bits, rows, count, code.registers, code.spill_bytes(), shared), loop, code)
+
+
+def tensor_core_values(
+    bits: int, config: DecodeConfig, group_size: int = 128, outliers: bool = True, asm: bool = True
+) -> dict[str, Any]:
+    """Compile-time arguments of the tensor-core kernel, with split-K."""
+    transposed = outliers and config.max_rows > 8
+    values = constants(bits, group_size, config, config.max_rows if outliers else 0, transposed, True)
+    return values | {"EVEN_K": True, "HAS_FLAT_SCALES": False, "HAS_ROW_SCALES": False, "ASM": asm, "UPCAST": False}
 
 
 def audit_tensor_core(
     arch: str, bits: int, config: DecodeConfig, group_size: int = 128, outliers: bool = True, activations: str = "*bf16"
 ) -> Audit:
     """One configuration of the tensor-core kernel, with split-K."""
-    transposed = outliers and config.max_rows > 8
-    values = constants(bits, group_size, config, config.max_rows if outliers else 0, transposed, True)
-    values |= {"EVEN_K": True, "HAS_FLAT_SCALES": False, "HAS_ROW_SCALES": False, "ASM": True, "UPCAST": False}
+    values = tensor_core_values(bits, config, group_size, outliers)
     weights = config.block_n * 256
     return _audit(ssqr_tensor_core, arch, bits, config.max_rows, weights, values, config.num_warps, activations)
 

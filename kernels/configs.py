@@ -42,7 +42,7 @@ class DecodeConfig:
         where = "DecodeConfig"
         require(self.kernel in ("tensor_core", "simt"), f"{where}.kernel", "'tensor_core' or 'simt'", self.kernel)
         require(self.max_rows in (8, 16, 32, 64), f"{where}.max_rows", "8, 16, 32 or 64", self.max_rows)
-        require(self.block_n in (64, 128, 256), f"{where}.block_n", "64, 128 or 256", self.block_n)
+        require(self.block_n in (64, 128), f"{where}.block_n", "64 or 128, which divide the padded rows", self.block_n)
         require(self.num_warps in (1, 2, 4, 8), f"{where}.num_warps", "1, 2, 4 or 8", self.num_warps)
         require(1 <= self.stages <= 8, f"{where}.stages", "1 to 8", self.stages)
         require(self.slots in (1, 2, 4, 8, 16), f"{where}.slots", "1, 2, 4, 8 or 16", self.slots)
@@ -89,8 +89,11 @@ HOPPER = (
     DecodeConfig(max_rows=16, block_n=128, num_warps=4, stages=3, bias_dot=True, slots=4),
     *AMPERE[2:],
 )
+# 64 KB of shared memory on gfx90a and gfx942. Compiled for these only, and neither run nor tuned.
+AMD = (*AMPERE[:2], *(replace(config, stages=2) for config in AMPERE[2:]))
 SIMT = DecodeConfig(max_rows=8, block_n=64, num_warps=2, stages=2, bias_dot=False, slots=4, kernel="simt")
 TABLE: dict[str, tuple[DecodeConfig, ...]] = {"sm_80": AMPERE, "sm_86": ADA, "sm_89": ADA, "sm_90": HOPPER}
+HIP = "hip"
 DEFAULT = AMPERE
 
 
@@ -100,7 +103,8 @@ def max_decode_rows(bits: int) -> int:
 
 
 def decode_config(rows: int, bits: int, arch: str = "") -> DecodeConfig:
-    """The table's entry for `rows` activation rows (1 to max_decode_rows) on `arch`, for example "sm_90"."""
+    """The table's entry for `rows` activation rows (1 to max_decode_rows) on `arch`: "sm_90" and the like, or HIP."""
     require(rows <= max_decode_rows(bits), "decode_config", f"at most {max_decode_rows(bits)} rows", rows,
             "Use the prefill path.")  # fmt: skip
-    return next(config for config in TABLE.get(arch, DEFAULT) if rows <= config.max_rows)
+    table = AMD if arch == HIP else TABLE.get(arch, DEFAULT)
+    return next(config for config in table if rows <= config.max_rows)

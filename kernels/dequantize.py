@@ -28,7 +28,7 @@ def integer_field(tile_ptr, at, F: tl.constexpr, H: tl.constexpr, BITS: tl.const
     return code - (1 << (BITS - 1))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("first_block", "first_row", "N", "supers"))
 def dequantize_tiles(
     word_ptr, scale_ptr, flat_scale_ptr, row_scale_ptr, order_ptr, w_ptr, first_block, first_row, N, K, supers,
     BITS: tl.constexpr, GROUP: tl.constexpr, HAS_FLAT_SCALES: tl.constexpr, HAS_ROW_SCALES: tl.constexpr,
@@ -64,7 +64,7 @@ def dequantize_tiles(
         tl.store(out + f * 2 * WORDS, value, mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("first_slice", "first_row", "K"))
 def scatter_outliers(
     entry_ptr, slice_ptr, order_ptr, row_scale_ptr, w_ptr, first_slice, first_row, K, HAS_ROW_SCALES: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -131,7 +131,8 @@ def dequantize(weight: KernelWeight, dtype: torch.dtype) -> torch.Tensor:
     Where an outlier sits on a code that is not the zero point, the sum is rounded twice.
     """
     w = torch.empty(weight.rows, weight.cols, dtype=dtype, device=weight.words.device)
-    launch_dequantize(weight, w, 0, -(-weight.rows // ROW_BLOCK))
+    with torch.cuda.device_of(w):
+        launch_dequantize(weight, w, 0, -(-weight.rows // ROW_BLOCK))
     return w
 
 

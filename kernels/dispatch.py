@@ -26,7 +26,8 @@ def check_activations(x: torch.Tensor, weight: KernelWeight) -> None:
 
 def padded_columns(x: torch.Tensor, weight: KernelWeight) -> torch.Tensor:
     """x with zero columns up to whole superblocks; x itself where it has them."""
-    return torch.nn.functional.pad(x, (0, weight.superblocks * SUPERBLOCK - weight.cols))
+    missing = weight.superblocks * SUPERBLOCK - weight.cols
+    return torch.nn.functional.pad(x, (0, missing)) if missing else x  # torch copies even where nothing is missing
 
 
 def decode_matmul(

@@ -18,6 +18,8 @@ from vllm_latq.kernels.errors import KernelInputError, require
 
 MAX_LENGTH = 15
 CHUNK_WEIGHTS = 1024
+# Layers of every shape share one compiled kernel.
+SIZES = ("words", "chunks", "col_blocks", "rows", "cols", "chunk_rows", "chunk_cols", "first_symbol", "escape")
 
 
 @triton.jit
@@ -29,7 +31,7 @@ def window(stream_ptr, bit, words, live):
     return ((first.to(tl.uint64) << 32) | second.to(tl.uint64)) << (bit & 31).to(tl.uint64)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def huffman_chunks(
     stream_ptr, table_ptr, start_ptr, used_ptr, z_ptr, words, chunks, col_blocks, rows, cols, chunk_rows, chunk_cols,
     first_symbol, escape, LANES: tl.constexpr,

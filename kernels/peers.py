@@ -4,14 +4,29 @@ The only file of this folder that imports them, inside the functions. Each peer 
 outliers, and is held to its own dequantized weight.
 """
 
+import copy
 import importlib.util
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
+from vllm_latq.kernels.timing import copies_beyond_cache
+
 Product = Callable[[torch.Tensor], torch.Tensor]
+MARLIN_BLOCKS_PER_PROCESSOR = 4  # of the locks that vLLM itself allocates
+
+
+@dataclass(frozen=True)
+class Peer:
+    """products: x -> y, each with a copy of the weight; reference: float32 [rows, cols]; bytes: of one copy."""
+
+    products: list[Product]
+    reference: torch.Tensor
+    bytes: int
 
 
 def installed() -> dict[str, tuple[int, ...]]:
@@ -20,12 +35,12 @@ def installed() -> dict[str, tuple[int, ...]]:
     return {name: bits for name, (module, bits) in widths.items() if importlib.util.find_spec(module)}
 
 
-def make(name: str, dense: torch.Tensor, bits: int, group_size: int) -> tuple[Product, torch.Tensor, int]:
-    """A peer's product x -> y for a weight like `dense` [rows, cols], the weight it stands for, and its bytes."""
-    return {"marlin": _marlin, "gemlite": _gemlite}[name](dense, bits, group_size)
+def make(name: str, dense: torch.Tensor, bits: int, group_size: int, cache: int) -> Peer:
+    """A peer for a weight like `dense` [rows, cols], with enough copies for a cache of so many bytes."""
+    return {"marlin": _marlin, "gemlite": _gemlite}[name](dense, bits, group_size, cache)
 
 
-def _marlin(dense: torch.Tensor, bits: int, group_size: int) -> tuple[Product, torch.Tensor, int]:
+def _marlin(dense: torch.Tensor, bits: int, group_size: int, cache: int) -> Peer:
     from vllm.model_executor.layers.quantization.utils import marlin_utils
     from vllm.model_executor.layers.quantization.utils.marlin_utils_test import marlin_quantize
     from vllm.scalar_type import scalar_types
@@ -36,12 +51,11 @@ def _marlin(dense: torch.Tensor, bits: int, group_size: int) -> tuple[Product, t
     reference, packed, scales = marlin_quantize(weight, scalar_types.uint4b8, group_size, **extra)[:3]
     empty = torch.empty(0, dtype=torch.int32, device=dense.device)
     options: dict[str, Any] = {
-        "weight": packed,
-        "weight_scale": scales,
         "weight_zp": empty,
         "g_idx": empty,
         "g_idx_sort_indices": empty,
-        "workspace": marlin_utils.marlin_make_workspace_new(dense.device),
+        # Of our own: without one, a launch outside of an engine would allocate and clear it each time.
+        "workspace": marlin_utils.marlin_make_workspace_new(dense.device, MARLIN_BLOCKS_PER_PROCESSOR),
         "wtype": scalar_types.uint4b8,
         "output_size_per_partition": dense.shape[0],
         "input_size_per_partition": dense.shape[1],
@@ -49,14 +63,15 @@ def _marlin(dense: torch.Tensor, bits: int, group_size: int) -> tuple[Product, t
     }
     known = inspect.signature(marlin_utils.apply_gptq_marlin_linear).parameters
     options = {key: value for key, value in options.items() if key in known}
-    return (
-        lambda x: marlin_utils.apply_gptq_marlin_linear(x, **options),
-        reference.t().float(),
-        packed.nbytes + scales.nbytes,
-    )
+    size = packed.nbytes + scales.nbytes
+    products = [
+        partial(marlin_utils.apply_gptq_marlin_linear, weight=packed.clone(), weight_scale=scales.clone(), **options)
+        for _ in range(copies_beyond_cache(size, cache))
+    ]
+    return Peer(products, reference.t().float(), size)
 
 
-def _gemlite(dense: torch.Tensor, bits: int, group_size: int) -> tuple[Product, torch.Tensor, int]:
+def _gemlite(dense: torch.Tensor, bits: int, group_size: int, cache: int) -> Peer:
     from gemlite.core import DType, GemLiteLinearTriton
 
     rows, cols = dense.shape
@@ -68,4 +83,7 @@ def _gemlite(dense: torch.Tensor, bits: int, group_size: int) -> tuple[Product, 
     linear = GemLiteLinearTriton(bits, group_size=group_size, in_features=cols, out_features=rows, **types)
     zeros = torch.full_like(scales, zero_point)
     linear.pack(codes.to(torch.uint8).view(rows, cols), scales.view(-1, 1), zeros.view(-1, 1), None)
-    return linear, reference, rows * cols * bits // 8 + 2 * scales.nbytes
+    size = sum(part.nbytes for part in (linear.W_q, linear.scales, linear.zeros))
+    return Peer(
+        [linear, *(copy.deepcopy(linear) for _ in range(copies_beyond_cache(size, cache) - 1))], reference, size
+    )

@@ -24,6 +24,8 @@ SLOTS = 4096
 STATE_LOW = 1 << 16
 STATE_WORDS = 2
 MAX_TABLES = 31
+# Layers of every shape share one compiled kernel.
+SIZES = ("words", "tables", "chunks", "col_blocks", "rows", "cols", "chunk_rows", "chunk_cols")
 
 
 @triton.jit
@@ -33,7 +35,7 @@ def half_word(stream_ptr, at, words, live):
     return (word >> ((at & 1) * 16).to(tl.uint32)) & 0xFFFF
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def rans_chunks(
     stream_ptr, slot_ptr, row_class_ptr, column_class_ptr, start_ptr, used_ptr, state_ptr, z_ptr, words, tables, chunks,
     col_blocks, rows, cols, chunk_rows, chunk_cols, LANES: tl.constexpr,

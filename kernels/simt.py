@@ -69,7 +69,7 @@ def add_field(
     return p, q
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("M", "supers", "supers_per_part"))
 def ssqr_simt(
     x_ptr, word_ptr, scale_ptr, flat_scale_ptr, row_scale_ptr, order_ptr, entry_ptr, slice_ptr,
     partial_ptr, ticket_ptr, y_ptr, M, N, stride_xm, supers, supers_per_part,

@@ -144,7 +144,8 @@ def add_parts(acc, partial_ptr, ticket_ptr, tile, part, parts):
     return acc, last
 
 
-@triton.jit
+# Numbers of rows change while serving: none may compile a kernel of its own.
+@triton.jit(do_not_specialize=("M", "supers", "supers_per_part"))
 def ssqr_tensor_core(
     x_ptr, word_ptr, scale_ptr, flat_scale_ptr, row_scale_ptr, order_ptr, entry_ptr, slice_ptr, xt_ptr,
     partial_ptr, ticket_ptr, y_ptr, M, N, K, stride_xm, supers, supers_per_part,

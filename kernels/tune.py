@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import triton
-from triton.runtime.errors import OutOfResources
+from triton.errors import TritonError
 
 from vllm_latq.kernels.cases import BITS, Case, Layer, copy_weight, gate, make_layer, relative_error
 from vllm_latq.kernels.configs import SIMT, DecodeConfig, decode_config
@@ -57,9 +57,15 @@ def descend(start: DecodeConfig, cost: Callable[[DecodeConfig], float]) -> tuple
 
 
 def tune(
-    device: torch.device, timer: Callable[[Sequence[Launch]], Timing], write: Callable[[str], None] = print
+    device: torch.device,
+    timer: Callable[[Sequence[Launch]], Timing],
+    regimes: Sequence[int] = REGIMES,
+    write: Callable[[str], None] = print,
 ) -> None:
-    """Print the best entry of each regime, ready for `configs.py`, and of the SIMT kernel."""
+    """Print the best entry of each regime, ready for `configs.py`; with that of 8 rows, the SIMT kernel's.
+
+    Each better one is printed when it is found, so a search that is cut short is not lost.
+    """
     layers = []
     for rows, cols in SHAPES:
         for bits in BITS:
@@ -69,14 +75,17 @@ def tune(
             layers.append((case, layer, [copy_weight(layer.weight) for _ in range(copies)]))
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
     write(f"# {name}, torch {torch.__version__}: geometric mean over {SHAPES}, {BITS} bits")
-    starts = [decode_config(rows, 4, layers[0][1].weight.arch) for rows in REGIMES]
-    for start in (*starts, SIMT):
+    starts = [decode_config(rows, 4, layers[0][1].weight.arch) for rows in regimes]
+    for start in (*starts, *((SIMT,) if 8 in regimes else ())):
         m = 1 if start.max_rows == 8 else start.max_rows
         known: dict[DecodeConfig, float] = {}
 
         def cost(config: DecodeConfig, m: int = m, known: dict[DecodeConfig, float] = known) -> float:
             if config not in known:
+                fastest = min(known.values(), default=math.inf)
                 known[config] = mean_time(config, m, layers, timer)
+                if known[config] < fastest:
+                    write(f"# {known[config]:.1f} us: {config!r}")
             return known[config]
 
         first = cost(start)
@@ -91,13 +100,13 @@ def mean_time(
     layers: Sequence[tuple[Case, Layer, Sequence[Any]]],
     timer: Callable[[Sequence[Launch]], Timing],
 ) -> float:
-    """Geometric mean of microseconds; infinite where the configuration does not fit the GPU or a product is wrong."""
+    """Geometric mean of microseconds; infinite where the configuration does not compile or fit, or is wrong."""
     times = []
     for case, layer, weights in layers:
         x = torch.randn(m, case.cols, device=layer.dense.device).bfloat16()
         try:
             gate(case, relative_error(ssqr_matmul(x, layer.weight, config), x, layer.dense))
             times.append(timer([partial(ssqr_matmul, x, weight, config) for weight in weights]).median)
-        except (OutOfResources, KernelInputError):
+        except (TritonError, KernelInputError):
             return math.inf
     return math.exp(sum(math.log(time) for time in times) / len(times))

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from vllm_latq.kernels.configs import HIP
 from vllm_latq.kernels.errors import require
 from vllm_latq.kernels.layout import ROW_BLOCK, check_shape, padded_rows, tile_scales, tile_weight
 from vllm_latq.kernels.outliers import check_csr, coordinates, row_order, slice_entries
@@ -22,7 +23,7 @@ class KernelWeight:
         entries, slice_ptr: outlier slices, see `outliers.py`; None where the scheme has no outliers.
         tickets: int32 [row blocks], zeros; the kernel leaves them zero.
         processors: multiprocessors of the device, for choosing split-K; 1 on a CPU.
-        arch: "sm_90" and the like, for choosing launch configurations; empty where it is not an NVIDIA GPU.
+        arch: "sm_90" and the like, or HIP, for choosing launch configurations; empty on a CPU.
     """
 
     bits: int
@@ -65,11 +66,11 @@ def _in_tile_order(vector: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
 
 
 def _device_facts(device: torch.device) -> tuple[int, str]:
-    """Multiprocessors, and the compute capability as "sm_XY" (empty unless NVIDIA)."""
+    """Multiprocessors, and the compute capability as "sm_XY", HIP for AMD; empty on a CPU."""
     if device.type != "cuda":
         return 1, ""
     facts = torch.cuda.get_device_properties(device)
-    return facts.multi_processor_count, "" if torch.version.hip else f"sm_{facts.major}{facts.minor}"
+    return facts.multi_processor_count, HIP if torch.version.hip else f"sm_{facts.major}{facts.minor}"
 
 
 def prepare(

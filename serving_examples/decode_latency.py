@@ -9,6 +9,7 @@ Time per token is that of the last `--new-tokens` - 1 tokens: a run of one token
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -26,6 +27,8 @@ QWEN3_8B = {"hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads":
 TINY = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
         "head_dim": 32, "intermediate_size": 256, "vocab_size": 512}  # fmt: skip
 MARLIN = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True, "lm_head": False}
+# vLLM prefers other kernels for this scheme on some GPUs, Machete on Hopper for one.
+ENVIRONMENT = {"marlin 4 bits": {"VLLM_DISABLED_KERNELS": "CutlassW4A8LinearKernel,MacheteLinearKernel"}}
 PROMPT_TOKENS = 32
 REPEATS = 3
 
@@ -70,7 +73,9 @@ def run(name: str, options: argparse.Namespace) -> dict[str, float] | None:
     """Measure one scheme in a process of its own; None, with the reason printed, where it does not run."""
     command = [sys.executable, __file__, "--measure", name, "--engine", options.engine]
     command += ["--batch", *map(str, options.batch), "--new-tokens", str(options.new_tokens)]
-    done = subprocess.run([*command, *(["--tiny"] if options.tiny else [])], capture_output=True, text=True)
+    environment = os.environ | ENVIRONMENT.get(name, {})
+    command += ["--tiny"] if options.tiny else []
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         reason = next((line for line in reversed(done.stderr.splitlines()) if "Error" in line), f"see {name}")
         print(f"{name}: not measured: {reason.strip()}", file=sys.stderr)

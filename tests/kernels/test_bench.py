@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from vllm_latq.kernels import peers
 from vllm_latq.kernels.bench import Bench, environment, main, report, table_row
 from vllm_latq.kernels.cases import SHAPES, Case, all_cases, make_layer, relative_error
 from vllm_latq.kernels.configs import AMPERE, DecodeConfig
@@ -87,6 +88,25 @@ def test_failures_are_printed_without_a_time(bench: Bench) -> None:
     assert "FAILED" in table_row(result)
     slow = replace(result, timing=Timing(9.0, 8.0, 10.0), gb_per_s=1.0, roofline=0.1, speedup=0.5)
     assert table_row(slow) == "| 64x256 | 4 | 1% | 1 | simt | 9.0 | 1 | 10% | 0.50 |"
+
+
+@pytest.mark.interpreter
+def test_a_peer_that_does_not_run_here_is_a_row(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """vLLM's Marlin takes the arguments it is given, up to the kernel that a CPU lacks; made once for all rows."""
+    made, make = [], peers.make
+    monkeypatch.setattr(peers, "make", lambda *arguments: made.append(arguments) or make(*arguments))
+    bench.peer_bits = {"marlin": (4,)}
+    cases = list(all_cases(shapes=((64, 256),), bits=(4,), rates=(0.0, 0.05), rows=(1, 2)))
+    wrong = report(bench, cases, {}, tmp_path / "out.json")
+    found = json.loads((tmp_path / "out.json").read_text())["results"]
+    assert wrong == sum(row["timing"] is None for row in found if row["kernel"] != "marlin")
+    rows = [row for row in found if row["kernel"] == "marlin"]
+    assert [row["case"]["m"] for row in rows] == [1, 2]
+    assert all("marlin_gemm" in row["reason"] and row["timing"] is None for row in rows)
+    assert capsys.readouterr().out.count("| marlin | not measured: ") == 2
+    assert len(made) == 1
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.1])

@@ -102,13 +102,11 @@ def test_row_scales(make_layer, scales: bool, group_size: int) -> None:
     run(make_layer(4, 70, 256, group_size, scales=scales, row_scales=True, outliers=0.03), 2, torch.float16, parts=1)
 
 
-@pytest.mark.parametrize("block_n", [64, 128, 256])
+@pytest.mark.parametrize("block_n", [64, 128])
 @pytest.mark.parametrize("bias_dot", [False, True])
 def test_tile_shapes(make_layer, block_n: int, bias_dot: bool) -> None:
     config = DecodeConfig(max_rows=8, block_n=block_n, num_warps=2, stages=2, bias_dot=bias_dot)
-    layer = make_layer(3, 200, 256)
-    if layer.weight.padded_rows % block_n == 0:
-        run(layer, 2, torch.bfloat16, config=config)
+    run(make_layer(3, 200, 256), 2, torch.bfloat16, config=config)
     for bits in (2, 8):
         run(make_layer(bits, 200, 256), 2, torch.float16, config=config)
 

@@ -1,0 +1,109 @@
+"""What launches make Triton compile: the real launchers, on tensors without memory of a GPU that is not there.
+
+They run in a subprocess as far as the compiled kernel, the way a launch on an sm_80 would specialize its arguments.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from vllm_latq.kernels.configs import DecodeConfig
+from vllm_latq.kernels.dispatch import padded_columns
+from vllm_latq.kernels.errors import KernelInputError
+
+SCRIPT = """
+import contextlib, dataclasses
+from collections import defaultdict
+import torch, triton
+from torch._subclasses.fake_tensor import FakeTensorMode
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction, MockTensor
+from vllm_latq.kernels.configs import SIMT, decode_config
+from vllm_latq.kernels.dequantize import launch_dequantize
+from vllm_latq.kernels.huffman import launch_huffman
+from vllm_latq.kernels.rans import launch_rans
+from vllm_latq.kernels.simt import launch_simt
+from vllm_latq.kernels.ssqr import launch_ssqr
+from vllm_latq.kernels.weight import prepare
+
+class Driver:
+    get_current_device = get_current_stream = lambda self, *_: 0
+    get_current_target = lambda self: GPUTarget("cuda", 80, 32)
+
+launch, compiled = JITFunction.run, defaultdict(set)
+
+def dry(self, *arguments, grid, warmup, **options):
+    arguments = [MockTensor(a.dtype) if isinstance(a, torch.Tensor) else a for a in arguments]
+    compiled[self.__name__].add(launch(self, *arguments, grid=grid, warmup=True, **options).hash)
+
+triton.runtime.driver.set_active(Driver())
+JITFunction.run = dry
+torch.cuda.device_of = contextlib.nullcontext
+
+def empty(dtype, *shape):
+    return torch.empty(shape, dtype=dtype, device="cuda")
+
+def on_gpu(rows, cols):
+    csr = torch.arange(rows + 1, dtype=torch.int32), torch.zeros(rows, dtype=torch.int32), torch.ones(rows).bfloat16()
+    words, scales = torch.zeros(rows, cols // 16, dtype=torch.int32), torch.ones(rows, cols // 128).bfloat16()
+    weight = prepare(words, 2, 128, cols, scales, None, *csr)
+    tensors = {f.name: getattr(weight, f.name) for f in dataclasses.fields(weight)}
+    tensors = {name: t for name, t in tensors.items() if isinstance(t, torch.Tensor)}
+    with FakeTensorMode():
+        return dataclasses.replace(weight, **{name: empty(t.dtype, *t.shape) for name, t in tensors.items()})
+
+weights = [on_gpu(100, 256), on_gpu(256, 4096), on_gpu(64, 512)]
+with FakeTensorMode():
+    for m in (1, 3, 4, 9, 16):
+        for weight, parts in zip(weights, (1, 16, 2)):
+            config, bf16 = decode_config(m, 2), torch.bfloat16
+            x, y = empty(bf16, m, weight.cols), empty(bf16, m, weight.rows)
+            partials = empty(torch.float32, 1) if parts > 1 else None
+            transposed = empty(bf16, weight.cols, config.max_rows) if m > 8 else None
+            launch_ssqr(x, weight, y, partials, transposed, config, parts)
+            if m in (3, 4):
+                launch_simt(x, weight, y, partials, SIMT, parts)
+    for weight in weights:
+        for first in range(2):
+            launch_dequantize(weight, empty(torch.bfloat16, 128, weight.cols), first, 1)
+    ints = lambda *shape: empty(torch.int32, *shape)
+    for rows, cols in ((1, 1), (160, 4096), (17, 100)):
+        starts, used, z = empty(torch.int64, 16), ints(16), ints(rows, cols)
+        launch_huffman(ints(cols), ints(1 << 15), starts, used, z, (rows, cols), -rows, rows)
+        slots = empty(torch.int64, rows, 4096)
+        launch_rans(ints(cols), slots, ints(rows), ints(cols), starts, used, used, z, (rows, cols))
+for name, kernels in compiled.items():
+    print(name, len(kernels))
+"""
+
+
+def test_sizes_that_change_while_serving_compile_nothing_new() -> None:
+    """For one row of x, for more, and for each wider tile; with split-K and without. Layers differ in shape only."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    command = [sys.executable, "-W", "ignore", "-c", SCRIPT]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    compiled = dict(line.split() for line in done.stdout.splitlines())
+    assert {name: int(count) for name, count in compiled.items()} == {
+        "ssqr_tensor_core": 3 * 2,
+        "ssqr_simt": 2,
+        "dequantize_tiles": 1,
+        "scatter_outliers": 1,
+        "huffman_chunks": 1,
+        "rans_chunks": 1,
+    }
+
+
+def test_no_copy_where_no_column_is_missing(make_layer) -> None:
+    x = torch.randn(2, 512).half()
+    assert padded_columns(x, make_layer(3, 64, 512).weight) is x
+    assert padded_columns(x[:, :384], make_layer(3, 64, 384).weight).shape == (2, 512)
+
+
+def test_refuses_tiles_that_do_not_divide_the_padded_rows() -> None:
+    """128 rows would otherwise make no tile of 256 at all, and y would stay unwritten."""
+    with pytest.raises(KernelInputError, match="64 or 128, which divide the padded rows"):
+        DecodeConfig(max_rows=8, block_n=256, num_warps=4, stages=3, bias_dot=True)
