@@ -18,6 +18,7 @@ from torch import nn
 from vllm_latq.quantize.allocation import Allocation, RateCurve, allocate, rate_curve
 from vllm_latq.quantize.decoder import Decoder
 from vllm_latq.quantize.latq import InputLattice, OutputLattice, input_lattice, output_lattice, rate_aware_damping
+from vllm_latq.quantize.offload import Place
 from vllm_latq.quantize.recipe import Recipe
 from vllm_latq.quantize.shards import shard_linears, shard_weights
 from vllm_latq.quantize.statistics import LayerStatistics, StatisticsFiles, collect_statistics
@@ -48,12 +49,12 @@ class ModelLattice:
         every = range(len(self.decoder) + 1)
         return [shard for shard in every if shard_linears(self.decoder, self.quantized, shard)]
 
-    def collect(self, samples: torch.Tensor, starting: Callable[[], None] = lambda: None) -> None:
+    def collect(self, samples: torch.Tensor, place: Place, starting: Callable[[], None] = lambda: None) -> None:
         """Collect the statistics, unless an interrupted run left them all; `starting` is called first if not."""
         files = StatisticsFiles(self.folder)
         if not files.complete(self.shards):
             starting()
-            collect_statistics(self.decoder, samples, self.quantized, files, self.recipe.seed)
+            collect_statistics(self.decoder, samples, self.quantized, files, self.recipe.seed, place)
 
     def groups(self, shard: int) -> Iterator[dict[str, LayerStatistics]]:
         """The statistics of a shard's linears, those of one input together."""

@@ -3,6 +3,7 @@
 Invariant: a mapped file has no name once it is open, so nothing is left behind however the process ends.
 """
 
+import ctypes
 import os
 import tempfile
 from collections.abc import Callable
@@ -29,6 +30,16 @@ def placer(offload: str, folder: Path) -> Place:
     if offload not in OFFLOADS:
         raise ConfigError("offload", f"one of {', '.join(OFFLOADS)}", repr(offload))
     return (lambda tensor: tensor) if offload == "cpu" else (lambda tensor: _mapped(tensor, folder))
+
+
+def return_freed_memory() -> None:
+    """Give memory that was freed back to the system; with glibc only, whose heap keeps it.
+
+    Without it the resident memory grew by half a block with every block of a model of 32 blocks (512 channels).
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _mapped(tensor: torch.Tensor, folder: Path) -> torch.Tensor:

@@ -23,6 +23,7 @@ from vllm_latq.quantize.latq import InputLattice, OutputLattice
 from vllm_latq.quantize.lattice import Factor
 from vllm_latq.quantize.methods import BOUND_SLACK, BOUND_TO_MEAN, layer_factor
 from vllm_latq.quantize.model_lattice import ModelLattice
+from vllm_latq.quantize.offload import placer
 from vllm_latq.quantize.pipeline import quantized_linears
 from vllm_latq.quantize.recipe import Recipe
 from vllm_latq.quantize.shards import shard_linears, shard_weights
@@ -111,7 +112,7 @@ def whole_model(
     """
     with tempfile.TemporaryDirectory(prefix="latq-certificate-") as folder:
         model = ModelLattice(decoder, quantized_linears(decoder, recipe), recipe, Path(folder))
-        model.collect(samples)
+        model.collect(samples, placer("disk", Path(folder)))
         step = model.allocation().step
         for weights, members in model.inputs():
             inputs, outputs = model.lattices(weights, members, step)

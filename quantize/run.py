@@ -23,7 +23,7 @@ from vllm_latq.quantize.distributed import World
 from vllm_latq.quantize.hessian import InputHessian
 from vllm_latq.quantize.lattice import Factor
 from vllm_latq.quantize.methods import layer_factor, quantize_layer
-from vllm_latq.quantize.offload import Place
+from vllm_latq.quantize.offload import Place, return_freed_memory
 from vllm_latq.quantize.recipe import Recipe
 from vllm_latq.quantize.shards import dense_weight, shard_linears, shard_weights, stored_tensors, untouched_tensors
 from vllm_latq.quantize.stream import Stream
@@ -68,6 +68,7 @@ class Run:
         stream = self.prepare(samples, place)
         for shard in range(len(self.decoder) + 1):
             self._shard(shard, shard_linears(self.decoder, self.quantized, shard), stream)
+            return_freed_memory()
 
     def _shard(self, shard: int, linears: Mapping[str, nn.Linear], stream: Stream) -> None:
         """Quantize, or read back, the linears of one shard, and carry the activations past its block."""

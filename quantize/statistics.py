@@ -26,6 +26,7 @@ from torch import nn
 from vllm_latq.errors import NumericalError
 from vllm_latq.quantize.decoder import Batch, Decoder
 from vllm_latq.quantize.hessian import HessianCollector
+from vllm_latq.quantize.offload import Place
 
 # Outputs whose gradients are correlated with each other; wider layers get a block-diagonal G. 64 MB per block.
 LARGEST_BLOCK = 4096
@@ -98,7 +99,12 @@ class StatisticsFiles:
 
 
 def collect_statistics(
-    decoder: Decoder, samples: torch.Tensor, wanted: Mapping[str, nn.Linear], files: StatisticsFiles, seed: int
+    decoder: Decoder,
+    samples: torch.Tensor,
+    wanted: Mapping[str, nn.Linear],
+    files: StatisticsFiles,
+    seed: int,
+    place: Place = lambda hidden: hidden,
 ) -> None:
     """Run the model forward and backward once, and write the statistics of the wanted linears.
 
@@ -108,20 +114,21 @@ def collect_statistics(
         wanted: full name -> linear.
         files: where they go; files that are there already, from an interrupted run, are left as they are.
         seed: of the labels.
+        place: moves hidden states and gradients to where they wait; the inputs of all blocks wait at once.
 
     Raises:
         NumericalError: activations or gradients that are not finite, or a linear that was never called.
     """
-    batches = decoder.embed(samples, max(1, TOKENS_PER_BATCH // samples.shape[1]))
+    batches = decoder.embed(samples, max(1, TOKENS_PER_BATCH // samples.shape[1]), place)
     inputs = [[batch.hidden for batch in batches]]
     for index in range(len(decoder)):
         with decoder.block(index) as block, torch.no_grad():
-            inputs.append([decoder.run(index, block, batch) for batch in batches])
+            inputs.append([place(decoder.run(index, block, batch)) for batch in batches])
         for batch, hidden in zip(batches, inputs[-1], strict=True):
             batch.hidden = hidden
-    gradients = _head(decoder, inputs.pop(), wanted, files, seed)
+    gradients = _head(decoder, inputs.pop(), wanted, files, seed, place)
     for index in reversed(range(len(decoder))):
-        gradients = _block(decoder, index, batches, inputs.pop(), gradients, wanted, files)
+        _block(decoder, index, batches, inputs.pop(), gradients, wanted, files)
 
 
 def _head(
@@ -130,6 +137,7 @@ def _head(
     wanted: Mapping[str, nn.Linear],
     files: StatisticsFiles,
     seed: int,
+    place: Place,
 ) -> list[torch.Tensor]:
     """Gradients of the log-likelihood of sampled labels with respect to the last hidden states."""
     gradients = []
@@ -137,11 +145,11 @@ def _head(
     linears = {decoder.head_name: decoder.head_linear} if decoder.head_name in wanted else {}
     with decoder.head() as head, _watching(linears) as grams:
         for states in hidden:
-            states = states.to(decoder.device).requires_grad_(True)
+            states = states.to(decoder.device).detach().requires_grad_(True)
             logits = head(states).float().flatten(0, -2)
             labels = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator).squeeze(1)
             torch.nn.functional.cross_entropy(logits, labels, reduction="sum").backward()
-            gradients.append(_gradient(states))
+            gradients.append(place(_gradient(states)))
     _finish(files, len(decoder), grams, linears)
     return gradients
 
@@ -154,17 +162,16 @@ def _block(
     gradients: list[torch.Tensor],
     wanted: Mapping[str, nn.Linear],
     files: StatisticsFiles,
-) -> list[torch.Tensor]:
-    """The same of the hidden states before a block, from those behind it."""
+) -> None:
+    """Turn the gradients of the hidden states behind a block into those of the hidden states before it, in place."""
     linears = {name: linear for name, linear in decoder.linears(index).items() if name in wanted}
-    earlier = []
     with decoder.block(index) as block, _watching(linears) as grams:
         for batch, states, behind in zip(batches, hidden, gradients, strict=True):
-            states = states.to(decoder.device).requires_grad_(True)
+            # Detached: the gradient must not live as long as the states, which are kept for the whole block.
+            states = states.to(decoder.device).detach().requires_grad_(True)
             decoder.forward(index, block, states, batch).backward(behind.to(decoder.device))
-            earlier.append(_gradient(states))
+            behind.copy_(_gradient(states))
     _finish(files, index, grams, linears)
-    return earlier
 
 
 def _gradient(states: torch.Tensor) -> torch.Tensor:

@@ -32,7 +32,7 @@ from vllm_latq.quantize.target import output_energy
 class StatisticsRun(Run):
     """A run that knows what the loss of the model sees of each linear before it quantizes the first."""
 
-    def collect(self, samples: torch.Tensor | None) -> None:
+    def collect(self, samples: torch.Tensor | None, place: Place) -> None:
         """Collect what is not there from an interrupted run."""
         assert samples is not None
         if self.world.size > 1:
@@ -43,14 +43,14 @@ class StatisticsRun(Run):
             raise UnsupportedModelError(self.decoder.routers[0], "a model without routed experts", "a router", hint)
         self.model = ModelLattice(self.decoder, self.quantized, self.recipe, self.writer.scratch)
         started = {"event": "stage", "stage": "statistics", "samples": len(samples)}
-        self.model.collect(samples, lambda: self.emit(started))
+        self.model.collect(samples, place, lambda: self.emit(started))
 
 
 class WholeModelRun(StatisticsRun):
     """A run of the method `latq`."""
 
     def prepare(self, samples: torch.Tensor | None, place: Place) -> Stream:
-        self.collect(samples)
+        self.collect(samples, place)
         self.emit({"event": "stage", "stage": "allocation"})
         self.allocation = self.model.allocation()
         self.emit({"event": "plan", "step": self.allocation.step, "bits": dict(self.allocation.bits)})
@@ -78,7 +78,7 @@ class BudgetRun(StatisticsRun):
     """A run of `ssqr` under a budget of bits for the whole model: width and outlier rate per input."""
 
     def prepare(self, samples: torch.Tensor | None, place: Place) -> Stream:
-        self.collect(samples)
+        self.collect(samples, place)
         assert self.recipe.budget is not None
         offers = [price(weights, members, self.recipe) for weights, members in self.model.inputs()]
         self.chosen = choose(offers, self.recipe.budget)

@@ -15,8 +15,9 @@ import vllm_latq
 from vllm_latq import console
 from vllm_latq.errors import ConfigError, LatqError
 
-# How long a process that torchrun started leaves it to the first one to report an error of all.
-SECONDS_TO_SPEAK = 3.0
+# How long a process that torchrun started leaves it to the first one to report an error of all. It is spent only where
+# the error is this process's own: else torchrun ends it, seconds later on a crowded machine, when the first one ends.
+SECONDS_TO_SPEAK = 30.0
 DEFAULT_METHOD = "latq"
 DEFAULT_TARGET_BITS = 4.0
 

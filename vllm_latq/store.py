@@ -44,12 +44,12 @@ class TensorStore:
             if not (self.directory / SINGLE_FILE).exists():
                 expected = f"{SINGLE_FILE} or {INDEX_FILE}"
                 raise CheckpointError(str(self.directory), expected, "neither", "Only safetensors are read.")
-            return self._checked_names(dict.fromkeys(self._handle(SINGLE_FILE).keys(), SINGLE_FILE))
+            return self._checked_names(dict.fromkeys(self._names_in(SINGLE_FILE), SINGLE_FILE))
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
             hint = "Copy or download the checkpoint again."
             raise CheckpointError(str(index), "an object `weight_map` of file names", "something else", hint)
-        present = {file: set(self._handle(file).keys()) for file in sorted(set(weight_map.values()))}
+        present = {file: set(self._names_in(file)) for file in sorted(set(weight_map.values()))}
         for name, file in weight_map.items():
             if name not in present[file]:
                 raise CheckpointError(str(index), f"tensor {name} in {file}", "no such tensor", "The shard is damaged.")
@@ -74,6 +74,12 @@ class TensorStore:
     def close(self) -> None:
         """Close the files, until one is read again."""
         self._open.clear()
+
+    def _names_in(self, file: str) -> list[str]:
+        """Names of a file's tensors; it is closed again, or all files of a model would be mapped at once."""
+        names = list(self._handle(file).keys())
+        del self._open[file]
+        return names
 
     def _handle(self, file: str) -> Any:
         if file not in self._open:

@@ -13,7 +13,11 @@ from vllm_latq.quantize.offload import placer
 from vllm_latq.quantize.pipeline import quantize_checkpoint
 from vllm_latq.quantize.recipe import Recipe
 
-RECIPE = Recipe("gptq", 4, group_size=16, num_samples=4, seq_len=32)
+IGNORED = ("lm_head", "q_proj", "k_proj", "gate_proj", "up_proj", "down_proj")
+RECIPES = {
+    "gptq": Recipe("gptq", 4, group_size=16, num_samples=4, seq_len=32),
+    "latq": Recipe("latq", target_bits=8.0, num_samples=4, seq_len=32, ignore=IGNORED),
+}
 # 16 blocks of 2.6 M weights in float32.
 LARGE = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 16}
 HEADS = {"head_dim": 128, "num_key_value_heads": 4}
@@ -29,11 +33,14 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
 """
 
 
-def test_same_checkpoint_and_nothing_left(random_model: Any, calibration_text: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", RECIPES)
+def test_same_checkpoint_and_nothing_left(
+    method: str, random_model: Any, calibration_text: Path, tmp_path: Path
+) -> None:
     directory, _ = random_model("llama", "offloaded")
     for offload in ("cpu", "disk"):
         out = tmp_path / offload
-        quantize_checkpoint(RECIPE, directory, out, calibration=str(calibration_text), offload=offload)
+        quantize_checkpoint(RECIPES[method], directory, out, calibration=str(calibration_text), offload=offload)
     names = sorted(path.name for path in (tmp_path / "cpu").iterdir())
     assert names == sorted(path.name for path in (tmp_path / "disk").iterdir())
     for name in names:

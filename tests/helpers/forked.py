@@ -1,0 +1,114 @@
+"""Processes for the tests of faults and of shared runs, forked from one that has its imports done.
+
+Forked children would inherit the threads' locks of pytest's process; those of multiprocessing's fork server do not.
+"""
+
+import ctypes
+import multiprocessing
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(
+    [
+        "vllm_latq.cli",
+        "vllm_latq.quantize.pipeline",
+        "transformers.models.llama.modeling_llama",
+        "transformers.models.mixtral.modeling_mixtral",
+    ]
+)
+_CAPABILITY_VERSION = 0x20080522
+# CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH: what lets root ignore permissions.
+_IGNORE_PERMISSIONS = 0b110
+
+
+def start(log: Path, target: Callable[..., None], *arguments: Any) -> BaseProcess:
+    """A process that runs `target`, with everything it prints in `log`."""
+    process = CONTEXT.Process(target=_logged, args=(log, target, arguments))
+    process.start()
+    return process
+
+
+def command(arguments: list[str], environment: dict[str, str]) -> None:
+    """`latq` with these arguments and environment variables."""
+    import torch
+
+    from vllm_latq.cli import main
+
+    torch.set_num_threads(1)
+    os.environ.update(environment)
+    sys.exit(main(arguments))
+
+
+def quantize(
+    recipe: dict[str, Any], source: Path, out: Path, text: Path, before: Callable[..., None] | None, *arguments: Any
+) -> None:
+    """Begin or resume a run, after `before(out, *arguments)` has set the trap."""
+    import torch
+
+    from vllm_latq.errors import LatqError
+    from vllm_latq.quantize.pipeline import quantize_checkpoint
+    from vllm_latq.quantize.recipe import Recipe
+
+    torch.set_num_threads(1)
+    if before is not None:
+        before(out, *arguments)
+    try:
+        quantize_checkpoint(Recipe.from_dict(recipe), source, out, calibration=str(text), resume=True)
+    except LatqError as error:
+        sys.exit(f"latq: {error}")
+
+
+def killed_at_rename(out: Path, number: int, torn: bool) -> None:
+    """Die at the given rename of a file of this process: before it, or with the file only half written."""
+    rename, count = os.replace, 0
+
+    def replace(old: str | Path, new: str | Path) -> None:
+        nonlocal count
+        count += 1
+        if count == number:
+            if torn and Path(old).is_file():
+                os.truncate(old, os.path.getsize(old) // 2)
+            os.kill(os.getpid(), signal.SIGKILL)
+        rename(old, new)
+
+    os.replace = replace
+
+
+def locked_at_rename(out: Path, number: int) -> None:
+    """Write permission for the directory goes away after the given rename, for root too."""
+    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0)
+    capabilities = (ctypes.c_uint32 * 6)()
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.capget(header, capabilities) == 0
+    capabilities[0] &= ~_IGNORE_PERMISSIONS  # the effective ones
+    assert libc.capset(header, capabilities) == 0
+    rename, count = os.replace, 0
+
+    def replace(old: str | Path, new: str | Path) -> None:
+        nonlocal count
+        rename(old, new)
+        count += 1
+        if count == number:
+            os.chmod(Path(new).parent, 0o500)
+
+    os.replace = replace
+
+
+def small_disk(out: Path, largest: int) -> None:
+    """No file can grow beyond `largest` bytes: a write fails in its middle, as on a full disk."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (largest, resource.RLIM_INFINITY))
+
+
+def _logged(log: Path, target: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    with log.open("w") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    target(*arguments)

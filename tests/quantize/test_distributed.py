@@ -1,0 +1,126 @@
+"""Runs shared by several processes on the CPU, started by the real torchrun and as it starts them: one's result."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import forked
+import pytest
+import torch
+
+from vllm_latq.checkpoint import CheckpointReader, verify
+from vllm_latq.quantize.distributed import World
+from vllm_latq.quantize.hessian import InputHessian
+from vllm_latq.quantize.pipeline import quantize_checkpoint
+from vllm_latq.quantize.recipe import Recipe
+
+RECIPE = Recipe("gptq", 4, group_size=16, num_samples=7, seq_len=32)
+OPTIONS = ["--method", "gptq", "--bits", "4", "--group-size", "16", "--num-samples", "7", "--seq-len", "32"]
+# Hessians are summed in another order, in float32: of the integers, only those within its rounding of a tie may move.
+SAME_INTEGERS = 0.999
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+PATIENCE = 240.0
+
+
+def torchrun(processes: int, log: Path, *arguments: str) -> int:
+    """`latq quantize` in several processes: exit status; what they print goes to a file."""
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    with log.open("w") as file:
+        return subprocess.run(
+            [sys.executable, *command, "-m", "vllm_latq.cli", "quantize", *arguments],
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            timeout=PATIENCE,
+        ).returncode
+
+
+def ranks(processes: int, log: Path, *arguments: str) -> list[Any]:
+    """The same processes without torchrun's own, started; rank r prints to `log` with r as its suffix."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    world = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return [
+        forked.start(
+            log.with_suffix(f".{rank}"),
+            forked.command,
+            ["quantize", *arguments],
+            world | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(processes)
+    ]
+
+
+def assert_same_result(shared: Path, alone: Path) -> None:
+    """Up to the order of sums; both with RECIPE."""
+    assert list(verify(shared)) == []
+    one, many = CheckpointReader(alone), CheckpointReader(shared)
+    expected, together = one.report(), many.report()
+    assert together["calibration"] == expected["calibration"]
+    assert sorted(one.shapes) == sorted(many.shapes)
+    assert sorted(one.store.names()) == sorted(many.store.names())
+    for mine, theirs in zip(together["layers"], expected["layers"], strict=True):
+        assert (mine["name"], mine["note"]) == (theirs["name"], theirs["note"])
+        # The first block's inputs are the same numbers; later ones have passed through the first one's weights.
+        if mine["name"].startswith("model.layers.0."):
+            assert mine["error"] == pytest.approx(theirs["error"], rel=1e-2)
+            same = one.weight(mine["name"]).dequantize() == many.weight(mine["name"]).dequantize()
+            assert same.float().mean() >= SAME_INTEGERS
+
+
+@pytest.mark.parametrize(("processes", "model_type"), [(2, "llama"), (3, "mixtral")])
+def test_equals_one_process(
+    processes: int, model_type: str, random_model: Any, calibration_text: Path, tmp_path: Path
+) -> None:
+    directory, _ = random_model(model_type, f"{model_type}-shared", **EXPERTS)
+    quantize_checkpoint(RECIPE, directory, tmp_path / "alone", calibration=str(calibration_text))
+    arguments = (str(directory), str(tmp_path / "shared"), *OPTIONS, "--calibration", str(calibration_text))
+    log = tmp_path / "log"
+    if processes == 2:
+        assert torchrun(2, log, *arguments) == 0, log.read_text()
+        printed = log.read_text()
+    else:
+        started = ranks(processes, log, *arguments)
+        for process in started:
+            process.join(PATIENCE)
+        logs = [log.with_suffix(f".{rank}").read_text() for rank in range(processes)]
+        assert [process.exitcode for process in started] == [0] * processes, logs
+        printed = "".join(logs)
+    assert_same_result(tmp_path / "shared", tmp_path / "alone")
+    names = [line.split()[0] for line in printed.splitlines() if " bits " in line and "model.layers" in line]
+    assert sorted(names) == sorted(CheckpointReader(tmp_path / "alone").shapes), "each once, by the first process"
+
+
+def test_an_error_is_said_once(random_model: Any, calibration_text: Path, tmp_path: Path) -> None:
+    """As soon as a process fails, torchrun ends the others: only the first one has spoken until then."""
+    directory, _ = random_model("llama", "llama-shared")
+    few = ["--method", "gptq", "--group-size", "16", "--num-samples", "1", "--seq-len", "32"]
+    log = tmp_path / "log"
+    first, second = ranks(2, log, str(directory), str(tmp_path / "out"), *few, "--calibration", str(calibration_text))
+    first.join(PATIENCE)
+    assert second.is_alive()
+    second.terminate()
+    second.join(PATIENCE)
+    message = "latq: calibration samples: expected at least one for each of 2 processes"
+    assert first.exitcode == 1
+    assert log.with_suffix(".0").read_text().count(message) == 1
+    assert message not in log.with_suffix(".1").read_text()
+    assert not (tmp_path / "out").exists()
+
+
+def test_each_linear_goes_to_one_rank() -> None:
+    work = [InputHessian([f"linear{index}"], torch.empty(size, size)) for index, size in enumerate((5, 1, 3, 3, 2, 8))]
+    for size in (1, 2, 3, 9):
+        shares = [World(rank, size).mine(work) for rank in range(size)]
+        assert sorted(hessian.linears[0] for share in shares for hessian in share) == sorted(h.linears[0] for h in work)
+    heaviest = World(0, 2).mine(work)
+    assert [hessian.linears for hessian in heaviest] == [["linear5"]], "8 x 8 outweighs the rest"
+
+
+def test_samples_are_split() -> None:
+    samples = torch.arange(14).reshape(7, 2)
+    assert torch.equal(torch.cat([World(rank, 3).split(samples) for rank in range(3)]), samples)  # type: ignore[list-item]

@@ -1,0 +1,140 @@
+"""Killed, out of room, or locked out: after each, `--resume` ends in the bytes of an uninterrupted run."""
+
+import random
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import forked
+import pytest
+
+from vllm_latq.quantize.pipeline import quantize_checkpoint
+from vllm_latq.quantize.recipe import Recipe
+
+FEW = {"num_samples": 4, "seq_len": 32}
+IGNORED = ("lm_head", "q_proj", "k_proj", "gate_proj", "up_proj", "down_proj")
+RECIPES = {
+    "ssqr": Recipe("ssqr", 4, group_size=16, **FEW),
+    "hptq": Recipe("hptq", target_bits=6.0, **FEW),
+    # It searches long: a part of attention alone.
+    "latq": Recipe("latq", target_bits=8.0, ignore=IGNORED, **FEW),
+    "budget": Recipe("ssqr", group_size=16, budget=6.0, **FEW),
+}
+BLOCKS = 3
+MINUTE = 60.0
+
+
+class Runs:
+    """Runs of one tiny model in processes of their own, and in this one."""
+
+    def __init__(self, source: Path, text: Path, folder: Path) -> None:
+        self.source, self.text, self.folder = source, text, folder
+        self.log = folder / "log"
+
+    def whole(self, method: str, out: Path, resume: bool = False) -> Path:
+        """A run that nothing interrupts."""
+        quantize_checkpoint(RECIPES[method], self.source, out, calibration=str(self.text), resume=resume)
+        return out
+
+    def uninterrupted(self, method: str) -> Path:
+        """What every run must end in."""
+        out = self.folder / method
+        return out if out.exists() else self.whole(method, out)
+
+    def child(self, method: str, out: Path, *trap: Any) -> Any:
+        """A started process that begins or resumes a run."""
+        before = trap or (None,)
+        return forked.start(self.log, forked.quantize, RECIPES[method].to_dict(), self.source, out, self.text, *before)
+
+    def fate(self, process: Any) -> int:
+        """Exit status of a child; negative: the signal that ended it."""
+        process.join(MINUTE)
+        assert process.exitcode is not None, self.log.read_text()
+        return int(process.exitcode)
+
+
+@pytest.fixture(scope="module")
+def runs(random_model: Any, calibration_text: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    source, _ = random_model("llama", "faults", num_hidden_layers=BLOCKS)
+    return Runs(source, calibration_text, tmp_path_factory.mktemp("faults"))
+
+
+def assert_same_bytes(got: Path, expected: Path) -> None:
+    names = sorted(path.name for path in expected.iterdir())
+    assert sorted(path.name for path in got.iterdir()) == names
+    for name in names:
+        if name != "latq_report.json":  # holds seconds
+            assert (got / name).read_bytes() == (expected / name).read_bytes(), name
+
+
+@pytest.mark.parametrize("method", RECIPES)
+def test_killed_at_renames_and_in_the_middle_of_writes(method: str, runs: Runs, tmp_path: Path) -> None:
+    """Killed and resumed until it comes through; every step that makes something durable can be the last one."""
+    chance, kills = random.Random(method), 0
+    while True:
+        # Two is the least that gets anywhere: a torn file is written again.
+        trap = (forked.killed_at_rename, chance.randint(2, 6), chance.random() < 0.5)
+        status = runs.fate(runs.child(method, tmp_path / "out", *trap))
+        if status != -signal.SIGKILL:
+            break
+        kills += 1
+        assert not (tmp_path / "out" / "config.json").exists()
+    assert status == 0, runs.log.read_text()
+    assert kills >= 3
+    assert_same_bytes(tmp_path / "out", runs.uninterrupted(method))
+
+
+def test_killed_at_random_moments(runs: Runs, tmp_path: Path) -> None:
+    """Whatever the process is at: reading, computing, or in the middle of writing."""
+    chance, kills = random.Random(0), 0
+    for attempt in range(4):
+        process = runs.child("ssqr", tmp_path / "out")
+        while process.is_alive() and len(list(tmp_path.glob("out.partial/records-*"))) < attempt:
+            time.sleep(0.001)
+        time.sleep(chance.uniform(0, 0.1))
+        process.kill()
+        kills += runs.fate(process) == -signal.SIGKILL
+    assert kills >= 2, "the runs were over before they could be killed"
+    if not (tmp_path / "out").exists():
+        runs.whole("ssqr", tmp_path / "out", resume=True)
+    assert_same_bytes(tmp_path / "out", runs.uninterrupted("ssqr"))
+
+
+def test_no_room(runs: Runs, tmp_path: Path) -> None:
+    """The last shard, with the embedding, does not fit: the write stops in its middle."""
+    whole = runs.uninterrupted("ssqr")
+    largest = max(path.stat().st_size for path in whole.glob("*.safetensors"))
+    assert runs.fate(runs.child("ssqr", tmp_path / "out", forked.small_disk, largest // 2)) == 1
+    error = runs.log.read_text()
+    assert "out.partial: expected a directory that can be written to, found" in error
+    assert "go on with --resume" in error
+    assert not (tmp_path / "out").exists()
+    assert len(list((tmp_path / "out.partial").glob("records-*"))) == BLOCKS
+    assert_same_bytes(runs.whole("ssqr", tmp_path / "out", resume=True), whole)
+
+
+def test_no_permission(runs: Runs, tmp_path: Path) -> None:
+    """Write permission goes away after the first block: its shard, its records and the state were renamed."""
+    assert runs.fate(runs.child("ssqr", tmp_path / "out", forked.locked_at_rename, 3)) == 1
+    error = runs.log.read_text()
+    assert "expected a directory that can be written to" in error
+    assert "Permission denied" in error
+    (tmp_path / "out.partial").chmod(0o700)
+    assert len(list((tmp_path / "out.partial").glob("records-*"))) == 1
+    assert_same_bytes(runs.whole("ssqr", tmp_path / "out", resume=True), runs.uninterrupted("ssqr"))
+
+
+@pytest.mark.parametrize("moment", ["made", "sealing"])
+def test_killed_in_the_gaps(moment: str, runs: Runs, tmp_path: Path) -> None:
+    """Between making the directory and writing its state; between config.json and the last rename."""
+    partial = tmp_path / "out.partial"
+    if moment == "made":
+        partial.mkdir()
+    else:
+        shutil.copytree(runs.uninterrupted("ssqr"), partial)
+        (partial / "records-00003.json").write_text("{}")
+        (partial / "model-00001-of-00004.tmp").write_text("half a tensor")
+    assert_same_bytes(runs.whole("ssqr", tmp_path / "out", resume=True), runs.uninterrupted("ssqr"))
+    assert not partial.exists()
