@@ -118,7 +118,9 @@ class Bench:
         threads: int = 1,
         max_windows: int | None = None,
     ) -> None:
-        self.model, self.calibration, self.text = model, calibration, text
+        self.model, self.text = model, text
+        # The quantizers run in a folder of their own.
+        self.calibration = str(Path(calibration).resolve()) if Path(calibration).exists() else calibration
         self.num_samples, self.seq_len = num_samples, seq_len
         self.folder, self.environments, self.threads, self.max_windows = folder, environments, threads, max_windows
         self.decoder = Decoder(model, "cpu")
@@ -238,10 +240,12 @@ def rows(bench: Bench, bits: int, peers: list[str], only: list[str] | None) -> I
     ours = our_settings(bits, bench.num_samples, bench.seq_len).items()
     mine = [(setting, recipe) for setting, recipe in ours if wanted(OURS, setting)]
     for index in range(max(len(theirs), len(mine))):
-        if index < len(mine):
-            yield bench.ours(*mine[index], bits)
-        if index < len(theirs):
-            yield bench.peer(*theirs[index], bits)
+        for jobs, measure in ((mine, bench.ours), (theirs, bench.peer)):
+            if index < len(jobs):
+                try:
+                    yield measure(*jobs[index], bits)
+                except LatqError as error:
+                    print(error, flush=True)
 
 
 def main(arguments: list[str] | None = None) -> None:

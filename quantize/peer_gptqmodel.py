@@ -2,7 +2,7 @@
 
     python peer_gptqmodel.py JOB.json        JOB: `peers.Job` as JSON; writes a checkpoint, timings, weights
 
-Invariant: nothing of this project is imported, and only `GPTQModel.load`, `quantize` and `save` are called.
+Invariant: nothing of this project is imported, and only its public entry points are called.
 """
 
 import json
@@ -17,24 +17,30 @@ def main(path: str) -> None:
 
     torch.set_num_threads(job["threads"])
     from gptqmodel import GPTQModel
-    from gptqmodel.quantization.config import GPTAQConfig, GPTQConfig
+    from gptqmodel.quantization.config import GPTQConfig
+    from gptqmodel.utils.model_dequant import dequantize_model
     from safetensors.torch import load_file, save_file
 
     tokens = load_file(job["tokens"])["tokens"].tolist()
-    options = dict(job["options"])
-    load_options = {"dtype": getattr(torch, options.pop("dtype"))} if "dtype" in options else {}
-    if "gptaq" in options:
-        options["gptaq"] = GPTAQConfig(**options["gptaq"])
-    config = GPTQConfig(bits=job["bits"], group_size=job["group_size"], offload_to_disk=False, device="cpu", **options)
-    model = GPTQModel.load(job["model"], config, **load_options)
+    grid = {"bits": job["bits"], "group_size": job["group_size"]}
+    config = GPTQConfig(**grid, offload_to_disk=False, device="cpu", **job["options"])
+    model = GPTQModel.load(job["model"], config)
     data = [{"input_ids": row, "attention_mask": [1] * len(row)} for row in tokens]
     started, busy = time.perf_counter(), time.process_time()
     model.quantize(data, batch_size=job["batch_size"])
     seconds, busy = time.perf_counter() - started, time.process_time() - busy
-    packed = {name: module for name, module in model.model.named_modules() if hasattr(module, "dequantize_weight")}
-    witness = {name: module.dequantize_weight().T.contiguous() for name, module in packed.items()}
-    save_file(witness, job["seconds"] + ".witness")
     model.save(job["output"])
+
+    # What was quantized, as this package itself reads it back.
+    dense = Path(job["seconds"] + ".dense")
+    dequantize_model(job["output"], dense, target_dtype=torch.float32)
+
+    def tensors(folder: Path | str) -> dict[str, torch.Tensor]:
+        return {name: tensor for file in Path(folder).glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+    packed = [name.removesuffix(".qweight") for name in tensors(job["output"]) if name.endswith(".qweight")]
+    weights = tensors(dense)
+    save_file({name: weights[f"{name}.weight"] for name in packed}, job["seconds"] + ".witness")
     Path(job["seconds"]).write_text(json.dumps({"quantize": seconds, "quantize_cpu": busy}))
 
 

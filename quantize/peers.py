@@ -110,7 +110,7 @@ def run(python: Path | str, script: str, job: Job, environment: Mapping[str, str
     """Run a job to its end with `quantize/{script}`; its output goes to a log beside the checkpoint.
 
     Raises:
-        CheckpointError: it failed; names the log.
+        CheckpointError: it failed; with the last line that it wrote.
     """
     output = Path(job.output)
     paths = {what: output.with_name(f"{output.name}.{what}") for what in ("job", "seconds", "log")}
@@ -120,12 +120,16 @@ def run(python: Path | str, script: str, job: Job, environment: Mapping[str, str
     # -P: the script's folder holds modules named like some of the standard library.
     command = [str(python), "-P", str(Path(__file__).with_name(script)), str(paths["job"])]
     started = time.perf_counter()
+    # In the folder of the checkpoints, because peers leave logs where they run.
+    where = output.parent
     with open(paths["log"], "w") as log:
-        process = subprocess.Popen(command, env=variables, stdout=log, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(command, env=variables, cwd=where, stdout=log, stderr=subprocess.STDOUT)
         _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
-        raise CheckpointError(script, "a run that ends well", f"exit code {process.returncode}", f"See {paths['log']}.")
+        said = [line for line in paths["log"].read_text(errors="replace").splitlines() if line.strip()]
+        found = f"exit code {process.returncode} after {said[-1] if said else 'no word'!r}"
+        raise CheckpointError(script, "a run that ends well", found, f"Its log is {paths['log']}.")
     seconds = json.loads(paths["seconds"].read_text())
     whole = time.perf_counter() - started
     return Timing(seconds["quantize"], seconds["quantize_cpu"], whole, usage.ru_utime + usage.ru_stime)

@@ -111,11 +111,10 @@ def test_witness() -> None:
         check_witness(weights, {}, "peer")
 
 
-def test_failing_run_names_its_log(tmp_path: Path) -> None:
+def test_failing_run_says_why(tmp_path: Path) -> None:
     job = Job(str(tmp_path / "nothing"), "", 4, 128, str(tmp_path / "out"), 1, 1, {"recipe": {"method": "rtn"}})
-    with pytest.raises(CheckpointError, match=r"exit code 1\. See .*out\.log"):
+    with pytest.raises(CheckpointError, match=r"exit code 1 after .*KeyError.*out\.log"):
         run(sys.executable, "peer_latq.py", job, {})
-    assert "KeyError" in (tmp_path / "out.log").read_text()
 
 
 def test_every_peer_has_a_script_and_pinned_versions() -> None:
