@@ -14,6 +14,8 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -236,16 +238,20 @@ def rows(bench: Bench, bits: int, peers: list[str], only: list[str] | None) -> I
     def wanted(quantizer: str, setting: str) -> bool:
         return only is None or f"{quantizer} {setting}" in only
 
-    theirs = [(name, setting) for name in peers for setting in PEERS[name].settings if wanted(name, setting)]
-    ours = our_settings(bits, bench.num_samples, bench.seq_len).items()
-    mine = [(setting, recipe) for setting, recipe in ours if wanted(OURS, setting)]
-    for index in range(max(len(theirs), len(mine))):
-        for jobs, measure in ((mine, bench.ours), (theirs, bench.peer)):
-            if index < len(jobs):
-                try:
-                    yield measure(*jobs[index], bits)
-                except LatqError as error:
-                    print(error, flush=True)
+    theirs = [
+        partial(bench.peer, name, setting, bits)
+        for name in peers
+        for setting in PEERS[name].settings
+        if wanted(name, setting)
+    ]
+    settings = our_settings(bits, bench.num_samples, bench.seq_len).items()
+    ours = [partial(bench.ours, setting, recipe, bits) for setting, recipe in settings if wanted(OURS, setting)]
+    for measure in chain.from_iterable(zip_longest(ours, theirs)):
+        try:
+            if measure is not None:
+                yield measure()
+        except LatqError as error:
+            print(error, flush=True)
 
 
 def main(arguments: list[str] | None = None) -> None:
