@@ -7,7 +7,7 @@ thread, registers, spills, shared memory. The counts are static: what the GPU ha
 import argparse
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -161,12 +161,19 @@ def audits(architectures: tuple[str, ...] = ARCHITECTURES, bits: tuple[int, ...]
         yield from audit_load_time(arch)
 
 
-def print_table(rows: Iterator[Row], write: Callable[[str], None] = print) -> None:
-    """Rows as they come, as a Markdown table."""
-    write("| kernel | arch | bits | rows | SASS per weight | registers | spilled bytes | shared bytes |")
-    write("|---|---|---|---|---|---|---|---|")
+def print_table(rows: Iterable[Row], write: Callable[[str], None] = print) -> None:
+    """A Markdown table, a column per GPU: SASS per weight / registers / shared KB (/ spilled bytes, if any)."""
+    cells: dict[tuple[str, int, int], dict[str, str]] = {}
     for row in rows:
-        write("| " + " | ".join(str(value) for value in asdict(row).values()) + " |")
+        spilled = f" / {row.spill_bytes} spilled" if row.spill_bytes else ""
+        cell = f"{row.sass_per_weight:.2f} / {row.registers} / {row.shared_bytes / 1024:.0f}{spilled}"
+        cells.setdefault((row.kernel, row.bits, row.max_rows), {})[row.arch] = cell
+    architectures = list(dict.fromkeys(arch for found in cells.values() for arch in found))
+    write(f"| kernel | bits | rows | {' | '.join(architectures)} |")
+    write("|---|---|---|" + "---|" * len(architectures))
+    for (kernel, bits, rows_served), found in cells.items():
+        width, rows_text = bits or "any", rows_served or "any"
+        write(f"| {kernel} | {width} | {rows_text} | {' | '.join(found[arch] for arch in architectures)} |")
 
 
 def main(arguments: list[str] | None = None) -> None:
