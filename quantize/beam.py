@@ -21,8 +21,9 @@ from functools import partial
 import torch
 
 from vllm_latq.errors import ConfigError
+from vllm_latq.quantize.kept import OUTLIER_DTYPE, Overflow, kept_excess, kept_value
 from vllm_latq.quantize.lattice import Factor
-from vllm_latq.quantize.rounding import OUTLIER_DTYPE, Overflow, Rounding, Steps, check_range, nearest_plane
+from vllm_latq.quantize.rounding import Rounding, Steps, check_range, nearest_plane
 
 # Elements of the survivors' residuals at once.
 _BAND = 1 << 24
@@ -82,8 +83,8 @@ def k_best_plane(
     """Arguments and result as for `nearest_plane`, and:
 
     Args:
-        keep_overflow: "exact" only with a `threshold`, which is what keeping a weight costs: without one, the
-            survivors would be those that leave the grid.
+        keep_overflow: "exact" or "integer" only with a `threshold`, which is what keeping a weight costs: without one,
+            the survivors would be those that leave the grid.
         seed: None; there is nothing to choose among where integers are drawn.
         width: K, survivors per row.
         code_cost: added to the loss when candidates are compared.
@@ -93,10 +94,10 @@ def k_best_plane(
     rows, cols = weight.shape
     steps = Steps.of(scales, weight, group_size, factor.order, where)
     limits = (-math.inf if low is None else low, math.inf if high is None else high)
-    search = _Search(factor, steps, limits, block_size, threshold, width, code_cost)
+    search = _Search(factor, steps, limits, block_size, threshold, width, code_cost, keep_overflow)
     band = max(1, _BAND // max(1, cols * width))
     paths = [search.run(weight[start : start + band], start) for start in range(0, rows, band)]
-    integers, errors, kept, clipped = (torch.cat(parts, 1) for parts in zip(*paths, strict=True))
+    integers, errors, kept, clipped, excess = (torch.cat(parts, -1) for parts in zip(*paths, strict=True))
     loss = factor.diagonal @ errors.to(torch.float64).square()
     check_range(integers, loss, where)
     inverse = torch.argsort(factor.order)
@@ -111,7 +112,7 @@ def k_best_plane(
         scales=steps.by_group.T,
         group_width=steps.width,
         loss=loss,
-        bound=search.bound(rows),
+        bound=search.bound(rows) + excess,
     )
 
 
@@ -124,13 +125,15 @@ class _Search:
     threshold: float | None
     width: int
     code_cost: CodeCost | None
+    keep: Overflow
 
     def bound(self, rows: int) -> torch.Tensor:
-        """Worst case of each row, float64 [rows]: 1/4 D_t s_t^2 a step, or the threshold if that is more."""
+        """Worst case of each row, float64 [rows]: 1/4 D_t s_t^2 a step, or the threshold if that is more; without what
+        integers that are kept add to it, which the trail counts."""
         if self.code_cost is not None:
             # Of the two integers around a weight either may be cheaper, at an error of up to a whole step.
             return self.steps.weighted_squares(self.factor.diagonal, rows)
-        if self.threshold is None:
+        if self.threshold is None or self.keep == "integer":
             return self.steps.weighted_squares(self.factor.diagonal, rows) / 4
         total = torch.zeros(rows, dtype=torch.float64, device=self.factor.diagonal.device)
         for start in range(0, len(self.factor.order), self.block_size):
@@ -139,8 +142,9 @@ class _Search:
             total += (squares / 4).clamp(min=self.threshold).sum(0)
         return total
 
-    def run(self, weight: torch.Tensor, first: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The cheapest path of each row of a band: integers, errors, kept values (else NaN), clipped; [c, rows]."""
+    def run(self, weight: torch.Tensor, first: int) -> tuple[torch.Tensor, ...]:
+        """The cheapest path of each row of a band: integers, errors, kept values (else NaN), clipped, all [c, rows];
+        and what the bound must be raised by, [rows]."""
         order = self.factor.order
         residual = weight.T[order].unsqueeze(1).repeat(1, self.width, 1)
         shape = residual.shape
@@ -152,6 +156,7 @@ class _Search:
             kept=torch.full_like(residual, math.nan) if self.threshold is not None else residual.new_empty(0),
             clipped=torch.zeros(shape, dtype=torch.bool, device=weight.device),
             parents=torch.empty(shape, dtype=torch.int64, device=weight.device),
+            excess=torch.zeros(shape[2], dtype=torch.float64, device=weight.device),
         )
         propagation = self.factor.propagation(weight.dtype)
         for start in range(0, len(order), self.block_size):
@@ -164,7 +169,7 @@ class _Search:
                 later = residual[stop:].gather(1, ancestors.expand(len(order) - stop, -1, -1))
                 later.flatten(1).addmm_(propagation[start:stop, stop:].T, errors.flatten(1), alpha=-1)
                 residual[stop:] = later
-        return trail.back(cost.argmin(0))
+        return *trail.back(cost.argmin(0)), trail.excess
 
     def _batch(
         self,
@@ -208,10 +213,14 @@ class _Search:
         costs[len(first) :].masked_fill_(first == second, math.inf)
         clipped = torch.cat((first != nearest, first != nearest))
         if self.threshold is not None:
-            kept = current.to(OUTLIER_DTYPE).to(current.dtype)
-            integers = torch.cat((integers, torch.zeros_like(kept)))
+            kept = kept_value(self.keep, current, nearest, scale)
+            integers = torch.cat((integers, nearest if self.keep == "integer" else torch.zeros_like(kept)))
             errors = torch.cat((errors, current - kept))
-            costs = torch.cat((costs, cost + self.threshold + weight * errors[-len(kept) :].square()))
+            price = cost + self.threshold
+            if self.keep == "integer":
+                price = price.masked_fill(first == nearest, math.inf)
+                self._count_excess(t, first != nearest, kept, scale, cost, trail)
+            costs = torch.cat((costs, price + weight * errors[-len(kept) :].square()))
             clipped = torch.cat((clipped, torch.zeros_like(clipped[: len(kept)])))
             values = torch.cat((torch.full_like(integers[: -len(kept)], math.nan), kept))
         cost, chosen = costs.topk(self.width, dim=0, largest=False)
@@ -222,16 +231,34 @@ class _Search:
             trail.kept[t] = values.gather(0, chosen)
         return cost, parents, error
 
+    def _count_excess(
+        self,
+        t: int,
+        outside: torch.Tensor,
+        kept: torch.Tensor,
+        scale: torch.Tensor,
+        cost: torch.Tensor,
+        trail: "_Trail",
+    ) -> None:
+        """Where the cheapest survivor leaves the grid, keeping it costs the threshold and a rounding to bfloat16 above
+        1/4 D_t s_t^2; the next cheapest costs no more."""
+        assert self.threshold is not None
+        cheapest = cost.argmin(0, keepdim=True)
+        excess = self.factor.diagonal[t] * kept_excess(kept.gather(0, cheapest)[0], scale, 0.5) + self.threshold
+        trail.excess += excess.masked_fill_(~outside.gather(0, cheapest)[0], 0)
+
 
 @dataclass
 class _Trail:
-    """What every survivor did at every step, and whose child it is: all [c, K, rows]."""
+    """What every survivor did at every step, and whose child it is: all [c, K, rows]; and excess [rows], summed over
+    the steps."""
 
     integers: torch.Tensor
     errors: torch.Tensor
     kept: torch.Tensor
     clipped: torch.Tensor
     parents: torch.Tensor
+    excess: torch.Tensor
 
     def back(self, survivor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """The path that leads to a survivor [rows] of the last step."""

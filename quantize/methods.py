@@ -16,6 +16,7 @@ from vllm_latq.huffman import encode
 from vllm_latq.quantize.beam import plane_of_width
 from vllm_latq.quantize.fitted_scales import fitted_scales
 from vllm_latq.quantize.hptq import HPTQResult, hptq, hrtn
+from vllm_latq.quantize.kept import Overflow
 from vllm_latq.quantize.lattice import Factor, damping_for_condition, factorize, require_finite
 from vllm_latq.quantize.recipe import Recipe
 from vllm_latq.quantize.reduction import reduce_lattice
@@ -217,11 +218,13 @@ def _ssqr(weight: torch.Tensor, factor: Factor | None, recipe: Recipe, where: st
     base = group_scales(weight, recipe.bits, recipe.group_size, recipe.scales, where)
     saving = recipe.outliers == "saving"
     search = partial(ssqr_by_saving, beam=recipe.beam) if saving else ssqr
+    keep: Overflow = "integer" if recipe.outlier_coding == "integer" else "exact"
     grid_options = (recipe.bits, recipe.group_size, recipe.outlier_rate)
-    found = search(weight, factor, base, *grid_options, recipe.block_size, where, recipe.rounding_seed(where))
+    found = search(weight, factor, base, *grid_options, recipe.block_size, where, recipe.rounding_seed(where), keep)
     movable = recipe.outlier_rate if saving else None
-    rounding = refine(weight, factor, found.rounding, *grid(recipe.bits), recipe.sweeps, movable)
-    scales, outliers = rounding.scales.to(SCALE_DTYPE), (rounding.outlier_mask, rounding.outlier_values)
+    rounding = refine(weight, factor, found.rounding, *grid(recipe.bits), recipe.sweeps, movable, keep)
+    values = rounding.outlier_values if keep == "exact" else None
+    scales, outliers = rounding.scales.to(SCALE_DTYPE), (rounding.outlier_mask, values)
     stored = PackedWeight.from_integers(rounding.z, scales, recipe.bits, recipe.group_size, *outliers)
     dequantized = rounding.dequantized.to(torch.float32)
     return _Quantized(stored, dequantized, float(rounding.bound.sum()), note=found.note)

@@ -7,12 +7,13 @@ import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from vllm_latq.config import SUPPORTED_BITS, WHOLE_ROW, LayerScheme
+from vllm_latq.config import OUTLIER_CODINGS, SUPPORTED_BITS, WHOLE_ROW, LayerScheme
 from vllm_latq.errors import ConfigError
+from vllm_latq.overflow import entries_per_outlier
 from vllm_latq.quantize.lattice import ORDERS
 from vllm_latq.quantize.reduction import REDUCTIONS
 from vllm_latq.quantize.rounding import ROUNDINGS
@@ -22,10 +23,11 @@ from vllm_latq.spec import tensor_specs
 
 # Options a method does not read. Setting one would suggest an effect it does not have, so it is refused.
 _RECURSION = ("order", "damping", "block_size", "rounding", "condition", "target", "correction", "beam", "sweeps")
-_GRID = ("bits", "group_size", "outlier_rate", "scales", "outliers", "budget")
+_OUTLIERS = ("outlier_rate", "outliers", "outlier_coding", "budget")
+_GRID = ("bits", "group_size", "scales", *_OUTLIERS)
 _UNUSED = {
-    "rtn": ("outlier_rate", "outliers", "budget", "target_bits", "without", "reduction", *_RECURSION),
-    "gptq": ("outlier_rate", "outliers", "budget", "target_bits", "without", "reduction"),
+    "rtn": (*_OUTLIERS, "target_bits", "without", "reduction", *_RECURSION),
+    "gptq": (*_OUTLIERS, "target_bits", "without", "reduction"),
     "ssqr": ("target_bits", "without", "reduction"),
     "hptq": ("without", "sweeps", *_GRID),
     "hrtn": ("without", "reduction", *_GRID, *_RECURSION),
@@ -77,6 +79,8 @@ class Recipe:
         block_size: columns per lazy batch of the recursion; a matter of speed.
         outliers: which weights ssqr keeps: those that overflow the grid (the paper's), or those whose rounding would
             cost most ("saving").
+        outlier_coding: of ssqr, how it stores them: as the weight itself, "bfloat16", in 32 bits, or as its "integer"
+            beyond the grid, in 16.
         beam: survivors per row of nearest plane (K-best); of ssqr only where outliers are chosen by saving.
         sweeps: of coordinate descent after it, at most (gptq, ssqr).
         budget: stored bits per weight of the model, for which ssqr then chooses bits and outlier_rate of every input.
@@ -103,6 +107,7 @@ class Recipe:
     ignore: tuple[str, ...] = ("lm_head",)
     block_size: int = 128
     outliers: str = "overflow"
+    outlier_coding: Literal["bfloat16", "integer"] = "bfloat16"
     beam: int = 1
     sweeps: int = 0
     budget: float | None = None
@@ -117,6 +122,7 @@ class Recipe:
         _check_choice("target", self.target, TARGETS)
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("outliers", self.outliers, OUTLIER_CHOICES)
+        _check_choice("outlier_coding", self.outlier_coding, OUTLIER_CODINGS)
         if type(self.bits) is not int or self.bits not in SUPPORTED_BITS:
             raise _error("bits", f"one of {', '.join(map(str, SUPPORTED_BITS))}", self.bits)
         if self.group_size != WHOLE_ROW:
@@ -175,20 +181,23 @@ class Recipe:
             return LayerScheme("rans")
         if self.method in HUFFMAN_METHODS:
             return LayerScheme("huffman")
-        return LayerScheme("packed", self.bits, self.group_size, outliers=self.method == "ssqr")
+        return LayerScheme("packed", self.bits, self.group_size, self.method == "ssqr", self.outlier_coding)
 
     def planned_bits(self, rows: int, cols: int) -> float:
-        """Stored bits of a linear [rows, cols]: exact but for outliers, which are counted at their rate; the target of
-        entropy-coded methods and of a budget.
+        """Stored bits of a linear [rows, cols]: exact but for outliers, which are counted at their rate, evenly strewn;
+        the target of entropy-coded methods and of a budget.
         """
         average = self.target_bits or self.budget
         if average is not None:
             return average * rows * cols
+        outliers = self.outlier_rate * rows * cols
+        if self.outlier_coding == "integer":
+            outliers *= entries_per_outlier(self.outlier_rate)
         bits = 0.0
         for spec in tensor_specs(self.scheme, rows, cols).values():
             count = 1.0
             for size in spec.shape:
-                count *= self.outlier_rate * rows * cols if size is None else size
+                count *= outliers if size is None else size
             bits += 8 * spec.dtype.itemsize * count
         return bits
 

@@ -9,6 +9,7 @@
 Invariant: of the checkpoint only weights and recipe are read; its report never is.
 """
 
+import math
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch import nn
 from vllm_latq.checkpoint import CheckpointReader
 from vllm_latq.quantize.decoder import Decoder
 from vllm_latq.quantize.hessian import InputHessian
+from vllm_latq.quantize.kept import kept_excess
 from vllm_latq.quantize.latq import InputLattice, OutputLattice
 from vllm_latq.quantize.lattice import Factor
 from vllm_latq.quantize.methods import BOUND_SLACK, BOUND_TO_MEAN, layer_factor
@@ -83,7 +85,8 @@ def _measured(
 
 
 def worst_case(weight: Weight, factor: Factor, rounding: str) -> float:
-    """The bound of Theorem 5 from the stored scales: 1/4 sum_t D_t s_t^2 over all rows, or without the 1/4.
+    """The bound of Theorem 5 from the stored scales: 1/4 sum_t D_t s_t^2 over all rows, or without the 1/4; and what
+    rounding adds to outliers that are integers.
 
     Args:
         weight: as stored.
@@ -100,7 +103,13 @@ def worst_case(weight: Weight, factor: Factor, rounding: str) -> float:
     assert isinstance(weight, PackedWeight)
     assert weight.scales is not None
     per_group = per_column.reshape(weight.scales.shape[1], -1).sum(1)
-    return share * float((weight.scales.double().square().cpu() @ per_group).sum())
+    total = share * float((weight.scales.double().square().cpu() @ per_group).sum())
+    if weight.outlier_integers is not None and weight.outliers is not None:
+        width = weight.cols // weight.scales.shape[1]
+        for rows, cols, values in weight.outliers.bands():
+            excess = kept_excess(values, weight.scales[rows, cols // width], math.sqrt(share))
+            total += float(per_column[cols.cpu()] @ excess.cpu())
+    return total
 
 
 def whole_model(

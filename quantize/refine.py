@@ -1,7 +1,8 @@
 """Coordinate descent after nearest plane: each number is moved to its optimum while all others stand still.
 
 One sweep fits every scale to its group by least squares, then takes every weight once, in rounding order: an inlier
-goes to the grid point nearest to its optimum, an outlier to the optimum itself. (QuantEase, Behdin et al. 2023, with
+goes to the grid point nearest to its optimum, an outlier to the optimum itself, or to the point of the lattice beyond
+the grid that is nearest to it. (QuantEase, Behdin et al. 2023, with
 scales, and with outliers that may change places.) Nearest plane looks ahead, at what later columns can still repair;
 this looks back, at what the earlier ones could not know.
 
@@ -13,8 +14,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from vllm_latq.quantize.kept import OUTLIER_DTYPE, Overflow, kept_value
 from vllm_latq.quantize.lattice import Factor
-from vllm_latq.quantize.rounding import OUTLIER_DTYPE, Rounding
+from vllm_latq.quantize.rounding import Rounding
 from vllm_latq.quantize.scales import SCALE_DTYPE
 
 BATCH = 128
@@ -28,6 +30,7 @@ def refine(
     high: int,
     sweeps: int,
     outlier_rate: float | None = None,
+    keep: Overflow = "exact",
 ) -> Rounding:
     """Lower (q - w)^T H (q - w), H damped, from a rounding on.
 
@@ -39,13 +42,15 @@ def refine(
         sweeps: at most.
         outlier_rate: lets outliers change places: before each sweep a threshold is set that this share of the weights
             exceeds, and a weight is kept where the grid would cost more than the threshold.
+        keep: what outliers were kept as, "exact" or "integer"; in the latter case one that belongs on the grid becomes
+            an inlier.
 
     Returns:
         The rounding reached; its bound is the one it started with.
     """
     if not sweeps or not weight.numel():
         return rounding
-    state = _State.of(weight, factor, rounding, low, high)
+    state = _State.of(weight, factor, rounding, low, high, keep)
     best = state.loss
     for _ in range(sweeps):
         tried = state.copy()
@@ -55,13 +60,18 @@ def refine(
             break
         state, best = tried, tried.loss
     steps = state.scales[state.group_of]
-    values = state.values.masked_fill(~state.kept, 0).to(OUTLIER_DTYPE).T.contiguous()
-    exact = rounding.outlier_values is not None
+    z, kept, values = (state.values / steps).round_(), state.kept, state.values
+    if keep == "integer":
+        # An integer beyond 128 need not survive bfloat16: this one is nearest to what it became.
+        kept, values = kept & state.outside(z), kept_value(keep, values, z, steps)
+    else:
+        z.masked_fill_(kept, 0)
+    has_outliers = rounding.outlier_values is not None
     return replace(
         rounding,
-        z=(state.values / steps).round_().masked_fill_(state.kept, 0).to(torch.int32).T.contiguous(),
-        outlier_mask=state.kept.T.contiguous() if exact else rounding.outlier_mask,
-        outlier_values=values if exact else None,
+        z=z.to(torch.int32).T.contiguous(),
+        outlier_mask=kept.T.contiguous() if has_outliers else rounding.outlier_mask,
+        outlier_values=values.masked_fill(~kept, 0).to(OUTLIER_DTYPE).T.contiguous() if has_outliers else None,
         scales=state.scales.T.contiguous(),
         loss=best,
     )
@@ -83,9 +93,12 @@ class _State:
     group_of: torch.Tensor
     low: int
     high: int
+    keep: Overflow
 
     @classmethod
-    def of(cls, weight: torch.Tensor, factor: Factor, rounding: Rounding, low: int, high: int) -> "_State":
+    def of(
+        cls, weight: torch.Tensor, factor: Factor, rounding: Rounding, low: int, high: int, keep: Overflow
+    ) -> "_State":
         kept = rounding.outlier_mask
         return cls(
             target=weight.T.contiguous(),
@@ -97,6 +110,7 @@ class _State:
             group_of=torch.arange(weight.shape[1], device=weight.device) // rounding.group_width,
             low=low,
             high=high,
+            keep=keep,
         )
 
     def copy(self) -> "_State":
@@ -107,6 +121,10 @@ class _State:
         """Of each row, float64 [r]."""
         error = self.values - self.target
         return (error * (self.hessian @ error)).sum(0, dtype=torch.float64)
+
+    def outside(self, integers: torch.Tensor) -> torch.Tensor:
+        """Where integers leave the grid."""
+        return (integers < self.low) | (integers > self.high)
 
     def sweep(self, outlier_rate: float | None) -> None:
         """Scales, then weights; `gradient` [c, r] is half that of the loss, H (q - w)."""
@@ -120,10 +138,12 @@ class _State:
     def _fit(self, group: int, gradient: torch.Tensor) -> None:
         """The scale of each row's group by least squares, rounded as stored, where that lowers the loss."""
         columns = (self.group_of == group).nonzero()[:, 0]
-        integers = (self.values[columns] / self.scales[group]).round_().masked_fill_(self.kept[columns], 0)
+        old, values, kept = self.scales[group].clone(), self.values[columns], self.kept[columns]
+        integers = (values / old).round_()
+        if self.keep == "exact":
+            integers.masked_fill_(kept, 0)
         slope = (integers * gradient[columns]).sum(0)
         curvature = (integers * (self.hessian[columns][:, columns] @ integers)).sum(0)
-        old = self.scales[group].clone()
         fitted = (old - slope / curvature).to(SCALE_DTYPE).to(old)
         change = fitted - old
         better = change * (change * curvature + 2 * slope) < 0  # false for NaN, where no integer but 0 is
@@ -131,6 +151,8 @@ class _State:
         change.masked_fill_(~better, 0)
         self.scales[group] += change
         moved = integers * change
+        if self.keep == "integer":
+            moved = torch.where(kept, kept_value(self.keep, values, integers, old + change) - values, moved)
         self.values[columns] += moved
         gradient.addmm_(self.hessian[:, columns], moved)
 
@@ -139,8 +161,12 @@ class _State:
         curvature = self.hessian.diagonal()[:, None]
         optimum = self.values - gradient / curvature
         steps = self.scales[self.group_of]
-        nearest = (optimum / steps).round_().clamp_(self.low, self.high).mul_(steps)
-        costs = (optimum.sub_(nearest).square_() * curvature).flatten()
+        integers = (optimum / steps).round_()
+        nearest = integers.clamp(self.low, self.high).mul_(steps)
+        costs = optimum.sub_(nearest).square_() * curvature
+        if self.keep == "integer":
+            costs.masked_fill_(~self.outside(integers), 0)
+        costs = costs.flatten()
         rank = math.floor(outlier_rate * costs.numel())
         return float(costs.kthvalue(costs.numel() - rank).values)
 
@@ -153,10 +179,13 @@ class _State:
                 local[i] += inner[i, :i] @ moves[:i]
             curvature, scale = inner[i, i], self.scales[self.group_of[t]]
             optimum = self.values[t] - local[i] / curvature
-            nearest = (optimum / scale).round_().clamp_(self.low, self.high).mul_(scale)
+            integer = (optimum / scale).round_()
+            nearest = integer.clamp(self.low, self.high).mul_(scale)
             if limit is not None:
                 self.kept[t] = (optimum - nearest).square_().mul_(curvature) > limit
-            moved = torch.where(self.kept[t], optimum.to(OUTLIER_DTYPE).to(optimum.dtype), nearest)
+            if self.keep == "integer":
+                self.kept[t] &= self.outside(integer)
+            moved = torch.where(self.kept[t], kept_value(self.keep, optimum, integer, scale), nearest)
             moves[i] = moved - self.values[t]
             self.values[t] = moved
         gradient.addmm_(self.hessian[:, columns], moves)

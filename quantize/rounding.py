@@ -18,17 +18,15 @@ Everything is stored transposed and permuted, so that one step touches contiguou
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
 from vllm_latq.config import WHOLE_ROW
 from vllm_latq.errors import ConfigError, NumericalError
+from vllm_latq.quantize.kept import KEPT, OUTLIER_DTYPE, Overflow, kept_excess, kept_value
 from vllm_latq.quantize.lattice import Factor
 
-Overflow = Literal["clip", "lattice", "exact"]
 ROUNDINGS = ("nearest", "stochastic", "rate")
-OUTLIER_DTYPE = torch.bfloat16
 
 
 @dataclass(frozen=True)
@@ -37,15 +35,15 @@ class Rounding:
 
     Attributes:
         z: int32 [r, c], integers; 0 where a weight was kept exactly.
-        outlier_mask: bool [r, c], where the nearest integer lies outside [low, high]: clipped, kept as a lattice
-            point, or kept exactly, as `keep_overflow` said; with a `threshold`, where a weight was kept exactly.
-        outlier_values: bfloat16 [r, c], what was kept exactly, 0 elsewhere; None unless `keep_overflow` is "exact".
+        outlier_mask: bool [r, c], where the nearest integer lies outside [low, high]: clipped or kept, as
+            `keep_overflow` said; with a `threshold`, where a weight was kept.
+        outlier_values: bfloat16 [r, c], of outliers, 0 elsewhere; None unless `keep_overflow` is one of KEPT.
         scales: [r or 1, G], in the dtype of the recursion.
         group_width: columns per scale.
         loss: float64 [r], sum_t D_t (w'_t - q_t)^2.
         bound: float64 [r], 1/4 sum_t D_t s_t^2 (Theorem 4), or without the 1/4 if rounding was stochastic; the loss is
             below it unless something was clipped. With a `threshold`, that much is added for each clipped weight, and
-            the loss is below it always.
+            the loss is below it always. For integers kept, it includes their rounding to bfloat16.
     """
 
     z: torch.Tensor
@@ -61,7 +59,9 @@ class Rounding:
         """scale * z, or the exact outlier: [r, c] in the dtype of the recursion."""
         cols = self.z.shape[1]
         values = self.z * self.scales.repeat_interleave(self.group_width, 1)[:, :cols]
-        return values if self.outlier_values is None else values + self.outlier_values
+        if self.outlier_values is None:
+            return values
+        return torch.where(self.outlier_mask, self.outlier_values.to(values.dtype), values)
 
     @property
     def outlier_rate(self) -> float:
@@ -91,12 +91,14 @@ def nearest_plane(
             column order. Cast to the dtype of the weight.
         low, high: the integer grid; None for no clipping.
         keep_overflow: what happens to a weight whose integer leaves the grid: "clip" it, keep it as a "lattice"
-            point, or keep its current value "exact"ly, rounded to bfloat16.
+            point, keep its current value "exact"ly, rounded to bfloat16, or keep the "integer", and with it the
+            lattice point rounded to bfloat16 (see kept.py).
         block_size: columns per lazy batch; does not change the result beyond floating-point rounding.
         where: name of the layer, for errors.
         seed: rounds up with the fractional part as probability, drawn from this seed; None rounds to nearest.
         threshold: with "exact", keep instead the weights whose clipped rounding would add more than this to the loss,
-            D_t (w'_t - q_t)^2 > threshold, wherever their integers lie; the others are clipped.
+            D_t (w'_t - q_t)^2 > threshold, wherever their integers lie; the others are clipped. With "integer", those
+            of them whose integers leave the grid.
 
     Raises:
         NumericalError: the recursion left the finite numbers or the integers that fit.
@@ -108,7 +110,8 @@ def nearest_plane(
     state = _State(
         residual=weight.T[factor.order].contiguous(),
         integers=weight.new_empty(cols, rows),
-        exact=weight.new_zeros(cols, rows) if keep_overflow == "exact" else None,
+        keep=keep_overflow,
+        outliers=weight.new_zeros(cols, rows) if keep_overflow in KEPT else None,
         propagation=factor.propagation(weight.dtype),
         steps=steps,
         low=-math.inf if low is None else low,
@@ -116,7 +119,7 @@ def nearest_plane(
         clip=keep_overflow == "clip" and low is not None,
         dither=None if seed is None else torch.Generator(weight.device).manual_seed(seed),
         limit=None if threshold is None else (threshold / factor.diagonal).to(weight.dtype),
-        kept=torch.zeros(cols, rows, dtype=torch.bool, device=weight.device) if keep_overflow == "exact" else None,
+        kept=torch.zeros(cols, rows, dtype=torch.bool, device=weight.device) if keep_overflow in KEPT else None,
     )
     for start in range(0, cols, block_size):
         state.round_batch(start, min(start + block_size, cols))
@@ -204,13 +207,14 @@ class Steps:
 class _State:
     """The working set of one pass, transposed and permuted: see the module's picture.
 
-    residual [c, r] turns from w' into the error e row by row; integers [c, r] are not yet clipped; exact [c, r] holds
-    the bfloat16 values of outliers and 0 elsewhere.
+    residual [c, r] turns from w' into the error e row by row; integers [c, r] are not yet clipped; outliers [c, r]
+    holds their bfloat16 values and 0 elsewhere.
     """
 
     residual: torch.Tensor
     integers: torch.Tensor
-    exact: torch.Tensor | None
+    keep: Overflow
+    outliers: torch.Tensor | None
     propagation: torch.Tensor
     steps: Steps
     low: float
@@ -242,16 +246,16 @@ class _State:
         else:
             integer.add_(torch.rand(integer.shape, generator=self.dither, dtype=integer.dtype, device=integer.device))
             integer.floor_()
-        if self.exact is not None and self.kept is not None:
+        if self.outliers is not None and self.kept is not None:
             nearest = integer.clamp(self.low, self.high)
-            if self.limit is None:
-                kept = nearest != integer
-            else:
-                kept = (current - nearest * scale).square_() > self.limit[t]
+            kept = nearest != integer
+            if self.limit is not None:
+                costly = (current - nearest * scale).square_() > self.limit[t]
+                kept = costly if self.keep == "exact" else kept & costly
             self.kept[t] = kept
-            self.exact[t] = torch.where(kept, current.to(OUTLIER_DTYPE).to(current.dtype), 0.0)
+            self.outliers[t] = torch.where(kept, kept_value(self.keep, current, integer, scale), 0.0)
             nearest.masked_fill_(kept, 0)
-            current.sub_(self.exact[t])
+            current.sub_(self.outliers[t])
         else:
             nearest = integer.clamp(self.low, self.high) if self.clip else integer
         current.addcmul_(nearest, scale, value=-1)
@@ -259,27 +263,33 @@ class _State:
     def finish(self, factor: Factor, where: str) -> Rounding:
         """Back to the original layout, with loss and bound."""
         cols, rows = self.residual.shape
+        reach = 0.5 if self.dither is None else 1.0
         loss = torch.zeros(rows, dtype=torch.float64, device=self.residual.device)
+        bound = self.steps.weighted_squares(factor.diagonal, rows) * reach**2
         # In slices, so that no float64 copy of the whole matrix is made.
         for lo in range(0, cols, 128):
-            loss += factor.diagonal[lo : lo + 128] @ self.residual[lo : lo + 128].to(torch.float64).square()
+            part = slice(lo, lo + 128)
+            loss += factor.diagonal[part] @ self.residual[part].to(torch.float64).square()
+            if self.outliers is not None and self.keep == "integer":
+                scales = self.steps.take(lo, lo + 128)
+                bound = bound + factor.diagonal[part] @ kept_excess(self.outliers[part], scales, reach)
         check_range(self.integers, loss, where)
         outside = (self.integers < self.low) | (self.integers > self.high)
-        bound = self.steps.weighted_squares(factor.diagonal, rows) * (0.25 if self.dither is None else 1.0)
         if self.limit is not None and self.kept is not None:
             clipped = (outside & ~self.kept).to(torch.float64)
             bound = bound + (self.limit * factor.diagonal).to(torch.float64) @ clipped
-        if self.clip or self.limit is not None:
+        if self.clip:
             self.integers.clamp_(self.low, self.high)
         if self.kept is not None:
             outside = self.kept
-            self.integers.masked_fill_(outside, 0)
+            inside = self.integers.clamp(self.low, self.high)
+            self.integers = torch.where(outside, self.integers if self.keep == "integer" else 0, inside)
         inverse = torch.argsort(factor.order)
-        exact = None if self.exact is None else self.exact.to(OUTLIER_DTYPE)[inverse].T.contiguous()
+        outliers = None if self.outliers is None else self.outliers.to(OUTLIER_DTYPE)[inverse].T.contiguous()
         return Rounding(
             z=self.integers.to(torch.int32)[inverse].T.contiguous(),
             outlier_mask=outside[inverse].T.contiguous(),
-            outlier_values=exact,
+            outlier_values=outliers,
             scales=self.steps.by_group.T,
             group_width=self.steps.width,
             loss=loss,

@@ -3,7 +3,7 @@
 ICLR 2026 version of "GPTQ as Babai", section 5, Algorithm 9.
 
 Invariant: nothing is clipped. A weight whose integer leaves the grid is stored as its current value in bfloat16, so the
-recursion only propagates what that rounding leaves of its error.
+recursion only propagates what that rounding leaves of its error; or as that integer, which takes half the bits.
 """
 
 import math
@@ -14,6 +14,7 @@ from functools import partial
 import torch
 
 from vllm_latq.quantize.beam import plane_of_width
+from vllm_latq.quantize.kept import Overflow
 from vllm_latq.quantize.lattice import Factor
 from vllm_latq.quantize.rounding import Rounding, nearest_plane
 from vllm_latq.quantize.scales import grid, scaled
@@ -68,6 +69,7 @@ def ssqr(
     block_size: int = 128,
     where: str = "",
     seed: int | None = None,
+    keep: Overflow = "exact",
 ) -> SSQRResult:
     """Search for the multiplier of the base scales whose outlier rate is within 2 % of the target and not above it.
 
@@ -84,13 +86,14 @@ def ssqr(
         block_size: columns per lazy batch.
         where: name of the layer, for errors.
         seed: of stochastic rounding, the same draws at every probe; None rounds to nearest.
+        keep: outliers, "exact" or as an "integer".
     """
     low, high = grid(bits)
 
     def quantize(rows: Rows, octaves: float) -> Quantized:
         scales = scaled(base_scales[rows], 2.0**octaves)
         part = weight[rows]
-        return nearest_plane(part, factor, scales, low, high, "exact", block_size, group_size, where, seed), scales
+        return nearest_plane(part, factor, scales, low, high, keep, block_size, group_size, where, seed), scales
 
     search = partial(_search, weight, outlier_rate, quantize, lower=SMALLEST_OCTAVES, upper=LARGEST_OCTAVES)
     start, slope = 0.0, _USUAL_SLOPE
@@ -112,6 +115,7 @@ def ssqr_by_saving(
     block_size: int = 128,
     where: str = "",
     seed: int | None = None,
+    keep: Overflow = "exact",
     beam: int = 1,
 ) -> SSQRResult:
     """Outliers where they save most, not where integers overflow: the loss of a layer at a given rate, lowered.
@@ -120,7 +124,7 @@ def ssqr_by_saving(
     the loss, D_t (w' - q)^2; the others are clipped, their errors fed back. The threshold is searched to meet the rate
     for each of a few multipliers of the scales, and the multiplier with the least loss is taken. A threshold of 0 is
     SSQR with every weight an outlier, one of infinity is clipped GPTQ; the bound counts the threshold for each clipped
-    weight.
+    weight. Outliers kept as integers lie beyond the grid: elsewhere the lattice point is an inlier already.
 
     Arguments and result as for `ssqr`; beam: survivors per row (see beam.py).
     """
@@ -133,7 +137,7 @@ def ssqr_by_saving(
 
         def quantize(rows: Rows, octaves: float) -> Quantized:
             options = (block_size, group_size, where, seed, 2.0**octaves)
-            return plane(weight[rows], factor, scales, low, high, "exact", *options), scales
+            return plane(weight[rows], factor, scales, low, high, keep, *options), scales
 
         lower, upper = start - _THRESHOLD_OCTAVES, start + _THRESHOLD_OCTAVES
         slope = _THRESHOLD_SLOPE

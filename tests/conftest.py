@@ -155,6 +155,11 @@ def round_to_nearest(weight: torch.Tensor, scheme: LayerScheme) -> Weight:
     grouped = inliers.view(weight.shape[0], scheme.groups(weight.shape[1]), -1)
     half = 1 << (scheme.bits - 1)
     scales = (grouped.abs().amax(-1) / (half - 1)).clamp(min=1e-6).to(torch.bfloat16)
+    if scheme.outlier_coding == "integer":
+        steps = scales.float().repeat_interleave(grouped.shape[2], 1)
+        integers = (weight / steps).round().to(torch.int32)
+        overflow = (integers < -half) | (integers >= half)
+        return PackedWeight.from_integers(integers, scales, scheme.bits, scheme.group_size, overflow)
     integers = (grouped / scales.float().unsqueeze(-1)).round().clamp(-half, half - 1).view_as(weight).to(torch.int32)
     outliers = (mask, weight) if scheme.outliers else (None, None)
     return PackedWeight.from_integers(integers, scales, scheme.bits, scheme.group_size, *outliers)
@@ -184,10 +189,10 @@ def hptq_pair(make_checkpoint: CheckpointMaker) -> CheckpointPair:
 
 @pytest.fixture(scope="session")
 def mixed_pair(make_checkpoint: CheckpointMaker) -> CheckpointPair:
-    """4 bits without outliers, a Huffman-coded layer and one on whole-row scales; the untied lm_head is quantized."""
+    """4 bits without outliers, a Huffman-coded layer, one on whole-row scales with integer outliers; lm_head too."""
     overrides = {
         "model.layers.1.mlp.down_proj": LayerScheme("huffman"),
-        "model.layers.2.self_attn.o_proj": LayerScheme("packed", 2, -1, True),
+        "model.layers.2.self_attn.o_proj": LayerScheme("packed", 2, -1, True, "integer"),
     }
     return make_checkpoint("mixed", CheckpointConfig(LayerScheme("packed", 4, 64, False), (), overrides))
 

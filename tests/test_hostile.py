@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_checkpoints import write_tiny_checkpoint
+from tiny_checkpoints import SCHEMES, write_tiny_checkpoint
 
 from vllm_latq.checkpoint import CheckpointReader, verify
 from vllm_latq.errors import LatqError, printable
 from vllm_latq.inspection import inspect_checkpoint
 from vllm_latq.store import TensorStore, read_json
 
+ENCODINGS = tuple(SCHEMES)
 SHARD, INDEX, REPORT = "model-00001-of-00002.safetensors", "model.safetensors.index.json", "latq_report.json"
 
 
@@ -46,7 +47,7 @@ def edit_json(path: Path, edit: Callable[[Any], None]) -> None:
     path.write_text(json.dumps(value))
 
 
-@pytest.mark.parametrize("encoding", ["ssqr", "packed", "huffman", "rans"])
+@pytest.mark.parametrize("encoding", ENCODINGS)
 def test_the_tiny_checkpoints_themselves_are_valid(tiny: Callable[[str], Path], encoding: str) -> None:
     assert problems(tiny(encoding)) == ""
 
@@ -146,7 +147,7 @@ def test_json_too_large_to_parse(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shape", [[2**31 - 1, 2**31 - 1], [2**31 - 1, 1], [1, 2**31 - 1], [2**20, 2**20]])
-@pytest.mark.parametrize("encoding", ["ssqr", "packed", "huffman", "rans"])
+@pytest.mark.parametrize("encoding", ENCODINGS)
 def test_declared_shape_far_beyond_the_tensors(tiny: Callable[[str], Path], encoding: str, shape: list[int]) -> None:
     path = tiny(encoding)
     edit_tensor(path, "layers.0.up.weight_shape", torch.tensor(shape, dtype=torch.int32))
@@ -184,7 +185,7 @@ def test_weight_shape_of_another_kind(tiny: Callable[[str], Path], tensor: torch
     assert "layers.0.up.weight_shape: expected two positive int32 sizes" in problems(path)
 
 
-@pytest.mark.parametrize("encoding", ["ssqr", "packed", "huffman", "rans"])
+@pytest.mark.parametrize("encoding", ENCODINGS)
 def test_every_tensor_as_every_dtype_and_shape(tiny: Callable[[str], Path], encoding: str) -> None:
     path = tiny(encoding)
     original = CheckpointReader(path).tensors("layers.0.up")

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_latq.config import SUPPORTED_BITS
-from vllm_latq.packing import pack_codes, packed_words, unpack_codes
+from vllm_latq.packing import codes_at, pack_codes, packed_words, put_codes, unpack_codes
 
 
 @pytest.mark.parametrize("bits", SUPPORTED_BITS)
@@ -27,6 +27,19 @@ def test_bit_positions_are_those_of_the_format(bits: int) -> None:
     stream = sum(int(code) << (bits * j) for j, code in enumerate(codes[0]))
     words = [(stream >> (32 * k)) & 0xFFFFFFFF for k in range(packed_words(cols, bits))]
     assert [word & 0xFFFFFFFF for word in pack_codes(codes, bits)[0].tolist()] == words
+
+
+@pytest.mark.parametrize("bits", SUPPORTED_BITS)
+@pytest.mark.parametrize(("cols", "share"), [(1, 1.0), (33, 0.3), (96, 1.0), (500, 0.05), (40, 0.0)])
+def test_single_codes_are_set_in_place(bits: int, cols: int, share: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    old, new = (torch.randint(0, 2**bits, (7, cols), generator=generator) for _ in range(2))
+    mask = torch.rand(7, cols, generator=generator) <= share
+    rows, columns = mask.nonzero(as_tuple=True)
+    packed = pack_codes(old, bits)
+    put_codes(packed, bits, rows, columns, new[mask])
+    assert torch.equal(packed, pack_codes(torch.where(mask, new, old), bits))
+    assert torch.equal(codes_at(packed, bits, rows, columns), new[mask].to(torch.int32))
 
 
 def test_no_rows() -> None:

@@ -33,7 +33,7 @@ VOCABULARY = 200  # vLLM pads it to 256, so that some rank owns padding
 PACKED = LayerScheme("packed", 4, 64, True)
 SCHEMES = {
     "packed4": PACKED,
-    "packed3": LayerScheme("packed", 3, 32, True),
+    "packed3-integer": LayerScheme("packed", 3, 32, True, "integer"),
     "packed2-row": LayerScheme("packed", 2, -1, True),
     "packed8-plain": LayerScheme("packed", 8, 64, False),
     "huffman": LayerScheme("huffman"),

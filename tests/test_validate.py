@@ -12,6 +12,7 @@ from vllm_latq.weights import HuffmanWeight, PackedWeight, RansWeight, decode_ch
 
 SHAPE = (9, 66)
 PACKED = LayerScheme("packed", 3, 33, True)
+INTEGER = LayerScheme("packed", 3, 33, True, "integer")
 HUFFMAN = LayerScheme("huffman")
 RANS = LayerScheme("rans")
 RANS_SHAPE = (60, 66)
@@ -25,6 +26,14 @@ def packed_tensors() -> Tensors:
     scales = torch.rand(9, 2, generator=generator).add(0.1).to(torch.bfloat16)
     values = torch.randn(SHAPE, generator=generator)
     return PackedWeight.from_integers(integers, scales, 3, 33, mask, values).to_tensors()
+
+
+def integer_tensors() -> Tensors:
+    generator = torch.Generator().manual_seed(0)
+    integers = (3 * torch.randn(SHAPE, generator=generator)).round().to(torch.int32)
+    integers[0, 0] = 600  # three entries
+    scales = torch.rand(9, 2, generator=generator).add(0.1).to(torch.bfloat16)
+    return PackedWeight.from_integers(integers, scales, 3, 33, (integers < -4) | (integers > 3)).to_tensors()
 
 
 def huffman_tensors() -> Tensors:
@@ -65,6 +74,17 @@ def swap_first_columns(tensors: Tensors) -> None:
     tensors["outlier_col_idx"] = columns.to(torch.uint16)
 
 
+def early_end(tensors: Tensors) -> None:
+    """The first byte of an overflow is not full, but the gap asks for another entry."""
+    tensors["outlier_gaps"][0], tensors["outlier_overflow"][0] = 255, 254
+
+
+def far_beyond(tensors: Tensors) -> None:
+    longer = torch.full((1 << 17,), 255, dtype=torch.uint8)
+    tensors["outlier_overflow"] = torch.cat((longer, tensors["outlier_overflow"]))
+    tensors["outlier_gaps"] = torch.cat((torch.zeros_like(longer), tensors["outlier_gaps"]))
+
+
 PACKED_DAMAGE = [
     (dropping("scales"), "layer.scales: expected a tensor torch.bfloat16 (9, 2), found no such tensor"),
     (dropping("outlier_values"), "layer.outlier_values: expected a tensor"),
@@ -85,6 +105,24 @@ PACKED_DAMAGE = [
     (swap_first_columns, "layer.outlier_col_idx: expected columns that rise within each row"),
     (setting("outlier_values", 0, float("inf")), "layer.outlier_values: expected finite values, found 1"),
     (replacing("outlier_values", lambda tensor: tensor[:-1]), "layer.outlier_values: expected as many values"),
+]
+INTEGER_DAMAGE = [
+    (dropping("outlier_gaps"), "layer.outlier_gaps: expected a tensor torch.uint8 (*), found no such tensor"),
+    (lambda tensors: tensors.update(outlier_row_ptr=torch.zeros(10)), "layer.outlier_row_ptr: expected only"),
+    (
+        replacing("outlier_overflow", lambda tensor: tensor.to(torch.int8)),
+        "layer.outlier_overflow: expected torch.uint8",
+    ),
+    (replacing("outlier_gaps", lambda tensor: tensor[:-1]), "layer.outlier_overflow: expected as many entries as gaps"),
+    (setting("outlier_gaps", -1, 255), "shortest form, found an outlier without its last entry"),
+    (setting("outlier_overflow", -1, 255), "shortest form, found an outlier without its last entry"),
+    (setting("outlier_gaps", 1, 1), "shortest form, found 1 entries that do not"),
+    (early_end, "shortest form, found 1 entries that do not"),
+    (setting("outlier_gaps", -1, 254), "layer.outlier_gaps: expected outliers among the 594 weights, found one at"),
+    (setting("outlier_gaps", 3, 0), "layer.qweight: expected the first or the last code under each outlier, found"),
+    (setting("qweight", (0, 0), 3), "layer.qweight: expected the first or the last code under each outlier, found 1"),
+    (setting("scales", (0, 0), 8e37), "layer.outlier_overflow: expected outliers of finite value, found"),
+    (far_beyond, "layer.outlier_overflow: expected an overflow of at most 16777216, found"),
 ]
 HUFFMAN_DAMAGE = [
     (dropping("stream"), "layer.stream: expected a tensor"),
@@ -131,6 +169,7 @@ RANS_DAMAGE = [
 
 def test_undamaged_tensors_have_no_problems() -> None:
     assert list(validate.problems(packed_tensors(), PACKED, SHAPE, "layer")) == []
+    assert list(validate.problems(integer_tensors(), INTEGER, SHAPE, "layer")) == []
     assert list(validate.problems(huffman_tensors(), HUFFMAN, SHAPE, "layer")) == []
     assert list(validate.problems(rans_tensors(), RANS, RANS_SHAPE, "layer")) == []
 
@@ -141,6 +180,15 @@ def test_packed_violation(damage: Callable[[Tensors], None], message: str) -> No
     damage(tensors)
     with pytest.raises(CheckpointError) as caught:
         PackedWeight.from_tensors(tensors, PACKED, SHAPE, "layer")
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(("damage", "message"), INTEGER_DAMAGE, ids=[message[:60] for _, message in INTEGER_DAMAGE])
+def test_integer_outlier_violation(damage: Callable[[Tensors], None], message: str) -> None:
+    tensors = integer_tensors()
+    damage(tensors)
+    with pytest.raises(CheckpointError) as caught:
+        PackedWeight.from_tensors(tensors, INTEGER, SHAPE, "layer")
     assert message in str(caught.value)
 
 

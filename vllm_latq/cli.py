@@ -13,6 +13,7 @@ from typing import Any
 
 import vllm_latq
 from vllm_latq import console
+from vllm_latq.config import OUTLIER_CODINGS
 from vllm_latq.errors import ConfigError, LatqError
 
 # How long a process that torchrun started leaves it to the first one to report an error of all. It is spent only where
@@ -88,6 +89,11 @@ def _add_quantize(commands: Any) -> None:
     )
     recipe.add_argument("--budget", type=float, help="stored bits per weight of the model, which ssqr plans for")
     recipe.add_argument("--outliers", help="which weights ssqr keeps: overflow (default) or saving")
+    recipe.add_argument(
+        "--outlier-coding",
+        choices=OUTLIER_CODINGS,
+        help="how ssqr stores them (default bfloat16, 32 bits; integer: 16)",
+    )
     recipe.add_argument("--without", nargs="+", help="parts of latq to switch off: allocation, columns, rows, ...")
     recipe.add_argument("--num-samples", type=int, help="calibration windows (default 256)")
     recipe.add_argument("--seq-len", type=int, help="tokens per calibration window (default 2048)")

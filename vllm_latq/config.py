@@ -13,9 +13,10 @@ QUANT_METHOD = "latq"
 FORMAT_VERSION = 1
 ENCODINGS = ("packed", "huffman", "rans")
 SUPPORTED_BITS = (2, 3, 4, 8)
+OUTLIER_CODINGS = ("bfloat16", "integer")
 WHOLE_ROW = -1
 
-_SCHEME_KEYS = ("encoding", "bits", "group_size", "outliers")
+_SCHEME_KEYS = ("encoding", "bits", "group_size", "outliers", "outlier_coding")
 _CONFIG_KEYS = ("quant_method", "format_version", *_SCHEME_KEYS, "ignore", "overrides", "fingerprint", "recipe")
 
 
@@ -29,12 +30,14 @@ class LayerScheme:
         bits: code width of "packed" (2, 3, 4 or 8); None for the others.
         group_size: input channels that share a scale, -1 for the whole row; None if not "packed".
         outliers: whether "packed" carries a CSR matrix of outliers.
+        outlier_coding: "bfloat16" (any value, 32 bits each) or "integer" (a point of the lattice beyond the grid, 16).
     """
 
     encoding: Literal["packed", "huffman", "rans"]
     bits: int | None = None
     group_size: int | None = None
     outliers: bool = False
+    outlier_coding: Literal["bfloat16", "integer"] = "bfloat16"
 
     def __post_init__(self) -> None:
         where = "quantization_config"
@@ -42,6 +45,12 @@ class LayerScheme:
             raise ConfigError(f"{where}.encoding", f"one of {', '.join(ENCODINGS)}", repr(self.encoding))
         if type(self.outliers) is not bool:
             raise ConfigError(f"{where}.outliers", "true or false", repr(self.outliers))
+        if self.outlier_coding not in OUTLIER_CODINGS:
+            raise ConfigError(
+                f"{where}.outlier_coding", f"one of {', '.join(OUTLIER_CODINGS)}", repr(self.outlier_coding)
+            )
+        if self.outlier_coding != "bfloat16" and not self.outliers:
+            raise ConfigError(f"{where}.outlier_coding", "none where there are no outliers", repr(self.outlier_coding))
         if self.encoding != "packed":
             if (self.bits, self.group_size, self.outliers) != (None, None, False):
                 found = f"bits={self.bits!r}, group_size={self.group_size!r}, outliers={self.outliers!r}"
@@ -68,7 +77,11 @@ class LayerScheme:
         return cols // self.group_size
 
     def to_dict(self) -> dict[str, Any]:
-        return {key: getattr(self, key) for key in _SCHEME_KEYS}
+        """As JSON; the coding of outliers only where readers of the first checkpoints would go wrong without it."""
+        values = {key: getattr(self, key) for key in _SCHEME_KEYS}
+        if self.outlier_coding == "bfloat16":
+            del values["outlier_coding"]
+        return values
 
 
 @dataclass(frozen=True)

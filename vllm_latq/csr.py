@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 # Entries expanded together: their int64 coordinates must not outgrow the matrix itself.
-_BAND_ENTRIES = 1 << 18
+BAND_ENTRIES = 1 << 18
 
 
 def column_dtype(cols: int) -> torch.dtype:
@@ -59,9 +59,9 @@ class CSR:
     def bands(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """(rows int64, columns int64, values) of the entries, a limited number at a time."""
         row_ptr = self.row_ptr.to(torch.int64)
-        for low in range(0, self.nnz, _BAND_ENTRIES):
-            entries = torch.arange(low, min(low + _BAND_ENTRIES, self.nnz), device=row_ptr.device)
-            band = slice(low, low + _BAND_ENTRIES)
+        for low in range(0, self.nnz, BAND_ENTRIES):
+            entries = torch.arange(low, min(low + BAND_ENTRIES, self.nnz), device=row_ptr.device)
+            band = slice(low, low + BAND_ENTRIES)
             rows = torch.searchsorted(row_ptr, entries, right=True) - 1
             yield rows, self.col_idx[band].to(torch.int64), self.values[band]
 

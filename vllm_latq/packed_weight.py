@@ -11,6 +11,7 @@ import torch
 from vllm_latq import validate
 from vllm_latq.config import SUPPORTED_BITS, WHOLE_ROW, LayerScheme
 from vllm_latq.csr import CSR
+from vllm_latq.overflow import read_overflow, stored_overflow, values_on_lattice
 from vllm_latq.packing import pack_codes, unpack_codes
 from vllm_latq.spec import SHAPE, stored_bits
 
@@ -34,6 +35,7 @@ class PackedWeight:
         row_scales: float32 [rows], or None; only in memory, never stored.
         outliers: CSR [rows, cols], or None; z is 0 where it has an entry.
         column_scales: float32 [cols], or None; only in memory, never stored.
+        outlier_integers: int32 [nnz], z of the outliers if they are stored as such; None if as their values.
     """
 
     qweight: torch.Tensor
@@ -44,6 +46,7 @@ class PackedWeight:
     row_scales: torch.Tensor | None = None
     outliers: CSR | None = None
     column_scales: torch.Tensor | None = None
+    outlier_integers: torch.Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -51,7 +54,8 @@ class PackedWeight:
 
     @property
     def scheme(self) -> LayerScheme:
-        return LayerScheme("packed", self.bits, self.group_size, self.outliers is not None)
+        coding = "bfloat16" if self.outlier_integers is None else "integer"
+        return LayerScheme("packed", self.bits, self.group_size, self.outliers is not None, coding)
 
     def integers(self) -> torch.Tensor:
         """z of the inliers, int32 [rows, cols]."""
@@ -84,6 +88,7 @@ class PackedWeight:
             row_scales=moved(self.row_scales),
             outliers=None if self.outliers is None else self.outliers.to(device),
             column_scales=moved(self.column_scales),
+            outlier_integers=moved(self.outlier_integers),
         )
 
     def outlier_density(self) -> float:
@@ -95,7 +100,10 @@ class PackedWeight:
         assert self.row_scales is None
         assert self.column_scales is None
         tensors = {SHAPE: shape_tensor(self.shape), "qweight": self.qweight, "scales": self.scales}
-        if self.outliers is not None:
+        if self.outlier_integers is not None:
+            assert self.outliers is not None
+            tensors |= stored_overflow(self.qweight, self.bits, replace(self.outliers, values=self.outlier_integers))
+        elif self.outliers is not None:
             tensors["outlier_row_ptr"] = self.outliers.row_ptr
             tensors["outlier_col_idx"] = self.outliers.col_idx
             tensors["outlier_values"] = self.outliers.values
@@ -117,20 +125,27 @@ class PackedWeight:
         """Pack integers on the grid.
 
         Args:
-            integers: int [rows, cols] in [-2**(bits-1), 2**(bits-1)), ignored where `outlier_mask` is true.
+            integers: int [rows, cols] in [-2**(bits-1), 2**(bits-1)), ignored where `outlier_mask` is true; without
+                `outlier_values` they are the outliers, and outside of that range there.
             scales: bfloat16 [rows, groups].
             bits: 2, 3, 4 or 8.
             group_size: input channels per scale, -1 for the whole row.
             outlier_mask: bool [rows, cols]; None for a scheme without outliers.
-            outlier_values: [rows, cols], read where the mask is true, rounded to bfloat16.
+            outlier_values: [rows, cols], read where the mask is true, rounded to bfloat16; None for outliers stored as
+                integers.
         """
-        outliers = None
-        if outlier_mask is not None:
+        outliers, beyond = None, None
+        if outlier_mask is not None and outlier_values is None:
+            beyond = CSR.from_mask(outlier_mask, integers.to(torch.int32))
+            outliers = replace(beyond, values=values_on_lattice(beyond, scales, group_size))
+        elif outlier_mask is not None:
             assert outlier_values is not None
-            integers = integers.masked_fill(outlier_mask, 0)
             outliers = CSR.from_mask(outlier_mask, outlier_values.to(torch.bfloat16))
+        if outlier_mask is not None:
+            integers = integers.masked_fill(outlier_mask, 0)
         qweight = pack_codes(integers + (1 << (bits - 1)), bits)
-        return cls(qweight, bits, group_size, integers.shape[1], scales, None, outliers)
+        weight = cls(qweight, bits, group_size, integers.shape[1], scales, None, outliers)
+        return weight if beyond is None else replace(weight, outlier_integers=beyond.values)
 
     @classmethod
     def from_tensors(
@@ -140,11 +155,15 @@ class PackedWeight:
         validate.check(tensors, scheme, shape, where)
         assert scheme.bits is not None
         assert scheme.group_size is not None
-        outliers = None
-        if scheme.outliers:
+        qweight, scales, outliers, integers = tensors["qweight"], tensors["scales"], None, None
+        if scheme.outlier_coding == "integer":
+            qweight, beyond = read_overflow(tensors, scheme.bits, shape)
+            outliers = replace(beyond, values=values_on_lattice(beyond, scales, scheme.group_size))
+            integers = beyond.values
+        elif scheme.outliers:
             row_ptr, col_idx = tensors["outlier_row_ptr"], tensors["outlier_col_idx"]
             outliers = CSR(row_ptr, col_idx, tensors["outlier_values"], shape[1])
-        return cls(tensors["qweight"], scheme.bits, scheme.group_size, shape[1], tensors["scales"], None, outliers)
+        return cls(qweight, scheme.bits, scheme.group_size, shape[1], scales, None, outliers, None, integers)
 
 
 def best_bits(*matrices: torch.Tensor) -> int:

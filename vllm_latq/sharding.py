@@ -31,6 +31,7 @@ def cat_rows(weights: Sequence[PackedWeight]) -> PackedWeight:
         scales=_cat([weight.scales for weight in weights]),
         row_scales=_cat([weight.row_scales for weight in weights]),
         outliers=outliers,
+        outlier_integers=None,
     )
 
 

@@ -13,6 +13,7 @@ from vllm_latq.config import LayerScheme
 from vllm_latq.csr import CSR
 from vllm_latq.errors import CheckpointError
 from vllm_latq.huffman_decode import chunk_counts
+from vllm_latq.overflow import MAX_OVERFLOW, beyond_grid, entries, flaw, outlier_values
 from vllm_latq.packing import WORD_BITS, codes_at, unpack_codes
 from vllm_latq.rans_coder import STATE_WORDS
 from vllm_latq.rans_tables import CLASS_BITS, FREQUENCY_TOTAL, MAX_SYMBOLS, MAX_TABLES
@@ -86,7 +87,9 @@ def _packed(
     used = shape[1] * scheme.bits % WORD_BITS
     if used and (qweight[:, -1] & ~((1 << used) - 1)).any():
         yield _error(f"{where}.qweight", "zero bits after the last code of a row", "other bits")
-    if scheme.outliers:
+    if scheme.outlier_coding == "integer":
+        yield from _overflow(tensors, scheme, shape, where)
+    elif scheme.outliers:
         broken = list(_csr(tensors, shape, where))
         yield from broken
         if not broken and (count := _codes_under_outliers(tensors, scheme, shape)):
@@ -132,6 +135,38 @@ def _codes_under_outliers(tensors: Mapping[str, torch.Tensor], scheme: LayerSche
     return sum(
         int((codes_at(tensors["qweight"], scheme.bits, rows, cols) != zero).sum()) for rows, cols, _ in outliers.bands()
     )
+
+
+def _overflow(
+    tensors: Mapping[str, torch.Tensor], scheme: LayerScheme, shape: tuple[int, int], where: str
+) -> Iterator[CheckpointError]:
+    assert scheme.bits is not None
+    gaps, overflow, scales = tensors["outlier_gaps"], tensors["outlier_overflow"], tensors["scales"]
+    if len(gaps) != len(overflow):
+        found = f"{len(overflow)} for {len(gaps)} gaps"
+        yield _error(f"{where}.outlier_overflow", "as many entries as gaps", found)
+        return
+    if wrong := flaw(gaps, overflow):
+        yield _error(f"{where}.outlier_gaps", "entries that state each outlier in the shortest form", wrong)
+        return
+    width, last, size = shape[1] // scales.shape[1], (1 << scheme.bits) - 1, shape[0] * shape[1]
+    inside = infinite = 0
+    for rows, cols, beyond in entries(gaps, overflow, shape[1]):
+        if (place := int(rows[-1]) * shape[1] + int(cols[-1])) >= size:
+            yield _error(f"{where}.outlier_gaps", f"outliers among the {size} weights", f"one at {place}")
+            return
+        if int(beyond.max()) > MAX_OVERFLOW:
+            yield _error(f"{where}.outlier_overflow", f"an overflow of at most {MAX_OVERFLOW}", str(int(beyond.max())))
+            return
+        codes = codes_at(tensors["qweight"], scheme.bits, rows, cols)
+        inside += int(((codes != 0) & (codes != last)).sum())
+        values = outlier_values(beyond_grid(codes, beyond, 1 << (scheme.bits - 1)), scales[rows, cols // width])
+        infinite += int((~torch.isfinite(values)).sum())
+    if inside:
+        expected = "the first or the last code under each outlier"
+        yield _error(f"{where}.qweight", expected, f"{inside} others")
+    if infinite:
+        yield _error(f"{where}.outlier_overflow", "outliers of finite value", f"{infinite} that are not")
 
 
 def _huffman(tensors: Mapping[str, torch.Tensor], shape: tuple[int, int], where: str) -> Iterator[CheckpointError]:

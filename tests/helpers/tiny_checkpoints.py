@@ -18,6 +18,7 @@ from vllm_latq.weights import HuffmanWeight, PackedWeight, RansWeight, Weight
 SHAPES = {"layers.0.up": (9, 66), "layers.0.down": (40, 36), "layers.1.up": (1, 33)}
 SCHEMES = {
     "ssqr": LayerScheme("packed", 3, -1, True),
+    "integer": LayerScheme("packed", 3, -1, True, "integer"),
     "packed": LayerScheme("packed", 4, 3, False),
     "huffman": LayerScheme("huffman"),
     "rans": LayerScheme("rans"),
@@ -26,7 +27,7 @@ SCHEMES = {
 
 @cache
 def tiny_weight(scheme: LayerScheme, shape: tuple[int, int], seed: int) -> Weight:
-    """A random weight [rows, cols] stored under `scheme`; a tenth of it are outliers where the scheme has them."""
+    """A random weight [rows, cols] stored under `scheme`; a tenth are outliers where the scheme has them."""
     generator = torch.Generator().manual_seed(seed)
     integers = (2 * torch.randn(shape, generator=generator)).round().to(torch.int32)
     if scheme.encoding == "huffman":
@@ -39,12 +40,17 @@ def tiny_weight(scheme: LayerScheme, shape: tuple[int, int], seed: int) -> Weigh
         return RansWeight.from_integers(integers, torch.tensor([0.01]), rows, cols)
     half = 1 << (scheme.bits - 1)
     mask = torch.rand(shape, generator=generator) < 0.1
+    if scheme.outlier_coding == "integer":
+        integers[0, 0] = -300  # takes a second entry
+        mask = (integers < -half) | (integers >= half)
     values = torch.randn(shape, generator=generator)
     scales = (torch.rand(shape[0], scheme.groups(shape[1]), generator=generator) + 0.1).to(torch.bfloat16)
     outliers = (mask, values) if scheme.outliers else (None, None)
-    return PackedWeight.from_integers(
-        integers.clamp(-half, half - 1), scales, scheme.bits, scheme.group_size, *outliers
-    )
+    if scheme.outlier_coding == "integer":
+        outliers = (mask, None)
+    else:
+        integers = integers.clamp(-half, half - 1)
+    return PackedWeight.from_integers(integers, scales, scheme.bits, scheme.group_size, *outliers)
 
 
 def write_tiny_checkpoint(directory: Path, encoding: str) -> Path:

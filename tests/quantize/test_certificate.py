@@ -25,11 +25,11 @@ RECIPES = {
     "ssqr": Recipe("ssqr", 3, target="original", **FEW),
     "hptq": Recipe("hptq", target_bits=4.0, reduction="lll", rounding="stochastic", **FEW),
     "rtn": Recipe("rtn", 4, **FEW),
-    "saving": Recipe("ssqr", 2, outliers="saving", scales="signed", beam=2, sweeps=1, **FEW),
+    "saving": Recipe("ssqr", 2, outliers="saving", outlier_coding="integer", scales="signed", beam=2, sweeps=1, **FEW),
     "gptq": Recipe("gptq", 3, order="min-pivot", scales="fitted", dtype="bfloat16", **FEW),
     "latq": Recipe("latq", target_bits=3.0, **FEWER),
     "latq-parts": Recipe("latq", target_bits=3.0, without=("rate-damping", "feedback", "columns"), **FEWER),
-    "budget": Recipe("ssqr", budget=3.6, **FEW),
+    "budget": Recipe("ssqr", budget=3.6, outlier_coding="integer", **FEW),
 }
 # What sums in float32 differ by where the certificate takes another way than the quantizer.
 EXACT = 1e-6

@@ -16,7 +16,7 @@ from vllm_latq.quantize.target import output_energy
 from vllm_latq.weights import HuffmanWeight, PackedWeight, weight_from_tensors
 
 # latq looks at the whole model: see test_whole_model.py.
-EVERYTHING = ("gptq, everything", "ssqr, everything", "hptq, counting bits")
+EVERYTHING = ("gptq, everything", "ssqr, everything", "ssqr, integers", "hptq, counting bits")
 METHODS = (*(method for method in ALL_METHODS if method != "latq"), *EVERYTHING)
 
 FLOAT64_TOLERANCE = 1e-10
@@ -27,6 +27,9 @@ RECIPES = {
     "gptq, everything": Recipe("gptq", bits=2, group_size=32, scales="signed", beam=2, sweeps=2),
     "ssqr, everything": Recipe(
         "ssqr", bits=2, group_size=32, outliers="saving", scales="signed", order="min-pivot", beam=2, sweeps=2
+    ),
+    "ssqr, integers": Recipe(
+        "ssqr", bits=2, group_size=32, outliers="saving", outlier_coding="integer", scales="signed", beam=2, sweeps=2
     ),
     "hptq": Recipe("hptq", target_bits=3.5),
     "hptq, counting bits": Recipe("hptq", target_bits=3.5, beam=2, rounding="rate"),
@@ -48,6 +51,18 @@ def layer(rows: int = 96, cols: int = 160, seed: int = 0) -> tuple[torch.Tensor,
 def quantize(method: str) -> tuple[torch.Tensor, torch.Tensor, LayerResult]:
     weight, inputs = layer()
     return weight, inputs, quantize_layer(weight, inputs.T @ inputs, RECIPES[method], "layers.0.q_proj")
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_outliers_as_integers_cost_half_as_much(bits):
+    weight, inputs = layer(192)
+    recipe = Recipe("ssqr", bits=bits, group_size=32, outlier_rate=0.05)
+    integer = dataclasses.replace(recipe, outlier_coding="integer")
+    values, integers = (quantize_layer(weight, inputs.T @ inputs, r).record for r in (recipe, integer))
+    assert integers.bound_holds
+    assert integers.error < 1.1 * values.error
+    assert integers.bits < values.bits - 0.9 * 16 * 0.05
+    assert integer.planned_bits(*weight.shape) / weight.numel() == pytest.approx(integers.bits, rel=0.02)
 
 
 @pytest.mark.parametrize("method", METHODS)

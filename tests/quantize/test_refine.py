@@ -4,9 +4,10 @@ import pytest
 import torch
 from layers import heavy_tailed_layer
 
+from vllm_latq.quantize.kept import OUTLIER_DTYPE
 from vllm_latq.quantize.lattice import Factor, factorize
 from vllm_latq.quantize.refine import refine
-from vllm_latq.quantize.rounding import OUTLIER_DTYPE, Rounding, nearest_plane
+from vllm_latq.quantize.rounding import Rounding, nearest_plane
 from vllm_latq.quantize.scales import SCALE_DTYPE, grid, group_scales
 from vllm_latq.quantize.ssqr import ssqr, ssqr_by_saving
 
