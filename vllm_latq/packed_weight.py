@@ -5,6 +5,7 @@ Invariant: an instance made by `from_tensors` has passed `validate.check`, so no
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
@@ -54,7 +55,7 @@ class PackedWeight:
 
     @property
     def scheme(self) -> LayerScheme:
-        coding = "bfloat16" if self.outlier_integers is None else "integer"
+        coding: Literal["bfloat16", "integer"] = "bfloat16" if self.outlier_integers is None else "integer"
         return LayerScheme("packed", self.bits, self.group_size, self.outliers is not None, coding)
 
     def integers(self) -> torch.Tensor:
