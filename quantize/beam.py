@@ -244,7 +244,9 @@ class _Search:
         1/4 D_t s_t^2; the next cheapest costs no more."""
         assert self.threshold is not None
         cheapest = cost.argmin(0, keepdim=True)
-        excess = self.factor.diagonal[t] * kept_excess(kept.gather(0, cheapest)[0], scale, 0.5) + self.threshold
+        excess = (
+            self.factor.diagonal[t] * kept_excess("integer", kept.gather(0, cheapest)[0], scale, 0.5) + self.threshold
+        )
         trail.excess += excess.masked_fill_(~outside.gather(0, cheapest)[0], 0)
 
 

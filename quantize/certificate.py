@@ -2,8 +2,9 @@
 
 What a certificate proves, if recipe, model and calibration text are what they are said to be: the stored weights have
 the errors, losses and worst cases that the report claims, on the lattices (order, damping, and for latq the model's
-step) that this recipe leads to. It does not prove that they are the ones nearest plane rounds to. Where a bound counts
-what only the run knew (`Recipe.bound_is_of_the_run`), its claim is taken, and the errors must be below it.
+step) that this recipe leads to; all other tensors, and config.json, are the model's. It does not prove that the weights
+are the ones nearest plane rounds to, and does not look at the tokenizer. Where a bound counts what only the run knew
+(`Recipe.bound_is_of_the_run`), its claim is taken, and the errors must be below it.
 
 Invariant: nothing else of the report enters what it is compared with; only the recipe is taken on trust.
 """
@@ -23,8 +24,10 @@ from vllm_latq.quantize.loading import default_device
 from vllm_latq.quantize.pipeline import calibration_samples, quantized_linears
 from vllm_latq.quantize.recipe import Recipe
 from vllm_latq.quantize.recomputed import bound_holds, layer_by_layer, whole_model
+from vllm_latq.quantize.shards import untouched_names
 from vllm_latq.quantize.totals import totals
 from vllm_latq.report import LayerReport, finite_number
+from vllm_latq.store import read_json
 
 # Relative. On one machine the numbers agree to the last digits; another device adds up activations in another order,
 # and in bfloat16 where the model is: errors then move by parts of a percent.
@@ -75,7 +78,7 @@ def verify_certificate(
     assert samples is not None
     certificate = _Certificate(reader, decoder, recipe, tolerance)
     certificate.require_same_linears()
-    yield from certificate.foreign_tensors()
+    yield from certificate.foreign_parts()
     yield from certificate.calibration(samples)
     yield from certificate.layers(samples)
 
@@ -105,12 +108,30 @@ class _Certificate:
                 expected = f"encoding {encoding}, which method {self.recipe.method} stores"
                 raise CheckpointError(f"{self.reader.directory}: {name}", expected, found, "Was its recipe changed?")
 
-    def foreign_tensors(self) -> Iterator[LatqError]:
-        """Unquantized tensors that are not the model's."""
-        theirs = set(self.reader.store.names())
-        for name in self.decoder.store.names():
-            if name in theirs and not torch.equal(self.reader.store.get(name), self.decoder.store.get(name)):
-                yield CheckpointError(f"{self.reader.directory}: {name}", "the model's own tensor", "another one")
+    def foreign_parts(self) -> Iterator[LatqError]:
+        """Where config.json and the unquantized tensors are not the model's own."""
+        config = self.reader.directory / "config.json"
+        ours, theirs = read_json(self.decoder.source / "config.json"), read_json(config)
+        theirs.pop("quantization_config", None)
+        for key in sorted(ours.keys() | theirs.keys()):
+            if ours.get(key) != theirs.get(key):
+                yield CheckpointError(
+                    f"{config}: {key}", f"the model's {ours.get(key)!r}", repr(theirs.get(key)), _HINT
+                )
+        shards, quantized = range(len(self.decoder) + 1), self.reader.shapes
+        untouched = {name for shard in shards for name in untouched_names(self.decoder, shard, quantized)}
+        stored = set(self.reader.store.names())
+        for name in quantized:
+            stored -= {f"{name}.{suffix}" for suffix in self.reader.weight(name).to_tensors()}
+        for name in sorted(untouched ^ stored):
+            found = "no such tensor" if name in untouched else "a tensor that the model does not have"
+            expected = "the model's own tensor" if name in untouched else "nothing"
+            yield CheckpointError(f"{self.reader.directory}: {name}", expected, found, _HINT)
+        for name in sorted(untouched & stored):
+            if not torch.equal(self.reader.store.get(name), self.decoder.store.get(name)):
+                yield CheckpointError(
+                    f"{self.reader.directory}: {name}", "the model's own tensor", "another one", _HINT
+                )
 
     def calibration(self, samples: torch.Tensor) -> Iterator[LatqError]:
         """Whether as much calibration text was there."""

@@ -31,13 +31,15 @@ def kept_value(keep: Overflow, weight: torch.Tensor, integer: torch.Tensor, scal
     return (weight.to(OUTLIER_DTYPE) if keep == "exact" else outlier_values(integer, scale)).to(weight.dtype)
 
 
-def kept_excess(values: torch.Tensor, scales: torch.Tensor, reach: float) -> torch.Tensor:
-    """By how much rounding a lattice point to bfloat16 may raise its squared error above (reach * scale)^2, float64.
+def kept_excess(keep: Overflow, values: torch.Tensor, scales: torch.Tensor, reach: float) -> torch.Tensor:
+    """By how much rounding to bfloat16 may raise the squared error of a kept weight above (reach * scale)^2, float64.
 
     Args:
+        keep: "exact", which has no other error, or "integer", which has both.
         values: of the outliers; 0 elsewhere.
         scales: broadcast to them.
         reach: largest distance from the point that was rounded to, in steps: 1/2, or 1 where rounding is stochastic.
     """
     shift = values.to(torch.float64).abs() * _HALF_UNIT
-    return shift * (2 * reach * scales.to(torch.float64).abs() + shift)
+    step = reach * scales.to(torch.float64).abs()
+    return shift * (2 * step + shift) if keep == "integer" else (shift.square() - step.square()).clamp_(min=0)

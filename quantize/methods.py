@@ -4,6 +4,7 @@ Invariant: the errors of the record are measured on the numbers that are stored,
 the bound is Theorem 5's, with the damped one. Where nothing was clipped, the rounding error must be below the bound.
 """
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -168,6 +169,9 @@ def _record(
     where: str,
     started: float,
 ) -> LayerRecord:
+    if done.bound is not None and not math.isfinite(done.bound):
+        hint = "The weights are too large for float32: is the model damaged?"
+        raise NumericalError(where or "weight", "a finite error bound", f"{done.bound:g}", hint)
     holds = None
     if errors.rounding is not None and done.bound is not None and not done.clipped:
         holds = errors.rounding <= done.bound * (1 + BOUND_SLACK)

@@ -3,6 +3,7 @@
 Invariant: the checkpoint appears complete or not at all, and work that was done is kept for a resumed run.
 """
 
+import hashlib
 import time
 import warnings
 from pathlib import Path
@@ -81,13 +82,15 @@ def _quantize_checkpoint(
 ) -> dict[str, Any]:
     started, source = time.perf_counter(), decoder.source
     quantized = quantized_linears(decoder, recipe)
+    samples = calibration_samples(decoder, recipe, calibration)
     identity = {
         "recipe": recipe.to_dict(),
         "source": str(source.resolve()),
+        "config": hashlib.sha256((source / "config.json").read_bytes()).hexdigest(),
         "calibration": calibration,
+        "tokens": None if samples is None else hashlib.sha256(samples.cpu().numpy().tobytes()).hexdigest(),
         "version": vllm_latq.__version__,
     }
-    samples = calibration_samples(decoder, recipe, calibration)
     # The other ranks get a copy, which they do not write with.
     writer = world.from_first(lambda: CheckpointWriter(destination, len(decoder) + 1, identity, resume))
     if writer.complete:

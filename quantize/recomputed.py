@@ -20,7 +20,7 @@ from torch import nn
 from vllm_latq.checkpoint import CheckpointReader
 from vllm_latq.quantize.decoder import Decoder
 from vllm_latq.quantize.hessian import InputHessian
-from vllm_latq.quantize.kept import kept_excess
+from vllm_latq.quantize.kept import Overflow, kept_excess
 from vllm_latq.quantize.latq import InputLattice, OutputLattice
 from vllm_latq.quantize.lattice import Factor
 from vllm_latq.quantize.methods import BOUND_SLACK, BOUND_TO_MEAN, layer_factor
@@ -104,10 +104,11 @@ def worst_case(weight: Weight, factor: Factor, rounding: str) -> float:
     assert weight.scales is not None
     per_group = per_column.reshape(weight.scales.shape[1], -1).sum(1)
     total = share * float((weight.scales.double().square().cpu() @ per_group).sum())
-    if weight.outlier_integers is not None and weight.outliers is not None:
+    if weight.outliers is not None:
+        keep: Overflow = "exact" if weight.outlier_integers is None else "integer"
         width = weight.cols // weight.scales.shape[1]
         for rows, cols, values in weight.outliers.bands():
-            excess = kept_excess(values, weight.scales[rows, cols // width], math.sqrt(share))
+            excess = kept_excess(keep, values, weight.scales[rows, cols // width], math.sqrt(share))
             total += float(per_column[cols.cpu()] @ excess.cpu())
     return total
 

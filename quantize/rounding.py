@@ -87,7 +87,7 @@ def nearest_plane(
     Args:
         weight: float32 or float64 [r, c]; its dtype is that of the recursion.
         factor: of the layer's Hessian.
-        scales: positive; a scalar, [r, c], or [r, c / group_size] with `group_size` (-1: whole row) in the original
+        scales: not zero; a scalar, [r, c], or [r, c / group_size] with `group_size` (-1: whole row) in the original
             column order. Cast to the dtype of the weight.
         low, high: the integer grid; None for no clipping.
         keep_overflow: what happens to a weight whose integer leaves the grid: "clip" it, keep it as a "lattice"
@@ -270,14 +270,14 @@ class _State:
         for lo in range(0, cols, 128):
             part = slice(lo, lo + 128)
             loss += factor.diagonal[part] @ self.residual[part].to(torch.float64).square()
-            if self.outliers is not None and self.keep == "integer":
+            if self.outliers is not None:
                 scales = self.steps.take(lo, lo + 128)
-                bound = bound + factor.diagonal[part] @ kept_excess(self.outliers[part], scales, reach)
+                bound = bound + factor.diagonal[part] @ kept_excess(self.keep, self.outliers[part], scales, reach)
         check_range(self.integers, loss, where)
         outside = (self.integers < self.low) | (self.integers > self.high)
         if self.limit is not None and self.kept is not None:
-            clipped = (outside & ~self.kept).to(torch.float64)
-            bound = bound + (self.limit * factor.diagonal).to(torch.float64) @ clipped
+            limit = self.limit.to(torch.float64) * factor.diagonal
+            bound = bound + torch.where(outside & ~self.kept, limit[:, None], 0.0).sum(0)
         if self.clip:
             self.integers.clamp_(self.low, self.high)
         if self.kept is not None:

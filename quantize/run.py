@@ -8,7 +8,7 @@ Invariant: what the next block sees is computed with the weights that were writt
 back, goes on exactly where an uninterrupted one would be.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -82,7 +82,7 @@ class Run:
                     tensors.update(quantized)
                 else:
                     stream.skip(shard, block)
-                    self._read_back(shard, linears)
+                    self._read_back(shard, linears, earlier["digests"])
                     records = earlier["layers"]
                 if advance:
                     stream.advance(shard, block)
@@ -142,14 +142,14 @@ class Run:
             return hessian.matrix
         return layer_factor(hessian.matrix, self.recipe, where)
 
-    def _read_back(self, shard: int, linears: Mapping[str, nn.Linear]) -> None:
+    def _read_back(self, shard: int, linears: Mapping[str, nn.Linear], digests: Collection[str]) -> None:
         """Put the weights that an earlier run wrote into the block."""
         path = self.writer.partial / self.writer.shard_name(shard)
         wanted = {
             name: tensor_specs(self.recipe_for(name).scheme, linear.out_features, linear.in_features, name)
             for name, linear in linears.items()
         }
-        stored = self.world.from_first(lambda: stored_tensors(path, wanted))
+        stored = self.world.from_first(lambda: stored_tensors(path, wanted, digests))
         for name, linear in linears.items():
             linear.weight.copy_(dense_weight(stored, self.recipe_for(name).scheme, name, linear))
 

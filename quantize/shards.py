@@ -8,10 +8,15 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
+from vllm_latq.checkpoint import tensor_digest
 from vllm_latq.config import LayerScheme
+from vllm_latq.errors import CheckpointError
 from vllm_latq.quantize.decoder import Decoder
 from vllm_latq.spec import TensorSpec, tensor_specs
+from vllm_latq.store import readable
 from vllm_latq.weights import weight_from_tensors
+
+_DAMAGED = "Remove it with its records-*.json and go on with --resume: the block is then quantized again."
 
 
 def shard_linears(decoder: Decoder, quantized: Collection[str], shard: int) -> dict[str, nn.Linear]:
@@ -31,11 +36,26 @@ def shard_weights(decoder: Decoder, shard: int) -> AbstractContextManager[nn.Mod
     return decoder.block(shard) if shard < len(decoder) else decoder.head()
 
 
-def stored_tensors(path: Path, specs: Mapping[str, Mapping[str, TensorSpec]]) -> dict[str, torch.Tensor]:
-    """The tensors of quantized linears (name -> suffix -> spec) in a shard."""
-    with safe_open(path, framework="pt", device="cpu") as shard:
-        names = [f"{module}.{suffix}" for module, suffixes in specs.items() for suffix in suffixes]
-        return {name: shard.get_tensor(name) for name in names}
+def stored_tensors(
+    path: Path, specs: Mapping[str, Mapping[str, TensorSpec]], digests: Collection[str]
+) -> dict[str, torch.Tensor]:
+    """The tensors of quantized linears (name -> suffix -> spec) in a shard of an interrupted run.
+
+    Args:
+        path: of the shard.
+        specs: what is asked for.
+        digests: `tensor_digest` of every tensor that was written to it.
+
+    Raises:
+        CheckpointError: the shard is not what was written.
+    """
+    with readable(path, _DAMAGED), safe_open(path, framework="pt", device="cpu") as shard:
+        tensors = {name: shard.get_tensor(name) for name in shard.keys()}  # noqa: SIM118 - not a mapping
+    if {tensor_digest(name, tensor) for name, tensor in tensors.items()} != set(digests):
+        raise CheckpointError(str(path), "the tensors that were written", "others: the file was damaged", _DAMAGED)
+    return {
+        f"{module}.{suffix}": tensors[f"{module}.{suffix}"] for module, suffixes in specs.items() for suffix in suffixes
+    }
 
 
 def dense_weight(
@@ -47,8 +67,8 @@ def dense_weight(
     return weight_from_tensors(tensors, scheme, shape, module).dequantize().to(linear.weight.dtype)
 
 
-def untouched_tensors(decoder: Decoder, shard: int, linears: Collection[str]) -> dict[str, torch.Tensor]:
-    """The tensors of a shard that stay as they are: those of a block, or for the last shard those of none.
+def untouched_names(decoder: Decoder, shard: int, linears: Collection[str]) -> list[str]:
+    """Names of the tensors of a shard that stay as they are: those of a block, or for the last shard those of none.
 
     Args:
         decoder: the model.
@@ -64,4 +84,9 @@ def untouched_tensors(decoder: Decoder, shard: int, linears: Collection[str]) ->
     if decoder.tied:
         # A tied head is stored once, as the embedding.
         chosen.discard(f"{decoder.head_name}.weight")
-    return {name: decoder.store.get(name) for name in sorted(chosen)}
+    return sorted(chosen)
+
+
+def untouched_tensors(decoder: Decoder, shard: int, linears: Collection[str]) -> dict[str, torch.Tensor]:
+    """The tensors of `untouched_names`."""
+    return {name: decoder.store.get(name) for name in untouched_names(decoder, shard, linears)}

@@ -12,7 +12,6 @@ KL divergence from the original model (Martens and Grosse, 2015). Everything ref
 Invariant: one block is in memory at a time, and its grams; they go to disk, a file per block, last block first.
 """
 
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +26,8 @@ from vllm_latq.errors import NumericalError
 from vllm_latq.quantize.decoder import Batch, Decoder
 from vllm_latq.quantize.hessian import HessianCollector
 from vllm_latq.quantize.offload import Place
+from vllm_latq.quantize.writer import rename_durably
+from vllm_latq.store import readable
 
 # Outputs whose gradients are correlated with each other; wider layers get a block-diagonal G. 64 MB per block.
 LARGEST_BLOCK = 4096
@@ -76,11 +77,14 @@ class StatisticsFiles:
         self.directory.mkdir(parents=True, exist_ok=True)
         temporary = self.path(block).with_suffix(".tmp")
         save_file(tensors, temporary, metadata=metadata)
-        os.replace(temporary, self.path(block))
+        rename_durably(temporary, self.path(block))
 
     def read(self, block: int) -> dict[str, LayerStatistics]:
-        """Linear name -> its statistics, in the order in which a block reads its inputs."""
-        with safe_open(self.path(block), framework="pt", device="cpu") as file:
+        """Linear name -> its statistics, in the order in which a block reads its inputs; CheckpointError if damaged."""
+        with (
+            readable(self.path(block), "Remove it and go on with --resume: it is collected again."),
+            safe_open(self.path(block), framework="pt", device="cpu") as file,
+        ):
             inputs: dict[str, torch.Tensor] = {}
             found = {}
             names = set(file.keys())

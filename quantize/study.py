@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_latq.console import print_table
-from vllm_latq.errors import LatqError, NumericalError
+from vllm_latq.errors import ConfigError, LatqError, NumericalError
 from vllm_latq.quantize.evaluate import evaluate
 from vllm_latq.quantize.pipeline import quantize_checkpoint
 from vllm_latq.quantize.recipe import PARTS, Recipe
@@ -171,6 +171,8 @@ def main() -> None:
             if options.output:
                 options.output.write_text(json.dumps(measured, indent=1) + "\n")
         print_table(f"{options.model.name}, about {bits:g} bits", COLUMNS, rows)
+    if not measured:
+        raise ConfigError("--only", "rows of the study that can be run", repr(options.only), "See `recipes` for names.")
     print(*summary(measured), sep="\n")
 
 

@@ -90,7 +90,7 @@ class CheckpointWriter:
         }
         with _named_failures(self.partial):
             save_file(stored, path.with_suffix(".tmp"), metadata={"format": "pt"})
-            _rename_durably(path.with_suffix(".tmp"), path)
+            rename_durably(path.with_suffix(".tmp"), path)
             self._write_json(self._records_name(shard), {**records, **bookkeeping})
 
     def finish(
@@ -132,7 +132,7 @@ class CheckpointWriter:
                 file.unlink()
         if self.destination.exists():
             self.destination.rmdir()
-        _rename_durably(self.partial, self.destination)
+        rename_durably(self.partial, self.destination)
 
     def shard_name(self, shard: int) -> str:
         return f"model-{shard + 1:05d}-of-{self.shards:05d}.safetensors"
@@ -153,7 +153,7 @@ class CheckpointWriter:
         path = self.partial / name
         temporary = path.with_name(path.name + ".tmp")
         temporary.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-        _rename_durably(temporary, path)
+        rename_durably(temporary, path)
 
 
 @contextmanager
@@ -166,7 +166,7 @@ def _named_failures(directory: Path) -> Iterator[None]:
         raise CheckpointError(str(directory), "a directory that can be written to", str(error), hint) from error
 
 
-def _rename_durably(old: Path, new: Path) -> None:
+def rename_durably(old: Path, new: Path) -> None:
     """Rename after the contents reached the disk, then make the rename itself durable."""
     _sync(old)
     os.replace(old, new)

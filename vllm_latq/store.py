@@ -6,7 +6,8 @@ its links name), nothing is executed, and whatever is wrong with a file is raise
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -87,10 +88,8 @@ class TensorStore:
                 hint = "Copy or download the checkpoint again; if that is how it was published, do not trust it."
                 raise CheckpointError(str(self.directory / INDEX_FILE), "file names without a folder", repr(file), hint)
             path = regular_file(self.directory / file)
-            try:
+            with readable(path):
                 self._open[file] = safe_open(path, framework="pt", device="cpu")
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(str(path), "a valid safetensors file", str(error), _REPAIR) from None
         return self._open[file]
 
     def _checked_names(self, files: Mapping[str, str]) -> Mapping[str, str]:
@@ -100,6 +99,15 @@ class TensorStore:
                 expected = "tensor names of printable characters without blanks"
                 raise CheckpointError(str(self.directory), expected, repr(name), "The checkpoint is damaged.")
         return files
+
+
+@contextmanager
+def readable(path: Path, hint: str = _REPAIR) -> Iterator[None]:
+    """Whatever goes wrong with a safetensors file, as a CheckpointError that names it and says what to do."""
+    try:
+        yield
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(str(path), "a valid safetensors file", str(error), hint) from None
 
 
 def read_json(path: Path) -> dict[str, Any]:

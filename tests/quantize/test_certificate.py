@@ -174,3 +174,24 @@ def test_what_cannot_be_checked_at_all_is_an_error(
     (copy / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="expected encoding rans, which method latq stores, found packed"):
         list(verify_certificate(copy, mini_model, str(calibration_text)))
+
+
+def test_nothing_but_the_linears_may_differ_from_the_model(
+    certified: Callable[[str], Path], mini_model: Path, calibration_text: Path, tmp_path: Path
+) -> None:
+    """A changed config, an added bias and a missing norm are found, though the checkpoint is valid in itself."""
+    copy = Path(shutil.copytree(certified("rtn"), tmp_path / "copy"))
+    shard, index = copy / "model-00002-of-00005.safetensors", copy / "model.safetensors.index.json"
+    tensors, listing = load_file(shard), json.loads(index.read_text())
+    norm, bias = "model.layers.1.input_layernorm.weight", f"{PROBED}.bias"
+    del tensors[norm], listing["weight_map"][norm]
+    tensors[bias], listing["weight_map"][bias] = torch.ones(256), shard.name
+    save_file(tensors, shard, metadata={"format": "pt"})
+    index.write_text(json.dumps(listing))
+    config = json.loads((copy / "config.json").read_text()) | {"rms_norm_eps": 1.0}
+    config["quantization_config"]["fingerprint"] = checkpoint_fingerprint(CheckpointReader(copy).store)
+    (copy / "config.json").write_text(json.dumps(config))
+    problems = [str(problem) for problem in verify_certificate(copy, mini_model, str(calibration_text))]
+    assert len(problems) == 3
+    for problem, where in zip(problems, ("config.json: rms_norm_eps", norm, bias), strict=True):
+        assert f"{where}: expected " in problem

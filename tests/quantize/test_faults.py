@@ -10,6 +10,7 @@ from typing import Any
 import forked
 import pytest
 
+from vllm_latq.errors import CheckpointError, ConfigError
 from vllm_latq.quantize.pipeline import quantize_checkpoint
 from vllm_latq.quantize.recipe import Recipe
 
@@ -138,3 +139,52 @@ def test_killed_in_the_gaps(moment: str, runs: Runs, tmp_path: Path) -> None:
         (partial / "model-00001-of-00004.tmp").write_text("half a tensor")
     assert_same_bytes(runs.whole("ssqr", tmp_path / "out", resume=True), runs.uninterrupted("ssqr"))
     assert not partial.exists()
+
+
+def interrupted(runs: Runs, method: str, out: Path) -> Path:
+    """What a run leaves that was killed when its second block was on disk."""
+    process = runs.child(method, out)
+    records = out.with_name(out.name + ".partial") / "records-00002.json"
+    deadline = time.monotonic() + MINUTE
+    while not records.exists() and process.is_alive() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    process.kill()
+    process.join(MINUTE)
+    if out.exists():
+        pytest.skip("the run was done before it could be killed")
+    return records.parent
+
+
+@pytest.mark.parametrize("damage", ["truncated", "changed"])
+def test_a_damaged_block_is_refused_and_can_be_redone(damage: str, runs: Runs, tmp_path: Path) -> None:
+    partial = interrupted(runs, "ssqr", tmp_path / "out")
+    shard = next(partial.glob("model-00001-*"))
+    data = bytearray(shard.read_bytes())
+    data[-100] ^= 1
+    shard.write_bytes(data[: len(data) // 2] if damage == "truncated" else data)
+    with pytest.raises(CheckpointError, match=r"model-00001.*Remove it with its records"):
+        runs.whole("ssqr", tmp_path / "out", resume=True)
+    shard.unlink()
+    (partial / "records-00001.json").unlink()
+    assert_same_bytes(runs.whole("ssqr", tmp_path / "out", resume=True), runs.uninterrupted("ssqr"))
+
+
+def test_damaged_statistics_are_refused_and_can_be_redone(runs: Runs, tmp_path: Path) -> None:
+    partial = interrupted(runs, "latq", tmp_path / "out")
+    statistics = partial / "scratch" / "statistics-00002.safetensors"
+    statistics.write_bytes(statistics.read_bytes()[:1000])
+    with pytest.raises(CheckpointError, match=r"statistics-00002.*Remove it"):
+        runs.whole("latq", tmp_path / "out", resume=True)
+    statistics.unlink()
+    assert_same_bytes(runs.whole("latq", tmp_path / "out", resume=True), runs.uninterrupted("latq"))
+
+
+def test_another_text_under_the_same_name_is_refused(runs: Runs, tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_text(runs.text.read_text())
+    own = Runs(runs.source, text, tmp_path)
+    own.log = runs.log
+    interrupted(own, "ssqr", tmp_path / "out")
+    text.write_text(runs.text.read_text()[5000:])
+    with pytest.raises(ConfigError, match="another tokens"):
+        own.whole("ssqr", tmp_path / "out", resume=True)

@@ -255,3 +255,25 @@ def test_output_energy_is_the_squared_norm_of_the_outputs():
 def test_a_method_for_whole_models_is_refused() -> None:
     with pytest.raises(ConfigError, match="quantize_checkpoint"):
         quantize_layer(torch.ones(4, 4), torch.eye(4), Recipe("latq", target_bits=3.0))
+
+
+def test_the_bound_counts_the_rounding_of_heavy_outliers() -> None:
+    """Kept weights a thousand times the step: what bfloat16 loses of them is more than half a step."""
+    weight, inputs = layer(33, 16)
+    weight *= torch.where(torch.rand(33, 16, generator=torch.Generator().manual_seed(1)) < 0.3, 1000.0, 1.0)
+    for coding in ("bfloat16", "integer"):
+        recipe = Recipe("ssqr", bits=3, outlier_rate=0.5, group_size=-1, outlier_coding=coding)
+        assert quantize_layer(weight, inputs.T @ inputs, recipe).record.bound_holds is True
+
+
+@pytest.mark.parametrize("method", ["gptq", "ssqr", "ssqr, everything"])
+def test_enormous_weights_are_quantized_or_refused(method: str) -> None:
+    weight, inputs = layer(32, 64)
+    weight /= weight.abs().max()
+    result = quantize_layer(1e30 * weight, inputs.T @ inputs, RECIPES[method])
+    weight_from_tensors(result.weight.to_tensors(), RECIPES[method].scheme, (32, 64), "q_proj")
+    assert result.record.bound_holds in (True, None)
+    assert result.record.bound is not None
+    assert math.isfinite(result.record.bound)
+    with pytest.raises(NumericalError, match=r"q_proj: expected scales that bfloat16 can hold"):
+        quantize_layer(3.3e38 * weight, inputs.T @ inputs, RECIPES[method], "q_proj")
