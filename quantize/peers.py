@@ -94,14 +94,17 @@ class Peer:
 
 
 def install(name: str, folder: Path) -> Path:
-    """The Python of a peer's environment under `folder`, created and filled at the first call."""
+    """The Python of a peer's environment under `folder`, created and filled at the first call; CheckpointError."""
     place = folder / name
     python, ready = place / "bin" / "python", place / "installed"
     requirements = "\n".join(PEERS[name].requirements)
     if not ready.exists() or ready.read_text() != requirements:
         venv.create(place, with_pip=True)
         for requirement in PEERS[name].requirements:
-            subprocess.run([python, "-m", "pip", "install", "--quiet", requirement], check=True)
+            command = [python, "-m", "pip", "install", "--quiet", requirement]
+            done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+            if done.returncode:
+                raise CheckpointError(str(place), f"an installed {requirement}", done.stderr[-2000:].strip())
         ready.write_text(requirements)
     return python
 
@@ -110,7 +113,7 @@ def run(python: Path | str, script: str, job: Job, environment: Mapping[str, str
     """Run a job to its end with `quantize/{script}`; its output goes to a log beside the checkpoint.
 
     Raises:
-        CheckpointError: it failed; with the last line that it wrote.
+        CheckpointError: it failed; with the end of what it wrote.
     """
     output = Path(job.output)
     paths = {what: output.with_name(f"{output.name}.{what}") for what in ("job", "seconds", "log")}
@@ -127,9 +130,8 @@ def run(python: Path | str, script: str, job: Job, environment: Mapping[str, str
         _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
-        said = [line for line in paths["log"].read_text(errors="replace").splitlines() if line.strip()]
-        found = f"exit code {process.returncode} after {said[-1] if said else 'no word'!r}"
-        raise CheckpointError(script, "a run that ends well", found, f"Its log is {paths['log']}.")
+        said = paths["log"].read_text(errors="replace")[-2000:].strip()
+        raise CheckpointError(script, "a run that ends well", f"exit code {process.returncode} after:\n{said}")
     seconds = json.loads(paths["seconds"].read_text())
     whole = time.perf_counter() - started
     return Timing(seconds["quantize"], seconds["quantize_cpu"], whole, usage.ru_utime + usage.ru_stime)
