@@ -101,7 +101,7 @@ def install(name: str, folder: Path) -> Path:
     if not ready.exists() or ready.read_text() != requirements:
         venv.create(place, with_pip=True)
         for requirement in PEERS[name].requirements:
-            command = [python, "-m", "pip", "install", "--quiet", requirement]
+            command = [str(python), "-m", "pip", "install", "--quiet", requirement]
             done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
             if done.returncode:
                 raise CheckpointError(str(place), f"an installed {requirement}", done.stderr[-2000:].strip())
