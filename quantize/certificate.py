@@ -26,24 +26,13 @@ from vllm_latq.quantize.recipe import Recipe
 from vllm_latq.quantize.recomputed import bound_holds, layer_by_layer, whole_model
 from vllm_latq.quantize.shards import untouched_names
 from vllm_latq.quantize.totals import totals
-from vllm_latq.report import LayerReport, finite_number
+from vllm_latq.report import NUMBERS, LayerReport, finite_number
 from vllm_latq.store import read_json
 
 # Relative. On one machine the numbers agree to the last digits; another device adds up activations in another order,
 # and in bfloat16 where the model is: errors then move by parts of a percent.
 TOLERANCE = 0.01
-_RECOMPUTED = (
-    "bits",
-    "outlier_density",
-    "error",
-    "relative_error",
-    "rounding_error",
-    "bound",
-    "expected_error",
-    "damping",
-    "loss",
-    "loss_bound",
-)
+_RECOMPUTED = tuple(name for name in NUMBERS if name != "seconds")
 _HINT = "Report or weights were changed, or model or calibration text are not the ones of this checkpoint."
 
 

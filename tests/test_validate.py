@@ -1,6 +1,7 @@
 """Each invariant of FORMAT.md section 3 has one violation here, refused with its own message."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -174,39 +175,28 @@ def test_undamaged_tensors_have_no_problems() -> None:
     assert list(validate.problems(rans_tensors(), RANS, RANS_SHAPE, "layer")) == []
 
 
-@pytest.mark.parametrize(("damage", "message"), PACKED_DAMAGE, ids=[message[:40] for _, message in PACKED_DAMAGE])
-def test_packed_violation(damage: Callable[[Tensors], None], message: str) -> None:
-    tensors = packed_tensors()
+KINDS: dict[str, Any] = {
+    "packed": (packed_tensors, PACKED, SHAPE, PackedWeight, PACKED_DAMAGE),
+    "integer": (integer_tensors, INTEGER, SHAPE, PackedWeight, INTEGER_DAMAGE),
+    "huffman": (huffman_tensors, HUFFMAN, SHAPE, HuffmanWeight, HUFFMAN_DAMAGE),
+    "rans": (rans_tensors, RANS, RANS_SHAPE, RansWeight, RANS_DAMAGE),
+}
+
+
+CASES = [
+    pytest.param(kind, damage, message, id=f"{kind}, {message[:50]}")
+    for kind, (*_, damages) in KINDS.items()
+    for damage, message in damages
+]
+
+
+@pytest.mark.parametrize(("kind", "damage", "message"), CASES)
+def test_violation(kind: str, damage: Callable[[Tensors], None], message: str) -> None:
+    make, scheme, shape, weight, _ = KINDS[kind]
+    tensors = make()
     damage(tensors)
     with pytest.raises(CheckpointError) as caught:
-        PackedWeight.from_tensors(tensors, PACKED, SHAPE, "layer")
-    assert message in str(caught.value)
-
-
-@pytest.mark.parametrize(("damage", "message"), INTEGER_DAMAGE, ids=[message[:60] for _, message in INTEGER_DAMAGE])
-def test_integer_outlier_violation(damage: Callable[[Tensors], None], message: str) -> None:
-    tensors = integer_tensors()
-    damage(tensors)
-    with pytest.raises(CheckpointError) as caught:
-        PackedWeight.from_tensors(tensors, INTEGER, SHAPE, "layer")
-    assert message in str(caught.value)
-
-
-@pytest.mark.parametrize(("damage", "message"), HUFFMAN_DAMAGE, ids=[message[:40] for _, message in HUFFMAN_DAMAGE])
-def test_huffman_violation(damage: Callable[[Tensors], None], message: str) -> None:
-    tensors = huffman_tensors()
-    damage(tensors)
-    with pytest.raises(CheckpointError) as caught:
-        HuffmanWeight.from_tensors(tensors, HUFFMAN, SHAPE, "layer")
-    assert message in str(caught.value)
-
-
-@pytest.mark.parametrize(("damage", "message"), RANS_DAMAGE, ids=[message[:40] for _, message in RANS_DAMAGE])
-def test_rans_violation(damage: Callable[[Tensors], None], message: str) -> None:
-    tensors = rans_tensors()
-    damage(tensors)
-    with pytest.raises(CheckpointError) as caught:
-        RansWeight.from_tensors(tensors, RANS, RANS_SHAPE, "layer")
+        weight.from_tensors(tensors, scheme, shape, "layer")
     assert message in str(caught.value)
 
 

@@ -10,7 +10,8 @@ from typing import Any
 
 from vllm_latq.errors import CheckpointError
 
-_NUMBERS = (
+# What the report says of a layer in numbers.
+NUMBERS = (
     "bits",
     "outlier_density",
     "error",
@@ -52,7 +53,7 @@ class LayerReport:
         holds = value.get("bound_holds")
         if holds is not None and type(holds) is not bool:
             raise CheckpointError(f"{where}.bound_holds", "true, false or null", repr(holds), _HINT)
-        numbers = {key: finite_number(value.get(key), f"{where}.{key}") for key in _NUMBERS}
+        numbers = {key: finite_number(value.get(key), f"{where}.{key}") for key in NUMBERS}
         return cls(value["name"], bound_holds=holds, **numbers)
 
 
