@@ -20,4 +20,4 @@ def test_a_page_holds_the_docstrings(tmp_path: Path) -> None:
     pdoc.pdoc("vllm_latq.quantize.rounding", output_directory=tmp_path)
     page = (tmp_path / "vllm_latq" / "quantize" / "rounding.html").read_text()
     assert "GPTQ with lazy batch updates" in page
-    assert "babai" in page
+    assert "nearest_plane" in page

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from vllm_latq.quantize.babai import babai
 from vllm_latq.quantize.lattice import ORDERS, factorize
 from vllm_latq.quantize.obq import best_free_weights, obq
-from vllm_latq.quantize.rounding import babai, nearest_plane
+from vllm_latq.quantize.rounding import nearest_plane
 
 FLOAT64_TOLERANCE = 1e-9
 STEP = torch.tensor(0.03, dtype=torch.float64)

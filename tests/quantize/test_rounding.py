@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_latq.errors import ConfigError, NumericalError
+from vllm_latq.quantize.babai import babai
 from vllm_latq.quantize.lattice import ORDERS, Factor, factorize
-from vllm_latq.quantize.rounding import Rounding, babai, nearest_plane
+from vllm_latq.quantize.rounding import Rounding, nearest_plane
 
 FLOAT64_TOLERANCE = 1e-10
 FLOAT32_TOLERANCE = 1e-3
