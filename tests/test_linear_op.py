@@ -17,6 +17,7 @@ def random_weight(bits: int, group_size: int, rows: int, cols: int, outliers: bo
     integers = torch.randint(-half, half, (rows, cols), generator=generator, dtype=torch.int32)
     groups = 1 if group_size == -1 else cols // group_size
     scales = (torch.rand(rows, groups, generator=generator) + 0.1).bfloat16()
+    scales[::3] *= -1
     if not outliers:
         return PackedWeight.from_integers(integers, scales, bits, group_size)
     mask = torch.rand(rows, cols, generator=generator) < 0.05

@@ -65,12 +65,14 @@ def make_layer() -> Callable[..., Layer]:
         row_ptr = torch.zeros(rows + 1, dtype=torch.int32)
         row_ptr[1:] = mask.sum(1).cumsum(0)
         has_outliers = bool(outliers or full_rows or empty_outliers)
+        group_scales = (torch.rand(rows, groups, generator=generator) * 0.02 + 0.005).bfloat16()
+        group_scales[1::3] *= -1
         tensors = {
             "qweight": codes_to_stream(codes, bits),
             "bits": bits,
             "group_size": group_size,
             "cols": cols,
-            "scales": (torch.rand(rows, groups, generator=generator) * 0.02 + 0.005).bfloat16() if scales else None,
+            "scales": group_scales if scales else None,
             "row_scales": torch.rand(rows, generator=generator) + 0.5 if row_scales else None,
             "row_ptr": row_ptr if has_outliers else None,
             "col_idx": mask.nonzero()[:, 1].to(torch.int32) if has_outliers else None,

@@ -25,6 +25,7 @@ def packed(bits: int, group_size: int, rows: int, cols: int, rate: float | None,
     integers = torch.randint(-half, half, (rows, cols), generator=generator, dtype=torch.int32)
     groups = 1 if group_size == -1 else cols // group_size
     scales = (torch.rand(rows, groups, generator=generator) * 0.1 + 0.01).bfloat16()
+    scales[::3] *= -1
     if rate is None:
         return PackedWeight.from_integers(integers, scales, bits, group_size)
     mask = torch.rand(rows, cols, generator=generator) < rate
