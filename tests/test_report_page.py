@@ -69,7 +69,7 @@ def test_page_is_inert_and_shows_every_layer(tmp_path: Path, encoding: str) -> N
     for name, (rows, cols) in SHAPES.items():
         assert name in page.text
         assert f"{rows}×{cols}" in page.text
-    assert page.tags.count("svg") == (5 if encoding == "ssqr" else 4)
+    assert page.tags.count("svg") == (5 if SCHEMES[encoding].outliers else 4)
     assert not re.search(r"\\math|\$", page.text)
 
 
