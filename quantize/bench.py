@@ -30,7 +30,7 @@ from vllm_latq.quantize.evaluate import evaluate
 from vllm_latq.quantize.peers import PEERS, Job, PeerWeight, Timing, check_witness, install, read_witness, run
 from vllm_latq.quantize.pipeline import calibration_samples
 from vllm_latq.quantize.recipe import Recipe
-from vllm_latq.quantize.stream import Stream
+from vllm_latq.quantize.stream import model_hessians
 from vllm_latq.quantize.target import output_energy, output_error
 from vllm_latq.store import TensorStore
 
@@ -130,7 +130,9 @@ class Bench:
         samples = calibration_samples(self.decoder, recipe, calibration)
         assert samples is not None
         self.samples = samples
-        self.hessians = original_hessians(self.decoder, samples)
+        # Linear -> X^T X of its inputs, all in memory.
+        inputs = model_hessians(self.decoder, samples)
+        self.hessians = {name: hessian.matrix for hessian in inputs for name in hessian.linears}
 
     def ours(self, setting: str, recipe: Recipe, bits: int) -> Row:
         """Quantize with this package, and measure."""
@@ -206,19 +208,6 @@ class Bench:
             gram = self.hessians[name]
             total += output_error(weight.dense, original, gram, None) / output_energy(original, gram)
         return total
-
-
-def original_hessians(decoder: Decoder, samples: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Linear -> X^T X of its inputs in the unquantized model, float32 [c, c]; all in memory."""
-    stream = Stream(decoder, samples)
-    found = {}
-    with torch.no_grad():
-        for index in range(len(decoder)):
-            with decoder.block(index) as block:
-                for hessian in stream.inputs(index, block, decoder.linears(index)):
-                    found.update(dict.fromkeys(hessian.linears, hessian.matrix))
-                stream.advance(index, block)
-    return found
 
 
 def write_dense(source: Path, weights: Mapping[str, torch.Tensor], target: Path) -> None:

@@ -7,7 +7,7 @@ lattice reduction as a further column.
 import argparse
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -19,7 +19,7 @@ from vllm_latq.quantize.loading import default_device, model_directory
 from vllm_latq.quantize.pipeline import calibration_samples
 from vllm_latq.quantize.recipe import Recipe
 from vllm_latq.quantize.reduction import reduce_lattice
-from vllm_latq.quantize.stream import Stream
+from vllm_latq.quantize.stream import model_hessians
 
 
 def trace_table(
@@ -63,27 +63,11 @@ def _trace(permuted: torch.Tensor) -> float:
     return float("nan") if upper is None else float(upper.diagonal().pow(-2).sum())
 
 
-def model_hessians(decoder: Decoder, samples: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every input of a model's blocks, nothing quantized: the names of its linears, comma-separated, and X^T X [c, c].
-
-    Args:
-        decoder: the model.
-        samples: token ids int64 [n, tokens].
-    """
-    stream = Stream(decoder, samples)
-    for index in range(len(decoder)):
-        with decoder.block(index) as block, torch.no_grad():
-            linears = decoder.linears(index)
-            for hessian in stream.inputs(index, block, linears):
-                yield ", ".join(hessian.linears), hessian.matrix
-            stream.advance(index, block)
-
-
 def by_kind(rows: Sequence[dict[str, float | str]], reference: str = "act") -> dict[str, dict[str, float]]:
     """Leaf names of an input's linears ("q_proj, k_proj, v_proj") -> order -> trace, relative to that of `reference`.
 
     Args:
-        rows: of `trace_table`, named as by `model_hessians`.
+        rows: of `trace_table`, named by the linears of their inputs, comma-separated.
         reference: one of the columns; ratios are geometric means over the inputs of a kind.
     """
     logs: dict[str, list[dict[str, float]]] = {}
@@ -116,7 +100,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     recipe = Recipe("gptq", num_samples=options.num_samples, seq_len=options.seq_len)
     samples = calibration_samples(decoder, recipe, options.calibration)
     assert samples is not None
-    rows = trace_table(model_hessians(decoder, samples), options.damping, options.random, options.lll)
+    named = ((", ".join(hessian.linears), hessian.matrix) for hessian in model_hessians(decoder, samples))
+    rows = trace_table(named, options.damping, options.random, options.lll)
     if options.json:
         print(json.dumps(rows, indent=1))
         return

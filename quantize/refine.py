@@ -2,9 +2,9 @@
 
 One sweep fits every scale to its group by least squares, then takes every weight once, in rounding order: an inlier
 goes to the grid point nearest to its optimum, an outlier to the optimum itself, or to the point of the lattice beyond
-the grid that is nearest to it. (QuantEase, Behdin et al. 2023, with
-scales, and with outliers that may change places.) Nearest plane looks ahead, at what later columns can still repair;
-this looks back, at what the earlier ones could not know.
+the grid that is nearest to it. (QuantEase, Behdin et al. 2023, with scales, and with outliers that may change places.)
+Nearest plane looks ahead, at what later columns can still repair; this looks back, at what the earlier ones could not
+know.
 
 Invariant: a sweep that does not lower the loss is dropped, so the bound of the rounding that it started from holds.
 """
@@ -51,14 +51,15 @@ def refine(
     if not sweeps or not weight.numel():
         return rounding
     state = _State.of(weight, factor, rounding, low, high, keep)
-    best = state.loss
+    best = state.measure()
     for _ in range(sweeps):
         tried = state.copy()
         tried.sweep(outlier_rate)
+        reached = tried.measure()
         allowed = int(state.kept.sum() if outlier_rate is None else outlier_rate * weight.numel())
-        if not tried.loss.sum() < best.sum() or int(tried.kept.sum()) > allowed:
+        if not reached.sum() < best.sum() or int(tried.kept.sum()) > allowed:
             break
-        state, best = tried, tried.loss
+        state, best = tried, reached
     steps = state.scales[state.group_of]
     z, kept, values = (state.values / steps).round_(), state.kept, state.values
     if keep == "integer":
@@ -81,7 +82,8 @@ def refine(
 class _State:
     """Everything transposed, so that one step touches contiguous rows of all output channels; original column order.
 
-    target, values [c, r] are w and q; scales [G, r]; kept [c, r] says where q is off the grid.
+    target, values [c, r] are w and q; scales [G, r]; kept [c, r] says where q is off the grid; gradient [c, r] is half
+    that of the loss, H (q - w), once it was measured.
     """
 
     target: torch.Tensor
@@ -94,6 +96,7 @@ class _State:
     low: int
     high: int
     keep: Overflow
+    gradient: torch.Tensor
 
     @classmethod
     def of(
@@ -111,24 +114,25 @@ class _State:
             low=low,
             high=high,
             keep=keep,
+            gradient=weight.new_empty(0),
         )
 
     def copy(self) -> "_State":
         return replace(self, values=self.values.clone(), scales=self.scales.clone(), kept=self.kept.clone())
 
-    @property
-    def loss(self) -> torch.Tensor:
-        """Of each row, float64 [r]."""
+    def measure(self) -> torch.Tensor:
+        """The loss of each row, float64 [r]; its gradient is what the next sweep starts from."""
         error = self.values - self.target
-        return (error * (self.hessian @ error)).sum(0, dtype=torch.float64)
+        self.gradient = self.hessian @ error
+        return (error * self.gradient).sum(0, dtype=torch.float64)
 
     def outside(self, integers: torch.Tensor) -> torch.Tensor:
         """Where integers leave the grid."""
         return (integers < self.low) | (integers > self.high)
 
     def sweep(self, outlier_rate: float | None) -> None:
-        """Scales, then weights; `gradient` [c, r] is half that of the loss, H (q - w)."""
-        gradient = self.hessian @ (self.values - self.target)
+        """Scales, then weights, of a state that was measured, and must be again: its gradient is used up."""
+        gradient = self.gradient
         for group in range(len(self.scales)):
             self._fit(group, gradient)
         limit = None if outlier_rate is None else self._threshold(gradient, outlier_rate)

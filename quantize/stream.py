@@ -6,7 +6,7 @@
 Invariant: inputs are always seen with the block's own weights in place; `advance` runs with those that were written.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import nn
@@ -106,3 +106,17 @@ class Stream:
         # Nothing follows the head: its logits are not kept.
         block(batch.hidden.to(self.decoder.device))
         return batch.hidden
+
+
+def model_hessians(decoder: Decoder, samples: torch.Tensor) -> Iterator[InputHessian]:
+    """The Hessian of every input of a model's blocks, nothing quantized.
+
+    Args:
+        decoder: the model.
+        samples: token ids int64 [n, tokens].
+    """
+    stream = Stream(decoder, samples)
+    for index in range(len(decoder)):
+        with decoder.block(index) as block, torch.no_grad():
+            yield from stream.inputs(index, block, decoder.linears(index))
+            stream.advance(index, block)

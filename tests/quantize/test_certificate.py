@@ -51,6 +51,14 @@ def certified(
     return checkpoint
 
 
+def renew_fingerprint(checkpoint: Path, **changes: float) -> None:
+    """Make a changed checkpoint valid in itself, with other changes to its config."""
+    path = checkpoint / "config.json"
+    config = json.loads(path.read_text()) | changes
+    config["quantization_config"]["fingerprint"] = checkpoint_fingerprint(CheckpointReader(checkpoint).store)
+    path.write_text(json.dumps(config))
+
+
 @pytest.mark.parametrize("method", RECIPES)
 def test_every_claim_is_confirmed(
     method: str, certified: Callable[[str], Path], mini_model: Path, calibration_text: Path
@@ -93,9 +101,7 @@ def test_changed_weight_fails_although_its_fingerprint_was_renewed(
     tensors = load_file(shard)
     tensors[f"{PROBED}.scales"] = tensors[f"{PROBED}.scales"] * 4
     save_file(tensors, shard, metadata={"format": "pt"})
-    config = json.loads((copy / "config.json").read_text())
-    config["quantization_config"]["fingerprint"] = checkpoint_fingerprint(CheckpointReader(copy).store)
-    (copy / "config.json").write_text(json.dumps(config))
+    renew_fingerprint(copy)
     assert list(verify(copy)) == []
     problems = [str(problem) for problem in verify_certificate(copy, mini_model, str(calibration_text))]
     about = [problem for problem in problems if f"{PROBED}." in problem]
@@ -188,9 +194,7 @@ def test_nothing_but_the_linears_may_differ_from_the_model(
     tensors[bias], listing["weight_map"][bias] = torch.ones(256), shard.name
     save_file(tensors, shard, metadata={"format": "pt"})
     index.write_text(json.dumps(listing))
-    config = json.loads((copy / "config.json").read_text()) | {"rms_norm_eps": 1.0}
-    config["quantization_config"]["fingerprint"] = checkpoint_fingerprint(CheckpointReader(copy).store)
-    (copy / "config.json").write_text(json.dumps(config))
+    renew_fingerprint(copy, rms_norm_eps=1.0)
     problems = [str(problem) for problem in verify_certificate(copy, mini_model, str(calibration_text))]
     assert len(problems) == 3
     for problem, where in zip(problems, ("config.json: rms_norm_eps", norm, bias), strict=True):
