@@ -1,0 +1,121 @@
+"""The command `latq quantize`: its options, and what it shows.
+
+Invariant: defaults of the recipe live in Recipe alone; an option that is not given is not passed on.
+"""
+
+import argparse
+from collections.abc import Mapping
+from typing import Any
+
+from vllm_latq import console
+from vllm_latq.config import OUTLIER_CODINGS
+
+DEFAULT_METHOD = "latq"
+DEFAULT_TARGET_BITS = 4.0
+
+
+def add_command(commands: Any) -> None:
+    """Add `quantize` to the subparsers of `latq`."""
+    command = commands.add_parser("quantize", help="quantize a model into a checkpoint")
+    command.set_defaults(run=_quantize)
+    command.add_argument("model", metavar="MODEL", help="model directory or hub name")
+    command.add_argument("destination", metavar="OUT", help="directory to create")
+    _add_recipe(command)
+    command.add_argument("--calibration", help="text file, wikitext2, c4, or a hub dataset org/name[:config]")
+    command.add_argument("--device", help="torch device (default: cuda where there is one)")
+    command.add_argument(
+        "--offload", choices=("cpu", "disk"), default="cpu", help="where activations wait (default cpu)"
+    )
+    command.add_argument("--resume", action="store_true", help="go on with an interrupted run")
+    command.add_argument("--dry-run", action="store_true", help="show shapes, bits and bytes; compute nothing")
+    command.add_argument("--json", action="store_true", help="one JSON object per event (with --dry-run: the plan)")
+
+def _add_recipe(command: argparse.ArgumentParser) -> None:
+    recipe = command.add_argument_group("recipe", argument_default=argparse.SUPPRESS)
+    methods = ("latq", "ssqr", "hptq", "gptq", "rtn", "hrtn")
+    recipe.add_argument("--method", default=DEFAULT_METHOD, choices=methods, help=f"default {DEFAULT_METHOD}")
+    recipe.add_argument("--bits", type=int, help="code width: 2, 3, 4 or 8 (rtn, gptq, ssqr; default 4)")
+    recipe.add_argument("--group-size", type=int, help="input channels per scale, -1 for a whole row (default 128)")
+    recipe.add_argument("--outlier-rate", type=float, help="share of weights kept as outliers (ssqr; default 0.01)")
+    recipe.add_argument(
+        "--target-bits",
+        type=float,
+        help="stored bits per weight to meet, of the model (latq; default 4) or of each layer",
+    )
+    recipe.add_argument("--order", choices=("natural", "act", "min-pivot"), help="rounding order (default act)")
+    recipe.add_argument("--damping", type=float, help="of the Hessian, relative to its mean diagonal (default 0.01)")
+    recipe.add_argument(
+        "--condition", type=float, help="choose each damping to bring the condition number down to this"
+    )
+    recipe.add_argument("--rounding", choices=("nearest", "stochastic", "rate"), help="default nearest; rate: hptq")
+    recipe.add_argument("--beam", type=int, help="survivors per row of nearest plane, K-best (default 1)")
+    recipe.add_argument("--sweeps", type=int, help="of coordinate descent after nearest plane (gptq, ssqr; default 0)")
+    recipe.add_argument(
+        "--reduction", choices=("none", "lll"), help="of the lattice before rounding (hptq; default none)"
+    )
+    recipe.add_argument("--scales", choices=("absmax", "mse", "signed", "fitted"), help="of the groups (default mse)")
+    recipe.add_argument(
+        "--target", choices=("quantized", "original"), help="whose layer outputs to match (default quantized)"
+    )
+    recipe.add_argument(
+        "--correction", type=float, help="share of the correction that --target original makes (default 1)"
+    )
+    recipe.add_argument("--budget", type=float, help="stored bits per weight of the model, which ssqr plans for")
+    recipe.add_argument("--outliers", help="which weights ssqr keeps: overflow (default) or saving")
+    recipe.add_argument(
+        "--outlier-coding",
+        choices=OUTLIER_CODINGS,
+        help="how ssqr stores them (default bfloat16, 32 bits; integer: 16)",
+    )
+    recipe.add_argument("--without", nargs="+", help="parts of latq to switch off: allocation, columns, rows, ...")
+    recipe.add_argument("--num-samples", type=int, help="calibration windows (default 256)")
+    recipe.add_argument("--seq-len", type=int, help="tokens per calibration window (default 2048)")
+    recipe.add_argument("--dtype", help="of the model meanwhile: auto (float32 on a CPU), float32, bfloat16, float16")
+    recipe.add_argument("--seed", type=int, help="of the choice of windows and of stochastic rounding (default 0)")
+    recipe.add_argument("--ignore", nargs="*", help="modules to leave unquantized (default lm_head)")
+
+
+def _quantize(options: argparse.Namespace) -> int:
+    from vllm_latq.quantize.loading import model_directory
+    from vllm_latq.quantize.pipeline import quantize_checkpoint
+    from vllm_latq.quantize.plan import plan
+    from vllm_latq.quantize.recipe import Recipe
+
+    names = Recipe.__dataclass_fields__.keys()
+    given = {name: value for name, value in vars(options).items() if name in names}
+    if given["method"] == DEFAULT_METHOD:
+        given.setdefault("target_bits", DEFAULT_TARGET_BITS)
+    recipe = Recipe(**given)
+    source = model_directory(options.model)
+    if options.dry_run:
+        _show(plan(recipe, source), options.json)
+        return 0
+    with console.JsonEvents() if options.json else console.ProgressDisplay() as display:
+        quantize_checkpoint(
+            recipe,
+            source,
+            options.destination,
+            calibration=options.calibration,
+            device=options.device,
+            resume=options.resume,
+            offload=options.offload,
+            on_event=display,
+        )
+    return 0
+
+
+def _show(planned: Mapping[str, Any], as_json: bool) -> None:
+    """What a recipe would make of a model: `quantize.plan.plan`'s answer."""
+    if as_json:
+        console.print_json(planned)
+        return
+    rows = [
+        (layer["name"], f"{layer['shape'][0]}x{layer['shape'][1]}", f"{layer['bits']:.3f}", f"{layer['bytes']:,}")
+        for layer in planned["layers"]
+    ]
+    total = planned["totals"]
+    rows.append(("total", f"{total['weights']:,}", f"{total['bits_per_weight']:.3f}", f"{total['bytes']:,}"))
+    title = f"{planned['recipe']['method']}: what would be quantized"
+    console.print_table(title, ("linear", "shape", "bits", "bytes"), rows)
+    for left in planned["unquantized"]:
+        print(f"stays as it is: {left['name']}  {'x'.join(map(str, left['shape']))}")
