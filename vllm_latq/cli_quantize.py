@@ -30,6 +30,7 @@ def add_command(commands: Any) -> None:
     command.add_argument("--dry-run", action="store_true", help="show shapes, bits and bytes; compute nothing")
     command.add_argument("--json", action="store_true", help="one JSON object per event (with --dry-run: the plan)")
 
+
 def _add_recipe(command: argparse.ArgumentParser) -> None:
     recipe = command.add_argument_group("recipe", argument_default=argparse.SUPPRESS)
     methods = ("latq", "ssqr", "hptq", "gptq", "rtn", "hrtn")
