@@ -112,7 +112,9 @@ def factorize(hessian: torch.Tensor, order: str = "act", damping: float = 0.01, 
         damped = undamped.clone()
         damped.diagonal().add_(ridge)
         columns = rounding_order(damped, order)
-        upper = inverse_factor(damped[columns][:, columns], ridge)
+        # A copy that is named here lives until the factor is found, beside those that this takes.
+        damped = damped[columns][:, columns]
+        upper = inverse_factor(damped, ridge)
         if upper is not None:
             return Factor(columns, upper, upper.diagonal().pow(-2), current, ridge, undamped)
         if current >= MAX_DAMPING:
@@ -208,17 +210,18 @@ def inverse_factor(permuted: torch.Tensor, ridge: float) -> torch.Tensor | None:
         ridge: what its smallest eigenvalue cannot be below.
     """
     # Cholesky gives lower triangles; of the matrix with both axes reversed, it gives M with both axes reversed.
-    lower, info = torch.linalg.cholesky_ex(permuted.flip(0, 1))
+    triangle, info = torch.linalg.cholesky_ex(permuted.flip(0, 1))
     if int(info) != 0:
         return None
-    triangle = lower.flip(0, 1)
+    triangle = triangle.flip(0, 1)
     # In exact arithmetic no D_t is below the smallest eigenvalue, hence below the ridge. One that falls under half of
     # it consists of rounding errors.
     pivots = triangle.diagonal().square()
     if pivots.numel() and not float(pivots.min()) >= ridge / 2:
         return None
-    identity = torch.eye(len(triangle), dtype=triangle.dtype, device=triangle.device)
-    return torch.linalg.solve_triangular(triangle, identity, upper=True)
+    # In place of the identity. Column by column, as LAPACK wants it, or it would work on copies.
+    upper = torch.eye(len(triangle), dtype=triangle.dtype, device=triangle.device).T
+    return torch.linalg.solve_triangular(triangle, upper, upper=True, out=upper)
 
 
 def _smallest_pivots(hessian: torch.Tensor) -> torch.Tensor:
