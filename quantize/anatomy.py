@@ -1,8 +1,8 @@
-"""Where the parts of a decoder-only model are, found by its structure and not by its name.
+"""Where the parts of a decoder-only model, or of an encoder, are: found by its structure and not by its name.
 
     model ── base ── blocks[0..n-1] ── each: linears, norms, ...
          │       └── everything else: embeddings, final norm, rotary tables
-         └── head
+         └── head (of a language model)
 
 Invariant: an Anatomy is only made of a model whose blocks form one list and hand nothing but hidden states from one to
 the next; whatever does not fit is refused by name, not guessed at.
@@ -20,31 +20,37 @@ from vllm_latq.errors import UnsupportedModelError
 
 @dataclass(frozen=True)
 class Anatomy:
-    """Full module names of the parts of a causal language model.
+    """Full module names of the parts of a causal language model or of an encoder.
 
     Attributes:
-        base: the model without its head.
-        blocks: the ModuleList of decoder blocks.
+        base: the model without its head; "" where the model has none.
+        blocks: the ModuleList of blocks.
         embedding: the token embedding.
-        head: the linear that makes logits.
+        head: the linear that makes logits; None for an encoder.
     """
 
     base: str
     blocks: str
     embedding: str
-    head: str
+    head: str | None
 
     @classmethod
-    def of(cls, model: Any, where: str) -> "Anatomy":
-        """Find the parts of a transformers model; raises UnsupportedModelError naming the one not found."""
+    def of(cls, model: Any, where: str, encoder: bool = False) -> "Anatomy":
+        """Find the parts of a transformers model, of which an `encoder` has no head.
+
+        Raises:
+            UnsupportedModelError: names the part not found.
+        """
         if model.config.is_encoder_decoder:
             raise UnsupportedModelError(where, "a decoder-only model", "an encoder and a decoder")
         names = {module: name for name, module in model.named_modules()}
         base, embedding, head = model.base_model, model.get_input_embeddings(), model.get_output_embeddings()
-        if base is model:
+        if base is model and not encoder:
             raise UnsupportedModelError(where, "a head on top of a base model", f"{type(model).__name__} in one piece")
         if not isinstance(embedding, nn.Embedding):
             raise UnsupportedModelError(where, "a token embedding (nn.Embedding)", type(embedding).__name__)
+        if encoder:
+            return cls(names[base], names[_block_list(model, where)], names[embedding], None)
         if not isinstance(head, nn.Linear):
             raise UnsupportedModelError(where, "a language-model head (nn.Linear)", type(head).__name__)
         return cls(names[base], names[_block_list(model, where)], names[embedding], names[head])
@@ -93,13 +99,14 @@ def _block_list(model: Any, where: str) -> nn.ModuleList:
     """The outermost ModuleList under `base` with one entry per hidden layer."""
     depth = model.config.get_text_config().num_hidden_layers
     found: dict[str, nn.ModuleList] = {}
-    for name, module in model.base_model.named_modules(prefix=model.base_model_prefix):
+    base = model.base_model
+    for name, module in base.named_modules(prefix="" if base is model else model.base_model_prefix):
         inside = any(name.startswith(outer + ".") for outer in found)
         if isinstance(module, nn.ModuleList) and len(module) == depth and depth and not inside:
             found[name] = module
     if len(found) != 1:
         present = ", ".join(found) or "none"
-        raise UnsupportedModelError(where, f"one list of {depth} decoder blocks", present)
+        raise UnsupportedModelError(where, f"one list of {depth} blocks", present)
     name, blocks = next(iter(found.items()))
     if not any(isinstance(module, nn.Linear) for module in blocks.modules()):
         kinds = sorted({type(module).__name__ for module in blocks.modules() if list(module.parameters(recurse=False))})

@@ -26,7 +26,12 @@ def tokenize(tokenizer: "PreTrainedTokenizerBase", text: str) -> Tensor:
 
 
 def load_samples(
-    tokenizer: "PreTrainedTokenizerBase", source: str, num_samples: int, seq_len: int, seed: int = 0
+    tokenizer: "PreTrainedTokenizerBase",
+    source: str,
+    num_samples: int,
+    seq_len: int,
+    seed: int = 0,
+    special_tokens: bool = False,
 ) -> Tensor:
     """Draws calibration windows from a text.
 
@@ -39,6 +44,8 @@ def load_samples(
         num_samples: number of windows wanted, at least 1.
         seq_len: tokens per window, at least 1.
         seed: of the choice and the order of the windows.
+        special_tokens: whether each window is a text of its own, between the tokens that the tokenizer puts around one,
+            as encoders are fed. Language models see the middle of a long text.
 
     Returns:
         Token ids, int64 [n, seq_len] with 1 <= n <= num_samples.
@@ -51,7 +58,12 @@ def load_samples(
             raise CalibrationError(name, "at least 1", str(value))
     text = calibration_text(source, max_chars=num_samples * seq_len * CHARS_PER_TOKEN, seed=seed)
     ids = tokenize(tokenizer, text)
-    available = ids.numel() // seq_len
+    before, after = _around(tokenizer) if special_tokens else (ids[:0], ids[:0])
+    ids = ids[len(before) : len(ids) - len(after)]
+    inner = seq_len - len(before) - len(after)
+    if inner < 1:
+        raise CalibrationError("seq_len", "room for text between the special tokens", str(seq_len))
+    available = ids.numel() // inner
     if available == 0:
         raise CalibrationError(
             f"calibration text {source}",
@@ -62,9 +74,18 @@ def load_samples(
     if available < num_samples:
         warnings.warn(
             f"calibration text {source}: {num_samples} windows of {seq_len} tokens were asked for, "
-            f"its {ids.numel()} tokens make {available}; calibrating on {available * seq_len} tokens.",
+            f"its {ids.numel()} tokens make {available}; calibrating on {available * inner} tokens.",
             stacklevel=2,
         )
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randperm(available, generator=generator)[:num_samples]
-    return ids[: available * seq_len].view(available, seq_len)[drawn].contiguous()
+    windows = ids[: available * inner].view(available, inner)[drawn]
+    return torch.cat([before.expand(len(drawn), -1), windows, after.expand(len(drawn), -1)], dim=1)
+
+
+def _around(tokenizer: "PreTrainedTokenizerBase") -> tuple[Tensor, Tensor]:
+    """The special tokens before and behind one text, int64."""
+    encoded = tokenizer("a", return_special_tokens_mask=True)
+    ids, special = torch.tensor(encoded["input_ids"]), encoded["special_tokens_mask"]
+    first, last = special.index(0), len(special) - special[::-1].index(0)
+    return ids[:first], ids[last:]

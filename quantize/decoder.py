@@ -1,11 +1,12 @@
-"""A decoder-only model, materialised one block at a time.
+"""A decoder-only model, or an encoder, materialised one block at a time.
 
 The model is built on the meta device; only what is at work holds memory.
 
     tokens -> embed() -> hidden states, block arguments -> block 0 -> block 1 -> ... -> head(): final norm, lm_head
 
 What happens before the first and after the last block is transformers' own code: the blocks are replaced by recorders,
-or by stand-ins that hand in the hidden states. Invariant: outside `block(i)` and `head()` no weight is in memory.
+or by stand-ins that hand in the hidden states. Nothing is computed behind an encoder's blocks. Invariant: outside
+`block(i)` and `head()` no weight is in memory.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,11 +18,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from vllm_latq.errors import NumericalError, UnsupportedModelError
 from vllm_latq.experts import Experts
 from vllm_latq.quantize.anatomy import Anatomy, fill_computed_buffers, parts_outside
+from vllm_latq.quantize.meta_model import POOLER, is_encoder, load_config, meta_model
 from vllm_latq.quantize.offload import Place
 from vllm_latq.quantize.recorder import Given, Recorder, check_recorded, shared
 from vllm_latq.store import TensorStore
@@ -59,28 +60,26 @@ class Decoder:
     def __init__(self, source: str | Path, device: str | torch.device, dtype: torch.dtype | None = None) -> None:
         self.source = Path(source)
         self.store = TensorStore(source)
-        self.config = _load_config(self.source)
+        self.config = load_config(self.source)
         self.device = torch.device(device)
         own = self.config.dtype if isinstance(self.config.dtype, torch.dtype) else torch.bfloat16
         self.dtype = dtype or (torch.float32 if self.device.type == "cpu" else own)
-        self.model = _meta_model(self.source, self.config, self.dtype)
-        self.anatomy = Anatomy.of(self.model, f"{source}: {type(self.model).__name__}")
-        self.tied = self.model.get_output_embeddings().weight is self.model.get_input_embeddings().weight
+        self.model = meta_model(self.source, self.config, self.dtype)
+        self.encoder = is_encoder(self.config)
+        self.anatomy = Anatomy.of(self.model, f"{source}: {type(self.model).__name__}", self.encoder)
         self._stored = stored_names(self.model, list(self.store.names()), str(source), unfuse=())
+        embedding = self.model.get_input_embeddings().weight
+        self.tied = any(head.weight is embedding for head in self.head_linears.values())
         self._as_tuple = False
 
     def __len__(self) -> int:
         return len(self._blocks)
 
     @property
-    def head_name(self) -> str:
-        return self._stored_module(self.anatomy.head)
-
-    @property
-    def head_linear(self) -> nn.Linear:
-        linear = self.model.get_output_embeddings()
-        assert isinstance(linear, nn.Linear)
-        return linear
+    def head_linears(self) -> dict[str, nn.Linear]:
+        """Name in the checkpoint -> linear that makes logits; none for an encoder."""
+        head = self.anatomy.head
+        return {} if head is None else {self._stored_module(head): self.model.get_submodule(head)}
 
     @property
     def vocabulary(self) -> int:
@@ -113,15 +112,46 @@ class Decoder:
         prefix = self.block_name(index) + "."
         return {stored for name, stored in self._stored.items() if name.startswith(prefix)}
 
-    def matrices(self) -> dict[str, torch.Size]:
-        """Name in the checkpoint -> shape of everything with two or more dimensions in the blocks and the head."""
-        prefixes = (self.anatomy.blocks + ".", self.anatomy.head + ".")
+    @property
+    def behind(self) -> dict[str, tuple[int, ...]]:
+        """Name in the checkpoint -> shape of the matrices of an encoder's pooler and heads, which stay as they are."""
+        if not self.encoder:
+            return {}
+        known = set(self._stored.values())
+        shapes = {name: self.store.shape(name) for name in self.store.names() if name not in known}
+        return {name: shape for name, shape in shapes.items() if len(shape) > 1}
+
+    @property
+    def outside(self) -> tuple[str, ...]:
+        """Names of an encoder's linears outside its blocks, without the prefix that a model with a head adds."""
+        if not self.encoder:
+            return ()
+        blocks, prefix = f"{self.anatomy.blocks}.", f"{self.model.base_model_prefix}."
+        modules = self.model.named_modules()
+        own = [name for name, module in modules if isinstance(module, nn.Linear) and not name.startswith(blocks)]
+        heads = [name.removesuffix(".weight").removeprefix(prefix) for name in self.behind]
+        return tuple(dict.fromkeys((POOLER, *own, *heads)))
+
+    @property
+    def longest(self) -> int | None:
+        """Tokens in the longest sequence that it has positions for; None where that is not known."""
+        limit = getattr(self.config, "max_position_embeddings", None)
+        for module in self.model.modules() if self.encoder else ():
+            if isinstance(module, nn.Embedding) and module.num_embeddings == limit and module.padding_idx is not None:
+                # RoBERTa and its kin count positions from behind that of padding.
+                limit -= module.padding_idx + 1
+        return limit
+
+    def matrices(self) -> dict[str, tuple[int, ...]]:
+        """Name in the checkpoint -> shape of everything with two or more dimensions in the blocks and behind them."""
+        prefixes = tuple(f"{part}." for part in (self.anatomy.blocks, self.anatomy.head) if part)
         tensors = self.model.state_dict().items()
-        return {
-            self._stored[name]: tensor.shape
+        inside = {
+            self._stored[name]: tuple(tensor.shape)
             for name, tensor in tensors
             if name.startswith(prefixes) and tensor.dim() > 1
         }
+        return inside | self.behind
 
     @torch.no_grad()
     def embed(self, samples: torch.Tensor, batch_size: int, place: Place = lambda hidden: hidden) -> list[Batch]:
@@ -130,7 +160,7 @@ class Decoder:
         `place` moves hidden states to where they wait.
         """
         batches: list[Batch] = []
-        with self._outside((self.anatomy.blocks, self.anatomy.head)):
+        with self._outside((self.anatomy.blocks, self.anatomy.head or self.anatomy.blocks)):
             for tokens in samples.split(batch_size):
                 hidden, arguments = self._record(tokens.to(self.device))
                 if batches:
@@ -141,12 +171,13 @@ class Decoder:
     def _record(self, tokens: torch.Tensor) -> tuple[torch.Tensor, list[dict[str, Any]]]:
         """Hidden states that enter the first block, and the other arguments of each block."""
         base = self.model.get_submodule(self.anatomy.base)
+        options = {} if self.encoder else {"use_cache": False}
         # Blocks return a tensor, or in older families a tuple that starts with it: `self._as_tuple` is what worked.
         for as_tuple in (self._as_tuple, not self._as_tuple):
             recorders = [Recorder(block, as_tuple) for block in self._blocks]
             with self._replaced(recorders):
                 try:
-                    base(tokens, use_cache=False)
+                    base(tokens, **options)
                 except (AttributeError, IndexError, RuntimeError, TypeError):
                     if as_tuple is not self._as_tuple:
                         raise
@@ -262,28 +293,3 @@ class _Tail(nn.Module):
         with decoder._replaced(stand_ins):
             logits: torch.Tensor = decoder.model(inputs_embeds=hidden, use_cache=False).logits
         return logits
-
-
-def _meta_model(source: Path, config: Any, dtype: torch.dtype) -> Any:
-    """The model without weights."""
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-    except ValueError as error:
-        reason = str(error).splitlines()[0]
-        raise UnsupportedModelError(f"{source}/config.json", "a causal language model", reason) from None
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-    return model
-
-
-def _load_config(source: Path) -> Any:
-    try:
-        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UnsupportedModelError(f"{source}/config.json", "a model configuration", reason) from None
-    if getattr(config, "quantization_config", None) is not None:
-        hint = "Quantize the original model instead."
-        raise UnsupportedModelError(f"{source}/config.json", "an unquantized model", "a quantization_config", hint)
-    return config

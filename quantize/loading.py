@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError
 
 from vllm_latq.errors import CheckpointError, ConfigError, LatqError
+from vllm_latq.quantize.meta_model import is_encoder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -65,7 +66,7 @@ def load_model(path: str | Path, device: str, dtype: str = "auto") -> "tuple[Pre
         CheckpointError: a model that cannot be found or read, or lacks weights or its tokenizer.
         ConfigError: no such device or dtype.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise ConfigError("dtype", "auto, float32, bfloat16 or float16", repr(dtype))
@@ -76,6 +77,9 @@ def load_model(path: str | Path, device: str, dtype: str = "auto") -> "tuple[Pre
     # transformers' own annotations of the auto classes do not know `output_loading_info`.
     causal_lm: Any = AutoModelForCausalLM
     try:
+        if is_encoder(AutoConfig.from_pretrained(directory, trust_remote_code=False)):
+            expected = "a causal language model, which predicts next tokens"
+            raise CheckpointError(where, expected, "an encoder", "Compare its embeddings on your own task.")
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
         # Explicit: otherwise transformers asks on the terminal whether to run a model's own code, and reads pickles.
         model, info = causal_lm.from_pretrained(

@@ -15,7 +15,7 @@ from torch import nn
 import vllm_latq
 from vllm_latq.checkpoint import REPORT_FILE
 from vllm_latq.config import CheckpointConfig
-from vllm_latq.errors import ConfigError
+from vllm_latq.errors import ConfigError, UnsupportedModelError
 from vllm_latq.quantize.calibration import load_samples
 from vllm_latq.quantize.card import model_card
 from vllm_latq.quantize.decoder import Decoder
@@ -114,14 +114,16 @@ def _run_class(recipe: Recipe) -> type[Run]:
 
 def quantized_linears(decoder: Decoder, recipe: Recipe) -> dict[str, nn.Linear]:
     """Full name -> (meta) linear of everything that the recipe quantizes; raises if a scheme does not fit a shape."""
+    if decoder.encoder and (recipe.method == "latq" or recipe.budget is not None):
+        expected = "a language model: method latq and budgets look at its loss on the next token"
+        raise UnsupportedModelError(str(decoder.source), expected, "an encoder", "Use --method ssqr, hptq or gptq.")
     linears = {name: linear for index in range(len(decoder)) for name, linear in decoder.linears(index).items()}
-    linears[decoder.head_name] = decoder.head_linear
+    linears |= decoder.head_linears
     config = CheckpointConfig(recipe.scheme, ignored_modules(decoder, recipe))
     chosen = {name: linear for name, linear in linears.items() if not config.is_ignored(name)}
-    if decoder.head_name in chosen and decoder.tied:
-        hint = f"Add {decoder.head_name} to --ignore: it shares its weight with the embedding."
-        expected, found = f"{decoder.head_name} among the ignored modules", "a tied head to be quantized"
-        raise ConfigError("ignore", expected, found, hint)
+    for head in decoder.head_linears.keys() & chosen.keys() if decoder.tied else ():
+        hint = f"Add {head} to --ignore: it shares its weight with the embedding."
+        raise ConfigError("ignore", f"{head} among the ignored modules", "a tied head to be quantized", hint)
     if not chosen:
         raise ConfigError("ignore", "some linear left to quantize", "all of them ignored")
     for name, linear in chosen.items():
@@ -130,9 +132,12 @@ def quantized_linears(decoder: Decoder, recipe: Recipe) -> dict[str, nn.Linear]:
 
 
 def ignored_modules(decoder: Decoder, recipe: Recipe) -> tuple[str, ...]:
-    """What stays unquantized: what the recipe names, and routers of experts. `lm_head` stands for any model's head."""
-    head = (decoder.head_name,) if "lm_head" in recipe.ignore and decoder.head_name != "lm_head" else ()
-    return (*recipe.ignore, *head, *decoder.routers)
+    """What stays unquantized: what the recipe names, routers of experts, an encoder's pooler and heads.
+
+    `lm_head` stands for any language model's head.
+    """
+    head = [name for name in decoder.head_linears if "lm_head" in recipe.ignore and name != "lm_head"]
+    return (*recipe.ignore, *head, *decoder.routers, *decoder.outside)
 
 
 def calibration_samples(decoder: Decoder, recipe: Recipe, calibration: str | None) -> torch.Tensor | None:
@@ -144,11 +149,12 @@ def calibration_samples(decoder: Decoder, recipe: Recipe, calibration: str | Non
         return None
     from transformers import AutoTokenizer
 
-    limit = getattr(decoder.config, "max_position_embeddings", None)
-    if limit is not None and recipe.seq_len > limit:
-        raise ConfigError("seq_len", f"at most {limit}, the model's max_position_embeddings", str(recipe.seq_len))
+    if decoder.longest is not None and recipe.seq_len > decoder.longest:
+        expected = f"at most {decoder.longest}, the positions of the model"
+        raise ConfigError("seq_len", expected, str(recipe.seq_len), f"Use --seq-len {decoder.longest} or less.")
     tokenizer = AutoTokenizer.from_pretrained(decoder.source, trust_remote_code=False)
-    samples = load_samples(tokenizer, calibration, recipe.num_samples, recipe.seq_len, recipe.seed)
+    sizes = (recipe.num_samples, recipe.seq_len, recipe.seed)
+    samples = load_samples(tokenizer, calibration, *sizes, special_tokens=decoder.encoder)
     if int(samples.max()) >= decoder.vocabulary:
         raise ConfigError(
             "tokenizer", f"token ids below {decoder.vocabulary}", str(int(samples.max())), "Is it the model's?"

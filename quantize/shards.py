@@ -27,7 +27,7 @@ def shard_linears(decoder: Decoder, quantized: Collection[str], shard: int) -> d
         quantized: names of the linears that are asked for, of any shard.
         shard: index of the block, or their number.
     """
-    linears = decoder.linears(shard) if shard < len(decoder) else {decoder.head_name: decoder.head_linear}
+    linears = decoder.linears(shard) if shard < len(decoder) else decoder.head_linears
     return {name: linear for name, linear in linears.items() if name in quantized}
 
 
@@ -83,7 +83,7 @@ def untouched_names(decoder: Decoder, shard: int, linears: Collection[str]) -> l
     chosen -= {f"{name}.weight" for name in linears}
     if decoder.tied:
         # A tied head is stored once, as the embedding.
-        chosen.discard(f"{decoder.head_name}.weight")
+        chosen -= {f"{name}.weight" for name in decoder.head_linears}
     return sorted(chosen)
 
 

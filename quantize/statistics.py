@@ -146,7 +146,7 @@ def _head(
     """Gradients of the log-likelihood of sampled labels with respect to the last hidden states."""
     gradients = []
     generator = torch.Generator(device=decoder.device).manual_seed(seed)
-    linears = {decoder.head_name: decoder.head_linear} if decoder.head_name in wanted else {}
+    linears = {name: linear for name, linear in decoder.head_linears.items() if name in wanted}
     with decoder.head() as head, _watching(linears) as grams:
         for states in hidden:
             states = states.to(decoder.device).detach().requires_grad_(True)

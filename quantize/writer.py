@@ -30,10 +30,17 @@ COMPANION_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
+    "vocab.txt",
     "merges.txt",
+    "sentencepiece.bpe.model",
     "chat_template.jinja",
     "chat_template.json",
+    "modules.json",
+    "sentence_bert_config.json",
+    "config_sentence_transformers.json",
 )
+# What sentence-transformers keeps of each further step (1_Pooling, 2_Dense) of the model that modules.json lists.
+STEP_FILES = ("[0-9]_*/*.json", "[0-9]_*/*.safetensors")
 STATE_FILE = "state.json"
 
 
@@ -116,8 +123,10 @@ class CheckpointWriter:
         self._write_json(INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
         self._write_json(REPORT_FILE, report)
         (self.partial / "README.md").write_text(card, encoding="utf-8")
-        for name in COMPANION_FILES:
+        steps = [str(file.relative_to(source)) for pattern in STEP_FILES for file in source.glob(pattern)]
+        for name in (*COMPANION_FILES, *steps):
             if (source / name).is_file():
+                (self.partial / name).parent.mkdir(exist_ok=True)
                 shutil.copyfile(source / name, self.partial / name)
         config = read_json(source / "config.json")
         quantization_config = {**quantization.to_dict(), "fingerprint": fingerprint_of(digests)}

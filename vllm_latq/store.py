@@ -62,6 +62,10 @@ class TensorStore:
     def names(self) -> Iterable[str]:
         return self.files.keys()
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor that is there, from its file's header."""
+        return tuple(self._handle(self.files[name]).get_slice(name).get_shape())
+
     def get(self, name: str) -> torch.Tensor:
         """One tensor on the CPU; raises CheckpointError if it is missing or its file is damaged."""
         if name not in self.files:

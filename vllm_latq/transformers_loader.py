@@ -49,6 +49,14 @@ class LatqLinear(nn.Module):
             # Some sizes depend on the data: for quantized models, transformers puts tensors of any shape here.
             self.register_buffer(suffix, torch.empty(_ABSENT, dtype=spec.dtype))
         self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype), requires_grad=False) if bias else None
+        self.dtype = dtype
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """Empty: some families initialize the weights of their linears by hand, and skip what is marked as done."""
+        nothing = torch.empty(0, dtype=self.dtype)
+        nothing._is_hf_initialized = True  # type: ignore[attr-defined]
+        return nothing
 
     def finish(self) -> None:
         """Validate what was loaded and keep the operator's tensors instead; raises CheckpointError."""

@@ -1,5 +1,6 @@
 """vLLM's view of a checkpoint's `quantization_config`: which layer gets which method."""
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -90,6 +91,9 @@ class LatqConfig(QuantizationConfig):
     def _shard_names(self, prefix: str) -> list[str]:
         """Checkpoint modules behind a vLLM layer: three for `...qkv_proj`, one for most."""
         parent, _, leaf = prefix.rpartition(".")
+        if leaf == "qkv_proj":
+            # vLLM's BERT calls its attention.self.qkv_proj attention.output.qkv_proj.
+            parent = re.sub(r"\.attention\.output$", ".attention.self", parent)
         leaves = self.packed_modules_mapping.get(leaf, [leaf])
         return [f"{parent}.{name}" if parent else name for name in leaves]
 

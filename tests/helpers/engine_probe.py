@@ -1,7 +1,7 @@
 """Runs vLLM engines, one after another, in a process of its own and prints what they generated, as one JSON line.
 
     python engine_probe.py '[{"model": ..., "engine": {LLM arguments}, "reload": [checkpoints], "fails": bool,
-                             "operators": bool}, ...]'
+                             "operators": bool, "pooling": bool}, ...]'
 
 A process of its own keeps thread binding, distributed state and compilation caches out of the tests, which start it by
 `probe` and compare what it found by `assert_same`.
@@ -76,6 +76,13 @@ def generate(llm: Any) -> list[dict[str, Any]]:
     ]
 
 
+def embed(llm: Any) -> list[list[list[float]]]:
+    """The normalized hidden state of every token of each prompt, by an engine of the pooling runner."""
+    prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
+    outputs = llm.encode(prompts, pooling_task="token_embed", use_tqdm=False)
+    return [output.outputs.data.tolist() for output in outputs]
+
+
 def operators(model: Any) -> list[str]:
     """Names of the functions that its quantized layers multiply with."""
     methods = (getattr(module, "quant_method", None) for module in model.modules())
@@ -85,7 +92,8 @@ def operators(model: Any) -> list[str]:
 def run(job: dict[str, Any]) -> Any:
     """Generations of a model and of each checkpoint then loaded into the running engine; the error where one is due.
 
-    Behind them, where the job asks for `operators`, what multiplies in that engine.
+    States instead of generations where the job is `pooling`. Behind them, where the job asks for `operators`, what
+    multiplies in that engine.
     """
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
@@ -93,11 +101,13 @@ def run(job: dict[str, Any]) -> Any:
     # vLLM collects garbage many times per engine; what has been imported need not be searched each time.
     gc.freeze()
     try:
-        llm = LLM(job["model"], **(ENGINE | job.get("engine", {})))
-        results = [generate(llm)]
+        pooling = {"runner": "pooling", "pooler_config": {"task": "token_embed"}} if job.get("pooling") else {}
+        answer = embed if pooling else generate
+        llm = LLM(job["model"], **(ENGINE | pooling | job.get("engine", {})))
+        results = [answer(llm)]
         for path in job.get("reload", []):
             llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
-            results.append(generate(llm))
+            results.append(answer(llm))
         if job.get("operators"):
             results.append(llm.apply_model(operators)[0])
         del llm

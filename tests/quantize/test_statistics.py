@@ -24,7 +24,7 @@ def collected(mini_model: Path, samples: torch.Tensor, tmp_path_factory: pytest.
     decoder = Decoder(mini_model, "cpu")
     wanted = {name: linear for index in range(len(decoder)) for name, linear in decoder.linears(index).items()}
     files = StatisticsFiles(tmp_path_factory.mktemp("statistics"))
-    collect_statistics(decoder, samples, wanted | {decoder.head_name: decoder.head_linear}, files, SEED)
+    collect_statistics(decoder, samples, wanted | decoder.head_linears, files, SEED)
     return files
 
 

@@ -1,0 +1,57 @@
+"""A model without weights, as transformers builds it from a config.json: a causal language model, or an encoder.
+
+Invariant: no code of the model's own is run, and no weight is in memory.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
+
+from vllm_latq.errors import UnsupportedModelError
+
+# The linear with which encoders sum up a text in its first token's state.
+POOLER = "pooler.dense"
+
+
+def load_config(source: Path) -> Any:
+    """The transformers configuration of an unquantized model directory; raises UnsupportedModelError."""
+    try:
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UnsupportedModelError(f"{source}/config.json", "a model configuration", reason) from None
+    if getattr(config, "quantization_config", None) is not None:
+        hint = "Quantize the original model instead."
+        raise UnsupportedModelError(f"{source}/config.json", "an unquantized model", "a quantization_config", hint)
+    return config
+
+
+def is_encoder(config: Any) -> bool:
+    """Whether every token sees those behind it too: a model of masked tokens, of which transformers keeps a table."""
+    decodes = config.is_encoder_decoder or getattr(config, "is_decoder", False)
+    return type(config) in MODEL_FOR_MASKED_LM_MAPPING and not decodes
+
+
+def meta_model(source: Path, config: Any, dtype: torch.dtype) -> Any:
+    """The model of a configuration on the meta device, in evaluation mode: of an encoder, what stands below any head.
+
+    Raises:
+        UnsupportedModelError: transformers knows no such model.
+    """
+    build = AutoModel if is_encoder(config) else AutoModelForCausalLM
+    try:
+        with torch.device("meta"):
+            model = build.from_config(config, dtype=dtype).eval()
+    except ValueError as error:
+        reason = str(error).splitlines()[0]
+        expected = "a causal language model or an encoder"
+        raise UnsupportedModelError(f"{source}/config.json", expected, reason) from None
+    if is_encoder(config):
+        # It stands behind the blocks, and is stored only where it was trained.
+        model.pooler = None
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    return model

@@ -1,0 +1,87 @@
+"""The real engine on families whose layers it merges, or runs, differently: encoders, linears fused in the checkpoint.
+
+What it answers is what transformers finds for the dense model.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from encoders import random_encoder
+from engine_probe import PROMPTS, probe
+from transformers import AutoModel, AutoModelForCausalLM
+
+from vllm_latq.quantize.pipeline import quantize_checkpoint
+from vllm_latq.quantize.recipe import Recipe
+
+pytestmark = pytest.mark.engine
+
+# Both sides multiply by the same float32 numbers.
+LOGPROB_TOLERANCE = 2e-4
+STATE_TOLERANCE = 1e-5
+QKV = tuple(f"0.attention.self.{leaf}" for leaf in ("query", "key", "value"))
+SAMPLES = {"num_samples": 8, "seq_len": 32}
+RECIPES = {
+    # vLLM calls the layer that merges these attention.output.qkv_proj.
+    "bert": Recipe("ssqr", 3, group_size=32, outlier_rate=0.02, ignore=QKV, **SAMPLES),
+    "roberta": Recipe("gptq", 4, group_size=32, **SAMPLES),
+    "modernbert": Recipe("hptq", target_bits=3.5, **SAMPLES),
+    "phi3": Recipe("latq", target_bits=3.5, **SAMPLES),
+}
+ENCODERS = ("bert", "roberta", "modernbert")
+PHI3 = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32, "sliding_window": None}
+
+
+@pytest.fixture(scope="module")
+def pairs(
+    random_model: Any, make_dense_twin: Any, calibration_text: Path, tmp_path_factory: Any
+) -> dict[str, tuple[Path, Path]]:
+    """Checkpoint and dense twin of each family."""
+    folder, found = tmp_path_factory.mktemp("families"), {}
+    for family, recipe in RECIPES.items():
+        source = folder / f"{family}-source"
+        if family in ENCODERS:
+            random_encoder(source, family, calibration_text)
+        else:
+            source, _ = random_model(family, f"served-{family}", **PHI3)
+        quantize_checkpoint(recipe, source, folder / family, calibration=str(calibration_text))
+        found[family] = folder / family, make_dense_twin(folder / family, folder / f"{family}-dense")
+    return found
+
+
+@pytest.fixture(scope="module")
+def answers(pairs: dict[str, tuple[Path, Path]]) -> dict[str, Any]:
+    """What one process served, by family."""
+    jobs = [
+        {"model": checkpoint, "engine": {"max_model_len": 64}, "operators": True, "pooling": family in ENCODERS}
+        for family, (checkpoint, _) in pairs.items()
+    ]
+    return dict(zip(pairs, probe(jobs), strict=True))
+
+
+@pytest.mark.parametrize("family", ENCODERS)
+def test_states_equal_the_dequantized_models(
+    family: str, answers: dict[str, Any], pairs: dict[str, tuple[Path, Path]]
+) -> None:
+    model = AutoModel.from_pretrained(pairs[family][1], dtype=torch.float32)
+    states, operators = answers[family]
+    assert operators, "nothing was served quantized"
+    for prompt, found in zip(PROMPTS, states, strict=True):
+        with torch.no_grad():
+            expected = model(torch.tensor([prompt])).last_hidden_state[0]
+        expected = torch.nn.functional.normalize(expected, dim=-1)
+        torch.testing.assert_close(torch.tensor(found), expected, rtol=0, atol=STATE_TOLERANCE)
+
+
+def test_linears_fused_in_the_checkpoint(answers: dict[str, Any], pairs: dict[str, tuple[Path, Path]]) -> None:
+    """phi3 stores q, k and v, and gate and up, as one matrix each, as vLLM wants them."""
+    model = AutoModelForCausalLM.from_pretrained(pairs["phi3"][1], dtype=torch.float32)
+    generations, operators = answers["phi3"]
+    assert operators, "nothing was served quantized"
+    for prompt, generation in zip(PROMPTS, generations, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + generation["tokens"]])).logits[0, len(prompt) - 1 : -1]
+        for row, found in zip(logits.log_softmax(-1), generation["logprobs"], strict=True):
+            for number, logprob in found.items():
+                assert abs(row[int(number)] - logprob) <= LOGPROB_TOLERANCE
