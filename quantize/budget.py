@@ -5,7 +5,8 @@ Theorem 5 times the effect of the layer's outputs on the loss, a third of it, fo
 
     loss(choice) = 1/2 sum_i G_ii sum_j D_j s_ij^2 / 12
 
-Invariant: the linears of one input get the same choice, so that they can be served as one matrix; the total is at most
+Invariant: the linears of one input get the same choice, so that they can be served as one matrix, and so do the
+experts of a layer; the total is at most
 the budget, and no choice could be improved for what is left of it.
 """
 
@@ -77,6 +78,32 @@ def price(weights: Mapping[str, torch.Tensor], statistics: Mapping[str, LayerSta
             bits = sum(stored.planned_bits(*weight.shape) for weight in weights.values()) / total
             choices.append(Choice(width, rate, bits, loss))
     return Offer(tuple(weights), total, tuple(choices))
+
+
+def together(offers: Sequence[Offer], stacks: Mapping[str, str]) -> list[Offer]:
+    """One offer for the inputs whose linears must be stored alike.
+
+    Args:
+        offers: each with the same widths and outlier rates, in the same order.
+        stacks: name of a linear -> what it is a part of; for those that are part of more than their input's linears.
+    """
+    parts: dict[str, list[Offer]] = {}
+    for offer in offers:
+        parts.setdefault(stacks.get(offer.names[0], offer.names[0]), []).append(offer)
+    return [_joined(alike) for alike in parts.values()]
+
+
+def _joined(offers: Sequence[Offer]) -> Offer:
+    weights = sum(offer.weights for offer in offers)
+    choices = tuple(
+        replace(
+            alike[0],
+            bits=sum(choice.bits * offer.weights for choice, offer in zip(alike, offers, strict=True)) / weights,
+            loss=sum(choice.loss for choice in alike),
+        )
+        for alike in zip(*(offer.choices for offer in offers), strict=True)
+    )
+    return Offer(tuple(name for offer in offers for name in offer.names), weights, choices)
 
 
 def choose(offers: Sequence[Offer], budget: float) -> dict[str, Choice]:

@@ -4,6 +4,9 @@ A linear of an expert with c input channels needs more than c routed tokens for 
 that gets fewer, n < c: H = H_routed + (c - n) / N * H_all, where H_all is what all N tokens of the layer would give had
 they been sent to this expert. It counts c tokens, n of which are its own. Each layer record says so in its note.
 
+Where the loss of the whole model counts, so do the gradients G of its outputs: each of the c - n tokens that stand in
+brings the mean of g g^T over all tokens that were routed to any expert of the layer.
+
 Invariant: an expert that enough tokens reach is quantized with its own tokens alone.
 """
 
@@ -14,8 +17,25 @@ from typing import Any
 import torch
 from torch import nn
 
-from vllm_latq.experts import Expert, Experts
+from vllm_latq.experts import PROJECTIONS, Expert, Experts
 from vllm_latq.quantize.hessian import HessianCollector, InputHessian
+
+
+def expert_stacks(model: nn.Module, linears: Mapping[str, nn.Linear]) -> dict[str, str]:
+    """Name of each linear of an expert -> name of the stack that it is served in: gate and up, or down, of all experts.
+
+    Args:
+        model: with `Experts` in it.
+        linears: name -> linear of everything in the model that is quantized.
+    """
+    names = {linear: name for name, linear in linears.items()}
+    stacks = {}
+    for where, layer in model.named_modules():
+        for expert in layer if isinstance(layer, Experts) else ():
+            for leaf in PROJECTIONS:
+                if (linear := expert.get_submodule(leaf)) in names:
+                    stacks[names[linear]] = f"{where}.{'down' if leaf == PROJECTIONS[-1] else 'gate_up'}"
+    return stacks
 
 
 def complete_experts(
@@ -64,6 +84,38 @@ def complete_experts(
             added.append(routed)
         _complete(routed, full)
     return hessians + added
+
+
+def complete_gradients(
+    block: nn.Module,
+    linears: Mapping[str, nn.Linear],
+    grams: dict[str, list[torch.Tensor]],
+    routed: Mapping[str, int],
+    counted: Mapping[str, int],
+) -> None:
+    """Add to the gradients of experts with fewer tokens than input channels what their stand-ins bring.
+
+    Args:
+        block: a decoder block.
+        linears: name -> linear of everything in it that is quantized.
+        grams: name -> diagonal blocks of the sum of g g^T over routed tokens; changed, also for experts that had none.
+        routed: name -> tokens that reached it, if any did.
+        counted: name -> tokens that its Hessian counts, those that stand in included.
+    """
+    names = {linear: name for name, linear in linears.items()}
+    for layer in (module for module in block.modules() if isinstance(module, Experts)):
+        for leaf in PROJECTIONS:
+            alike = [names[linear] for expert in layer if (linear := expert.get_submodule(leaf)) in names]
+            reached = [name for name in alike if name in routed]
+            if not reached:
+                continue
+            tokens = sum(routed[name] for name in reached)
+            mean = [sum(parts[1:], parts[0]) / tokens for parts in zip(*(grams[name] for name in reached), strict=True)]
+            for name in alike:
+                missing = counted[name] - routed.get(name, 0)
+                if missing:
+                    own = grams.get(name) or [torch.zeros_like(part) for part in mean]
+                    grams[name] = [one + missing * part for one, part in zip(own, mean, strict=True)]
 
 
 def _complete(routed: InputHessian, full: InputHessian) -> None:

@@ -6,15 +6,18 @@
 
     H = E[x x^T],  x: input of a linear;   G = E[g g^T],  g: gradient of the log-likelihood with respect to its output
 
+An expert's H is a mean over the tokens that are routed to it; its G is one over all tokens, with g = 0 for the others,
+so that (1/2) tr(G E H E^T) is nats per token for every linear. What few tokens reach is completed, see `routing`.
+
 With labels from the model itself, G (x) H is the Kronecker-factored Fisher matrix, whose half is the curvature of the
 KL divergence from the original model (Martens and Grosse, 2015). Everything refers to the unquantized model.
 
 Invariant: one block is in memory at a time, and its grams; they go to disk, a file per block, last block first.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -26,6 +29,7 @@ from vllm_latq.errors import NumericalError
 from vllm_latq.quantize.decoder import Batch, Decoder
 from vllm_latq.quantize.hessian import HessianCollector
 from vllm_latq.quantize.offload import Place
+from vllm_latq.quantize.routing import complete_experts, complete_gradients
 from vllm_latq.quantize.writer import rename_durably
 from vllm_latq.store import readable
 
@@ -41,19 +45,20 @@ class LayerStatistics:
     Attributes:
         inputs: float32 [c, c], E[x x^T].
         outputs: float32 [b, b] each, the diagonal blocks of E[g g^T] that cover the r outputs in order; nats^2.
-        tokens: number of tokens.
+        tokens: number of tokens that reach it.
         group: name of the first linear that reads the same input.
+        note: what its record says about them; empty if nothing.
     """
 
     inputs: torch.Tensor
     outputs: list[torch.Tensor]
     tokens: int
     group: str
+    note: str = ""
 
     def to(self, device: torch.device) -> "LayerStatistics":
-        return LayerStatistics(
-            self.inputs.to(device), [gram.to(device) for gram in self.outputs], self.tokens, self.group
-        )
+        outputs = [gram.to(device) for gram in self.outputs]
+        return replace(self, inputs=self.inputs.to(device), outputs=outputs)
 
 
 class StatisticsFiles:
@@ -69,7 +74,7 @@ class StatisticsFiles:
         """Atomically."""
         tensors, metadata = {}, {}
         for name, layer in statistics.items():
-            metadata[name] = f"{layer.tokens} {layer.group}"
+            metadata[name] = f"{layer.tokens} {layer.group} {layer.note}"
             if layer.group == name:
                 tensors[f"{name}.inputs"] = layer.inputs.cpu()
             for index, gram in enumerate(layer.outputs):
@@ -89,12 +94,12 @@ class StatisticsFiles:
             found = {}
             names = set(file.keys())
             for name, text in (file.metadata() or {}).items():
-                tokens, group = text.split(" ", 1)
+                tokens, group, note = text.split(" ", 2)
                 if group not in inputs:
                     inputs[group] = file.get_tensor(f"{group}.inputs")
                 count = sum(key.startswith(f"{name}.outputs.") for key in names)
                 outputs = [file.get_tensor(f"{name}.outputs.{index}") for index in range(count)]
-                found[name] = LayerStatistics(inputs[group], outputs, int(tokens), group)
+                found[name] = LayerStatistics(inputs[group], outputs, int(tokens), group, note)
         return found
 
     def complete(self, blocks: Iterable[int]) -> bool:
@@ -154,7 +159,7 @@ def _head(
             labels = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator).squeeze(1)
             torch.nn.functional.cross_entropy(logits, labels, reduction="sum").backward()
             gradients.append(place(_gradient(states)))
-    _finish(files, len(decoder), grams, linears)
+    _finish(files, len(decoder), grams, linears, sum(states.shape[:-1].numel() for states in hidden))
     return gradients
 
 
@@ -169,13 +174,21 @@ def _block(
 ) -> None:
     """Turn the gradients of the hidden states behind a block into those of the hidden states before it, in place."""
     linears = {name: linear for name, linear in decoder.linears(index).items() if name in wanted}
-    with decoder.block(index) as block, _watching(linears) as grams:
-        for batch, states, behind in zip(batches, hidden, gradients, strict=True):
-            # Detached: the gradient must not live as long as the states, which are kept for the whole block.
-            states = states.to(decoder.device).detach().requires_grad_(True)
-            decoder.forward(index, block, states, batch).backward(behind.to(decoder.device))
-            behind.copy_(_gradient(states))
-    _finish(files, index, grams, linears)
+    with decoder.block(index) as block:
+        with _watching(linears) as grams:
+            for batch, states, behind in zip(batches, hidden, gradients, strict=True):
+                # Detached: the gradient must not live as long as the states, which are kept for the whole block.
+                states = states.to(decoder.device).detach().requires_grad_(True)
+                decoder.forward(index, block, states, batch).backward(behind.to(decoder.device))
+                behind.copy_(_gradient(states))
+
+        def run() -> None:
+            for batch, states in zip(batches, hidden, strict=True):
+                decoder.forward(index, block, states.to(decoder.device), batch)
+
+        with torch.no_grad():
+            grams.complete(block, linears, run)
+    _finish(files, index, grams, linears, sum(states.shape[:-1].numel() for states in hidden))
 
 
 def _gradient(states: torch.Tensor) -> torch.Tensor:
@@ -189,6 +202,13 @@ class _Grams:
     def __init__(self) -> None:
         self.inputs = HessianCollector()
         self.outputs: dict[str, list[torch.Tensor]] = {}
+
+    def complete(self, block: nn.Module, linears: Mapping[str, nn.Linear], run: Callable[[], None]) -> None:
+        """Add to those of experts with fewer tokens than channels; `run` passes all tokens through the block."""
+        routed = {name: hessian.tokens for hessian in self.inputs.hessians for name in hessian.linears}
+        self.inputs.hessians = complete_experts(block, linears, self.inputs.hessians, run)
+        counted = {name: hessian.tokens for hessian in self.inputs.hessians for name in hessian.linears}
+        complete_gradients(block, linears, self.outputs, routed, counted)
 
     def hook(self, name: str):  # type: ignore[no-untyped-def]
         def add(gradient: torch.Tensor) -> None:
@@ -217,14 +237,15 @@ def _watching(linears: Mapping[str, nn.Linear]) -> Iterator[_Grams]:
             handle.remove()
 
 
-def _finish(files: StatisticsFiles, block: int, grams: _Grams, linears: Mapping[str, nn.Linear]) -> None:
-    """Means over tokens, checked and written."""
+def _finish(files: StatisticsFiles, block: int, grams: _Grams, linears: Mapping[str, nn.Linear], total: int) -> None:
+    """Means over tokens, of which there are `total`, checked and written."""
     statistics = {}
     for hessian in grams.inputs.hessians:
         tokens = hessian.tokens
         for name in hessian.linears:
-            outputs = [gram / tokens for gram in grams.outputs[name]]
-            statistics[name] = LayerStatistics(hessian.matrix / tokens, outputs, tokens, hessian.linears[0])
+            outputs = [gram / total for gram in grams.outputs[name]]
+            mean = hessian.matrix / tokens
+            statistics[name] = LayerStatistics(mean, outputs, tokens, hessian.linears[0], hessian.note)
             for what, gram in (("activations", statistics[name].inputs), *(("gradients", one) for one in outputs)):
                 if not torch.isfinite(gram).all():
                     hint = "The model overflows on this text, or its weights are damaged."

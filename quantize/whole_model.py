@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from vllm_latq.errors import ConfigError, UnsupportedModelError
-from vllm_latq.quantize.budget import choose, price
+from vllm_latq.errors import ConfigError
+from vllm_latq.quantize.budget import choose, price, together
 from vllm_latq.quantize.latq import InputLattice, LatqResult, OutputLattice, latq
 from vllm_latq.quantize.methods import BOUND_SLACK, LayerRecord
 from vllm_latq.quantize.model_lattice import ModelLattice, full_weight
 from vllm_latq.quantize.offload import Place
 from vllm_latq.quantize.recipe import Recipe
+from vllm_latq.quantize.routing import expert_stacks
 from vllm_latq.quantize.run import Run
 from vllm_latq.quantize.statistics import LayerStatistics
 from vllm_latq.quantize.stream import Stream
@@ -38,9 +39,6 @@ class StatisticsRun(Run):
         if self.world.size > 1:
             expected, found = "one process for a run that looks at the whole model", f"{self.world.size}"
             raise ConfigError("torchrun", expected, found, "Start it without torchrun, or use ssqr or hptq.")
-        if self.decoder.routers:
-            hint = "Use ssqr, hptq or gptq, which know how to treat experts."
-            raise UnsupportedModelError(self.decoder.routers[0], "a model without routed experts", "a router", hint)
         self.model = ModelLattice(self.decoder, self.quantized, self.recipe, self.writer.scratch)
         started = {"event": "stage", "stage": "statistics", "samples": len(samples)}
         self.model.collect(samples, place, lambda: self.emit(started))
@@ -81,7 +79,8 @@ class BudgetRun(StatisticsRun):
         self.collect(samples, place)
         assert self.recipe.budget is not None
         offers = [price(weights, members, self.recipe) for weights, members in self.model.inputs()]
-        self.chosen = choose(offers, self.recipe.budget)
+        stacks = expert_stacks(self.decoder.model, self.quantized)
+        self.chosen = choose(together(offers, stacks), self.recipe.budget)
         self.emit({"event": "plan", "bits": {name: choice.bits for name, choice in self.chosen.items()}})
         return super().prepare(samples, place)
 
@@ -130,7 +129,7 @@ def _record(
         bound_holds=measured <= limit * (1 + BOUND_SLACK),
         damping=inputs.factor.damping,
         seconds=0.0,
-        note=result.note,
+        note="; ".join(filter(None, (result.note, statistics.note))),
         loss=loss,
         loss_bound=loss_bound,
     )

@@ -24,11 +24,12 @@ SIZES = {
     **{"num_experts": 6, "num_local_experts": 6, "num_experts_per_tok": 2},
     **{"sliding_window": None, "use_sliding_window": False},
 }
+LAYERS = {"mixtral": 2, "qwen3_moe": 1}
 ENGINE = {"max_model_len": 64}
 SAMPLES = {"num_samples": 4, "seq_len": 32}
 RECIPES = {
     "mixtral": Recipe("ssqr", 3, group_size=32, outlier_rate=0.02, **SAMPLES),
-    "qwen3_moe": Recipe("hptq", target_bits=3.5, **SAMPLES),
+    "qwen3_moe": Recipe("latq", target_bits=3.5, **SAMPLES),
 }
 
 
@@ -39,7 +40,7 @@ def pairs(
     """Checkpoint and dense twin of each family: two from the quantizer, others rounded in more encodings."""
     folder, found = tmp_path_factory.mktemp("mixtures"), {}
     for family, recipe in RECIPES.items():
-        source, _ = random_model(family, f"served-{family}", **SIZES)
+        source, _ = random_model(family, f"served-{family}", num_hidden_layers=LAYERS[family], **SIZES)
         quantize_checkpoint(recipe, source, folder / family, calibration=str(calibration_text))
         found[family] = folder / family, make_dense_twin(folder / family, folder / f"{family}-dense")
     maker = type(make_checkpoint)(source.parent / "served-mixtral", folder)

@@ -1,9 +1,11 @@
-"""A small mixture of experts on packed weights, beside its dense reference."""
+"""A small mixture of experts on packed weights, beside its dense reference; and a model that never asks an expert."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from random_weights import random_weight
+from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
 from vllm_latq.config import LayerScheme
@@ -61,3 +63,12 @@ def routing(tokens: int, k: int, dtype: torch.dtype = torch.int32) -> tuple[torc
     ids = torch.stack([chosen[torch.randperm(4, generator=generator)[:k]] for _ in range(tokens)]).to(dtype)
     ids[::3, 0] = -1
     return torch.randn(tokens, HIDDEN, generator=generator), torch.rand(tokens, k, generator=generator), ids
+
+
+def never_choose(model: Path, expert: int) -> None:
+    """Change the first router of a saved mixtral with one expert per token: this one's logit is 0, another's above."""
+    tensors = load_file(model / "model.safetensors")
+    gate = tensors["model.layers.0.block_sparse_moe.gate.weight"]
+    first, second, *_ = (row for row in range(len(gate)) if row != expert)
+    gate[second], gate[expert] = -gate[first], 0
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})

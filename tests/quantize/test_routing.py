@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from mixtures import never_choose
 from transformers import AutoModelForCausalLM
 
 from vllm_latq.checkpoint import CheckpointReader, verify
@@ -31,15 +31,6 @@ RECIPE = Recipe("gptq", 4, group_size=16, num_samples=4, seq_len=32)
 TOKENS = torch.randint(3, 2048, (3, 20), generator=torch.Generator().manual_seed(1))
 # transformers may sum the experts' outputs in another order.
 LOGIT_TOLERANCE = 1e-5
-
-
-def never_choose(model: Path, expert: int) -> None:
-    """Change the first router of a saved mixtral with one expert per token: this one's logit is 0, another's above."""
-    tensors = load_file(model / "model.safetensors")
-    gate = tensors["model.layers.0.block_sparse_moe.gate.weight"]
-    first, second, *_ = (row for row in range(len(gate)) if row != expert)
-    gate[second], gate[expert] = -gate[first], 0
-    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
