@@ -110,19 +110,31 @@ def _audit(
 
 
 def tensor_core_values(
-    bits: int, config: DecodeConfig, group_size: int = 128, outliers: bool = True, asm: bool = True
+    bits: int,
+    config: DecodeConfig,
+    group_size: int = 128,
+    outliers: bool = True,
+    asm: bool = True,
+    midrise: bool = False,
 ) -> dict[str, Any]:
     """Compile-time arguments of the tensor-core kernel, with split-K."""
     transposed = outliers and config.max_rows > 8
     values = constants(bits, group_size, config, config.max_rows if outliers else 0, transposed, True)
-    return values | {"EVEN_K": True, "HAS_FLAT_SCALES": False, "HAS_ROW_SCALES": False, "ASM": asm, "UPCAST": False}
+    fixed = {"EVEN_K": True, "HAS_FLAT_SCALES": False, "HAS_ROW_SCALES": False, "UPCAST": False}
+    return values | fixed | {"ASM": asm, "MIDRISE": midrise}
 
 
 def audit_tensor_core(
-    arch: str, bits: int, config: DecodeConfig, group_size: int = 128, outliers: bool = True, activations: str = "*bf16"
+    arch: str,
+    bits: int,
+    config: DecodeConfig,
+    group_size: int = 128,
+    outliers: bool = True,
+    activations: str = "*bf16",
+    midrise: bool = False,
 ) -> Audit:
     """One configuration of the tensor-core kernel, with split-K."""
-    values = tensor_core_values(bits, config, group_size, outliers)
+    values = tensor_core_values(bits, config, group_size, outliers, midrise=midrise)
     weights = config.block_n * 256
     return _audit(ssqr_tensor_core, arch, bits, config.max_rows, weights, values, config.num_warps, activations)
 
@@ -132,13 +144,14 @@ def audit_simt(arch: str, bits: int, config: DecodeConfig = SIMT, rows: int = 1)
     values = {
         "BITS": bits, "GROUP": 128, "BLOCK_N": config.block_n, "ROWS": rows, "STAGES": config.stages, "OUTLIERS": True,
         "SLOTS": config.slots, "SPLIT": True, "HAS_FLAT_SCALES": False, "HAS_ROW_SCALES": False, "ASM": True,
+        "MIDRISE": False,
     }  # fmt: skip
     return _audit(ssqr_simt, arch, bits, rows, config.block_n * 256, values, config.num_warps)
 
 
 def audit_dequantize(arch: str, bits: int) -> Audit:
     """Packed tiles to dense bf16, group size 128."""
-    values = {"BITS": bits, "GROUP": 128, "HAS_FLAT_SCALES": False, "HAS_ROW_SCALES": False}
+    values = {"BITS": bits, "GROUP": 128, "MIDRISE": False, "HAS_FLAT_SCALES": False, "HAS_ROW_SCALES": False}
     return _audit(dequantize_tiles, arch, bits, 0, 64 * 256, values, 4)
 
 

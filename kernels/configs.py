@@ -52,11 +52,8 @@ class DecodeConfig:
 
     @property
     def bias_rows(self) -> int:
-        """Rows of the constant operand of the bias dot; 0 removes the bias on the floats instead.
-
-        The smallest tile that keeps every warp busy once: 16 rows a warp, 64 for a warp group.
-        """
-        return min(self.block_n, 16 * self.num_warps) if self.bias_dot else 0
+        """Rows of the constant operand of the bias dot: the smallest tile that keeps every warp busy once."""
+        return min(self.block_n, 16 * self.num_warps)
 
     def stages_for(self, bits: int) -> int:
         """`stages`, or 2 where 8-bit codes would not leave room in the 99 KB of shared memory of sm_86 and sm_89."""
@@ -97,9 +94,9 @@ HIP = "hip"
 DEFAULT = AMPERE
 
 
-def max_decode_rows(bits: int) -> int:
-    """Rows up to which the fused kernel serves; above, the prefill path. 8-bit codes spill registers at 64 rows."""
-    return 32 if bits == 8 else 64
+def max_decode_rows(bits: int, midrise: bool = False) -> int:
+    """Rows up to which the fused kernel serves; above, the prefill path: 8-bit codes and mid-rise grids spill at 64."""
+    return 32 if bits == 8 or midrise else 64
 
 
 def decode_config(rows: int, bits: int, arch: str = "") -> DecodeConfig:

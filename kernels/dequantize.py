@@ -31,7 +31,8 @@ def integer_field(tile_ptr, at, F: tl.constexpr, H: tl.constexpr, BITS: tl.const
 @triton.jit(do_not_specialize=("first_block", "first_row", "N", "supers"))
 def dequantize_tiles(
     word_ptr, scale_ptr, flat_scale_ptr, row_scale_ptr, order_ptr, w_ptr, first_block, first_row, N, K, supers,
-    BITS: tl.constexpr, GROUP: tl.constexpr, HAS_FLAT_SCALES: tl.constexpr, HAS_ROW_SCALES: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, MIDRISE: tl.constexpr, HAS_FLAT_SCALES: tl.constexpr,
+    HAS_ROW_SCALES: tl.constexpr,
 ):  # fmt: skip
     """Grid (row blocks of the chunk, superblocks). Writes w [chunk rows, K]: one tile without its outliers."""
     block, sb = first_block + tl.program_id(0), tl.program_id(1)
@@ -57,8 +58,13 @@ def dequantize_tiles(
             group = f * 2 * WORDS // GROUP
             pair = tl.load(scale_ptr + ((block.to(tl.int64) * supers + sb) * (128 // GROUP) + group // 2) * 64 + rn)
             scale *= ((pair << 16) if group % 2 == 0 else (pair & -65536)).to(tl.float32, bitcast=True)
-        low = integer_field(tile_ptr, at, f, 0, BITS, PLANE).to(tl.float32) * scale[:, None]
-        high = integer_field(tile_ptr, at, f, 1, BITS, PLANE).to(tl.float32) * scale[:, None]
+        low = integer_field(tile_ptr, at, f, 0, BITS, PLANE).to(tl.float32)
+        high = integer_field(tile_ptr, at, f, 1, BITS, PLANE).to(tl.float32)
+        if MIDRISE:
+            low += 0.5
+            high += 0.5
+        low *= scale[:, None]
+        high *= scale[:, None]
         value = tl.reshape(tl.join(low, high), (64, 2 * WORDS)).to(w_ptr.dtype.element_ty)
         live = (row < N)[:, None] & (first_col + f * 2 * WORDS + rk < K)[None, :]
         tl.store(out + f * 2 * WORDS, value, mask=live)
@@ -110,7 +116,8 @@ def launch_dequantize(weight: KernelWeight, w: torch.Tensor, first_block: int, b
     dequantize_tiles[(blocks, weight.superblocks)](
         weight.words, weight.scale_pairs, weight.flat_scales, weight.row_scales, weight.order, w, first_block,
         first_row, weight.rows, weight.cols, weight.superblocks, BITS=weight.bits, GROUP=weight.group_size,
-        HAS_FLAT_SCALES=weight.flat_scales is not None, HAS_ROW_SCALES=weight.row_scales is not None, num_warps=4,
+        MIDRISE=weight.midrise, HAS_FLAT_SCALES=weight.flat_scales is not None,
+        HAS_ROW_SCALES=weight.row_scales is not None, num_warps=4,
     )  # fmt: skip
     if weight.entries is not None:
         per_block = ROW_BLOCK // SLICE_ROWS
@@ -128,7 +135,7 @@ def chunk_blocks(weight: KernelWeight, dtype: torch.dtype) -> int:
 def dequantize(weight: KernelWeight, dtype: torch.dtype) -> torch.Tensor:
     """The whole dense weight [rows, cols], each element rounded once to `dtype`; for inspection and tests.
 
-    Where an outlier sits on a code that is not the zero point, the sum is rounded twice.
+    Where an outlier sits on a code that is not worth zero, as on every one of a mid-rise grid, it is rounded twice.
     """
     w = torch.empty(weight.rows, weight.cols, dtype=dtype, device=weight.words.device)
     with torch.cuda.device_of(w):

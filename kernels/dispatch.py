@@ -74,7 +74,7 @@ def ssqr_matmul(x: torch.Tensor, weight: KernelWeight, config: DecodeConfig | No
         return x.new_empty(*x.shape[:-1], weight.rows)
     # Triton launches on the current device, which need not be the tensors'.
     with torch.cuda.device_of(flat):
-        if m > (config.max_rows if config else max_decode_rows(weight.bits)):
+        if m > (config.max_rows if config else max_decode_rows(weight.bits, weight.midrise)):
             y = prefill_matmul(flat, weight)
         else:
             y = decode_matmul(flat, weight, config or decode_config(m, weight.bits, weight.arch))

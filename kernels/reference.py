@@ -1,6 +1,8 @@
 """What the kernels compute, in plain torch. Shares no helper with them: it reads the checkpoint's bits one by one.
 
-W[i, j] = row_scales[i] * (scales[i, j // group_size] * (code[i, j] - 2^(bits - 1)) + outlier[i, j])
+W[i, j] = row_scales[i] * (scales[i, j // group_size] * (code[i, j] - zero) + outlier[i, j])
+
+where zero is 2^(bits - 1), less 1/2 on a mid-rise grid.
 """
 
 import torch
@@ -16,6 +18,7 @@ def dequantize_reference(
     row_ptr: torch.Tensor | None = None,
     col_idx: torch.Tensor | None = None,
     values: torch.Tensor | None = None,
+    midrise: bool = False,
 ) -> torch.Tensor:
     """The weight matrix, float64 [rows, cols], of checkpoint tensors.
 
@@ -24,12 +27,13 @@ def dequantize_reference(
         scales: bfloat16 [rows, groups] or None for 1.
         row_scales: float32 [rows] or None for 1.
         row_ptr, col_idx, values: CSR outliers or all None; entries of one place add up.
+        midrise: whether the grid is.
     """
     rows, device = qweight.shape[0], qweight.device
     stream = (qweight.to(torch.int64)[:, :, None] >> torch.arange(32, device=device)) & 1
     bit = stream.reshape(rows, -1)[:, : cols * bits].reshape(rows, cols, bits)
     code = (bit << torch.arange(bits, device=device)).sum(-1)
-    weight = (code - 2 ** (bits - 1)).double()
+    weight = code.double() - 2 ** (bits - 1) + 0.5 * midrise
     if scales is not None:
         group = torch.arange(cols, device=device) // (cols if group_size == -1 else group_size)
         weight *= scales.double()[:, group]

@@ -53,8 +53,9 @@ def wide_field(
 
 @triton.jit
 def add_field(
-    p, q, a, b, c, d, x_ptr, at, live, F: tl.constexpr, BITS: tl.constexpr, DIGIT: tl.constexpr, ASM: tl.constexpr
-):
+    p, q, a, b, c, d, x_ptr, at, live, F: tl.constexpr, BITS: tl.constexpr, DIGIT: tl.constexpr, MIDRISE: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
     """p + (bias + integer) * x and q + bias * x over the two halves of field F.
 
     p: float32 [R, words, ROWS]; q: float32 [words, ROWS], the same for all weight rows.
@@ -65,7 +66,8 @@ def add_field(
     high = tl.load(x_ptr + at + F * columns + 1, mask=live, other=0.0).to(tl.float32)
     p += wide_field(a, b, c, d, F, 0, BITS, DIGIT, ASM)[:, :, None] * low[None, :, :]
     p += wide_field(a, b, c, d, F, 1, BITS, DIGIT, ASM)[:, :, None] * high[None, :, :]
-    q += field_bias(BITS, F, False, DIGIT) * (low + high)
+    half: tl.constexpr = 0.5 if MIDRISE and DIGIT == 0 else 0.0
+    q += (field_bias(BITS, F, False, DIGIT) - half) * (low + high)
     return p, q
 
 
@@ -73,9 +75,9 @@ def add_field(
 def ssqr_simt(
     x_ptr, word_ptr, scale_ptr, flat_scale_ptr, row_scale_ptr, order_ptr, entry_ptr, slice_ptr,
     partial_ptr, ticket_ptr, y_ptr, M, N, stride_xm, supers, supers_per_part,
-    BITS: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
-    OUTLIERS: tl.constexpr, SLOTS: tl.constexpr, SPLIT: tl.constexpr, HAS_FLAT_SCALES: tl.constexpr,
-    HAS_ROW_SCALES: tl.constexpr, ASM: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, MIDRISE: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
+    STAGES: tl.constexpr, OUTLIERS: tl.constexpr, SLOTS: tl.constexpr, SPLIT: tl.constexpr,
+    HAS_FLAT_SCALES: tl.constexpr, HAS_ROW_SCALES: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Grid (padded rows / BLOCK_N, parts). x is [M, superblocks * 256], zero in the padding."""
     tile, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
@@ -99,9 +101,9 @@ def ssqr_simt(
             p = tl.zeros((BLOCK_N, WORDS, ROWS), tl.float32)
             q = tl.zeros((WORDS, ROWS), tl.float32)
             for f in tl.static_range(i * PER_GROUP, (i + 1) * PER_GROUP):
-                p, q = add_field(p, q, a, b, c, d, x_ptr, at, live, f, BITS, 0, ASM)
+                p, q = add_field(p, q, a, b, c, d, x_ptr, at, live, f, BITS, 0, MIDRISE, ASM)
                 if BITS == 8:
-                    p, q = add_field(p, q, a, b, c, d, x_ptr, at, live, f, BITS, 1, ASM)
+                    p, q = add_field(p, q, a, b, c, d, x_ptr, at, live, f, BITS, 1, MIDRISE, ASM)
             p -= q[None, :, :]
             if GROUP == -1:
                 acc += p
@@ -143,7 +145,7 @@ def launch_simt(
         x, weight.words, weight.scale_pairs, weight.flat_scales, weight.row_scales, weight.order, weight.entries,
         weight.slice_ptr, partials, weight.tickets, y, m, weight.rows, x.stride(0), weight.superblocks,
         -(-weight.superblocks // parts),
-        BITS=weight.bits, GROUP=weight.group_size, BLOCK_N=config.block_n, ROWS=row_tile(m),
+        BITS=weight.bits, GROUP=weight.group_size, MIDRISE=weight.midrise, BLOCK_N=config.block_n, ROWS=row_tile(m),
         STAGES=config.stages_for(weight.bits), OUTLIERS=weight.entries is not None, SLOTS=config.slots, SPLIT=parts > 1,
         HAS_FLAT_SCALES=weight.flat_scales is not None, HAS_ROW_SCALES=weight.row_scales is not None,
         ASM=x.is_cuda and torch.version.hip is None, num_warps=config.num_warps,

@@ -20,7 +20,7 @@ import triton.language as tl
 from vllm_latq.kernels.configs import DecodeConfig
 from vllm_latq.kernels.fields import planes_of, words_of
 from vllm_latq.kernels.tiles import load_planes, load_scale, tile_scale_pairs, tile_words
-from vllm_latq.kernels.unpack import below, bias_piece, floats_piece, upper_rows
+from vllm_latq.kernels.unpack import below, bias_piece, floats_piece, half_piece, upper_rows
 from vllm_latq.kernels.weight import KernelWeight
 
 
@@ -34,11 +34,13 @@ def multiply(a, b, acc, UPCAST: tl.constexpr):
 
 
 @triton.jit
-def minus_bias_dot(
-    words, x, P: tl.constexpr, SIZE: tl.constexpr, BITS: tl.constexpr, HALF: tl.constexpr, BIAS_ROWS: tl.constexpr,
-    UPCAST: tl.constexpr,
+def constant_dot(
+    words, x, P: tl.constexpr, SIZE: tl.constexpr, BITS: tl.constexpr, HALF: tl.constexpr, BIAS_DOT: tl.constexpr,
+    BIAS_ROWS: tl.constexpr, MIDRISE: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """float32 [rows of words, BLOCK_M], equal rows: minus the bias of a piece times x: a dot of BIAS_ROWS rows.
+    """float32 [rows of words, BLOCK_M], equal rows: what is the same for all weights of a piece, by BIAS_ROWS rows.
+
+    With BIAS_DOT minus the bias times x, and on a mid-rise grid half of x: bf16 does not hold the two in one number.
 
     The constant operand is built from the loaded words (their bits cancel), so that the compiler gives both dots one
     operand layout: otherwise x would be read from shared memory twice and no longer copied asynchronously.
@@ -53,9 +55,12 @@ def minus_bias_dot(
         top = upper_rows(top)
     zero = (top.to(tl.uint32, bitcast=True) >> 16 >> 16).to(tl.int32, bitcast=True)
     p = tl.zeros((BIAS_ROWS, x.shape[1]), tl.float32)
-    p = multiply(bias_piece(zero, P, SIZE, BITS, 0, HALF), x, p, UPCAST)
-    if BITS == 8:
-        p = multiply(bias_piece(zero, P, SIZE, BITS, 1, HALF), x, p, UPCAST)
+    if BIAS_DOT:
+        p = multiply(bias_piece(zero, P, SIZE, BITS, 0, HALF), x, p, UPCAST)
+        if BITS == 8:
+            p = multiply(bias_piece(zero, P, SIZE, BITS, 1, HALF), x, p, UPCAST)
+    if MIDRISE:
+        p = multiply(half_piece(zero, SIZE, HALF), x, p, UPCAST)
     if rows > BIAS_ROWS:
         p = below(p, p)
     if rows > 2 * BIAS_ROWS:
@@ -68,16 +73,17 @@ def minus_bias_dot(
 @triton.jit
 def piece_product(
     a, b, c, d, x, P: tl.constexpr, SIZE: tl.constexpr, BITS: tl.constexpr, HALF: tl.constexpr, BLOCK_N: tl.constexpr,
-    BIAS_ROWS: tl.constexpr, ASM: tl.constexpr, UPCAST: tl.constexpr,
+    BIAS_DOT: tl.constexpr, BIAS_ROWS: tl.constexpr, MIDRISE: tl.constexpr, ASM: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """float32 [BLOCK_N, BLOCK_M]: the integers of one piece times x [SIZE, BLOCK_M]."""
-    if BIAS_ROWS > 0:
-        p = minus_bias_dot(a, x, P, SIZE, BITS, HALF, BIAS_ROWS, UPCAST)
+    """float32 [BLOCK_N, BLOCK_M]: the integers of one piece, plus 1/2 if MIDRISE, times x [SIZE, BLOCK_M]."""
+    if BIAS_DOT or MIDRISE:
+        p = constant_dot(a, x, P, SIZE, BITS, HALF, BIAS_DOT, BIAS_ROWS, MIDRISE, UPCAST)
     else:
         p = tl.zeros((BLOCK_N, x.shape[1]), tl.float32)
-    p = multiply(floats_piece(a, b, c, d, P, SIZE, BITS, 0, HALF, BIAS_ROWS == 0, ASM, UPCAST), x, p, UPCAST)
+    EXACT: tl.constexpr = not BIAS_DOT
+    p = multiply(floats_piece(a, b, c, d, P, SIZE, BITS, 0, HALF, EXACT, ASM, UPCAST), x, p, UPCAST)
     if BITS == 8:
-        p = multiply(floats_piece(a, b, c, d, P, SIZE, BITS, 1, HALF, BIAS_ROWS == 0, ASM, UPCAST), x, p, UPCAST)
+        p = multiply(floats_piece(a, b, c, d, P, SIZE, BITS, 1, HALF, EXACT, ASM, UPCAST), x, p, UPCAST)
     return p
 
 
@@ -149,10 +155,10 @@ def add_parts(acc, partial_ptr, ticket_ptr, tile, part, parts):
 def ssqr_tensor_core(
     x_ptr, word_ptr, scale_ptr, flat_scale_ptr, row_scale_ptr, order_ptr, entry_ptr, slice_ptr, xt_ptr,
     partial_ptr, ticket_ptr, y_ptr, M, N, K, stride_xm, supers, supers_per_part,
-    BITS: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr,
-    BIAS_ROWS: tl.constexpr, OUTLIER_ROWS: tl.constexpr, SLOTS: tl.constexpr, TRANSPOSED: tl.constexpr,
-    SPLIT: tl.constexpr, EVEN_K: tl.constexpr, HAS_FLAT_SCALES: tl.constexpr, HAS_ROW_SCALES: tl.constexpr,
-    ASM: tl.constexpr, UPCAST: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, MIDRISE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+    STAGES: tl.constexpr, BIAS_DOT: tl.constexpr, BIAS_ROWS: tl.constexpr, OUTLIER_ROWS: tl.constexpr,
+    SLOTS: tl.constexpr, TRANSPOSED: tl.constexpr, SPLIT: tl.constexpr, EVEN_K: tl.constexpr,
+    HAS_FLAT_SCALES: tl.constexpr, HAS_ROW_SCALES: tl.constexpr, ASM: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Grid (padded rows / BLOCK_N, parts). See the module docstring; arguments are described at the launcher."""
     tile, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
@@ -176,7 +182,7 @@ def ssqr_tensor_core(
                 x = tl.load(xs + i * SIZE, mask=live, other=0.0)
             else:
                 x = tl.load(xs + i * SIZE, mask=live & (sb * 256 + i * SIZE + rk < K)[:, None], other=0.0)
-            p = piece_product(a, b, c, d, x, i, SIZE, BITS, HALF, BLOCK_N, BIAS_ROWS, ASM, UPCAST)
+            p = piece_product(a, b, c, d, x, i, SIZE, BITS, HALF, BLOCK_N, BIAS_DOT, BIAS_ROWS, MIDRISE, ASM, UPCAST)
             if GROUP == -1:
                 acc += p
             else:
@@ -238,7 +244,7 @@ def launch_ssqr(
         weight.slice_ptr, transposed, partials, weight.tickets, y, m, weight.rows, weight.cols, x.stride(0),
         weight.superblocks, -(-weight.superblocks // parts),
         **constants(weight.bits, weight.group_size, config, outlier_rows, transposed is not None, parts > 1),
-        EVEN_K=weight.cols % 256 == 0, HAS_FLAT_SCALES=weight.flat_scales is not None,
+        MIDRISE=weight.midrise, EVEN_K=weight.cols % 256 == 0, HAS_FLAT_SCALES=weight.flat_scales is not None,
         HAS_ROW_SCALES=weight.row_scales is not None, ASM=x.is_cuda and torch.version.hip is None,
         UPCAST=not x.is_cuda, num_warps=config.num_warps,
     )  # fmt: skip
@@ -254,6 +260,7 @@ def constants(
         "BLOCK_N": config.block_n,
         "BLOCK_M": config.max_rows,
         "STAGES": config.stages_for(bits),
+        "BIAS_DOT": config.bias_dot,
         "BIAS_ROWS": config.bias_rows,
         "OUTLIER_ROWS": outlier_rows,
         "SLOTS": config.slots,

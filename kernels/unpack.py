@@ -185,6 +185,19 @@ def bias_piece(zero, P: tl.constexpr, SIZE: tl.constexpr, BITS: tl.constexpr, DI
 
 
 @triton.jit
+def half_piece(zero, SIZE: tl.constexpr, HALF: tl.constexpr):
+    """[R, SIZE] bf16 or fp16: one half everywhere, laid out as `bias_piece` is. zero: int32 zeros [R, words]."""
+    v = zero | (0x38003800 if HALF else 0x3F003F00)
+    if zero.shape[1] == 8:
+        v = beside(v, v)
+    if SIZE > 32:
+        v = beside(v, v)
+    if SIZE > 64:
+        v = beside(v, v)
+    return halves(v, HALF)
+
+
+@triton.jit
 def floats_piece(
     a, b, c, d, P: tl.constexpr, SIZE: tl.constexpr, BITS: tl.constexpr, DIGIT: tl.constexpr, HALF: tl.constexpr,
     EXACT: tl.constexpr, ASM: tl.constexpr, UPCAST: tl.constexpr,

@@ -12,9 +12,10 @@ from vllm_latq.kernels.outliers import check_csr, coordinates, row_order, slice_
 
 @dataclass(frozen=True)
 class KernelWeight:
-    """W[i, j] = row_scales[i] * (scales[i, group of j] * (code[i, j] - 2^(bits-1)) + outlier[i, j]) in tile order.
+    """W[i, j] = row_scales[i] * (scales[i, group of j] * (code[i, j] - zero) + outlier[i, j]) in tile order.
 
     Attributes:
+        midrise: whether zero is 2^(bits-1) - 1/2, between two codes, instead of 2^(bits-1).
         words: int32 [row blocks, superblocks, planes, 64, words], see `layout.py`.
         order: int32 [padded rows], checkpoint row of each tile row.
         scale_pairs: int32 [row blocks, superblocks, pairs, 64] for group sizes 32, 64, 128; else None.
@@ -30,6 +31,7 @@ class KernelWeight:
     group_size: int
     rows: int
     cols: int
+    midrise: bool
     words: torch.Tensor
     order: torch.Tensor
     scale_pairs: torch.Tensor | None
@@ -83,6 +85,7 @@ def prepare(
     row_ptr: torch.Tensor | None = None,
     col_idx: torch.Tensor | None = None,
     values: torch.Tensor | None = None,
+    midrise: bool = False,
 ) -> KernelWeight:
     """Checkpoint tensors of one layer (or of merged layers, stacked by rows) -> KernelWeight, on their device.
 
@@ -93,6 +96,7 @@ def prepare(
         scales: bfloat16 [rows, groups], or None for 1.
         row_scales: float32 [rows], or None for 1.
         row_ptr, col_idx, values: CSR outliers, int32 [rows + 1], integer [nnz], bfloat16 or float32 [nnz]; or all None.
+        midrise: whether the grid lies half a step above the multiples of the scale.
 
     Raises:
         KernelInputError: shapes, dtypes or CSR arrays that a kernel must not be given.
@@ -120,6 +124,7 @@ def prepare(
         group_size=group_size if per_group else -1,
         rows=rows,
         cols=cols,
+        midrise=midrise,
         words=tile_weight(qweight, bits, cols, order),
         order=order.to(torch.int32),
         scale_pairs=tile_scales(scales, group_size, cols, order) if scales is not None and per_group else None,

@@ -155,14 +155,16 @@ def round_to_nearest(weight: torch.Tensor, scheme: LayerScheme) -> Weight:
     grouped = inliers.view(weight.shape[0], scheme.groups(weight.shape[1]), -1)
     half = 1 << (scheme.bits - 1)
     scales = (grouped.abs().amax(-1) / (half - 1)).clamp(min=1e-6).to(torch.bfloat16)
+    steps = scales.float().repeat_interleave(grouped.shape[2], 1)
+    midrise = scheme.grid == "midrise"
+    offset = 0.5 * midrise
     if scheme.outlier_coding == "integer":
-        steps = scales.float().repeat_interleave(grouped.shape[2], 1)
-        integers = (weight / steps).round().to(torch.int32)
+        integers = (weight / steps - offset).round().to(torch.int32)
         overflow = (integers < -half) | (integers >= half)
-        return PackedWeight.from_integers(integers, scales, scheme.bits, scheme.group_size, overflow)
-    integers = (grouped / scales.float().unsqueeze(-1)).round().clamp(-half, half - 1).view_as(weight).to(torch.int32)
-    outliers = (mask, weight) if scheme.outliers else (None, None)
-    return PackedWeight.from_integers(integers, scales, scheme.bits, scheme.group_size, *outliers)
+        return PackedWeight.from_integers(integers, scales, scheme.bits, scheme.group_size, overflow, None, midrise)
+    integers = (weight / steps - offset).round().clamp(-half, half - 1).to(torch.int32)
+    outliers = (mask, weight - offset * steps) if scheme.outliers else (None, None)
+    return PackedWeight.from_integers(integers, scales, scheme.bits, scheme.group_size, *outliers, midrise)
 
 
 @pytest.fixture(scope="session")
@@ -189,10 +191,10 @@ def hptq_pair(make_checkpoint: CheckpointMaker) -> CheckpointPair:
 
 @pytest.fixture(scope="session")
 def mixed_pair(make_checkpoint: CheckpointMaker) -> CheckpointPair:
-    """4 bits without outliers, a Huffman-coded layer, one on whole-row scales with integer outliers; lm_head too."""
+    """4 bits without outliers, a Huffman-coded layer, one mid-rise on whole rows, integer outliers; lm_head too."""
     overrides = {
         "model.layers.1.mlp.down_proj": LayerScheme("huffman"),
-        "model.layers.2.self_attn.o_proj": LayerScheme("packed", 2, -1, True, "integer"),
+        "model.layers.2.self_attn.o_proj": LayerScheme("packed", 2, -1, True, "integer", "midrise"),
     }
     return make_checkpoint("mixed", CheckpointConfig(LayerScheme("packed", 4, 64, False), (), overrides))
 
@@ -211,7 +213,7 @@ def tasks_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="session")
 def biased_pair(mini_model: Path, tmp_path_factory: pytest.TempPathFactory) -> CheckpointPair:
-    """A random Qwen2: biases on q, k and v, one key-value head, which tensor parallelism must replicate; half rANS."""
+    """A random Qwen2: biases on q, k and v, one key-value head, which TP must replicate; half mid-rise, half rANS."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)
@@ -230,7 +232,9 @@ def biased_pair(mini_model: Path, tmp_path_factory: pytest.TempPathFactory) -> C
     maker = CheckpointMaker(source, source.parent)
     coded = [name for name, _ in model.named_modules() if ".layers.1." in name and name.endswith("_proj")]
     overrides = dict.fromkeys(coded, LayerScheme("rans"))
-    return maker("biased", CheckpointConfig(LayerScheme("packed", 3, 32, True), ("lm_head",), overrides))
+    return maker(
+        "biased", CheckpointConfig(LayerScheme("packed", 3, 32, True, grid="midrise"), ("lm_head",), overrides)
+    )
 
 
 # What one family or another calls its sizes; sliding windows on where the family has them.

@@ -14,7 +14,7 @@ from vllm_latq.config import LayerScheme
 from vllm_latq.expert_op import by_all, by_expert, by_pair
 
 SCHEMES = {
-    "packed3": LayerScheme("packed", 3, 32, True),
+    "packed3": LayerScheme("packed", 3, 32, True, grid="midrise"),
     "packed4-plain": LayerScheme("packed", 4, -1, False),
     "huffman": LayerScheme("huffman"),
     "rans": RANS,

@@ -11,7 +11,9 @@ from vllm_latq.weights import PackedWeight, pack_integers
 CASES = [(2, 32, 33, 64), (3, 21, 500, 63), (4, -1, 1, 33), (8, 1, 5, 1), (3, 32, 64, 96)]
 
 
-def random_weight(bits: int, group_size: int, rows: int, cols: int, outliers: bool) -> PackedWeight:
+def random_weight(
+    bits: int, group_size: int, rows: int, cols: int, outliers: bool, midrise: bool = False
+) -> PackedWeight:
     generator = torch.Generator().manual_seed(rows * cols + bits)
     half = 1 << (bits - 1)
     integers = torch.randint(-half, half, (rows, cols), generator=generator, dtype=torch.int32)
@@ -19,11 +21,11 @@ def random_weight(bits: int, group_size: int, rows: int, cols: int, outliers: bo
     scales = (torch.rand(rows, groups, generator=generator) + 0.1).bfloat16()
     scales[::3] *= -1
     if not outliers:
-        return PackedWeight.from_integers(integers, scales, bits, group_size)
+        return PackedWeight.from_integers(integers, scales, bits, group_size, midrise=midrise)
     mask = torch.rand(rows, cols, generator=generator) < 0.05
     mask[-1] = True
     values = 5 * torch.randn(rows, cols, generator=generator)
-    return PackedWeight.from_integers(integers, scales, bits, group_size, mask, values)
+    return PackedWeight.from_integers(integers, scales, bits, group_size, mask, values, midrise)
 
 
 def row_scaled_weight() -> PackedWeight:
@@ -33,16 +35,18 @@ def row_scaled_weight() -> PackedWeight:
 
 
 def run(weight: PackedWeight, x: torch.Tensor) -> torch.Tensor:
-    return ssqr_linear(x, **weight_arguments(weight), bits=weight.bits, group_size=weight.group_size, cols=weight.cols)
+    constants = {name: getattr(weight, name) for name in ("bits", "group_size", "cols", "midrise")}
+    return ssqr_linear(x, **weight_arguments(weight), **constants)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("outliers", [False, True])
+@pytest.mark.parametrize("midrise", [False, True])
 @pytest.mark.parametrize(("bits", "group_size", "rows", "cols"), CASES)
 def test_equals_the_dense_product(
-    bits: int, group_size: int, rows: int, cols: int, outliers: bool, dtype: torch.dtype
+    bits: int, group_size: int, rows: int, cols: int, midrise: bool, outliers: bool, dtype: torch.dtype
 ) -> None:
-    weight = random_weight(bits, group_size, rows, cols, outliers)
+    weight = random_weight(bits, group_size, rows, cols, outliers, midrise)
     x = torch.randn(2, 3, cols).to(dtype)
     expected = torch.nn.functional.linear(x, weight.dequantize(dtype))
     torch.testing.assert_close(run(weight, x), expected, rtol=0, atol=0)
@@ -58,7 +62,7 @@ def test_row_scales_scale_outliers_too() -> None:
 def test_blocks_of_rows_change_nothing(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = random_weight(3, 21, 37, 63, True)
     monkeypatch.setattr(linear_op, "BLOCK_WEIGHTS", block)
-    got = dequantize(**weight_arguments(weight), bits=3, cols=63)
+    got = dequantize(**weight_arguments(weight), bits=3, cols=63, midrise=False)
     torch.testing.assert_close(got, weight.dequantize(), rtol=0, atol=0)
 
 
@@ -77,15 +81,17 @@ def test_capacity_has_headroom_and_wastes_at_most_a_quarter() -> None:
 
 def test_padding_does_not_change_the_result() -> None:
     weight = random_weight(4, 32, 8, 64, True)
-    short = dequantize(**weight_arguments(weight, capacity=weight.outliers.nnz), bits=4, cols=64)
-    long = dequantize(**weight_arguments(weight, capacity=10_000), bits=4, cols=64)
+    short = dequantize(**weight_arguments(weight, capacity=weight.outliers.nnz), bits=4, cols=64, midrise=False)
+    long = dequantize(**weight_arguments(weight, capacity=10_000), bits=4, cols=64, midrise=False)
     torch.testing.assert_close(short, long, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("weight", [random_weight(3, 32, 5, 64, True), row_scaled_weight()], ids=["scales", "rows"])
+@pytest.mark.parametrize(
+    "weight", [random_weight(3, 32, 5, 64, True, midrise=True), row_scaled_weight()], ids=["scales", "rows"]
+)
 def test_registration(weight: PackedWeight) -> None:
     """Schema, fake implementation and dispatch agree (torch's own checks)."""
-    arguments = (*weight_arguments(weight).values(), weight.bits, weight.group_size, weight.cols)
+    arguments = (*weight_arguments(weight).values(), weight.bits, weight.group_size, weight.cols, weight.midrise)
     x = torch.randn(2, weight.cols)
     torch.library.opcheck(
         torch.ops.latq.ssqr_linear.default,
@@ -100,7 +106,7 @@ def test_layers_with_different_outliers_share_a_graph() -> None:
     counter = torch._dynamo.testing.CompileCounter()
 
     def forward(x: torch.Tensor, tensors: dict[str, torch.Tensor | None]) -> torch.Tensor:
-        return ssqr_linear(x, **tensors, bits=4, group_size=32, cols=64) + 1
+        return ssqr_linear(x, **tensors, bits=4, group_size=32, cols=64, midrise=False) + 1
 
     compiled = torch.compile(forward, backend=counter, fullgraph=True)
     x = torch.randn(3, 64)

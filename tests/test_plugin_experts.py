@@ -30,7 +30,7 @@ LEAVES = {"gate_proj": (INTERMEDIATE, HIDDEN), "up_proj": (INTERMEDIATE, HIDDEN)
 PACKED = LayerScheme("packed", 4, 32, True)
 SCHEMES = {
     "packed4": PACKED,
-    "packed3-row": LayerScheme("packed", 3, -1, True),
+    "packed3-row": LayerScheme("packed", 3, -1, True, grid="midrise"),
     "packed8-plain": LayerScheme("packed", 8, 32, False),
     "huffman": LayerScheme("huffman"),
     "rans": RANS,
@@ -92,8 +92,9 @@ def dense(layer: Any, product: str) -> torch.Tensor:
     """The weights of all experts on this rank, [experts, rows, cols]."""
     method = layer.quant_method
     stacks = [getattr(layer, f"{product}_{name}") for name in WEIGHT_ARGUMENTS]
-    bits, cols = method.constants[0 if product == "w13" else 1][::2]
-    weights = [dequantize(*(None if s is None else s[e] for s in stacks), bits, cols) for e in range(len(stacks[0]))]
+    bits, _, cols, midrise = method.constants[0 if product == "w13" else 1]
+    experts = ([None if stack is None else stack[e] for stack in stacks] for e in range(len(stacks[0])))
+    weights = [dequantize(*tensors, bits, cols, midrise) for tensors in experts]
     scales = getattr(layer, f"{product}_column_scales")
     return torch.stack(weights) * (1 if scales is None else scales.unsqueeze(1))
 

@@ -34,7 +34,7 @@ PACKED = LayerScheme("packed", 4, 64, True)
 SCHEMES = {
     "packed4": PACKED,
     "packed3-integer": LayerScheme("packed", 3, 32, True, "integer"),
-    "packed2-row": LayerScheme("packed", 2, -1, True),
+    "packed2-row": LayerScheme("packed", 2, -1, True, grid="midrise"),
     "packed8-plain": LayerScheme("packed", 8, 64, False),
     "huffman": LayerScheme("huffman"),
 }
@@ -116,7 +116,8 @@ def load(layer: torch.nn.Module, shard_id: Any, tensors: dict[str, torch.Tensor]
 
 def dense(layer: torch.nn.Module) -> torch.Tensor:
     method = layer.quant_method
-    weight = dequantize(*(getattr(layer, name) for name in WEIGHT_ARGUMENTS), method.bits, method.cols)
+    constants = (method.constants[name] for name in ("bits", "cols", "midrise"))
+    weight = dequantize(*(getattr(layer, name) for name in WEIGHT_ARGUMENTS), *constants)
     return weight if layer.column_scales is None else weight * layer.column_scales
 
 

@@ -8,7 +8,7 @@ from vllm_latq.sharding import ZERO_ROW, cat_rows, take
 from vllm_latq.weights import PackedWeight, pack_integers
 
 
-def packed(rows: int, cols: int, bits: int, group_size: int, seed: int = 0) -> PackedWeight:
+def packed(rows: int, cols: int, bits: int, group_size: int, seed: int = 0, midrise: bool = False) -> PackedWeight:
     generator = torch.Generator().manual_seed(seed)
     half = 1 << (bits - 1)
     integers = torch.randint(-half, half, (rows, cols), generator=generator, dtype=torch.int32)
@@ -16,14 +16,14 @@ def packed(rows: int, cols: int, bits: int, group_size: int, seed: int = 0) -> P
     scales = (torch.rand(rows, groups, generator=generator) + 0.1).bfloat16()
     mask = torch.rand(rows, cols, generator=generator) < 0.1
     return PackedWeight.from_integers(
-        integers, scales, bits, group_size, mask, torch.randn(rows, cols, generator=generator)
+        integers, scales, bits, group_size, mask, torch.randn(rows, cols, generator=generator), midrise
     )
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize(("cols", "group_size", "columns"), [(63, 9, (9, 54)), (33, -1, (1, 33)), (96, 32, (32, 96))])
 def test_take_equals_dense_indexing(bits: int, cols: int, group_size: int, columns: tuple[int, int]) -> None:
-    weight = packed(7, cols, bits, group_size)
+    weight = packed(7, cols, bits, group_size, midrise=bits == 2)
     rows = torch.tensor([5, 5, 0, 6])
     taken = take(weight, rows, columns)
     assert taken.shape == (4, columns[1] - columns[0])
@@ -32,7 +32,7 @@ def test_take_equals_dense_indexing(bits: int, cols: int, group_size: int, colum
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_zero_rows_are_zero(bits: int) -> None:
-    weight = packed(3, 33, bits, 11)
+    weight = packed(3, 33, bits, 11, midrise=bits == 2)
     dense = take(weight, torch.tensor([ZERO_ROW, 2, ZERO_ROW]), (0, 33)).dequantize()
     assert not dense[[0, 2]].any()
     torch.testing.assert_close(dense[1], weight.dequantize()[2], rtol=0, atol=0)

@@ -14,9 +14,12 @@ FORMAT_VERSION = 1
 ENCODINGS = ("packed", "huffman", "rans")
 SUPPORTED_BITS = (2, 3, 4, 8)
 OUTLIER_CODINGS = ("bfloat16", "integer")
+GRIDS = ("midtread", "midrise")
 WHOLE_ROW = -1
 
-_SCHEME_KEYS = ("encoding", "bits", "group_size", "outliers", "outlier_coding")
+_SCHEME_KEYS = ("encoding", "bits", "group_size", "outliers", "outlier_coding", "grid")
+# Written only where they differ from this: readers of the first checkpoints did not know them.
+_LATER_KEYS = {"outlier_coding": "bfloat16", "grid": "midtread"}
 _CONFIG_KEYS = ("quant_method", "format_version", *_SCHEME_KEYS, "ignore", "overrides", "fingerprint", "recipe")
 
 
@@ -31,6 +34,8 @@ class LayerScheme:
         group_size: input channels that share a scale, -1 for the whole row; None if not "packed".
         outliers: whether "packed" carries a CSR matrix of outliers.
         outlier_coding: "bfloat16" (any value, 32 bits each) or "integer" (a point of the lattice beyond the grid, 16).
+        grid: of "packed": "midtread", the multiples of the scale from -2^(bits-1) to 2^(bits-1) - 1, or "midrise",
+            those half a step above them, which lie symmetrically around zero and leave zero out.
     """
 
     encoding: Literal["packed", "huffman", "rans"]
@@ -38,6 +43,7 @@ class LayerScheme:
     group_size: int | None = None
     outliers: bool = False
     outlier_coding: Literal["bfloat16", "integer"] = "bfloat16"
+    grid: Literal["midtread", "midrise"] = "midtread"
 
     def __post_init__(self) -> None:
         where = "quantization_config"
@@ -51,6 +57,9 @@ class LayerScheme:
             )
         if self.outlier_coding != "bfloat16" and not self.outliers:
             raise ConfigError(f"{where}.outlier_coding", "none where there are no outliers", repr(self.outlier_coding))
+        if self.grid not in GRIDS or (self.grid != "midtread" and self.encoding != "packed"):
+            expected = f"one of {', '.join(GRIDS)}, the latter only of encoding 'packed'"
+            raise ConfigError(f"{where}.grid", expected, repr(self.grid))
         if self.encoding != "packed":
             if (self.bits, self.group_size, self.outliers) != (None, None, False):
                 found = f"bits={self.bits!r}, group_size={self.group_size!r}, outliers={self.outliers!r}"
@@ -77,11 +86,9 @@ class LayerScheme:
         return cols // self.group_size
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON; the coding of outliers only where readers of the first checkpoints would go wrong without it."""
+        """As JSON."""
         values = {key: getattr(self, key) for key in _SCHEME_KEYS}
-        if self.outlier_coding == "bfloat16":
-            del values["outlier_coding"]
-        return values
+        return {key: value for key, value in values.items() if _LATER_KEYS.get(key) != value}
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,7 @@ def dummy_weight(scheme: LayerScheme, rows: int, cols: int, recipe: Mapping[str,
         row_scales=torch.full((rows,), SCALE, dtype=torch.float32, device="cpu") if decoded else None,
         outliers=outliers,
         column_scales=torch.ones(cols, dtype=torch.float32, device="cpu") if scheme.encoding == "rans" else None,
+        midrise=scheme.grid == "midrise",
     )
 
 

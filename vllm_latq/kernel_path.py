@@ -23,12 +23,12 @@ KERNEL_ARGUMENTS = (
     "words", "order", "scale_pairs", "flat_scales", "row_scales", "entries", "slice_ptr", "tickets",
 )  # fmt: skip
 SMALLEST_CAPACITY = 64  # outlier slots, of 64 bytes each
-CONSTANTS = ("bits", "group_size", "rows", "cols", "processors", "arch")
+CONSTANTS = ("bits", "group_size", "rows", "cols", "midrise", "processors", "arch")
 
 _SCHEMA = (
     "(Tensor x, Tensor words, Tensor order, Tensor? scale_pairs, Tensor? flat_scales, Tensor? row_scales, "
     "Tensor? entries, Tensor? slice_ptr, Tensor tickets, int bits, int group_size, int rows, int cols, "
-    "int processors, str arch) -> Tensor"
+    "bool midrise, int processors, str arch) -> Tensor"
 )
 
 
@@ -71,10 +71,11 @@ def kernel_arguments(
     from vllm_latq.kernels.weight import prepare
 
     csr = weight.outliers
-    prepared = prepare(
-        weight.qweight, weight.bits, weight.group_size, weight.cols, weight.scales, weight.row_scales,
-        *((None, None, None) if csr is None else (csr.row_ptr, csr.col_idx, csr.values)),
-    )  # fmt: skip
+    outliers: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None] = (None, None, None)
+    if csr is not None:
+        outliers = (csr.row_ptr, csr.col_idx, csr.values)
+    layout = (weight.bits, weight.group_size, weight.cols)
+    prepared = prepare(weight.qweight, *layout, weight.scales, weight.row_scales, *outliers, weight.midrise)
     tensors = {name: getattr(prepared, name) for name in KERNEL_ARGUMENTS}
     if prepared.slice_ptr is not None:
         slots = int(prepared.slice_ptr[-1])
@@ -133,6 +134,7 @@ def _ssqr_tiled(
     group_size: int,
     rows: int,
     cols: int,
+    midrise: bool,
     processors: int,
     arch: str,
 ) -> torch.Tensor:
@@ -140,7 +142,7 @@ def _ssqr_tiled(
     from vllm_latq.kernels.weight import KernelWeight
 
     tensors = (words, order, scale_pairs, flat_scales, row_scales, entries, slice_ptr, tickets)
-    return ssqr_matmul(x, KernelWeight(bits, group_size, rows, cols, *tensors, processors, arch))
+    return ssqr_matmul(x, KernelWeight(bits, group_size, rows, cols, midrise, *tensors, processors, arch))
 
 
 @torch.library.register_fake("latq::ssqr_tiled")

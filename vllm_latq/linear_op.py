@@ -1,6 +1,8 @@
 """The operator that multiplies by a packed weight in checkpoint layout, on any device: `latq::ssqr_linear`.
 
-    y[.., i] = sum_j x[.., j] * row_scales[i] * (scales[i, j // group_size] * z[i, j] + outliers[i, j])
+    y[.., i] = sum_j x[.., j] * row_scales[i] * (scales[i, j // group_size] * (z[i, j] + o) + outliers[i, j])
+
+with o = 1/2 on a mid-rise grid, else 0.
 
 Invariant: outlier arrays may be longer than row_ptr[-1]; what lies behind it has column 0 and value 0. The padding
 makes layers of one shape share a compiled graph although their outliers differ in number.
@@ -13,7 +15,7 @@ It is registered once, when this module is imported, for every backend, with a f
 import torch
 
 from vllm_latq.csr import CSR
-from vllm_latq.packing import unpack_codes
+from vllm_latq.packing import unpack_codes, zero_point
 from vllm_latq.weights import PackedWeight
 
 WEIGHT_ARGUMENTS = ("qweight", "scales", "row_scales", "row_ptr", "col_idx", "values")
@@ -23,7 +25,7 @@ BLOCK_WEIGHTS = 1 << 24
 
 _SCHEMA = (
     "(Tensor x, Tensor qweight, Tensor? scales, Tensor? row_scales, Tensor? row_ptr, Tensor? col_idx, "
-    "Tensor? values, int bits, int group_size, int cols) -> Tensor"
+    "Tensor? values, int bits, int group_size, int cols, bool midrise) -> Tensor"
 )
 
 
@@ -72,6 +74,7 @@ def dequantize(
     values: torch.Tensor | None,
     bits: int,
     cols: int,
+    midrise: bool,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """The dense weight [rows, cols]: each entry computed in float32 and rounded once to `dtype`.
@@ -85,6 +88,7 @@ def dequantize(
         values: bfloat16 or float32 [capacity], or None.
         bits: code width.
         cols: input channels.
+        midrise: whether the grid is.
         dtype: of the result.
     """
     rows = qweight.shape[0]
@@ -92,7 +96,7 @@ def dequantize(
     step = max(1, BLOCK_WEIGHTS // cols)
     for start in range(0, rows, step):
         block = slice(start, min(start + step, rows))
-        inliers = unpack_codes(qweight[block], bits, cols).to(torch.float32) - float(1 << (bits - 1))
+        inliers = unpack_codes(qweight[block], bits, cols).to(torch.float32) - zero_point(bits, midrise)
         if scales is not None:
             grouped = inliers.view(*scales[block].shape, -1)
             inliers = (grouped * scales[block].to(torch.float32).unsqueeze(-1)).view_as(inliers)
@@ -100,28 +104,35 @@ def dequantize(
             inliers *= row_scales[block].unsqueeze(1)
         weight[block] = inliers
     if row_ptr is not None and col_idx is not None and values is not None:
-        _add_outliers(weight, row_scales, row_ptr, col_idx, values)
+        _put_outliers(weight, scales if midrise else None, row_scales, row_ptr, col_idx, values)
     return weight
 
 
-def _add_outliers(
+def _put_outliers(
     weight: torch.Tensor,
+    scales: torch.Tensor | None,
     row_scales: torch.Tensor | None,
     row_ptr: torch.Tensor,
     col_idx: torch.Tensor,
     values: torch.Tensor,
 ) -> None:
-    """Add padded outliers in place. The inlier below an outlier is 0, so adding rounds nothing twice.
+    """Put padded outliers in place. The inlier below an outlier is 0, or half of `scales` where they are given: that
+    is taken out and put back with the outlier, so that nothing is rounded twice.
 
     No size here depends on row_ptr's contents: the device is not synchronised, and CUDA graphs can capture it.
     """
     rows, cols = weight.shape
     entry = torch.arange(values.numel(), dtype=row_ptr.dtype, device=row_ptr.device)
     row = torch.searchsorted(row_ptr[1:].contiguous(), entry, right=True).clamp_(max=rows - 1)
-    entries = values.to(torch.float32)
+    col, flat, entries = col_idx.to(torch.int64), weight.view(-1), values.to(torch.float32)
+    place = row * cols + col
+    if scales is not None:
+        real = entry < row_ptr[-1]
+        flat.index_add_(0, place, -flat[place] * real)
+        entries += 0.5 * real * scales[row, col // (cols // scales.shape[1])]
     if row_scales is not None:
         entries = entries * row_scales[row]
-    weight.view(-1).index_add_(0, row * cols + col_idx.to(torch.int64), entries.to(weight.dtype))
+    flat.index_add_(0, place, entries.to(weight.dtype))
 
 
 torch.library.define("latq::ssqr_linear", _SCHEMA)
@@ -139,8 +150,9 @@ def _ssqr_linear(
     bits: int,
     group_size: int,
     cols: int,
+    midrise: bool,
 ) -> torch.Tensor:
-    weight = dequantize(qweight, scales, row_scales, row_ptr, col_idx, values, bits, cols, x.dtype)
+    weight = dequantize(qweight, scales, row_scales, row_ptr, col_idx, values, bits, cols, midrise, x.dtype)
     return torch.nn.functional.linear(x, weight)
 
 
@@ -156,6 +168,7 @@ def _ssqr_linear_fake(
     bits: int,
     group_size: int,
     cols: int,
+    midrise: bool,
 ) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], qweight.shape[0]))
 
@@ -171,9 +184,11 @@ def ssqr_linear(
     bits: int,
     group_size: int,
     cols: int,
+    midrise: bool,
 ) -> torch.Tensor:
     """x [.., cols] times the transposed weight (arguments as `dequantize` takes them) -> [.., rows], dtype of x.
 
     `group_size` (-1: the whole row) is redundant with the shape of `scales`; kernels are chosen by it.
     """
-    return torch.ops.latq.ssqr_linear(x, qweight, scales, row_scales, row_ptr, col_idx, values, bits, group_size, cols)
+    tensors = (qweight, scales, row_scales, row_ptr, col_idx, values)
+    return torch.ops.latq.ssqr_linear(x, *tensors, bits, group_size, cols, midrise)

@@ -65,7 +65,7 @@ def make_operands(weight: PackedWeight, dtype: torch.dtype, where: str, capacity
         if nnz > capacity:
             hint = "Reloaded weights go into the memory of the first ones: restart the server with this checkpoint."
             raise CheckpointError(where, f"at most {capacity} outliers", str(nnz), hint)
-    constants = {"bits": weight.bits, "group_size": weight.group_size, "cols": weight.cols}
+    constants = {name: getattr(weight, name) for name in ("bits", "group_size", "cols", "midrise")}
     return Operands(ssqr_linear, weight_arguments(weight, capacity), constants, capacity)
 
 

@@ -13,7 +13,7 @@ from vllm_latq import validate
 from vllm_latq.config import SUPPORTED_BITS, WHOLE_ROW, LayerScheme
 from vllm_latq.csr import CSR
 from vllm_latq.overflow import read_overflow, stored_overflow, values_on_lattice
-from vllm_latq.packing import pack_codes, unpack_codes
+from vllm_latq.packing import pack_codes, unpack_codes, zero_point
 from vllm_latq.spec import SHAPE, stored_bits
 
 OUTLIER_BITS = 32
@@ -23,9 +23,10 @@ _BAND_WEIGHTS = 1 << 18
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """W[i, j] = row_scales[i] * (scales[i, j // group_size] * z[i, j] + outliers[i, j]) * column_scales[j].
+    """W[i, j] = row_scales[i] * (scales[i, j // group_size] * (z[i, j] + o) + outliers[i, j]) * column_scales[j].
 
-    An absent factor is 1. Operators do not know column_scales: they are applied to the activation, x * column_scales.
+    o is 0, or 1/2 where the grid is `midrise`. An absent factor is 1. Operators do not know column_scales: they are
+    applied to the activation, x * column_scales.
 
     Attributes:
         qweight: int32 [rows, words], codes z + 2**(bits - 1).
@@ -37,6 +38,7 @@ class PackedWeight:
         outliers: CSR [rows, cols], or None; z is 0 where it has an entry.
         column_scales: float32 [cols], or None; only in memory, never stored.
         outlier_integers: int32 [nnz], z of the outliers if they are stored as such; None if as their values.
+        midrise: whether the points of the grid lie half a step above the multiples of the scale.
     """
 
     qweight: torch.Tensor
@@ -48,6 +50,7 @@ class PackedWeight:
     outliers: CSR | None = None
     column_scales: torch.Tensor | None = None
     outlier_integers: torch.Tensor | None = None
+    midrise: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -56,7 +59,8 @@ class PackedWeight:
     @property
     def scheme(self) -> LayerScheme:
         coding: Literal["bfloat16", "integer"] = "bfloat16" if self.outlier_integers is None else "integer"
-        return LayerScheme("packed", self.bits, self.group_size, self.outliers is not None, coding)
+        grid: Literal["midtread", "midrise"] = "midrise" if self.midrise else "midtread"
+        return LayerScheme("packed", self.bits, self.group_size, self.outliers is not None, coding, grid)
 
     def integers(self) -> torch.Tensor:
         """z of the inliers, int32 [rows, cols]."""
@@ -65,7 +69,7 @@ class PackedWeight:
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """W, computed in float32 and rounded once to `dtype`, [rows, cols]."""
         weight = unpack_codes(self.qweight, self.bits, self.cols).to(torch.float32)
-        weight -= 1 << (self.bits - 1)
+        weight -= zero_point(self.bits, self.midrise)
         if self.scales is not None:
             weight.view(*self.scales.shape, -1).mul_(self.scales.to(torch.float32).unsqueeze(-1))
         if self.outliers is not None:
@@ -122,6 +126,7 @@ class PackedWeight:
         group_size: int,
         outlier_mask: torch.Tensor | None = None,
         outlier_values: torch.Tensor | None = None,
+        midrise: bool = False,
     ) -> "PackedWeight":
         """Pack integers on the grid.
 
@@ -134,6 +139,7 @@ class PackedWeight:
             outlier_mask: bool [rows, cols]; None for a scheme without outliers.
             outlier_values: [rows, cols], read where the mask is true, rounded to bfloat16; None for outliers stored as
                 integers.
+            midrise: whether the grid is.
         """
         outliers, beyond = None, None
         if outlier_mask is not None and outlier_values is None:
@@ -145,7 +151,7 @@ class PackedWeight:
         if outlier_mask is not None:
             integers = integers.masked_fill(outlier_mask, 0)
         qweight = pack_codes(integers + (1 << (bits - 1)), bits)
-        weight = cls(qweight, bits, group_size, integers.shape[1], scales, None, outliers)
+        weight = cls(qweight, bits, group_size, integers.shape[1], scales, None, outliers, midrise=midrise)
         return weight if beyond is None else replace(weight, outlier_integers=beyond.values)
 
     @classmethod
@@ -164,7 +170,8 @@ class PackedWeight:
         elif scheme.outliers:
             row_ptr, col_idx = tensors["outlier_row_ptr"], tensors["outlier_col_idx"]
             outliers = CSR(row_ptr, col_idx, tensors["outlier_values"], shape[1])
-        return cls(qweight, scheme.bits, scheme.group_size, shape[1], scales, None, outliers, None, integers)
+        midrise = scheme.grid == "midrise"
+        return cls(qweight, scheme.bits, scheme.group_size, shape[1], scales, None, outliers, None, integers, midrise)
 
 
 def best_bits(*matrices: torch.Tensor) -> int:

@@ -92,3 +92,8 @@ def _positions(cols: int, bits: int, device: torch.device) -> tuple[torch.Tensor
     """Word index and bit offset of each code in a row."""
     start = torch.arange(cols, dtype=torch.int64, device=device) * bits
     return start // WORD_BITS, start % WORD_BITS
+
+
+def zero_point(bits: int, midrise: bool) -> float:
+    """The code, or the middle between two, that stands for zero."""
+    return (1 << (bits - 1)) - 0.5 * midrise

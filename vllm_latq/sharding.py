@@ -58,14 +58,14 @@ def take(weight: PackedWeight, rows: torch.Tensor, columns: tuple[int, int], whe
         outliers = outliers.select_rows(rows)
         if (low, high) != (0, weight.cols):
             outliers = outliers.select_columns(low, high)
-    return PackedWeight(
+    return replace(
+        weight,
         qweight=cut,
-        bits=weight.bits,
-        group_size=weight.group_size,
         cols=high - low,
         scales=_take_scales(weight, rows, low, high, where),
         row_scales=None if weight.row_scales is None else weight.row_scales[rows.clamp(min=0)],
         outliers=outliers,
+        outlier_integers=None,
         column_scales=None if weight.column_scales is None else weight.column_scales[low:high].contiguous(),
     )
 
@@ -87,6 +87,7 @@ def _take_scales(weight: PackedWeight, rows: torch.Tensor, low: int, high: int, 
     if weight.scales is None:
         return None
     scales = weight.scales[rows.clamp(min=0)]
+    scales[rows < 0] = 0  # on a mid-rise grid no code is worth zero
     if weight.group_size == WHOLE_ROW:
         return scales
     check_groups(weight.group_size, low, high, where)

@@ -71,7 +71,7 @@ class LatqLinear(nn.Module):
             columns = weight.column_scales
             columns = None if columns is None else columns.to(device)
             weight = pack_integers(integers, weight.row_scales.to(device), None, columns)
-        self.bits, self.group_size = weight.bits, weight.group_size
+        self.bits, self.group_size, self.midrise = weight.bits, weight.group_size, weight.midrise
         self.register_buffer("column_scales", weight.column_scales)
         for name, tensor in weight_arguments(weight).items():
             self.register_buffer(name, None if tensor is None else tensor.to(device))
@@ -79,21 +79,22 @@ class LatqLinear(nn.Module):
     def dense_weight(self, dtype: torch.dtype) -> torch.Tensor:
         """The dequantized weight [out_features, in_features]."""
         if self.column_scales is None:
-            return dequantize(**self._arguments(), bits=self.bits, cols=self.in_features, dtype=dtype)
-        weight = dequantize(**self._arguments(), bits=self.bits, cols=self.in_features)
+            return dequantize(**self._arguments(), dtype=dtype)
+        weight = dequantize(**self._arguments())
         return weight.mul_(self.column_scales).to(dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [.., in_features] -> [.., out_features]."""
         x = scale_columns(x, self.column_scales)
-        y = ssqr_linear(x, **self._arguments(), bits=self.bits, group_size=self.group_size, cols=self.in_features)
+        y = ssqr_linear(x, **self._arguments(), group_size=self.group_size)
         return y if self.bias is None else y + self.bias
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, {self.scheme}"
 
     def _arguments(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in WEIGHT_ARGUMENTS}
+        tensors = {name: getattr(self, name) for name in WEIGHT_ARGUMENTS}
+        return tensors | {"bits": self.bits, "cols": self.in_features, "midrise": self.midrise}
 
 
 @register_quantization_config(QUANT_METHOD)

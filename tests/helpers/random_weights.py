@@ -19,15 +19,15 @@ def random_weight(scheme: LayerScheme, rows: int, cols: int, seed: int) -> Weigh
             exponents = ((torch.arange(size) * 7 % 17 - 8).to(torch.int8) for size in (rows, cols))
             return RansWeight.from_integers(integers, torch.rand(1, generator=generator) + 0.1, *exponents)
         return HuffmanWeight(torch.rand(1, generator=generator) + 0.1, encode(integers))
-    half = 1 << (scheme.bits - 1)
+    half, midrise = 1 << (scheme.bits - 1), scheme.grid == "midrise"
     integers = torch.randint(-half, half, (rows, cols), generator=generator, dtype=torch.int32)
     scales = (torch.rand(rows, scheme.groups(cols), generator=generator) + 0.1).bfloat16()
     if not scheme.outliers:
-        return PackedWeight.from_integers(integers, scales, scheme.bits, scheme.group_size)
+        return PackedWeight.from_integers(integers, scales, scheme.bits, scheme.group_size, midrise=midrise)
     mask = torch.rand(rows, cols, generator=generator) < 0.03
     mask[0], mask[-1] = False, True
     if scheme.outlier_coding == "integer":
         integers[mask] = torch.where(integers[mask] < 0, integers[mask] - half, integers[mask] + half)
-        return PackedWeight.from_integers(integers, scales, scheme.bits, scheme.group_size, mask)
+        return PackedWeight.from_integers(integers, scales, scheme.bits, scheme.group_size, mask, None, midrise)
     values = torch.randn(rows, cols, generator=generator)
-    return PackedWeight.from_integers(integers, scales, scheme.bits, scheme.group_size, mask, values)
+    return PackedWeight.from_integers(integers, scales, scheme.bits, scheme.group_size, mask, values, midrise)

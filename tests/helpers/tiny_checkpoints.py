@@ -20,6 +20,7 @@ SCHEMES = {
     "ssqr": LayerScheme("packed", 3, -1, True),
     "integer": LayerScheme("packed", 3, -1, True, "integer"),
     "packed": LayerScheme("packed", 4, 3, False),
+    "midrise": LayerScheme("packed", 2, 3, True, grid="midrise"),
     "huffman": LayerScheme("huffman"),
     "rans": LayerScheme("rans"),
 }
@@ -50,7 +51,9 @@ def tiny_weight(scheme: LayerScheme, shape: tuple[int, int], seed: int) -> Weigh
         outliers = (mask, None)
     else:
         integers = integers.clamp(-half, half - 1)
-    return PackedWeight.from_integers(integers, scales, scheme.bits, scheme.group_size, *outliers)
+    return PackedWeight.from_integers(
+        integers, scales, scheme.bits, scheme.group_size, *outliers, scheme.grid == "midrise"
+    )
 
 
 def write_tiny_checkpoint(directory: Path, encoding: str) -> Path:

@@ -55,6 +55,7 @@ def make_layer() -> Callable[..., Layer]:
         seed: int = 0,
         full_rows: tuple[int, ...] = (),
         empty_outliers: bool = False,
+        midrise: bool = False,
     ) -> Layer:
         generator = torch.Generator().manual_seed(seed)
         codes = torch.randint(0, 2**bits, (rows, cols), generator=generator, dtype=torch.uint8)
@@ -77,6 +78,7 @@ def make_layer() -> Callable[..., Layer]:
             "row_ptr": row_ptr if has_outliers else None,
             "col_idx": mask.nonzero()[:, 1].to(torch.int32) if has_outliers else None,
             "values": torch.randn(int(mask.sum()), generator=generator).bfloat16() if has_outliers else None,
+            "midrise": midrise,
         }
         return Layer(tensors, dequantize_reference(**tensors), prepare(**tensors))
 

@@ -65,7 +65,7 @@ def multiply_and_compare(layer: Any, m: int, dtype: torch.dtype, config: DecodeC
     with poisoned_allocations():
         y = ssqr_matmul(x, weight, config)
     expected = matmul_reference(x, layer.dense)
-    prefill = m > (config.max_rows if config else max_decode_rows(weight.bits))
+    prefill = m > (config.max_rows if config else max_decode_rows(weight.bits, weight.midrise))
     assert y.shape == (m, weight.rows)
     assert y.dtype == dtype
     # NaN compares false, so it fails too.
@@ -85,12 +85,15 @@ def test_a_damaged_fence_is_noticed() -> None:
 
 @pytest.mark.parametrize("m", range(1, 71))
 def test_every_number_of_rows(make_layer, m: int) -> None:
-    """Bits, group sizes, types, shapes and split-K change with m; every pair of bits and group size occurs."""
+    """Bits, group sizes, grids, types, shapes and split-K change with m; every pair of bits and group size occurs."""
     bits, group_size = SCHEMES[7 * m % len(SCHEMES)]
     cols = 384 if m % 3 else (321 if group_size == -1 else 512 - 2 * group_size)
-    layer = make_layer(bits, 33 + m % 2, cols, group_size=group_size, outliers=0.02, row_scales=m % 5 == 0)
+    midrise = m % 3 == 0
+    layer = make_layer(
+        bits, 33 + m % 2, cols, group_size=group_size, outliers=0.02, row_scales=m % 5 == 0, midrise=midrise
+    )
     config = None
-    if m <= max_decode_rows(bits):
+    if m <= max_decode_rows(bits, midrise):
         config = replace(decode_config(m, bits), programs_per_processor=1 + m % 2, min_superblocks=1)
     multiply_and_compare(layer, m, DTYPES[m // 2 % 2], config)
 
@@ -101,6 +104,7 @@ ODD: dict[str, dict[str, Any]] = {
     "no outliers": {"rows": 65, "cols": 256, "outliers": 0.0},
     "full rows": {"rows": 67, "cols": 256, "outliers": 0.0, "full_rows": (0, 1, 66)},
     "all outliers": {"rows": 20, "cols": 64, "group_size": 32, "outliers": 1.0},
+    "mid-rise": {"rows": 66, "cols": 384, "outliers": 0.05, "midrise": True},
     "one row": {"rows": 1, "cols": 256, "outliers": 0.1},
     "one weight": {"rows": 1, "cols": 1, "group_size": -1, "outliers": 0.0},
     "one outlier": {"rows": 1, "cols": 1, "group_size": -1, "outliers": 1.0},

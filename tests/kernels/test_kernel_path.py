@@ -18,7 +18,9 @@ pytestmark = pytest.mark.interpreter
 FLOAT16_TOLERANCE = 2**-10  # of the largest output: one rounding to float16, after float32 sums
 
 
-def packed(bits: int, group_size: int, rows: int, cols: int, rate: float | None, seed: int = 0) -> PackedWeight:
+def packed(
+    bits: int, group_size: int, rows: int, cols: int, rate: float | None, seed: int = 0, midrise: bool = False
+) -> PackedWeight:
     """Random packed weight; `rate` None has no outlier arrays, 0 has empty ones."""
     generator = torch.Generator().manual_seed(seed)
     half = 1 << (bits - 1)
@@ -27,10 +29,10 @@ def packed(bits: int, group_size: int, rows: int, cols: int, rate: float | None,
     scales = (torch.rand(rows, groups, generator=generator) * 0.1 + 0.01).bfloat16()
     scales[::3] *= -1
     if rate is None:
-        return PackedWeight.from_integers(integers, scales, bits, group_size)
+        return PackedWeight.from_integers(integers, scales, bits, group_size, midrise=midrise)
     mask = torch.rand(rows, cols, generator=generator) < rate
     values = torch.randn(rows, cols, generator=generator)
-    return PackedWeight.from_integers(integers, scales, bits, group_size, mask, values)
+    return PackedWeight.from_integers(integers, scales, bits, group_size, mask, values, midrise)
 
 
 def decoded(rows: int, cols: int, seed: int = 0) -> PackedWeight:
@@ -55,6 +57,7 @@ WEIGHTS: dict[str, Callable[[int], PackedWeight]] = {
     "4-bit row": lambda seed: packed(4, -1, 33, 500, 0.03, seed),
     "8-bit plain": lambda seed: packed(8, 32, 64, 96, None, seed),
     "no outlier": lambda seed: packed(4, 128, 64, 256, 0.0, seed),
+    "2-bit mid-rise": lambda seed: packed(2, 128, 70, 256, 0.02, seed, midrise=True),
     "one row": lambda seed: packed(3, 32, 1, 64, 1.0, seed),
     "hptq": lambda seed: decoded(40, 300, seed),
     "merged": lambda seed: cat_rows([packed(3, 64, rows, 128, 0.02, seed + rows) for rows in (64, 32, 33)]),

@@ -45,7 +45,7 @@ def run(layer: Any, m: int, dtype: torch.dtype, parts: int = 1, config: DecodeCo
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize(("m", "group_size", "parts"), [(1, 128, 2), (3, 32, 1), (8, -1, 2)])
 def test_simt(make_layer, bits: int, m: int, group_size: int, parts: int) -> None:
-    run(make_layer(bits, 70, 512, group_size=group_size), m, torch.bfloat16, parts, SIMT)
+    run(make_layer(bits, 70, 512, group_size=group_size, midrise=m == 3), m, torch.bfloat16, parts, SIMT)
 
 
 def test_simt_odd_shape_and_type(make_layer) -> None:
@@ -63,6 +63,15 @@ def test_every_width_and_type(make_layer, bits: int, dtype: torch.dtype) -> None
 @pytest.mark.parametrize("group_size", [32, 64, -1])
 def test_every_group_size(make_layer, bits: int, group_size: int) -> None:
     run(make_layer(bits, 65, 256, group_size=group_size), 2, torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("m", [2, 40])
+@pytest.mark.parametrize(("bits", "group_size"), [(2, 128), (3, 64), (4, -1), (8, 32)])
+def test_mid_rise_grid(make_layer, bits: int, group_size: int, m: int, dtype: torch.dtype) -> None:
+    """By the dot that removes the bias, and on the floats themselves: odd multiples of half a scale."""
+    m = min(m, 32) if bits == 8 else m
+    run(make_layer(bits, 70, 512, group_size=group_size, midrise=True), m, dtype)
 
 
 @pytest.mark.parametrize("m", [1, 2, 7, 8, 9, 16, 17, 33, 64])
