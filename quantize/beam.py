@@ -76,6 +76,7 @@ def k_best_plane(
     where: str = "",
     seed: int | None = None,
     threshold: float | None = None,
+    offset: float = 0.0,
     *,
     width: int = 4,
     code_cost: CodeCost | None = None,
@@ -94,7 +95,7 @@ def k_best_plane(
     rows, cols = weight.shape
     steps = Steps.of(scales, weight, group_size, factor.order, where)
     limits = (-math.inf if low is None else low, math.inf if high is None else high)
-    search = _Search(factor, steps, limits, block_size, threshold, width, code_cost, keep_overflow)
+    search = _Search(factor, steps, limits, block_size, threshold, width, code_cost, keep_overflow, offset)
     band = max(1, _BAND // max(1, cols * width))
     paths = [search.run(weight[start : start + band], start) for start in range(0, rows, band)]
     integers, errors, kept, clipped, excess = (torch.cat(parts, -1) for parts in zip(*paths, strict=True))
@@ -113,6 +114,7 @@ def k_best_plane(
         group_width=steps.width,
         loss=loss,
         bound=search.bound(rows) + excess,
+        offset=offset,
     )
 
 
@@ -126,6 +128,7 @@ class _Search:
     width: int
     code_cost: CodeCost | None
     keep: Overflow
+    offset: float
 
     def bound(self, rows: int) -> torch.Tensor:
         """Worst case of each row, float64 [rows]: 1/4 D_t s_t^2 a step, or the threshold if that is more; without what
@@ -164,6 +167,8 @@ class _Search:
             scales = self.steps.take(start, stop)
             if scales.shape[1] > 1:
                 scales = scales[:, first : first + shape[2]]
+            if self.offset:
+                residual[start:stop].sub_(scales.unsqueeze(1), alpha=self.offset)
             cost, ancestors, errors = self._batch(residual[start:stop], scales, propagation, cost, trail, start)
             if stop < len(order):
                 later = residual[stop:].gather(1, ancestors.expand(len(order) - stop, -1, -1))

@@ -72,7 +72,7 @@ def price(weights: Mapping[str, torch.Tensor], statistics: Mapping[str, LayerSta
             loss = 0.0
             for name, weight in weights.items():
                 gradients = torch.cat([gram.diagonal() for gram in statistics[name].outputs]).to(torch.float64)
-                scales = bases[name] * _multiplier(weight, bases[name], width, rate)
+                scales = bases[name] * _multiplier(weight, bases[name], width, rate, recipe.offset)
                 loss += float(gradients @ (scales.to(torch.float64).square() @ importance)) / 24
             stored = replace(recipe, budget=None, bits=width, outlier_rate=rate)
             bits = sum(stored.planned_bits(*weight.shape) for weight in weights.values()) / total
@@ -156,14 +156,14 @@ def _spend_rest(offers: Sequence[Offer], chosen: list[Choice], bits: float) -> N
 
 def _base(weight: torch.Tensor, width: int, recipe: Recipe) -> torch.Tensor:
     """Scales of every weight before the search for the outlier rate, float32 [r, c]."""
-    scales = group_scales(weight, width, recipe.group_size, recipe.scales).to(torch.float32)
+    scales = group_scales(weight, width, recipe.group_size, recipe.scales, offset=recipe.offset).to(torch.float32)
     return scales.repeat_interleave(weight.shape[1] // scales.shape[1], 1)
 
 
-def _multiplier(weight: torch.Tensor, scales: torch.Tensor, width: int, rate: float) -> float:
+def _multiplier(weight: torch.Tensor, scales: torch.Tensor, width: int, rate: float, offset: float) -> float:
     """What the scales must grow by until only a share `rate` of the weights rounds out of the grid."""
     low, high = grid(width)
     exact = weight / scales
-    reach = torch.where(exact < 0, exact / (low - 0.5), exact / (high + 0.5))
+    reach = torch.where(exact < 0, exact / (low - 0.5 + offset), exact / (high + 0.5 + offset))
     rank = max(1, math.ceil(rate * weight.numel()))
     return float(reach.flatten().topk(rank).values[-1])

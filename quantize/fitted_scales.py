@@ -19,7 +19,13 @@ _ROWS_AT_ONCE = 1024
 
 
 def fitted_scales(
-    weight: torch.Tensor, factor: Factor, bits: int, group_size: int, block_size: int = 128, where: str = ""
+    weight: torch.Tensor,
+    factor: Factor,
+    bits: int,
+    group_size: int,
+    block_size: int = 128,
+    where: str = "",
+    offset: float = 0.0,
 ) -> torch.Tensor:
     """Signed MSE scales whose squared errors are weighted by D_t, times what each row's rounding loses least at.
 
@@ -30,13 +36,14 @@ def fitted_scales(
         group_size: input channels per scale, -1 for the whole row.
         block_size: columns per lazy batch.
         where: name of the layer, for errors.
+        offset: of the grid, in steps. A mid-rise grid is symmetric: its scales need no signs.
 
     Returns:
         bfloat16 [r, G], finite and not zero.
     """
     importance = torch.empty_like(factor.diagonal)
     importance[factor.order] = factor.diagonal
-    base = group_scales(weight, bits, group_size, "signed", where, importance)
+    base = group_scales(weight, bits, group_size, "mse" if offset else "signed", where, importance, offset)
     low, high = grid(bits)
     chosen = []
     for rows, own in zip(weight.split(_ROWS_AT_ONCE), base.split(_ROWS_AT_ONCE), strict=True):
@@ -51,6 +58,7 @@ def fitted_scales(
             block_size,
             group_size,
             where,
+            offset=offset,
         )
         best = tried.loss.view(len(MULTIPLES), -1).argmin(0)
         chosen.append(candidates[best, torch.arange(len(own), device=own.device)])

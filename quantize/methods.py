@@ -195,43 +195,55 @@ def _record(
 
 
 def _rtn(weight: torch.Tensor, _factor: Factor | None, recipe: Recipe, where: str) -> _Quantized:
-    scales = group_scales(weight, recipe.bits, recipe.group_size, recipe.scales, where)
+    scales = group_scales(weight, recipe.bits, recipe.group_size, recipe.scales, where, offset=recipe.offset)
     steps = scales.to(weight.dtype).repeat_interleave(weight.shape[1] // scales.shape[1], 1)
-    integers = (weight / steps).round().clamp(*grid(recipe.bits))
-    stored = PackedWeight.from_integers(integers.to(torch.int32), scales, recipe.bits, recipe.group_size)
-    return _Quantized(stored, (integers * steps).to(torch.float32))
+    integers = (weight / steps - recipe.offset).round().clamp(*grid(recipe.bits))
+    stored = _packed(integers.to(torch.int32), scales, recipe)
+    return _Quantized(stored, ((integers + recipe.offset) * steps).to(torch.float32))
 
 
 def _gptq(weight: torch.Tensor, factor: Factor | None, recipe: Recipe, where: str) -> _Quantized:
     assert factor is not None
+    layout = (recipe.bits, recipe.group_size)
     if recipe.scales == "fitted":
-        scales = fitted_scales(weight, factor, recipe.bits, recipe.group_size, recipe.block_size, where)
+        scales = fitted_scales(weight, factor, *layout, recipe.block_size, where, recipe.offset)
     else:
-        scales = group_scales(weight, recipe.bits, recipe.group_size, recipe.scales, where)
+        scales = group_scales(weight, *layout, recipe.scales, where, offset=recipe.offset)
     low, high = grid(recipe.bits)
-    options = (recipe.block_size, recipe.group_size, where, recipe.rounding_seed(where))
+    options = (recipe.block_size, recipe.group_size, where, recipe.rounding_seed(where), None, recipe.offset)
     rounding = plane_of_width(recipe.beam)(weight, factor, scales, low, high, "clip", *options)
     rounding = refine(weight, factor, rounding, low, high, recipe.sweeps)
-    stored = PackedWeight.from_integers(rounding.z, rounding.scales.to(SCALE_DTYPE), recipe.bits, recipe.group_size)
+    stored = _packed(rounding.z, rounding.scales, recipe)
     dequantized = rounding.dequantized.to(torch.float32)
     return _Quantized(stored, dequantized, float(rounding.bound.sum()), int(rounding.outlier_mask.sum()))
 
 
 def _ssqr(weight: torch.Tensor, factor: Factor | None, recipe: Recipe, where: str) -> _Quantized:
     assert factor is not None
-    base = group_scales(weight, recipe.bits, recipe.group_size, recipe.scales, where)
+    base = group_scales(weight, recipe.bits, recipe.group_size, recipe.scales, where, offset=recipe.offset)
     saving = recipe.outliers == "saving"
     search = partial(ssqr_by_saving, beam=recipe.beam) if saving else ssqr
     keep: Overflow = "integer" if recipe.outlier_coding == "integer" else "exact"
-    grid_options = (recipe.bits, recipe.group_size, recipe.outlier_rate)
-    found = search(weight, factor, base, *grid_options, recipe.block_size, where, recipe.rounding_seed(where), keep)
+    options = (recipe.block_size, where, recipe.rounding_seed(where), keep, recipe.offset)
+    found = search(weight, factor, base, recipe.bits, recipe.group_size, recipe.outlier_rate, *options)
     movable = recipe.outlier_rate if saving else None
     rounding = refine(weight, factor, found.rounding, *grid(recipe.bits), recipe.sweeps, movable, keep)
     values = rounding.outlier_values if keep == "exact" else None
-    scales, outliers = rounding.scales.to(SCALE_DTYPE), (rounding.outlier_mask, values)
-    stored = PackedWeight.from_integers(rounding.z, scales, recipe.bits, recipe.group_size, *outliers)
+    stored = _packed(rounding.z, rounding.scales, recipe, rounding.outlier_mask, values)
     dequantized = rounding.dequantized.to(torch.float32)
     return _Quantized(stored, dequantized, float(rounding.bound.sum()), note=found.note)
+
+
+def _packed(
+    integers: torch.Tensor,
+    scales: torch.Tensor,
+    recipe: Recipe,
+    outlier_mask: torch.Tensor | None = None,
+    outlier_values: torch.Tensor | None = None,
+) -> PackedWeight:
+    """As stored; arguments as for `PackedWeight.from_integers`."""
+    layout = (scales.to(SCALE_DTYPE), recipe.bits, recipe.group_size)
+    return PackedWeight.from_integers(integers, *layout, outlier_mask, outlier_values, recipe.grid == "midrise")
 
 
 def _hptq(weight: torch.Tensor, factor: Factor | None, recipe: Recipe, where: str) -> _Quantized:

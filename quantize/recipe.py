@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from vllm_latq.config import OUTLIER_CODINGS, SUPPORTED_BITS, WHOLE_ROW, LayerScheme
+from vllm_latq.config import GRIDS, OUTLIER_CODINGS, SUPPORTED_BITS, WHOLE_ROW, LayerScheme
 from vllm_latq.errors import ConfigError
 from vllm_latq.overflow import entries_per_outlier
 from vllm_latq.quantize.lattice import ORDERS
@@ -24,7 +24,7 @@ from vllm_latq.spec import tensor_specs
 # Options a method does not read. Setting one would suggest an effect it does not have, so it is refused.
 _RECURSION = ("order", "damping", "block_size", "rounding", "condition", "target", "correction", "beam", "sweeps")
 _OUTLIERS = ("outlier_rate", "outliers", "outlier_coding", "budget")
-_GRID = ("bits", "group_size", "scales", *_OUTLIERS)
+_GRID = ("bits", "group_size", "scales", "grid", *_OUTLIERS)
 _UNUSED = {
     "rtn": (*_OUTLIERS, "target_bits", "without", "reduction", *_RECURSION),
     "gptq": (*_OUTLIERS, "target_bits", "without", "reduction"),
@@ -66,6 +66,8 @@ class Recipe:
         reduction: none or lll: hptq rounds on the reduced basis where that lowers the bound.
         scales: absmax, mse, signed (mse, with the sign that suits the group), or for gptq fitted: signed, and to the
             errors that the recursion makes with them.
+        grid: midtread (the multiples of the scale, zero among them) or midrise (those and half a scale, symmetric
+            around zero: the better one for dense weights in 2 bits).
         target: what a layer's output should be: quantized (of its own weights, on the inputs that the quantized prefix
             gives it) or original (of the original model).
         correction: share of the way to the corrected weights that target "original" goes, in (0, 1].
@@ -111,6 +113,7 @@ class Recipe:
     beam: int = 1
     sweeps: int = 0
     budget: float | None = None
+    grid: Literal["midtread", "midrise"] = "midtread"
     without: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -122,6 +125,7 @@ class Recipe:
         _check_choice("target", self.target, TARGETS)
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("outliers", self.outliers, OUTLIER_CHOICES)
+        _check_choice("grid", self.grid, GRIDS)
         _check_choice("outlier_coding", self.outlier_coding, OUTLIER_CODINGS)
         if type(self.bits) is not int or self.bits not in SUPPORTED_BITS:
             raise _error("bits", f"one of {', '.join(map(str, SUPPORTED_BITS))}", self.bits)
@@ -171,6 +175,8 @@ class Recipe:
             raise _error("beam", "1", self.beam, "Overflow has no cost to compare: set outliers to saving.")
         if self.reduction != "none" and (self.beam > 1 or self.rounding == "rate"):
             raise _error("reduction", "none", self.reduction, "A reduced basis is rounded on by nearest plane only.")
+        if self.grid == "midrise" and self.scales == "signed":
+            raise _error("scales", "absmax, mse or fitted", self.scales, "A mid-rise grid is the same on both sides.")
         if self.target == "quantized" and self.correction != 1.0:
             raise _error("correction", "the default 1.0", self.correction, "Only target original is corrected.")
 
@@ -181,7 +187,12 @@ class Recipe:
             return LayerScheme("rans")
         if self.method in HUFFMAN_METHODS:
             return LayerScheme("huffman")
-        return LayerScheme("packed", self.bits, self.group_size, self.method == "ssqr", self.outlier_coding)
+        return LayerScheme("packed", self.bits, self.group_size, self.method == "ssqr", self.outlier_coding, self.grid)
+
+    @property
+    def offset(self) -> float:
+        """Of the grid, in steps."""
+        return 0.5 if self.grid == "midrise" else 0.0
 
     def planned_bits(self, rows: int, cols: int) -> float:
         """Stored bits of a linear [rows, cols]: exact but for outliers, which are counted at their rate, evenly strewn;

@@ -61,7 +61,8 @@ def refine(
             break
         state, best = tried, reached
     steps = state.scales[state.group_of]
-    z, kept, values = (state.values / steps).round_(), state.kept, state.values
+    base = state.offset * steps
+    z, kept, values = state.integers(state.values, steps), state.kept, state.values - base
     if keep == "integer":
         # An integer beyond 128 need not survive bfloat16: this one is nearest to what it became.
         kept, values = kept & state.outside(z), kept_value(keep, values, z, steps)
@@ -96,6 +97,7 @@ class _State:
     low: int
     high: int
     keep: Overflow
+    offset: float
     gradient: torch.Tensor
 
     @classmethod
@@ -114,6 +116,7 @@ class _State:
             low=low,
             high=high,
             keep=keep,
+            offset=rounding.offset,
             gradient=weight.new_empty(0),
         )
 
@@ -125,6 +128,15 @@ class _State:
         error = self.values - self.target
         self.gradient = self.hessian @ error
         return (error * self.gradient).sum(0, dtype=torch.float64)
+
+    def integers(self, values: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
+        """Those of the lattice's nearest points."""
+        return (values / steps).sub_(self.offset).round_()
+
+    def kept_value(self, values: torch.Tensor, integers: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
+        """What outliers of these values become; only their distance from scale * offset is stored."""
+        base = self.offset * steps
+        return kept_value(self.keep, values - base, integers, steps) + base
 
     def outside(self, integers: torch.Tensor) -> torch.Tensor:
         """Where integers leave the grid."""
@@ -143,20 +155,21 @@ class _State:
         """The scale of each row's group by least squares, rounded as stored, where that lowers the loss."""
         columns = (self.group_of == group).nonzero()[:, 0]
         old, values, kept = self.scales[group].clone(), self.values[columns], self.kept[columns]
-        integers = (values / old).round_()
+        integers = self.integers(values, old)
+        points = integers + self.offset
         if self.keep == "exact":
-            integers.masked_fill_(kept, 0)
-        slope = (integers * gradient[columns]).sum(0)
-        curvature = (integers * (self.hessian[columns][:, columns] @ integers)).sum(0)
+            points.masked_fill_(kept, self.offset)
+        slope = (points * gradient[columns]).sum(0)
+        curvature = (points * (self.hessian[columns][:, columns] @ points)).sum(0)
         fitted = (old - slope / curvature).to(SCALE_DTYPE).to(old)
         change = fitted - old
-        better = change * (change * curvature + 2 * slope) < 0  # false for NaN, where no integer but 0 is
+        better = change * (change * curvature + 2 * slope) < 0  # false for NaN, where no point but 0 is
         better &= fitted * old > 0
         change.masked_fill_(~better, 0)
         self.scales[group] += change
-        moved = integers * change
+        moved = points * change
         if self.keep == "integer":
-            moved = torch.where(kept, kept_value(self.keep, values, integers, old + change) - values, moved)
+            moved = torch.where(kept, self.kept_value(values, integers, old + change) - values, moved)
         self.values[columns] += moved
         gradient.addmm_(self.hessian[:, columns], moved)
 
@@ -165,8 +178,8 @@ class _State:
         curvature = self.hessian.diagonal()[:, None]
         optimum = self.values - gradient / curvature
         steps = self.scales[self.group_of]
-        integers = (optimum / steps).round_()
-        nearest = integers.clamp(self.low, self.high).mul_(steps)
+        integers = self.integers(optimum, steps)
+        nearest = integers.clamp(self.low, self.high).add_(self.offset).mul_(steps)
         costs = optimum.sub_(nearest).square_() * curvature
         if self.keep == "integer":
             costs.masked_fill_(~self.outside(integers), 0)
@@ -183,13 +196,13 @@ class _State:
                 local[i] += inner[i, :i] @ moves[:i]
             curvature, scale = inner[i, i], self.scales[self.group_of[t]]
             optimum = self.values[t] - local[i] / curvature
-            integer = (optimum / scale).round_()
-            nearest = integer.clamp(self.low, self.high).mul_(scale)
+            integer = self.integers(optimum, scale)
+            nearest = integer.clamp(self.low, self.high).add_(self.offset).mul_(scale)
             if limit is not None:
                 self.kept[t] = (optimum - nearest).square_().mul_(curvature) > limit
             if self.keep == "integer":
                 self.kept[t] &= self.outside(integer)
-            moved = torch.where(self.kept[t], kept_value(self.keep, optimum, integer, scale), nearest)
+            moved = torch.where(self.kept[t], self.kept_value(optimum, integer, scale), nearest)
             moves[i] = moved - self.values[t]
             self.values[t] = moved
         gradient.addmm_(self.hessian[:, columns], moves)

@@ -34,16 +34,18 @@ class Rounding:
     """What a rounding pass found; original column order.
 
     Attributes:
-        z: int32 [r, c], integers; 0 where a weight was kept exactly.
+        z: int32 [r, c], integers; 0 where a weight was kept exactly. A weight is scale * (z + offset).
         outlier_mask: bool [r, c], where the nearest integer lies outside [low, high]: clipped or kept, as
             `keep_overflow` said; with a `threshold`, where a weight was kept.
-        outlier_values: bfloat16 [r, c], of outliers, 0 elsewhere; None unless `keep_overflow` is one of KEPT.
+        outlier_values: bfloat16 [r, c], of outliers, less scale * offset; 0 elsewhere; None unless `keep_overflow` is
+            one of KEPT.
         scales: [r or 1, G], in the dtype of the recursion.
         group_width: columns per scale.
         loss: float64 [r], sum_t D_t (w'_t - q_t)^2.
         bound: float64 [r], 1/4 sum_t D_t s_t^2 (Theorem 4), or without the 1/4 if rounding was stochastic; the loss is
             below it unless something was clipped. With a `threshold`, that much is added for each clipped weight, and
             the loss is below it always. For integers kept, it includes their rounding to bfloat16.
+        offset: of the grid, in steps.
     """
 
     z: torch.Tensor
@@ -53,15 +55,16 @@ class Rounding:
     group_width: int
     loss: torch.Tensor
     bound: torch.Tensor
+    offset: float = 0.0
 
     @property
     def dequantized(self) -> torch.Tensor:
-        """scale * z, or the exact outlier: [r, c] in the dtype of the recursion."""
-        cols = self.z.shape[1]
-        values = self.z * self.scales.repeat_interleave(self.group_width, 1)[:, :cols]
+        """scale * (z + offset), or the exact outlier: [r, c] in the dtype of the recursion."""
+        steps = self.scales.repeat_interleave(self.group_width, 1)[:, : self.z.shape[1]]
+        values = (self.z + self.offset) * steps
         if self.outlier_values is None:
             return values
-        return torch.where(self.outlier_mask, self.outlier_values.to(values.dtype), values)
+        return torch.where(self.outlier_mask, self.outlier_values + self.offset * steps, values)
 
     @property
     def outlier_rate(self) -> float:
@@ -81,6 +84,7 @@ def nearest_plane(
     where: str = "",
     seed: int | None = None,
     threshold: float | None = None,
+    offset: float = 0.0,
 ) -> Rounding:
     """GPTQ with lazy batch updates ("GPTQ as Babai", Algorithm 1).
 
@@ -99,6 +103,8 @@ def nearest_plane(
         threshold: with "exact", keep instead the weights whose clipped rounding would add more than this to the loss,
             D_t (w'_t - q_t)^2 > threshold, wherever their integers lie; the others are clipped. With "integer", those
             of them whose integers leave the grid.
+        offset: of the lattice, in steps: weights are rounded to scale * (z + offset). A coset of the lattice has the
+            same cells, and the bound with them.
 
     Raises:
         NumericalError: the recursion left the finite numbers or the integers that fit.
@@ -117,6 +123,7 @@ def nearest_plane(
         low=-math.inf if low is None else low,
         high=math.inf if high is None else high,
         clip=keep_overflow == "clip" and low is not None,
+        offset=offset,
         dither=None if seed is None else torch.Generator(weight.device).manual_seed(seed),
         limit=None if threshold is None else (threshold / factor.diagonal).to(weight.dtype),
         kept=torch.zeros(cols, rows, dtype=torch.bool, device=weight.device) if keep_overflow in KEPT else None,
@@ -170,8 +177,8 @@ class Steps:
 class _State:
     """The working set of one pass, transposed and permuted: see the module's picture.
 
-    residual [c, r] turns from w' into the error e row by row; integers [c, r] are not yet clipped; outliers [c, r]
-    holds their bfloat16 values and 0 elsewhere.
+    residual [c, r] turns from w', less offset * scale, into the error e row by row; integers [c, r] are not yet
+    clipped; outliers [c, r] holds their bfloat16 values and 0 elsewhere.
     """
 
     residual: torch.Tensor
@@ -183,6 +190,7 @@ class _State:
     low: float
     high: float
     clip: bool
+    offset: float = 0.0
     dither: torch.Generator | None = None
     limit: torch.Tensor | None = None
     kept: torch.Tensor | None = None
@@ -191,6 +199,8 @@ class _State:
         """Steps start .. stop - 1."""
         self._receive(0, start, stop)
         scales = self.steps.take(start, stop)
+        if self.offset:
+            self.residual[start:stop].sub_(scales, alpha=self.offset)
         for t in range(start, stop):
             self._receive(start, t, t + 1)
             self._round_one(t, scales[t - start])
@@ -257,6 +267,7 @@ class _State:
             group_width=self.steps.width,
             loss=loss,
             bound=bound,
+            offset=self.offset,
         )
 
 

@@ -4,6 +4,7 @@ Invariant: what is returned is what is stored. Scales are rounded to bfloat16 be
 finite and not zero, and an all-zero group has scale 1.
 """
 
+import math
 from itertools import product
 
 import torch
@@ -35,6 +36,7 @@ def group_scales(
     how: str = "mse",
     where: str = "",
     importance: torch.Tensor | None = None,
+    offset: float = 0.0,
 ) -> torch.Tensor:
     """One scale per row and group of input channels.
 
@@ -49,6 +51,8 @@ def group_scales(
         how: one of SCALE_METHODS.
         where: name of the layer, for errors.
         importance: weights of the columns' squared errors, non-negative [c]; None for equal ones.
+        offset: of the grid, in steps; with 1/2 no point is zero, so an all-zero group takes the smallest scale of its
+            row, or the smallest there is.
 
     Returns:
         bfloat16 [r, groups], finite and not zero; positive unless signed.
@@ -61,7 +65,9 @@ def group_scales(
     if weight.numel() == 0:
         return torch.ones(rows, groups, dtype=SCALE_DTYPE, device=weight.device)
     grouped = weight.reshape(rows, groups, cols // groups)
-    largest = grouped.abs().amax(2) / grid(bits)[1]
+    largest = grouped.abs().amax(2) / (grid(bits)[1] + offset)
+    if offset:
+        largest = _without_zeros(largest)
     if how == "absmax":
         scales = _storable(largest)
     else:
@@ -69,7 +75,7 @@ def group_scales(
         amplitudes = None if importance is None else importance.to(weight).sqrt().reshape(groups, -1)
         pieces = zip(grouped.split(chunk), largest.split(chunk), strict=True)
         signs = (1, -1) if how == "signed" else (1,)
-        scales = torch.cat([_best_shrink(piece, absmax, bits, signs, amplitudes) for piece, absmax in pieces])
+        scales = torch.cat([_best_shrink(piece, absmax, bits, signs, amplitudes, offset) for piece, absmax in pieces])
     if not torch.isfinite(scales * (1 << bits) * _HEADROOM).all():
         raise NumericalError(
             where or "scales", "scales that bfloat16 can hold", f"weights up to {float(grouped.abs().max()):g}"
@@ -89,6 +95,7 @@ def _best_shrink(
     bits: int,
     signs: tuple[int, ...],
     amplitudes: torch.Tensor | None,
+    offset: float,
 ) -> torch.Tensor:
     """bfloat16 [n, G] for weights [n, G, group] with absmax scales [n, G]; `amplitudes` [G, group] multiply errors."""
     low, high = grid(bits)
@@ -99,7 +106,8 @@ def _best_shrink(
         factor = SMALLEST_SHRINK + (1 - SMALLEST_SHRINK) * step / SHRINK_STEPS
         candidate = sign * _storable(absmax * factor)
         scale = candidate.to(grouped.dtype)[..., None]
-        torch.div(grouped, scale, out=rounded).round_().clamp_(low, high).mul_(scale).sub_(grouped)
+        torch.div(grouped, scale, out=rounded).sub_(offset).round_().clamp_(low, high).add_(offset)
+        rounded.mul_(scale).sub_(grouped)
         if amplitudes is not None:
             rounded.mul_(amplitudes)
         error = torch.linalg.vector_norm(rounded, dim=2)
@@ -107,6 +115,13 @@ def _best_shrink(
         best_scale = torch.where(better, candidate, best_scale)
         best_error = torch.where(better, error, best_error)
     return best_scale
+
+
+def _without_zeros(largest: torch.Tensor) -> torch.Tensor:
+    """[r, G] with zeros replaced by the smallest other number of their row, or the smallest that bfloat16 holds."""
+    tiny = torch.finfo(SCALE_DTYPE).tiny
+    smallest = largest.masked_fill(largest < tiny, math.inf).amin(1, keepdim=True)
+    return torch.where(largest < tiny, smallest.nan_to_num(posinf=tiny), largest)
 
 
 def _storable(scales: torch.Tensor) -> torch.Tensor:

@@ -70,6 +70,7 @@ def ssqr(
     where: str = "",
     seed: int | None = None,
     keep: Overflow = "exact",
+    offset: float = 0.0,
 ) -> SSQRResult:
     """Search for the multiplier of the base scales whose outlier rate is within 2 % of the target and not above it.
 
@@ -87,13 +88,15 @@ def ssqr(
         where: name of the layer, for errors.
         seed: of stochastic rounding, the same draws at every probe; None rounds to nearest.
         keep: outliers, "exact" or as an "integer".
+        offset: of the grid, in steps.
     """
     low, high = grid(bits)
 
     def quantize(rows: Rows, octaves: float) -> Quantized:
         scales = scaled(base_scales[rows], 2.0**octaves)
         part = weight[rows]
-        return nearest_plane(part, factor, scales, low, high, keep, block_size, group_size, where, seed), scales
+        options = (block_size, group_size, where, seed, None, offset)
+        return nearest_plane(part, factor, scales, low, high, keep, *options), scales
 
     search = partial(_search, weight, outlier_rate, quantize, lower=SMALLEST_OCTAVES, upper=LARGEST_OCTAVES)
     start, slope = 0.0, _USUAL_SLOPE
@@ -116,6 +119,7 @@ def ssqr_by_saving(
     where: str = "",
     seed: int | None = None,
     keep: Overflow = "exact",
+    offset: float = 0.0,
     beam: int = 1,
 ) -> SSQRResult:
     """Outliers where they save most, not where integers overflow: the loss of a layer at a given rate, lowered.
@@ -136,7 +140,7 @@ def ssqr_by_saving(
         scales = scaled(base_scales[rows], 2.0**multiplier)
 
         def quantize(rows: Rows, octaves: float) -> Quantized:
-            options = (block_size, group_size, where, seed, 2.0**octaves)
+            options = (block_size, group_size, where, seed, 2.0**octaves, offset)
             return plane(weight[rows], factor, scales, low, high, keep, *options), scales
 
         lower, upper = start - _THRESHOLD_OCTAVES, start + _THRESHOLD_OCTAVES

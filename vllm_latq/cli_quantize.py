@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm_latq import console
-from vllm_latq.config import OUTLIER_CODINGS
+from vllm_latq.config import GRIDS, OUTLIER_CODINGS
 
 DEFAULT_METHOD = "latq"
 DEFAULT_TARGET_BITS = 4.0
@@ -55,6 +55,11 @@ def _add_recipe(command: argparse.ArgumentParser) -> None:
         "--reduction", choices=("none", "lll"), help="of the lattice before rounding (hptq; default none)"
     )
     recipe.add_argument("--scales", choices=("absmax", "mse", "signed", "fitted"), help="of the groups (default mse)")
+    recipe.add_argument(
+        "--grid",
+        choices=GRIDS,
+        help="of packed methods (default midtread; midrise: better for dense weights in 2 bits)",
+    )
     recipe.add_argument(
         "--target", choices=("quantized", "original"), help="whose layer outputs to match (default quantized)"
     )

@@ -29,6 +29,7 @@ RECIPES = {
     "gptq": Recipe("gptq", 3, order="min-pivot", scales="fitted", dtype="bfloat16", **FEW),
     "latq": Recipe("latq", target_bits=3.0, **FEWER),
     "latq-parts": Recipe("latq", target_bits=3.0, without=("rate-damping", "feedback", "columns"), **FEWER),
+    "midrise": Recipe("ssqr", 2, grid="midrise", **FEW),
     "budget": Recipe("ssqr", budget=3.6, outlier_coding="integer", **FEW),
 }
 # What sums in float32 differ by where the certificate takes another way than the quantizer.

@@ -16,7 +16,10 @@ from vllm_latq.quantize.target import output_energy
 from vllm_latq.weights import HuffmanWeight, PackedWeight, weight_from_tensors
 
 # latq looks at the whole model: see test_whole_model.py.
-EVERYTHING = ("gptq, everything", "ssqr, everything", "ssqr, integers", "hptq, counting bits")
+EVERYTHING = (
+    "gptq, everything", "ssqr, everything", "ssqr, integers", "hptq, counting bits", "rtn, mid-rise", "gptq, mid-rise",
+    "ssqr, mid-rise", "ssqr, mid-rise integers",
+)  # fmt: skip
 METHODS = (*(method for method in ALL_METHODS if method != "latq"), *EVERYTHING)
 
 FLOAT64_TOLERANCE = 1e-10
@@ -30,6 +33,14 @@ RECIPES = {
     ),
     "ssqr, integers": Recipe(
         "ssqr", bits=2, group_size=32, outliers="saving", outlier_coding="integer", scales="signed", beam=2, sweeps=2
+    ),
+    "rtn, mid-rise": Recipe("rtn", bits=3, group_size=32, grid="midrise"),
+    "gptq, mid-rise": Recipe("gptq", bits=2, group_size=32, grid="midrise", scales="fitted", sweeps=2),
+    "ssqr, mid-rise": Recipe(
+        "ssqr", bits=2, group_size=32, outliers="saving", grid="midrise", order="min-pivot", beam=2, sweeps=2
+    ),
+    "ssqr, mid-rise integers": Recipe(
+        "ssqr", bits=2, group_size=32, outlier_coding="integer", grid="midrise", sweeps=2
     ),
     "hptq": Recipe("hptq", target_bits=3.5),
     "hptq, counting bits": Recipe("hptq", target_bits=3.5, beam=2, rounding="rate"),
@@ -110,11 +121,37 @@ def test_bound_holds_where_nothing_is_clipped(method):
     assert record.bound == pytest.approx(bound, rel=FLOAT64_TOLERANCE)
 
 
-@pytest.mark.parametrize("method", ["ssqr, everything", "hptq, counting bits"])
+@pytest.mark.parametrize(
+    "method", ["ssqr, everything", "ssqr, mid-rise", "ssqr, mid-rise integers", "hptq, counting bits"]
+)
 def test_other_choices_keep_a_bound(method):
     _, _, result = quantize(method)
     assert result.record.clipped == 0
     assert result.record.bound_holds is True
+
+
+@pytest.mark.parametrize("method", ["gptq", "ssqr"])
+def test_a_mid_rise_grid_is_better_in_two_bits(method):
+    weight, inputs = layer()
+    recipe = Recipe(method, bits=2, group_size=32)
+    plain, midrise = (
+        quantize_layer(weight, inputs.T @ inputs, dataclasses.replace(recipe, grid=grid)).record
+        for grid in ("midtread", "midrise")
+    )
+    assert midrise.bits == pytest.approx(plain.bits, rel=5e-3)
+    assert midrise.error < 0.9 * plain.error
+
+
+@pytest.mark.parametrize("method", ["rtn, mid-rise", "gptq, mid-rise", "ssqr, mid-rise"])
+def test_zero_weights_on_a_grid_without_zero(method):
+    """A zero row stays as good as zero; a zero group in another row gets no step larger than its row's others."""
+    weight, inputs = layer()
+    weight[3], weight[5, 32:64] = 0, 0
+    result = quantize_layer(weight, inputs.T @ inputs, RECIPES[method])
+    assert result.dequantized[3].abs().max() < 1e-30
+    scales = result.weight.scales.float().abs()
+    assert scales[5, 1] <= 2 * scales[5].max()
+    weight_from_tensors(result.weight.to_tensors(), RECIPES[method].scheme, (96, 160), "q_proj")
 
 
 def test_clipped_gptq_reports_the_bound_without_claiming_it():
@@ -204,8 +241,10 @@ def test_odd_shapes(method, shape):
 def test_zero_weights_stay_zero(method):
     _, inputs = layer()
     result = quantize_layer(torch.zeros(96, 160), inputs.T @ inputs, RECIPES[method])
-    assert not result.dequantized.any()
-    assert (result.record.error, result.record.relative_error) == (0.0, 0.0)
+    # A mid-rise grid has no zero, but steps as small as bfloat16 can hold.
+    assert result.dequantized.abs().max() <= (1e-38 if "mid-rise" in method else 0)
+    assert result.record.error <= 1e-60
+    assert result.record.relative_error == 0.0
 
 
 def test_escalated_damping_is_recorded():
