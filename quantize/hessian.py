@@ -42,6 +42,10 @@ class InputHessian:
             self.drift.add(rows, _rows(original))
 
 
+class _AllSeen(Exception):
+    """Ends a forward pass."""
+
+
 @dataclass
 class HessianCollector:
     """Accumulates the Hessians of named linears of one block.
@@ -53,6 +57,16 @@ class HessianCollector:
     hessians: list[InputHessian] = field(default_factory=list)
     _by_linear: dict[str, InputHessian] = field(default_factory=dict)
     _last: tuple[torch.Tensor, InputHessian] | None = None
+    _called: list[str] = field(default_factory=list)
+    _stop_at: str | None = None
+
+    def stop_early(self) -> None:
+        """After a first whole pass: let later ones end at the input of the last linear, what follows is not needed.
+
+        Does nothing if that pass did not call each linear once.
+        """
+        if len(self._called) == len(set(self._called)) == len(self._by_linear):
+            self._stop_at = self._called[-1]
 
     @contextmanager
     def watching(
@@ -68,8 +82,11 @@ class HessianCollector:
         handles = [
             linear.register_forward_pre_hook(self._hook(name, originals.get(name))) for name, linear in linears.items()
         ]
+        self._called = []
         try:
             yield
+        except _AllSeen:
+            pass
         finally:
             self._last = None
             for handle in handles:
@@ -86,6 +103,9 @@ class HessianCollector:
             if not shared:
                 self._by_linear[name].add(inputs, original)
             self._last = (inputs, self._by_linear[name])
+            self._called.append(name)
+            if name == self._stop_at:
+                raise _AllSeen
 
         return see
 

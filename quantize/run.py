@@ -66,13 +66,13 @@ class Run:
     def blocks(self, samples: torch.Tensor | None, place: Place) -> None:
         """Quantize everything: a shard per block, and one for the rest."""
         stream = self.prepare(samples, place)
-        for shard in range(len(self.decoder) + 1):
-            self._shard(shard, shard_linears(self.decoder, self.quantized, shard), stream)
+        shards = [shard_linears(self.decoder, self.quantized, shard) for shard in range(len(self.decoder) + 1)]
+        for shard, linears in enumerate(shards):
+            self._shard(shard, linears, stream, advance=any(shards[shard + 1 :]))
             return_freed_memory()
 
-    def _shard(self, shard: int, linears: Mapping[str, nn.Linear], stream: Stream) -> None:
-        """Quantize, or read back, the linears of one shard, and carry the activations past its block."""
-        advance = shard < len(self.decoder)
+    def _shard(self, shard: int, linears: Mapping[str, nn.Linear], stream: Stream, advance: bool) -> None:
+        """Quantize, or read back, the linears of one shard, and carry the activations past its block if needed."""
         earlier = self.world.from_first(lambda: self.writer.records(shard))
         tensors = untouched_tensors(self.decoder, shard, linears) if earlier is None else {}
         if linears or (advance and stream):

@@ -61,11 +61,13 @@ class Stream:
         """Hessians of the linears' inputs; carries the original stream past the block."""
         if not self.batches:
             return [InputHessian([name], torch.empty(0)) for name in linears]
-        collector = HessianCollector()
+        collector, routed = HessianCollector(), any(isinstance(module, Experts) for module in block.modules())
         for position, batch in enumerate(self.batches):
             seen = self._original(position, shard, block, linears)
             with collector.watching(linears, seen):
                 self._run(shard, block, batch)
+            if not routed and position == 0:
+                collector.stop_early()
         hessians = self.world.reduce(collector.hessians)
         hessians = complete_experts(block, linears, hessians, lambda: self._all(shard, block), self.world.reduce)
         reached = {name for hessian in hessians for name in hessian.linears}
