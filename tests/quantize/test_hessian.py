@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vllm_latq.quantize.hessian import InputHessian
+from vllm_latq.quantize.hessian import HessianCollector, InputHessian
 
 # 999 products of up to about 10 are added in float32.
 RELATIVE_TOLERANCE = 1e-5
@@ -21,3 +21,34 @@ def test_gram_is_that_of_the_inputs_in_float32(dtype):
     assert hessian.matrix.dtype == torch.float32
     assert (hessian.matrix.double() - rows.T @ rows).abs().max() < RELATIVE_TOLERANCE * 999
     assert torch.get_float32_matmul_precision() == before
+
+
+def test_later_passes_end_at_the_input_of_the_last_linear():
+    """What a block does behind it is not computed again; the sums are those of whole passes."""
+    block = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.ReLU(), torch.nn.Linear(4, 3))
+    linears = {"first": block[0], "last": block[2]}
+    batches = torch.randn(3, 7, 5, generator=torch.Generator().manual_seed(0))
+    finished = []
+    block[2].register_forward_hook(lambda *_: finished.append(True))
+    collectors = HessianCollector(), HessianCollector()
+    for whole, collector in zip((True, False), collectors, strict=True):
+        for batch in batches:
+            with torch.no_grad(), collector.watching(linears):
+                block(batch)
+            if not whole:
+                collector.stop_early()
+    assert len(finished) == len(batches) + 1
+    for ended, expected in zip(collectors[1].hessians, collectors[0].hessians, strict=True):
+        assert ended.linears == expected.linears
+        assert ended.tokens == expected.tokens == 21
+        assert torch.equal(ended.matrix, expected.matrix)
+
+
+def test_passes_stay_whole_where_a_linear_is_called_twice():
+    linear = torch.nn.Linear(5, 5)
+    collector = HessianCollector()
+    for _ in range(2):
+        with torch.no_grad(), collector.watching({"shared": linear}):
+            linear(linear(torch.ones(2, 5)))
+        collector.stop_early()
+    assert collector.hessians[0].tokens == 8
