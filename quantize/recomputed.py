@@ -141,7 +141,7 @@ def _measured_on_loss(
     outputs: OutputLattice,
     recipe: Recipe,
 ) -> LayerReport:
-    """As `whole_model._record` states it, with H and G in float64 and every step as it is stored."""
+    """As `whole_model.layer_record` states it, with H and G in float64 and every step as it is stored."""
     rows, cols = stored.row_scales.to(weight.device), stored.column_scales.to(weight.device)
     quantized = stored.dequantize().to(weight.device)
     errors = measure_errors(quantized, weight, weight, statistics.inputs, None, name)

@@ -18,6 +18,7 @@ from torch import nn
 import vllm_latq
 from vllm_latq.config import LayerScheme
 from vllm_latq.errors import NumericalError
+from vllm_latq.memory import peak_memory
 from vllm_latq.quantize.decoder import Decoder
 from vllm_latq.quantize.distributed import World
 from vllm_latq.quantize.hessian import InputHessian
@@ -162,6 +163,7 @@ class Run:
             "calibration": sizes(samples),
             "device": str(self.decoder.device.type),
             "seconds": round(seconds, 3),
+            "peak_memory": peak_memory(),
             "totals": totals(self.layers),
             "layers": self.layers,
         }

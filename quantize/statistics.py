@@ -28,7 +28,7 @@ from torch import nn
 from vllm_latq.errors import NumericalError
 from vllm_latq.quantize.decoder import Batch, Decoder
 from vllm_latq.quantize.hessian import HessianCollector
-from vllm_latq.quantize.offload import Place
+from vllm_latq.quantize.offload import Place, return_freed_memory
 from vllm_latq.quantize.routing import complete_experts, complete_gradients
 from vllm_latq.quantize.writer import rename_durably
 from vllm_latq.store import readable
@@ -123,7 +123,8 @@ def collect_statistics(
         wanted: full name -> linear.
         files: where they go; files that are there already, from an interrupted run, are left as they are.
         seed: of the labels.
-        place: moves hidden states and gradients to where they wait; the inputs of all blocks wait at once.
+        place: moves hidden states to where they wait, the inputs of all blocks and the last one's outputs at once;
+            gradients take the place of the latter.
 
     Raises:
         NumericalError: activations or gradients that are not finite, or a linear that was never called.
@@ -135,35 +136,35 @@ def collect_statistics(
             inputs.append([place(decoder.run(index, block, batch)) for batch in batches])
         for batch, hidden in zip(batches, inputs[-1], strict=True):
             batch.hidden = hidden
-    gradients = _head(decoder, inputs.pop(), wanted, files, seed, place)
+        return_freed_memory()
+    gradients = inputs.pop()
+    head_gradients(decoder, gradients, wanted, files, seed)
     for index in reversed(range(len(decoder))):
-        _block(decoder, index, batches, inputs.pop(), gradients, wanted, files)
+        return_freed_memory()
+        block_gradients(decoder, index, batches, inputs.pop(), gradients, wanted, files)
 
 
-def _head(
+def head_gradients(
     decoder: Decoder,
     hidden: list[torch.Tensor],
     wanted: Mapping[str, nn.Linear],
     files: StatisticsFiles,
     seed: int,
-    place: Place,
-) -> list[torch.Tensor]:
-    """Gradients of the log-likelihood of sampled labels with respect to the last hidden states."""
-    gradients = []
+) -> None:
+    """Turn the last hidden states into the gradients of sampled labels' log-likelihood with respect to them."""
     generator = torch.Generator(device=decoder.device).manual_seed(seed)
     linears = {name: linear for name, linear in decoder.head_linears.items() if name in wanted}
     with decoder.head() as head, _watching(linears) as grams:
-        for states in hidden:
-            states = states.to(decoder.device).detach().requires_grad_(True)
+        for place in hidden:
+            states = place.to(decoder.device).detach().requires_grad_(True)
             logits = head(states).float().flatten(0, -2)
             labels = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator).squeeze(1)
             torch.nn.functional.cross_entropy(logits, labels, reduction="sum").backward()
-            gradients.append(place(_gradient(states)))
+            place.copy_(_gradient(states))
     _finish(files, len(decoder), grams, linears, sum(states.shape[:-1].numel() for states in hidden))
-    return gradients
 
 
-def _block(
+def block_gradients(
     decoder: Decoder,
     index: int,
     batches: list[Batch],

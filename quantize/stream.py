@@ -50,8 +50,7 @@ class Stream:
         self.decoder, self.world = decoder, world
         self.batches: list[Batch] = []
         if samples is not None:
-            tokens = TOKENS_PER_CPU_BATCH if decoder.device.type == "cpu" else TOKENS_PER_BATCH
-            self.batches = decoder.embed(samples, max(1, tokens // samples.shape[1]), place)
+            self.batches = decoder.embed(samples, samples_per_batch(decoder.device, samples.shape[1]), place)
         self.originals = [place(batch.hidden.clone()) for batch in self.batches] if original else None
 
     def __bool__(self) -> bool:
@@ -108,6 +107,11 @@ class Stream:
         # Nothing follows the head: its logits are not kept.
         block(batch.hidden.to(self.decoder.device))
         return batch.hidden
+
+
+def samples_per_batch(device: torch.device, tokens: int) -> int:
+    """How many samples of so many tokens pass through a block at a time."""
+    return max(1, (TOKENS_PER_CPU_BATCH if device.type == "cpu" else TOKENS_PER_BATCH) // tokens)
 
 
 def model_hessians(decoder: Decoder, samples: torch.Tensor) -> Iterator[InputHessian]:

@@ -65,7 +65,7 @@ class WholeModelRun(StatisticsRun):
             for name, weight in weights.items():
                 started = time.perf_counter()
                 result = latq(weight, inputs, outputs[name], step, self.allocation.bits[name], without, name)
-                record = _record(name, weight, result, inputs, outputs[name], members[name], self.recipe)
+                record = layer_record(name, weight, result, inputs, outputs[name], members[name], self.recipe)
                 records[name] = asdict(record) | {"seconds": time.perf_counter() - started}
                 tensors.update({f"{name}.{suffix}": tensor for suffix, tensor in result.weight.to_tensors().items()})
                 self.emit({"event": "layer", **records[name]})
@@ -89,7 +89,7 @@ class BudgetRun(StatisticsRun):
         return replace(self.recipe, budget=None, bits=choice.width, outlier_rate=choice.outlier_rate)
 
 
-def _record(
+def layer_record(
     name: str,
     weight: torch.Tensor,
     result: LatqResult,

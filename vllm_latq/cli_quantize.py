@@ -27,7 +27,9 @@ def add_command(commands: Any) -> None:
         "--offload", choices=("cpu", "disk"), default="cpu", help="where activations wait (default cpu)"
     )
     command.add_argument("--resume", action="store_true", help="go on with an interrupted run")
-    command.add_argument("--dry-run", action="store_true", help="show shapes, bits and bytes; compute nothing")
+    command.add_argument(
+        "--dry-run", action="store_true", help="show shapes, bits, bytes; predict time and memory; write nothing"
+    )
     command.add_argument("--json", action="store_true", help="one JSON object per event (with --dry-run: the plan)")
 
 
@@ -84,7 +86,6 @@ def _add_recipe(command: argparse.ArgumentParser) -> None:
 def _quantize(options: argparse.Namespace) -> int:
     from vllm_latq.quantize.loading import model_directory
     from vllm_latq.quantize.pipeline import quantize_checkpoint
-    from vllm_latq.quantize.plan import plan
     from vllm_latq.quantize.recipe import Recipe
 
     names = Recipe.__dataclass_fields__.keys()
@@ -94,8 +95,7 @@ def _quantize(options: argparse.Namespace) -> int:
     recipe = Recipe(**given)
     source = model_directory(options.model)
     if options.dry_run:
-        _show(plan(recipe, source), options.json)
-        return 0
+        return _dry_run(recipe, source, options)
     with console.JsonEvents() if options.json else console.ProgressDisplay() as display:
         quantize_checkpoint(
             recipe,
@@ -110,11 +110,8 @@ def _quantize(options: argparse.Namespace) -> int:
     return 0
 
 
-def _show(planned: Mapping[str, Any], as_json: bool) -> None:
+def _show(planned: Mapping[str, Any]) -> None:
     """What a recipe would make of a model: `quantize.plan.plan`'s answer."""
-    if as_json:
-        console.print_json(planned)
-        return
     rows = [
         (layer["name"], f"{layer['shape'][0]}x{layer['shape'][1]}", f"{layer['bits']:.3f}", f"{layer['bytes']:,}")
         for layer in planned["layers"]
@@ -125,3 +122,22 @@ def _show(planned: Mapping[str, Any], as_json: bool) -> None:
     console.print_table(title, ("linear", "shape", "bits", "bytes"), rows)
     for left in planned["unquantized"]:
         print(f"stays as it is: {left['name']}  {'x'.join(map(str, left['shape']))}")
+
+
+def _dry_run(recipe: Any, source: Any, options: argparse.Namespace) -> int:
+    from vllm_latq.quantize.plan import plan
+    from vllm_latq.quantize.prediction import predict_run
+
+    planned = plan(recipe, source)
+    predicted = predict_run(recipe, source, options.calibration, options.device).to_dict()
+    if options.json:
+        console.print_json({**planned, "prediction": predicted})
+        return 0
+    _show(planned)
+    stages = [
+        (name, f"{one['seconds']:.1f}", f"{one['memory'] / 1e6:,.0f}") for name, one in predicted["stages"].items()
+    ]
+    at_most, libraries = (f"{predicted[key] / 1e6:,.0f}" for key in ("peak_memory", "baseline"))
+    stages.append(("the run", f"{predicted['seconds']:.1f}", f"{at_most}, {libraries} of it libraries"))
+    console.print_table("what it would take", ("stage", "seconds", "MB at most"), stages)
+    return 0

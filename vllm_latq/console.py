@@ -1,7 +1,6 @@
 """What the commands show: tables, and the progress of a quantization as a live bar, plain lines or JSON lines."""
 
 import json
-import resource
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vllm_latq.errors import printable
+from vllm_latq.memory import peak_memory
 
 
 def print_json(value: Any) -> None:
@@ -34,12 +34,6 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
         table.add_row(*(Text(printable(cell)) for cell in row))
     # Piped output is not cut to a terminal's width.
     Console(width=None if sys.stdout.isatty() else 160).print(table)
-
-
-def peak_memory() -> int:
-    """Largest resident size of this process so far, in bytes."""
-    # Linux counts kilobytes, macOS bytes.
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 class JsonEvents:

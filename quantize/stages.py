@@ -1,0 +1,73 @@
+"""The parts of a run that a prediction adds up: stages, and the blocks of a model sorted into kinds.
+
+Invariant: blocks of a kind have linears of the same shapes, in the same order, quantized or not.
+"""
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from vllm_latq.quantize.decoder import Decoder
+from vllm_latq.quantize.rehearsal import LiveBytes, timed
+from vllm_latq.quantize.shards import shard_linears, shard_weights, untouched_names
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of a run: wall seconds, and bytes at most beyond the baseline."""
+
+    seconds: float
+    memory: float
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Blocks with the same linears.
+
+    Attributes:
+        shard: the first of them, or the number of blocks for the head.
+        count: of them.
+        loading: seconds to load one.
+        weights: bytes of its weights in the dtype of the computation.
+        pages: bytes of its tensors in the mapped file, which are resident from the first read until it is closed.
+    """
+
+    shard: int
+    count: int
+    loading: float
+    weights: int
+    pages: int
+
+    @property
+    def held(self) -> int:
+        """Bytes while one of them is at work."""
+        return self.weights + self.pages
+
+
+def block_kinds(decoder: Decoder, quantized: Collection[str]) -> list[Kind]:
+    """The kinds of a model's blocks, and its head if that is quantized; loads one of each, twice."""
+    members: dict[object, list[int]] = {}
+    for index in range(len(decoder)):
+        linears = decoder.linears(index).items()
+        shapes = tuple((tuple(linear.weight.shape), name in quantized) for name, linear in linears)
+        members.setdefault(shapes, []).append(index)
+    kinds = [_kind(decoder, shards[0], len(shards), decoder.stored_tensors(shards[0])) for shards in members.values()]
+    if shard_linears(decoder, quantized, len(decoder)):
+        kinds.append(_kind(decoder, len(decoder), 1, untouched_names(decoder, len(decoder), ())))
+    return kinds
+
+
+def stored_bytes(decoder: Decoder, names: Iterable[str]) -> int:
+    """Of tensors as the model's files hold them."""
+    sizes = [tensor.numel() * tensor.element_size() for tensor in map(decoder.store.get, names)]
+    decoder.store.close()
+    return sum(sizes)
+
+
+def _kind(decoder: Decoder, shard: int, count: int, stored: Iterable[str]) -> Kind:
+    def load() -> int:
+        with LiveBytes() as live, shard_weights(decoder, shard):
+            return live.now
+
+    weights, _ = timed(load)
+    _, seconds = timed(load)
+    return Kind(shard, count, seconds, weights, stored_bytes(decoder, stored))

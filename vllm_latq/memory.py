@@ -1,0 +1,30 @@
+"""Memory of this process, as the system counts it.
+
+Invariant: bytes everywhere. Where /proc is missing the peak comes from getrusage, which exec does not
+reset.
+"""
+
+import resource
+import sys
+from pathlib import Path
+
+_STATUS = Path("/proc/self/status")
+
+
+def peak_memory() -> int:
+    """Largest resident size of this process so far."""
+    peak = _status("VmHWM")
+    # Linux counts kilobytes, macOS bytes.
+    return peak or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def resident_memory() -> int:
+    """Resident size of this process now; its peak where /proc is missing."""
+    return _status("VmRSS") or peak_memory()
+
+
+def _status(key: str) -> int | None:
+    if not _STATUS.exists():
+        return None
+    (kilobytes,) = (int(line.split()[1]) for line in _STATUS.read_text().splitlines() if line.startswith(f"{key}:"))
+    return kilobytes * 1024
