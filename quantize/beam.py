@@ -15,7 +15,7 @@ All rows are independent: they are done in bands, so that the survivors' copies 
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -34,7 +34,7 @@ class CodeCost:
     """What the bits of an integer cost, in units of the loss.
 
     Attributes:
-        costs: [n], of the integers `first`, first + 1, ...; others cost as much as the nearest one of these.
+        costs: float64 [n], of the integers `first`, first + 1, ...; others cost as much as the nearest one of these.
         first: the smallest integer that has a cost of its own.
     """
 
@@ -50,9 +50,11 @@ class CodeCost:
             price: loss per bit.
         """
         low, high = (int(end) for end in integers.aminmax())
-        low, high = max(low, -(1 << 15)) - 1, min(high, 1 << 15) + 1
-        counts = torch.bincount((integers.clamp(low, high) - low).flatten(), minlength=high - low + 1) + 1.0
-        return cls(-(counts / counts.sum()).log2() * price, low)
+        low, high = (min(max(end, -(1 << 15)), 1 << 15) for end in (low, high))
+        low, high = low - 1, high + 1
+        counts = torch.bincount((integers.clamp(low, high) - low).flatten(), minlength=high - low + 1)
+        shares = (counts + 1).to(torch.float64) / (counts + 1).sum()
+        return cls(-shares.log2() * price, low)
 
     def __call__(self, integers: torch.Tensor) -> torch.Tensor:
         index = (integers - self.first).clamp_(0, len(self.costs) - 1).to(torch.int64)
@@ -95,16 +97,21 @@ def k_best_plane(
     rows, cols = weight.shape
     steps = Steps.of(scales, weight, group_size, factor.order, where)
     limits = (-math.inf if low is None else low, math.inf if high is None else high)
-    search = _Search(factor, steps, limits, block_size, threshold, width, code_cost, keep_overflow, offset)
+    # Costs are compared in squares, which float32 holds of weights near 1: a power of two makes them so, exactly.
+    unit = _unit(weight)
+    scaled = replace(steps, by_group=steps.by_group / unit)
+    keeping = None if threshold is None else threshold / unit**2
+    coding = None if code_cost is None else replace(code_cost, costs=code_cost.costs / unit**2)
+    search = _Search(factor, scaled, limits, block_size, keeping, width, coding, keep_overflow, offset)
     band = max(1, _BAND // max(1, cols * width))
-    paths = [search.run(weight[start : start + band], start) for start in range(0, rows, band)]
+    paths = [search.run(weight[start : start + band] / unit, start) for start in range(0, rows, band)]
     integers, errors, kept, clipped, excess = (torch.cat(parts, -1) for parts in zip(*paths, strict=True))
-    loss = factor.diagonal @ errors.to(torch.float64).square()
+    loss = factor.diagonal @ errors.to(torch.float64).square() * unit**2
     check_range(integers, loss, where)
     inverse = torch.argsort(factor.order)
     values = None
     if threshold is not None:
-        values = torch.where(torch.isfinite(kept), kept, 0.0).to(OUTLIER_DTYPE)[inverse].T.contiguous()
+        values = torch.where(torch.isfinite(kept), kept * unit, 0.0).to(OUTLIER_DTYPE)[inverse].T.contiguous()
         clipped = torch.isfinite(kept)
     return Rounding(
         z=integers.to(torch.int32)[inverse].T.contiguous(),
@@ -113,9 +120,16 @@ def k_best_plane(
         scales=steps.by_group.T,
         group_width=steps.width,
         loss=loss,
-        bound=search.bound(rows) + excess,
+        bound=(search.bound(rows) + excess) * unit**2,
         offset=offset,
     )
+
+
+def _unit(weight: torch.Tensor) -> float:
+    """The power of two below the largest magnitude; 1 where there is none, or one that is refused later."""
+    largest = float(weight.abs().max()) if weight.numel() else 0.0
+    # Its reciprocal must be finite in float32 too.
+    return 2.0 ** max(-100, math.frexp(largest)[1] - 1) if 0 < largest < math.inf else 1.0
 
 
 @dataclass(frozen=True)

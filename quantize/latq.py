@@ -11,7 +11,7 @@ is scaled once.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -97,7 +97,7 @@ def output_lattice(statistics: LayerStatistics, order: str, without: Sequence[st
     """
     grams = [gram.diagonal().diag() if "feedback" in without else gram.clone() for gram in statistics.outputs]
     if not any(float(gram.diagonal().max()) > 0 for gram in grams):
-        hint = "The loss does not depend on this layer: leave it out with --ignore."
+        hint = f"The loss does not depend on this layer: leave it out, as in --ignore lm_head {where}."
         raise NumericalError(where, "gradients of the loss", "none but zeros", hint)
     # A block of outputs that the loss hardly depends on still gets finite steps.
     floor = SMALLEST_GRADIENT * max(float(gram.diagonal().mean()) for gram in grams)
@@ -174,13 +174,30 @@ def latq(
         where=where,
         feedback="feedback" not in without,
     )
+    start = math.log2(step) - inputs.level - outputs.level
+    found = _search(lambda scale: plane(row_steps=rows * scale.to(rows.device)), start, target_bits, where)
+    scale, rounding = found.best.payload
+    # A copy: a file cannot hold one tensor under the names of several linears.
+    stored = RansWeight.from_integers(rounding.z, scale, outputs.exponents, inputs.exponents.clone())
+    bits = stored.storage_bits() / weight.numel()
+    note = "" if found.met else f"{bits:.4f} bits per weight, the nearest found to {target_bits:g}"
+    return LatqResult(stored, rounding, bits, note)
+
+
+def _search(
+    plane: Callable[[torch.Tensor], TwoSided], start: float, target_bits: float, where: str
+) -> Outcome[tuple[torch.Tensor, TwoSided]]:
+    """The scale, float32 [1], at which the code of what `plane` rounds to meets the target; and that rounding.
+
+    Raises:
+        NumericalError: not even the coarsest scale meets it.
+    """
 
     def probe(octaves: float) -> tuple[float, tuple[torch.Tensor, TwoSided]]:
         scale = torch.tensor([2.0**octaves], dtype=torch.float32)
-        rounding = plane(row_steps=rows * scale.to(rows.device))
+        rounding = plane(scale)
         return _stored_bits(rounding.z), (scale, rounding)
 
-    start = math.log2(step) - inputs.level - outputs.level
     found: Outcome[tuple[torch.Tensor, TwoSided]] = search_target(
         probe,
         target=target_bits,
@@ -198,12 +215,7 @@ def latq(
             f"{found.best.value:.4f}, the fewest found",
             "What is stored beside the integers weighs on small layers: raise target_bits, or ignore this layer.",
         )
-    scale, rounding = found.best.payload
-    # A copy: a file cannot hold one tensor under the names of several linears.
-    stored = RansWeight.from_integers(rounding.z, scale, outputs.exponents, inputs.exponents.clone())
-    bits = stored.storage_bits() / weight.numel()
-    note = "" if found.met else f"{bits:.4f} bits per weight, the nearest found to {target_bits:g}"
-    return LatqResult(stored, rounding, bits, note)
+    return found
 
 
 def rounded_bits(weight: torch.Tensor, inputs: InputLattice, outputs: OutputLattice, step: float) -> float:

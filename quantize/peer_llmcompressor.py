@@ -24,19 +24,12 @@ def main(path: str) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokens = load_file(job["tokens"])["tokens"].tolist()
-    options = dict(job["options"])
-    model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=options.pop("dtype", "auto"))
+    model = AutoModelForCausalLM.from_pretrained(job["model"], dtype="auto")
     tokenizer = AutoTokenizer.from_pretrained(job["model"])
-    weights = QuantizationArgs(
-        num_bits=job["bits"],
-        type="int",
-        strategy="group",
-        group_size=job["group_size"],
-        symmetric=options.pop("symmetric", True),
-        **{name: options.pop(name) for name in ("observer", "observer_kwargs") if name in options},
-    )
+    grid = {"num_bits": job["bits"], "type": "int", "strategy": "group", "group_size": job["group_size"]}
+    weights = QuantizationArgs(**grid, symmetric=True, **job["options"])
     scheme = QuantizationScheme(targets=["Linear"], weights=weights)
-    modifier = GPTQModifier(config_groups={"group_0": scheme}, ignore=["lm_head"], **options)
+    modifier = GPTQModifier(config_groups={"group_0": scheme}, ignore=["lm_head"])
     data = Dataset.from_dict({"input_ids": tokens, "attention_mask": [[1] * len(row) for row in tokens]})
     started, busy = time.perf_counter(), time.process_time()
     oneshot(

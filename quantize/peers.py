@@ -38,7 +38,7 @@ class Job:
         output: directory to create.
         threads: of torch.
         batch_size: windows per forward pass.
-        options: settings of the peer, see its script.
+        options: what the setting adds to the arguments of the peer's description of the grid.
     """
 
     model: str
@@ -56,7 +56,8 @@ class Timing:
     """Of one run, in seconds.
 
     Attributes:
-        quantize: wall time of the quantization alone: the model loaded, the checkpoint not yet written.
+        quantize: wall time of the quantization: from when the model is open and the text tokenized; until the weights
+            are quantized or, of this package, which writes each block as it is done, stored.
         quantize_cpu: processor time of the same, all threads of the process; what neighbours on the machine take from
             it does not count.
         process, process_cpu: of the whole process, imports and files included.

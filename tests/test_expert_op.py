@@ -7,11 +7,12 @@ import pytest
 import torch
 import torch._dynamo.testing
 from mixtures import EXPERTS, HIDDEN, Mixture, routing
-from random_weights import RANS
+from random_weights import RANS, random_weight
 from torch.nn import functional
 
 from vllm_latq.config import LayerScheme
 from vllm_latq.expert_op import by_all, by_expert, by_pair
+from vllm_latq.operands import make_operands, stack_operands
 
 SCHEMES = {
     "packed3": LayerScheme("packed", 3, 32, True, grid="midrise"),
@@ -115,3 +116,10 @@ def test_one_graph_for_all_numbers_of_tokens() -> None:
             torch._dynamo.mark_dynamic(tensor, 0)
         torch.testing.assert_close(compiled(*arguments), mixture(*arguments) + 1, rtol=0, atol=0)
     assert counter.frame_count == 1
+
+
+def test_a_stack_of_unlike_weights_is_refused() -> None:
+    """With outliers and without: the entries of a stack must be those of its experts, in their order."""
+    unlike = [random_weight(LayerScheme("packed", 3, 32, outliers), 64, HIDDEN, 0) for outliers in (True, False)]
+    with pytest.raises(AssertionError, match="all weights of a stack have the tensor, or none has"):
+        stack_operands([make_operands(weight, torch.float32, "experts") for weight in unlike])

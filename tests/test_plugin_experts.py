@@ -220,6 +220,13 @@ def test_experts_of_another_kind_are_refused(
         build(quantization(PACKED), **options)
 
 
+def test_a_rank_without_experts_is_refused(rank_of: Callable[[int], None]) -> None:
+    rank_of(EXPERTS)
+    expected = f"experts: expected at least one expert on every rank, found {EXPERTS} experts, none on this"
+    with pytest.raises(UnsupportedModelError, match=expected):
+        build(quantization(PACKED), EXPERTS + 1, expert_parallel=True)
+
+
 def test_dummy_weights(rank_of: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
     rank_of(1)
     layer = build(quantization(RANS), 2)

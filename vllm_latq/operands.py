@@ -85,6 +85,7 @@ def _stack(tensors: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
     present = [tensor for tensor in tensors if tensor is not None]
     if not present:
         return None
+    assert len(present) == len(tensors), "all weights of a stack have the tensor, or none has"
     first, longest = present[0], max(len(tensor) for tensor in present)
     stack = first.new_zeros((len(present), longest, *first.shape[1:]))
     for entry, tensor in zip(stack, present, strict=True):

@@ -118,6 +118,10 @@ class LatqMoEMethod(FusedMoEMethodBase):
         self.dummy = str(get_current_vllm_config().load_config.load_format) == "dummy"
         local = {n: int(layer._map_global_expert_id_to_local_expert_id(n)) for n in range(layer.global_num_experts)}
         self.experts = sorted((n for n in local if local[n] >= 0), key=local.__getitem__)
+        if not self.experts:
+            hint = "Share them out over fewer processes, or serve without expert parallelism."
+            expected, found = "at least one expert on every rank", f"{layer.global_num_experts} experts, none on this"
+            raise UnsupportedModelError(self.prefix, expected, found, hint)
         channels = self.moe.intermediate_size
         self.shapes = {"w13": (channels, hidden_size), "w2": (hidden_size, channels)}
         if self.schemes["w2"].group_size is not None:

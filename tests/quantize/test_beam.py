@@ -118,6 +118,47 @@ def test_counting_bits_trades_them_for_error():
     assert bool((found.loss <= found.bound).all())
 
 
+@pytest.mark.parametrize("octaves", [-90, 100])
+@pytest.mark.parametrize("limits", [(None, None), (-2, 1)])
+def test_costs_neither_overflow_nor_vanish(octaves, limits):
+    """Squares of weights of 2^100, or 2^-90, are no float32 numbers; the integers are the same, the loss is exact."""
+    weight, factor, scales = case(33, 40)
+    factor_of_two = 2.0**octaves
+    price = 0.1 * float(factor.diagonal.mean() * scales.float().square().mean())
+    for cost in (None, CodeCost.of(nearest_plane(weight, factor, scales, *limits, group_size=-1).z, price)):
+        far = None if cost is None else CodeCost(cost.costs * factor_of_two**2, cost.first)
+        found = k_best_plane(weight, factor, scales, *limits, group_size=-1, code_cost=cost)
+        moved = (weight * factor_of_two, factor, scales * factor_of_two)
+        again = k_best_plane(*moved, *limits, group_size=-1, code_cost=far)
+        assert torch.equal(again.z, found.z)
+        assert torch.equal(again.loss, found.loss * factor_of_two**2)
+        assert torch.equal(again.bound, found.bound * factor_of_two**2)
+
+
+def test_a_threshold_of_enormous_weights():
+    weight, factor, scales = case(33, 40)
+    price = 0.5 * float(factor.diagonal.mean() * scales.float().square().mean())
+    found = k_best_plane(weight, factor, scales, *grid(2), "exact", group_size=-1, threshold=price)
+    moved = (weight * 2.0**100, factor, scales * 2.0**100)
+    again = k_best_plane(*moved, *grid(2), "exact", group_size=-1, threshold=price * 2.0**200)
+    assert found.outlier_mask.any()
+    assert torch.equal(again.outlier_mask, found.outlier_mask)
+    assert again.outlier_values is not None
+    assert found.outlier_values is not None
+    assert torch.equal(again.outlier_values, found.outlier_values * 2.0**100)
+
+
+@pytest.mark.parametrize("integers", [[40_000], [-40_000], [40_000, 50_000], [-3, 0, 0, 70_000]])
+def test_codes_of_integers_beyond_the_table(integers):
+    """They cost what the end of the table does, and a rare one no less than a frequent one."""
+    cost = CodeCost.of(torch.tensor(integers, dtype=torch.int32), 1.0)
+    found = cost(torch.tensor([*integers, 0, 1 << 20], dtype=torch.float32))
+    assert torch.isfinite(found).all()
+    assert bool((found >= 0).all())
+    if 0 in integers:
+        assert found[1] < found[0]
+
+
 def test_what_it_cannot_do_is_refused():
     weight, factor, scales = case(4, 6)
     with pytest.raises(ConfigError, match="nearest rounding"):

@@ -5,8 +5,10 @@ import torch
 
 from vllm_latq.errors import NumericalError
 from vllm_latq.quantize.kronecker import two_sided_plane
+from vllm_latq.quantize.latq import output_lattice
 from vllm_latq.quantize.lattice import Factor, factorize
 from vllm_latq.quantize.rounding import nearest_plane
+from vllm_latq.quantize.statistics import LayerStatistics
 
 
 def gram(size: int, seed: int) -> torch.Tensor:
@@ -98,3 +100,10 @@ def test_steps_far_too_small_are_refused() -> None:
     weight, inputs, outputs, rows, cols = problem(8, 8)
     with pytest.raises(NumericalError, match="steps are far too small"):
         two_sided_plane(weight, inputs, [outputs], rows * 1e-9, cols, where="layer")
+
+
+def test_a_layer_that_the_loss_does_not_see_is_named() -> None:
+    """The hint keeps the head, which is ignored by default, among the ignored modules."""
+    statistics = LayerStatistics(torch.eye(4), [torch.zeros(3, 3)], 8, "layers.0.up")
+    with pytest.raises(NumericalError, match=r"layers\.0\.up: .*none but zeros.*--ignore lm_head layers\.0\.up"):
+        output_lattice(statistics, "act", (), "layers.0.up")
