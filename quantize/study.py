@@ -70,29 +70,32 @@ def recipes(bits: float, num_samples: int, seq_len: int) -> Iterator[tuple[str, 
         return Recipe(method, num_samples=num_samples, seq_len=seq_len, **options)
 
     together: dict[str, Any] = {"order": "min-pivot", "beam": 4, "sweeps": 4}
-    kinds: tuple[tuple[str, dict[str, Any]], ...] = (
-        ("signed scales", {"scales": "signed"}),
-        ("mid-rise grid", {"grid": "midrise"}),
-    )
+    grids: dict[str, dict[str, Any]] = {
+        "signed scales": {"scales": "signed"},
+        "fitted scales": {"scales": "fitted"},
+        "mid-rise grid": {"grid": "midrise"},
+        "fitted mid-rise grid": {"scales": "fitted", "grid": "midrise"},
+    }
     if bits in (2, 3, 4):
         width = int(bits)
         yield "rtn", make("rtn", bits=width)
         yield "gptq", make("gptq", bits=width)
         yield "gptq, min-pivot", make("gptq", bits=width, order="min-pivot")
         yield "gptq, original target", make("gptq", bits=width, target="original", correction=0.5)
-        for name, kind in kinds:
-            yield f"gptq, {name}", make("gptq", bits=width, **kind)
+        for name, options in grids.items():
+            yield f"gptq, {name}", make("gptq", bits=width, **options)
         yield "gptq, 4 sweeps", make("gptq", bits=width, sweeps=4)
         yield "gptq, beam of 4", make("gptq", bits=width, beam=4)
-        for name, kind in kinds:
-            options = {"target": "original", "correction": 0.5, **together, **kind}
+        for name in ("signed scales", "fitted mid-rise grid"):
+            options = {"target": "original", "correction": 0.5, **together, **grids[name]}
             yield f"gptq, all of these, {name}", make("gptq", bits=width, **options)
         yield "ssqr 1%", make("ssqr", bits=width)
         yield "ssqr 1%, original target", make("ssqr", bits=width, target="original", correction=0.5)
         yield "ssqr 1%, by saving", make("ssqr", bits=width, outliers="saving")
         yield "ssqr 1%, mid-rise grid", make("ssqr", bits=width, grid="midrise")
-        for name, kind in kinds:
-            yield f"ssqr 1%, all of these, {name}", make("ssqr", bits=width, outliers="saving", **together, **kind)
+        for name in ("signed scales", "mid-rise grid"):
+            options = {"outliers": "saving", **together, **grids[name]}
+            yield f"ssqr 1%, all of these, {name}", make("ssqr", bits=width, **options)
     if bits > 1.3:
         yield "hrtn", make("hrtn", target_bits=bits)
         yield "hptq, natural order", make("hptq", target_bits=bits, order="natural")
