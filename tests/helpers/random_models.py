@@ -1,0 +1,48 @@
+"""Tiny models of any family of transformers, with random weights."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# What one family or another calls its sizes; sliding windows on where the family has them.
+SMALL: dict[str, Any] = {
+    **dict.fromkeys(("hidden_size", "n_embd", "word_embed_proj_dim"), 32),
+    **dict.fromkeys(("intermediate_size", "moe_intermediate_size", "n_inner", "ffn_dim"), 48),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_key_value_heads"), 2),
+    **dict.fromkeys(("num_attention_heads", "n_head", "rotary_dim"), 4),
+    **dict.fromkeys(("max_position_embeddings", "n_positions"), 64),
+    **{"head_dim": 8, "vocab_size": 2048, "sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1},
+    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+}
+
+
+class RandomModels:
+    """Makes tiny models of any family, with random weights, biases and norms, and the bundled tokenizer.
+
+    Args:
+        directory: where they go, one folder per name.
+        tokenizer: folder with tokenizer files for 2048 tokens.
+    """
+
+    def __init__(self, directory: Path, tokenizer: Path) -> None:
+        self.directory, self.tokenizer = directory, tokenizer
+
+    def __call__(self, model_type: str, name: str = "", **changes: Any) -> tuple[Path, Any]:
+        """The directory of a saved model, and the model (float32)."""
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        torch.manual_seed(0)
+        # Some families derive the size of a head and refuse to be told.
+        sizes = {key: value for key, value in SMALL.items() if (model_type, key) != ("falcon", "head_dim")}
+        config = AutoConfig.for_model(model_type, **sizes | changes)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.1 * torch.randn_like(parameter))
+        target = self.directory / (name or model_type)
+        model.save_pretrained(target)
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(self.tokenizer / file, target)
+        return target, model
