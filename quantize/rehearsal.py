@@ -10,13 +10,13 @@ where a and b follow from the seconds at two sizes. Invariant: no number in here
 
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from vllm_latq.errors import NumericalError
@@ -54,25 +54,31 @@ class LiveBytes(TorchDispatchMode):
         self._known: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = {storage._cdata for storage in _storages((args, kwargs))}
         result = func(*args, **(kwargs or {}))
-        for storage in _storages(result):
-            key, size = storage._cdata, storage.nbytes()
-            # A view of what was there before is not new.
-            if key not in self._known and key not in before:
-                self._known.add(key)
-                self.now += size
-                self.peak = max(self.peak, self.now)
-                weakref.finalize(storage, self._free, key, size)
+        if isinstance(result, torch.Tensor):
+            self._see(result, args)
+        elif isinstance(result, tuple | list):
+            for one in result:
+                if isinstance(one, torch.Tensor):
+                    self._see(one, args)
         return result
+
+    def _see(self, made: torch.Tensor, args: tuple[Any, ...]) -> None:
+        storage = made.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._known:
+            return
+        # A view of what was there before is not new.
+        if any(isinstance(one, torch.Tensor) and one.untyped_storage()._cdata == key for one in args):
+            return
+        self._known.add(key)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._free, key, size)
 
     def _free(self, key: int, size: int) -> None:
         self._known.discard(key)
         self.now -= size
-
-
-def _storages(values: Any) -> Iterable[Any]:
-    return [leaf.untyped_storage() for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
 def timed(work: Callable[[], T]) -> tuple[T, float]:
@@ -115,13 +121,16 @@ class Rehearsal:
         """
         whole = (rows, cols)
         part, half = self.sizes(rows, cols)
+        # Counting operations is slow, and only needed to go beyond what is done.
+        counter = FlopCounterMode(display=False)
+        counting = counter if part != whole else nullcontext()
         try:
-            with FlopCounterMode(display=False) as counter, LiveBytes() as live:
+            with counting, LiveBytes() as live:
                 result = work(*half)
         except NumericalError:
             # Code tables and offsets weigh more in a small matrix: a target of bits may be out of its reach.
             half = part
-            with FlopCounterMode(display=False) as counter, LiveBytes() as live:
+            with counting, LiveBytes() as live:
                 result = work(*half)
         kept = live.now
         del result
