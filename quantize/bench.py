@@ -85,7 +85,7 @@ def our_settings(bits: int, num_samples: int, seq_len: int) -> dict[str, Recipe]
     """Name -> recipe of this package's rows at `bits` and groups of 128: latq gets what packed codes store at least."""
     sizes: dict[str, Any] = {"num_samples": num_samples, "seq_len": seq_len, "dtype": "bfloat16"}
     return {
-        "gptq, absmax scales": Recipe("gptq", bits, scales="absmax", **sizes),
+        "gptq, mid-rise, absmax": Recipe("gptq", bits, grid="midrise", scales="absmax", **sizes),
         "gptq": Recipe("gptq", bits, **sizes),
         "gptq, min-pivot, fitted, 4 sweeps": Recipe(
             "gptq", bits, order="min-pivot", scales="fitted", sweeps=4, **sizes
