@@ -98,7 +98,7 @@ def k_best_plane(
     steps = Steps.of(scales, weight, group_size, factor.order, where)
     limits = (-math.inf if low is None else low, math.inf if high is None else high)
     # Costs are compared in squares, which float32 holds of weights near 1: a power of two makes them so, exactly.
-    unit = _unit(weight)
+    unit = _unit(weight, steps.by_group)
     scaled = replace(steps, by_group=steps.by_group / unit)
     keeping = None if threshold is None else threshold / unit**2
     coding = None if code_cost is None else replace(code_cost, costs=code_cost.costs / unit**2)
@@ -125,9 +125,9 @@ def k_best_plane(
     )
 
 
-def _unit(weight: torch.Tensor) -> float:
+def _unit(weight: torch.Tensor, scales: torch.Tensor) -> float:
     """The power of two below the largest magnitude; 1 where there is none, or one that is refused later."""
-    largest = float(weight.abs().max()) if weight.numel() else 0.0
+    largest = max(float(values.abs().max()) if values.numel() else 0.0 for values in (weight, scales))
     # Its reciprocal must be finite in float32 too.
     return 2.0 ** max(-100, math.frexp(largest)[1] - 1) if 0 < largest < math.inf else 1.0
 

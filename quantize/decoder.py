@@ -178,10 +178,12 @@ class Decoder:
             with self._replaced(recorders):
                 try:
                     base(tokens, **options)
-                except (AttributeError, IndexError, RuntimeError, TypeError):
-                    if as_tuple is not self._as_tuple:
-                        raise
-                    continue
+                except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
+                    if as_tuple is self._as_tuple:
+                        continue
+                    expected = "blocks that hand on hidden states, alone or first in a tuple"
+                    found = f"{type(error).__name__}: {error}".splitlines()[0]
+                    raise UnsupportedModelError(self.anatomy.blocks, expected, found) from error
             if all(now.hidden is before.output for before, now in pairwise(recorders)):
                 break
         self._as_tuple = as_tuple

@@ -57,15 +57,16 @@ class HessianCollector:
     hessians: list[InputHessian] = field(default_factory=list)
     _by_linear: dict[str, InputHessian] = field(default_factory=dict)
     _last: tuple[torch.Tensor, InputHessian] | None = None
+    _watched: set[str] = field(default_factory=set)
     _called: list[str] = field(default_factory=list)
     _stop_at: str | None = None
 
     def stop_early(self) -> None:
         """After a first whole pass: let later ones end at the input of the last linear, what follows is not needed.
 
-        Does nothing if that pass did not call each linear once.
+        Does nothing if that pass did not call each of the linears once.
         """
-        if len(self._called) == len(set(self._called)) == len(self._by_linear):
+        if self._called and sorted(self._called) == sorted(self._watched):
             self._stop_at = self._called[-1]
 
     @contextmanager
@@ -82,7 +83,7 @@ class HessianCollector:
         handles = [
             linear.register_forward_pre_hook(self._hook(name, originals.get(name))) for name, linear in linears.items()
         ]
-        self._called = []
+        self._watched, self._called = set(linears), []
         try:
             yield
         except _AllSeen:

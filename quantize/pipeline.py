@@ -140,6 +140,13 @@ def ignored_modules(decoder: Decoder, recipe: Recipe) -> tuple[str, ...]:
     return (*recipe.ignore, *head, *decoder.routers, *decoder.outside)
 
 
+def check_seq_len(decoder: Decoder, recipe: Recipe) -> None:
+    """Raise ConfigError if the model has no positions for calibration samples as long as the recipe's."""
+    if decoder.longest is not None and recipe.seq_len > decoder.longest:
+        expected = f"at most {decoder.longest}, the positions of the model"
+        raise ConfigError("seq_len", expected, str(recipe.seq_len), f"Use --seq-len {decoder.longest} or less.")
+
+
 def calibration_samples(decoder: Decoder, recipe: Recipe, calibration: str | None) -> torch.Tensor | None:
     """Token ids int64 [n, seq_len]; None where the method needs no data."""
     if calibration is None:
@@ -149,9 +156,7 @@ def calibration_samples(decoder: Decoder, recipe: Recipe, calibration: str | Non
         return None
     from transformers import AutoTokenizer
 
-    if decoder.longest is not None and recipe.seq_len > decoder.longest:
-        expected = f"at most {decoder.longest}, the positions of the model"
-        raise ConfigError("seq_len", expected, str(recipe.seq_len), f"Use --seq-len {decoder.longest} or less.")
+    check_seq_len(decoder, recipe)
     tokenizer = AutoTokenizer.from_pretrained(decoder.source, trust_remote_code=False)
     sizes = (recipe.num_samples, recipe.seq_len, recipe.seed)
     samples = load_samples(tokenizer, calibration, *sizes, special_tokens=decoder.encoder)

@@ -28,7 +28,7 @@ from vllm_latq.quantize.hessian import InputHessian
 from vllm_latq.quantize.loading import default_device
 from vllm_latq.quantize.methods import layer_factor, quantize_layer
 from vllm_latq.quantize.offload import return_freed_memory
-from vllm_latq.quantize.pipeline import calibration_samples, quantized_linears
+from vllm_latq.quantize.pipeline import calibration_samples, check_seq_len, quantized_linears
 from vllm_latq.quantize.predicted_lattice import lattice_stages
 from vllm_latq.quantize.recipe import Recipe
 from vllm_latq.quantize.rehearsal import Cost, Rehearsal, measured, timed
@@ -68,10 +68,11 @@ def predict_run(
     decoder = Decoder(source, device or default_device(), recipe.compute_dtype)
     quantized = quantized_linears(decoder, recipe)
     if calibration is None and recipe.needs_calibration:
-        tokens = min(recipe.seq_len, getattr(decoder.config, "max_position_embeddings", None) or recipe.seq_len)
-        return predict(decoder, recipe, quantized, torch.randint(decoder.vocabulary, (recipe.num_samples, tokens)), 0.0)
-    samples, seconds = timed(lambda: calibration_samples(decoder, recipe, calibration))
-    return predict(decoder, recipe, quantized, samples, seconds)
+        check_seq_len(decoder, recipe)
+        samples = torch.randint(decoder.vocabulary, (recipe.num_samples, recipe.seq_len))
+        return predict(decoder, recipe, quantized, samples, 0.0)
+    drawn, seconds = timed(lambda: calibration_samples(decoder, recipe, calibration))
+    return predict(decoder, recipe, quantized, drawn, seconds)
 
 
 def predict(
@@ -138,8 +139,9 @@ def _kind(
         held = kind.held
         hessians, seeing = measured(lambda: stream.inputs(shard, block, linears))
         advancing = 0.0
-        if shard < len(decoder):
-            _, advancing = timed(lambda: [decoder.run(shard, block, batch) for batch in stream.batches])
+        if kind.advanced:
+            _, seconds = timed(lambda: [decoder.run(shard, block, batch) for batch in stream.batches])
+            advancing = seconds * kind.advanced / kind.count
         passes = Stage(kind.loading + share * (seeing.seconds + advancing), held + seeing.peak)
         rehearsal = Rehearsal(recipe.group_size if recipe.group_size != WHOLE_ROW else 1)
         costs: dict[tuple[int, int, bool], Cost] = {}

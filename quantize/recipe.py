@@ -176,7 +176,7 @@ class Recipe:
         if self.reduction != "none" and (self.beam > 1 or self.rounding == "rate"):
             raise _error("reduction", "none", self.reduction, "A reduced basis is rounded on by nearest plane only.")
         if self.grid == "midrise" and self.scales == "signed":
-            raise _error("scales", "absmax, mse or fitted", self.scales, "A mid-rise grid is the same on both sides.")
+            raise _error("scales", "scales without signs", self.scales, "A mid-rise grid is the same on both sides.")
         if self.target == "quantized" and self.correction != 1.0:
             raise _error("correction", "the default 1.0", self.correction, "Only target original is corrected.")
 

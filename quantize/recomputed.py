@@ -42,10 +42,9 @@ def layer_by_layer(
 ) -> Iterator[LayerReport]:
     """The records of every linear, in the order of the model; `samples` int64 [n, tokens]."""
     stream = Stream(decoder, samples, original=recipe.target == "original")
-    for shard in range(len(decoder) + 1):
-        linears = shard_linears(decoder, reader.shapes, shard)
-        head = shard == len(decoder)
-        if head and not linears:
+    shards = [shard_linears(decoder, reader.shapes, shard) for shard in range(len(decoder) + 1)]
+    for shard, linears in enumerate(shards):
+        if not any(shards[shard:]):
             return
         with shard_weights(decoder, shard) as block, torch.no_grad():
             for hessian in stream.inputs(shard, block, linears):
@@ -56,7 +55,7 @@ def layer_by_layer(
                     stored, linear = reader.weight(name), linears[name]
                     yield _measured(name, linear, stored, hessian, factor, recipe)
                     linear.weight.copy_(stored.dequantize())
-            if not head:
+            if any(shards[shard + 1 :]):
                 stream.advance(shard, block)
 
 

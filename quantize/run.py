@@ -82,7 +82,8 @@ class Run:
                     records, quantized = self._quantize(shard, block, linears, stream)
                     tensors.update(quantized)
                 else:
-                    stream.skip(shard, block)
+                    if advance:
+                        stream.skip(shard, block)
                     self._read_back(shard, linears, earlier["digests"])
                     records = earlier["layers"]
                 if advance:

@@ -1,7 +1,7 @@
 """Static scales: computed on the original weights, before any update, for groups in the original column order.
 
 Invariant: what is returned is what is stored. Scales are rounded to bfloat16 before they are compared or used, are
-finite and not zero, and an all-zero group has scale 1.
+finite and not zero, and an all-zero group has scale 1, unless its grid has no zero.
 """
 
 import math
@@ -40,9 +40,9 @@ def group_scales(
 ) -> torch.Tensor:
     """One scale per row and group of input channels.
 
-    absmax: s = max|w| / (2^(b-1) - 1). mse: that times the factor in (0.3, 1] which minimises the squared error of
-    rounding the group to the clipped grid, the best of 100. signed: the same with a sign, which says on which side of
-    zero the grid has its extra integer; it costs no bit and matters at 2 bits, where the grid is -2, -1, 0, 1.
+    absmax: s = max|w| / (2^(b-1) - 1 + offset). mse: that times the factor in (0.3, 1] which minimises the squared
+    error of rounding the group to the clipped grid, the best of 100. signed: the same with a sign, which says on which
+    side of zero the grid has its extra integer; it costs no bit and matters at 2 bits, where the grid is -2, -1, 0, 1.
 
     Args:
         weight: float32 or float64 [r, c].
@@ -52,7 +52,7 @@ def group_scales(
         where: name of the layer, for errors.
         importance: weights of the columns' squared errors, non-negative [c]; None for equal ones.
         offset: of the grid, in steps; with 1/2 no point is zero, so an all-zero group takes the smallest scale of its
-            row, or the smallest there is.
+            row, an all-zero row a millionth of the smallest elsewhere.
 
     Returns:
         bfloat16 [r, groups], finite and not zero; positive unless signed.
@@ -118,10 +118,11 @@ def _best_shrink(
 
 
 def _without_zeros(largest: torch.Tensor) -> torch.Tensor:
-    """[r, G] with zeros replaced by the smallest other number of their row, or the smallest that bfloat16 holds."""
+    """[r, G] with zeros replaced by the smallest other number of their row, or by next to nothing in rows of zeros."""
     tiny = torch.finfo(SCALE_DTYPE).tiny
     smallest = largest.masked_fill(largest < tiny, math.inf).amin(1, keepdim=True)
-    return torch.where(largest < tiny, smallest.nan_to_num(posinf=tiny), largest)
+    nothing = (smallest.amin() * 2.0**-20).nan_to_num(posinf=tiny).clamp(min=tiny)
+    return torch.where(largest < tiny, torch.where(smallest.isinf(), nothing, smallest), largest)
 
 
 def _storable(scales: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 Invariant: blocks of a kind have linears of the same shapes, in the same order, quantized or not.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from vllm_latq.quantize.decoder import Decoder
@@ -26,6 +26,7 @@ class Kind:
     Attributes:
         shard: the first of them, or the number of blocks for the head.
         count: of them.
+        advanced: of these, how many have something to quantize behind them.
         loading: seconds to load one.
         weights: bytes of its weights in the dtype of the computation.
         pages: bytes of its tensors in the mapped file, which are resident from the first read until it is closed.
@@ -33,6 +34,7 @@ class Kind:
 
     shard: int
     count: int
+    advanced: int
     loading: float
     weights: int
     pages: int
@@ -46,13 +48,17 @@ class Kind:
 def block_kinds(decoder: Decoder, quantized: Collection[str]) -> list[Kind]:
     """The kinds of a model's blocks, and its head if that is quantized; loads one of each, twice."""
     members: dict[object, list[int]] = {}
+    last = max(shard for shard in range(len(decoder) + 1) if shard_linears(decoder, quantized, shard))
     for index in range(len(decoder)):
         linears = decoder.linears(index).items()
         shapes = tuple((tuple(linear.weight.shape), name in quantized) for name, linear in linears)
         members.setdefault(shapes, []).append(index)
-    kinds = [_kind(decoder, shards[0], len(shards), decoder.stored_tensors(shards[0])) for shards in members.values()]
-    if shard_linears(decoder, quantized, len(decoder)):
-        kinds.append(_kind(decoder, len(decoder), 1, untouched_names(decoder, len(decoder), ())))
+    kinds = [
+        _kind(decoder, shards, sum(shard < last for shard in shards), decoder.stored_tensors(shards[0]))
+        for shards in members.values()
+    ]
+    if last == len(decoder):
+        kinds.append(_kind(decoder, [last], 0, untouched_names(decoder, last, ())))
     return kinds
 
 
@@ -63,11 +69,11 @@ def stored_bytes(decoder: Decoder, names: Iterable[str]) -> int:
     return sum(sizes)
 
 
-def _kind(decoder: Decoder, shard: int, count: int, stored: Iterable[str]) -> Kind:
+def _kind(decoder: Decoder, shards: Sequence[int], advanced: int, stored: Iterable[str]) -> Kind:
     def load() -> int:
-        with LiveBytes() as live, shard_weights(decoder, shard):
+        with LiveBytes() as live, shard_weights(decoder, shards[0]):
             return live.now
 
     weights, _ = timed(load)
     _, seconds = timed(load)
-    return Kind(shard, count, seconds, weights, stored_bytes(decoder, stored))
+    return Kind(shards[0], len(shards), advanced, seconds, weights, stored_bytes(decoder, stored))

@@ -128,7 +128,7 @@ def _put_outliers(
     place = row * cols + col
     if scales is not None:
         real = entry < row_ptr[-1]
-        flat.index_add_(0, place, -flat[place] * real)
+        flat.index_add_(0, place, torch.where(real, -flat[place], 0.0))
         entries += 0.5 * real * scales[row, col // (cols // scales.shape[1])]
     if row_scales is not None:
         entries = entries * row_scales[row]

@@ -1,5 +1,6 @@
 """Encoders: walked block by block exactly, quantized but for their poolers and heads, and loaded again exactly."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from vllm_latq.quantize.decoder import Decoder
 from vllm_latq.quantize.loading import load_model
 from vllm_latq.quantize.pipeline import calibration_samples, quantize_checkpoint
 from vllm_latq.quantize.plan import plan
+from vllm_latq.quantize.prediction import predict_run
 from vllm_latq.quantize.recipe import Recipe
 
 BERT = ("attention.self.query", "attention.self.key", "attention.self.value", "attention.output.dense")
@@ -114,6 +116,14 @@ def test_positions_behind_padding_are_counted(calibration_text: Path, tmp_path: 
         decoder.embed(samples, 1)
         with pytest.raises(ConfigError, match=f"at most {positions}, the positions of the model"):
             calibration_samples(decoder, longer, str(calibration_text))
+        with pytest.raises(ConfigError, match=f"at most {positions}, the positions of the model"):
+            predict_run(replace(longer, method="gptq", group_size=32), tmp_path / model_type)
+
+
+def test_blocks_that_need_each_others_outputs_are_refused(calibration_text: Path, tmp_path: Path) -> None:
+    random_encoder(tmp_path, "deberta-v2", calibration_text)
+    with pytest.raises(UnsupportedModelError, match="expected blocks that hand on hidden states"):
+        Decoder(tmp_path, "cpu").embed(torch.zeros(1, 8, dtype=torch.int64), 1)
 
 
 def test_what_asks_for_the_next_token_is_refused(calibration_text: Path, tmp_path: Path) -> None:

@@ -44,6 +44,17 @@ def test_later_passes_end_at_the_input_of_the_last_linear():
         assert torch.equal(ended.matrix, expected.matrix)
 
 
+def test_passes_stay_whole_where_a_linear_is_not_always_called():
+    first, second = torch.nn.Linear(5, 5), torch.nn.Linear(5, 5)
+    collector = HessianCollector()
+    for both in (False, True):
+        with torch.no_grad(), collector.watching({"first": first, "second": second}):
+            x = first(torch.ones(2, 5))
+            second(x) if both else x
+        collector.stop_early()
+    assert [hessian.linears for hessian in collector.hessians] == [["first"], ["second"]]
+
+
 def test_passes_stay_whole_where_a_linear_is_called_twice():
     linear = torch.nn.Linear(5, 5)
     collector = HessianCollector()

@@ -12,8 +12,11 @@ from safetensors.torch import load_file, save_file
 
 from vllm_latq.checkpoint import CheckpointReader, verify
 from vllm_latq.errors import CalibrationError, ConfigError, LatqError, NumericalError, UnsupportedShapeError
+from vllm_latq.quantize.certificate import verify_certificate
+from vllm_latq.quantize.decoder import Decoder
 from vllm_latq.quantize.pipeline import quantize_checkpoint
 from vllm_latq.quantize.plan import plan
+from vllm_latq.quantize.prediction import predict_run
 from vllm_latq.quantize.recipe import Recipe
 from vllm_latq.weights import PackedWeight
 
@@ -133,6 +136,19 @@ def test_untied_head_can_be_quantized(mini_model: Path, calibration_text: Path, 
     assert isinstance(head, PackedWeight)
     relative = (head.dequantize() - tensors["lm_head.weight"].float()).norm() / tensors["lm_head.weight"].float().norm()
     assert 0 < relative < 0.2
+
+
+@pytest.mark.parametrize("left_alone", [0, 3])
+def test_a_block_left_alone(left_alone: int, mini_model: Path, calibration_text: Path, tmp_path: Path) -> None:
+    """Activations pass through a block without quantized linears, if any follow; prediction and certificate too."""
+    block = f"model.layers.{left_alone}."
+    names = Decoder(mini_model, "cpu").linears(left_alone)
+    recipe = Recipe("gptq", 4, ignore=("lm_head", *names), target="original", **FEW)
+    report = quantize_checkpoint(recipe, mini_model, tmp_path / "out", calibration=str(calibration_text))
+    assert len(report["layers"]) == 3 * len(names)
+    assert not any(layer["name"].startswith(block) for layer in report["layers"])
+    assert list(verify_certificate(tmp_path / "out", mini_model, str(calibration_text))) == []
+    assert predict_run(recipe, mini_model, str(calibration_text)).seconds > 0
 
 
 def test_tied_head_cannot_be_quantized(mini_model: Path, tmp_path: Path) -> None:
