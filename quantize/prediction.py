@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from vllm_latq.config import WHOLE_ROW
-from vllm_latq.memory import resident_memory
+from vllm_latq.memory import peak_memory, resident_memory
 from vllm_latq.quantize.decoder import Decoder
 from vllm_latq.quantize.hessian import InputHessian
 from vllm_latq.quantize.loading import default_device
@@ -90,7 +90,8 @@ def predict(
     Raises:
         LatqError: whatever the run would raise on the first block.
     """
-    started = time.perf_counter()
+    # Tokenizing a long text takes more than most blocks; it was just done.
+    started, texts_peak = time.perf_counter(), peak_memory()
     stages = {"calibration text": Stage(seconds, 0)}
     if recipe.method == "latq" or recipe.budget is not None:
         assert samples is not None
@@ -101,7 +102,7 @@ def predict(
     stages["writing"] = Stage(0.0, stored_bytes(decoder, untouched_names(decoder, len(decoder), quantized)))
     return_freed_memory()
     baseline = resident_memory()
-    peak = baseline + round(max(stage.memory for stage in stages.values()))
+    peak = max(texts_peak, baseline + round(max(stage.memory for stage in stages.values())))
     total = sum(stage.seconds for stage in stages.values())
     return Prediction(total, peak, baseline, time.perf_counter() - started, stages)
 
