@@ -5,9 +5,8 @@ Theorem 5 times the effect of the layer's outputs on the loss, a third of it, fo
 
     loss(choice) = 1/2 sum_i G_ii sum_j D_j s_ij^2 / 12
 
-Invariant: the linears of one input get the same choice, so that they can be served as one matrix, and so do the
-experts of a layer; the total is at most
-the budget, and no choice could be improved for what is left of it.
+Invariant: the linears of one input get the same choice, so that they can be served as one matrix, and so do the experts
+of a layer; the total is at most the budget, and no choice could be improved for what is left of it.
 """
 
 import math

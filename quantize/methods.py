@@ -210,8 +210,8 @@ def _gptq(weight: torch.Tensor, factor: Factor | None, recipe: Recipe, where: st
     else:
         scales = group_scales(weight, *layout, recipe.scales, where, offset=recipe.offset)
     low, high = grid(recipe.bits)
-    options = (recipe.block_size, recipe.group_size, where, recipe.rounding_seed(where), None, recipe.offset)
-    rounding = plane_of_width(recipe.beam)(weight, factor, scales, low, high, "clip", *options)
+    options = (recipe.block_size, recipe.group_size, where, recipe.rounding_seed(where))
+    rounding = plane_of_width(recipe.beam)(weight, factor, scales, low, high, "clip", *options, offset=recipe.offset)
     rounding = refine(weight, factor, rounding, low, high, recipe.sweeps)
     stored = _packed(rounding.z, rounding.scales, recipe)
     dequantized = rounding.dequantized.to(torch.float32)

@@ -143,7 +143,7 @@ def _layers(model: ModelLattice, kind: Kind) -> tuple[Stage, Stage]:
                     costs[shape] = (side, *_rounding(model, weight, statistics, name))
                 side, curve, rounding = costs[shape]
                 priced, rounded = priced + side.seconds + curve.seconds, rounded + side.seconds + rounding.seconds
-                peaks += [kept + side.peak, kept + side.kept + rounding.peak]
+                peaks.append(kept + side.peak)
                 kept += side.kept
                 peaks.append(kept + rounding.peak)
                 grams += sum(gram.nbytes for gram in statistics.outputs)

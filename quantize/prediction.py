@@ -91,8 +91,8 @@ def predict(
         LatqError: whatever the run would raise on the first block.
     """
     # Tokenizing a long text takes more than most blocks; it was just done.
-    started, texts_peak = time.perf_counter(), peak_memory()
-    stages = {"calibration text": Stage(seconds, 0)}
+    started, tokenizing = time.perf_counter(), peak_memory()
+    stages: dict[str, Stage] = {}
     if recipe.method == "latq" or recipe.budget is not None:
         assert samples is not None
         with tempfile.TemporaryDirectory() as folder:
@@ -102,7 +102,8 @@ def predict(
     stages["writing"] = Stage(0.0, stored_bytes(decoder, untouched_names(decoder, len(decoder), quantized)))
     return_freed_memory()
     baseline = resident_memory()
-    peak = max(texts_peak, baseline + round(max(stage.memory for stage in stages.values())))
+    stages = {"calibration text": Stage(seconds, max(0, tokenizing - baseline)), **stages}
+    peak = baseline + round(max(stage.memory for stage in stages.values()))
     total = sum(stage.seconds for stage in stages.values())
     return Prediction(total, peak, baseline, time.perf_counter() - started, stages)
 

@@ -28,7 +28,7 @@ from vllm_latq.quantize.model_lattice import ModelLattice
 from vllm_latq.quantize.offload import placer
 from vllm_latq.quantize.pipeline import quantized_linears
 from vllm_latq.quantize.recipe import Recipe
-from vllm_latq.quantize.shards import shard_linears, shard_weights
+from vllm_latq.quantize.shards import all_shard_linears, shard_weights
 from vllm_latq.quantize.statistics import LayerStatistics
 from vllm_latq.quantize.stream import Stream
 from vllm_latq.quantize.target import corrected_target, measure_errors
@@ -42,7 +42,7 @@ def layer_by_layer(
 ) -> Iterator[LayerReport]:
     """The records of every linear, in the order of the model; `samples` int64 [n, tokens]."""
     stream = Stream(decoder, samples, original=recipe.target == "original")
-    shards = [shard_linears(decoder, reader.shapes, shard) for shard in range(len(decoder) + 1)]
+    shards = all_shard_linears(decoder, reader.shapes)
     for shard, linears in enumerate(shards):
         if not any(shards[shard:]):
             return

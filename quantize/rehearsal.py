@@ -124,16 +124,20 @@ class Rehearsal:
         # Counting operations is slow, and only needed to go beyond what is done.
         counter = FlopCounterMode(display=False)
         counting = counter if part != whole else nullcontext()
-        try:
+
+        def watched(size: tuple[int, int]) -> tuple[int, int]:
             with counting, LiveBytes() as live:
-                result = work(*half)
+                result = work(*size)
+            peak, kept = live.peak, live.now
+            del result
+            return peak, kept
+
+        try:
+            peak, kept = watched(half)
         except NumericalError:
             # Code tables and offsets weigh more in a small matrix: a target of bits may be out of its reach.
             half = part
-            with counting, LiveBytes() as live:
-                result = work(*half)
-        kept = live.now
-        del result
+            peak, kept = watched(half)
         growth = _area(whole) / _area(half)
         _, seconds = timed(lambda: work(*part))
         if part != whole:
@@ -145,7 +149,7 @@ class Rehearsal:
                 ratio = (_area(part) / _area(half)) ** 0.5
                 matmuls = counter.get_total_flops() * ratio**3 / self._matmul_rate()
                 seconds = _extrapolated(seconds, less, ratio, matmuls, sides)
-        return Cost(seconds, live.peak * growth, kept * growth)
+        return Cost(seconds, peak * growth, kept * growth)
 
     def sizes(self, rows: int, cols: int) -> tuple[tuple[int, int], tuple[int, int]]:
         """Rows and columns at which `cost` does the work of a matrix: the larger size, and half of it."""

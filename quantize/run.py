@@ -26,7 +26,13 @@ from vllm_latq.quantize.lattice import Factor
 from vllm_latq.quantize.methods import layer_factor, quantize_layer
 from vllm_latq.quantize.offload import Place, return_freed_memory
 from vllm_latq.quantize.recipe import Recipe
-from vllm_latq.quantize.shards import dense_weight, shard_linears, shard_weights, stored_tensors, untouched_tensors
+from vllm_latq.quantize.shards import (
+    all_shard_linears,
+    dense_weight,
+    shard_weights,
+    stored_tensors,
+    untouched_tensors,
+)
 from vllm_latq.quantize.stream import Stream
 from vllm_latq.quantize.totals import totals
 from vllm_latq.quantize.writer import CheckpointWriter
@@ -67,7 +73,7 @@ class Run:
     def blocks(self, samples: torch.Tensor | None, place: Place) -> None:
         """Quantize everything: a shard per block, and one for the rest."""
         stream = self.prepare(samples, place)
-        shards = [shard_linears(self.decoder, self.quantized, shard) for shard in range(len(self.decoder) + 1)]
+        shards = all_shard_linears(self.decoder, self.quantized)
         for shard, linears in enumerate(shards):
             self._shard(shard, linears, stream, advance=any(shards[shard + 1 :]))
             return_freed_memory()

@@ -31,6 +31,11 @@ def shard_linears(decoder: Decoder, quantized: Collection[str], shard: int) -> d
     return {name: linear for name, linear in linears.items() if name in quantized}
 
 
+def all_shard_linears(decoder: Decoder, quantized: Collection[str]) -> list[dict[str, nn.Linear]]:
+    """`shard_linears` of every shard. A shard needs activations if any from it on has linears."""
+    return [shard_linears(decoder, quantized, shard) for shard in range(len(decoder) + 1)]
+
+
 def shard_weights(decoder: Decoder, shard: int) -> AbstractContextManager[nn.Module]:
     """A shard's block, or what turns its hidden states into logits, with its weights in memory."""
     return decoder.block(shard) if shard < len(decoder) else decoder.head()

@@ -95,8 +95,8 @@ def ssqr(
     def quantize(rows: Rows, octaves: float) -> Quantized:
         scales = scaled(base_scales[rows], 2.0**octaves)
         part = weight[rows]
-        options = (block_size, group_size, where, seed, None, offset)
-        return nearest_plane(part, factor, scales, low, high, keep, *options), scales
+        options = (block_size, group_size, where, seed)
+        return nearest_plane(part, factor, scales, low, high, keep, *options, offset=offset), scales
 
     search = partial(_search, weight, outlier_rate, quantize, lower=SMALLEST_OCTAVES, upper=LARGEST_OCTAVES)
     start, slope = 0.0, _USUAL_SLOPE
@@ -140,8 +140,8 @@ def ssqr_by_saving(
         scales = scaled(base_scales[rows], 2.0**multiplier)
 
         def quantize(rows: Rows, octaves: float) -> Quantized:
-            options = (block_size, group_size, where, seed, 2.0**octaves, offset)
-            return plane(weight[rows], factor, scales, low, high, keep, *options), scales
+            options = (block_size, group_size, where, seed, 2.0**octaves)
+            return plane(weight[rows], factor, scales, low, high, keep, *options, offset=offset), scales
 
         lower, upper = start - _THRESHOLD_OCTAVES, start + _THRESHOLD_OCTAVES
         slope = _THRESHOLD_SLOPE

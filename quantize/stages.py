@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from vllm_latq.quantize.decoder import Decoder
 from vllm_latq.quantize.rehearsal import LiveBytes, timed
-from vllm_latq.quantize.shards import shard_linears, shard_weights, untouched_names
+from vllm_latq.quantize.shards import all_shard_linears, shard_weights, untouched_names
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Kind:
 def block_kinds(decoder: Decoder, quantized: Collection[str]) -> list[Kind]:
     """The kinds of a model's blocks, and its head if that is quantized; loads one of each, twice."""
     members: dict[object, list[int]] = {}
-    last = max(shard for shard in range(len(decoder) + 1) if shard_linears(decoder, quantized, shard))
+    last = max(shard for shard, linears in enumerate(all_shard_linears(decoder, quantized)) if linears)
     for index in range(len(decoder)):
         linears = decoder.linears(index).items()
         shapes = tuple((tuple(linear.weight.shape), name in quantized) for name, linear in linears)
@@ -74,6 +74,6 @@ def _kind(decoder: Decoder, shards: Sequence[int], advanced: int, stored: Iterab
         with LiveBytes() as live, shard_weights(decoder, shards[0]):
             return live.now
 
-    weights, _ = timed(load)
+    weights = load()
     _, seconds = timed(load)
     return Kind(shards[0], len(shards), advanced, seconds, weights, stored_bytes(decoder, stored))

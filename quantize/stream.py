@@ -125,4 +125,5 @@ def model_hessians(decoder: Decoder, samples: torch.Tensor) -> Iterator[InputHes
     for index in range(len(decoder)):
         with decoder.block(index) as block, torch.no_grad():
             yield from stream.inputs(index, block, decoder.linears(index))
-            stream.advance(index, block)
+            if index + 1 < len(decoder):
+                stream.advance(index, block)

@@ -1,7 +1,6 @@
 """Memory of this process, as the system counts it.
 
-Invariant: bytes everywhere. Where /proc is missing the peak comes from getrusage, which exec does not
-reset.
+Invariant: bytes everywhere. Where /proc is missing the peak comes from getrusage, which exec does not reset.
 """
 
 import resource
