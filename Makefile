@@ -28,9 +28,10 @@ lint: venv
 # Two processes with a thread each, the files of tests shared out between them.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
-# Kernels run in Triton's interpreter, which must be chosen before Triton is imported: a process of their own.
+# Kernels run in Triton's interpreter, which must be chosen before Triton is imported, and then as its compiler makes them.
 test: lint
 	TRITON_INTERPRET=1 $(PYTEST) tests/kernels
+	$(PYTEST) tests/kernels -m compiler
 	$(PYTEST) tests --ignore=tests/kernels
 
 # The properties of test_fuzz.py with many examples, then atheris, guided by the coverage of the reader.

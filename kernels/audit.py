@@ -33,6 +33,7 @@ _POINTERS = {
     "stream_ptr": "*i32", "table_ptr": "*i32", "start_ptr": "*i64", "used_ptr": "*i32", "z_ptr": "*i32",
     "slot_ptr": "*i64", "row_class_ptr": "*i32", "column_class_ptr": "*i32", "state_ptr": "*i32",
     "entry_ptr": "*i32", "slice_ptr": "*i32", "partial_ptr": "*fp32", "ticket_ptr": "*i32",
+    "xt_ptr": "*i64",
 }  # fmt: skip
 
 
@@ -78,21 +79,19 @@ def compile_kernel(
     require(isinstance(kernel, triton.JITFunction), "audit", "Triton's compiler", "its interpreter",
             "Unset TRITON_INTERPRET.")  # fmt: skip
     general = {parameter.name for parameter in kernel.params if parameter.do_not_specialize}
-    signature = {}
-    for name in kernel.arg_names:
-        if name in values:
-            signature[name] = "constexpr"
-        elif name.endswith("_ptr"):
-            signature[name] = _POINTERS.get(name, activations)
-        else:
-            signature[name] = "i32"
+    dynamic = [name for name in kernel.arg_names if name not in values]
+    types = {name: _POINTERS.get(name, activations) if name.endswith("_ptr") else "i32" for name in dynamic}
     # As the launch would: what is specialized is divisible by 16 in a real model.
-    aligned = {
-        (position,): [["tt.divisibility", 16]]
-        for position, name in enumerate(signature)
-        if signature[name] != "constexpr" and name not in general
-    }
-    source = ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=aligned)
+    return compile_ahead(kernel, target, types, values, set(dynamic) - general, num_warps)
+
+
+def compile_ahead(
+    kernel: Any, target: GPUTarget, types: dict[str, str], values: dict[str, Any], aligned: set[str], num_warps: int
+) -> Any:
+    """Triton's compiled `kernel`: arguments of `types`, those in `aligned` divisible by 16, the others `values`."""
+    signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+    hints = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(signature) if name in aligned}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=hints)
     return triton.compile(source, target=target, options={"num_warps": num_warps})
 
 

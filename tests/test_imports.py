@@ -27,7 +27,7 @@ def within(name: str, package: str) -> bool:
     return name == package or name.startswith(package + ".")
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "kernels").glob("*.py")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted((ROOT / "kernels").rglob("*.py")), ids=lambda path: path.name)
 def test_kernels_import_nothing_of_ours_but_kernels(path: Path) -> None:
     names = list(imported(path))
     assert not [name for name in names if within(name, OURS) and not within(name, f"{OURS}.kernels")]

@@ -17,7 +17,9 @@ def test_wheel_imports_outside_the_checkout(tmp_path: Path) -> None:
         archive.extractall(site)
         names = set(archive.namelist())
     expected = {
-        f"vllm_latq/{folder}/{path.name}" for folder in ("kernels", "quantize") for path in (ROOT / folder).glob("*.py")
+        f"vllm_latq/{path.relative_to(ROOT)}"
+        for folder in ("kernels", "quantize")
+        for path in (ROOT / folder).rglob("*.py")
     }
     assert expected <= names
     assert "vllm_latq/py.typed" in names

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("vllm_latq", "quantize", "kernels", "serving_examples")
+FOLDERS = ("vllm_latq", "quantize", "kernels", "kernels/emulation", "serving_examples")
 
 
 def test_file_map_is_true() -> None:

@@ -1,6 +1,6 @@
-"""Kernel tests. Those marked `interpreter` need TRITON_INTERPRET=1 before triton is imported.
+"""Kernel tests. Those marked `interpreter` need TRITON_INTERPRET=1 before triton is imported; `compiler` forbids it.
 
-They run in their own pytest process (`TRITON_INTERPRET=1 pytest tests/kernels`); the others run in any process.
+The former run in a pytest process of their own (`TRITON_INTERPRET=1 pytest tests/kernels`), unmarked ones in any.
 """
 
 import dataclasses
@@ -19,6 +19,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "interpreter: needs TRITON_INTERPRET=1 before triton is imported")
+    config.addinivalue_line("markers", "compiler: needs Triton's compiler, which TRITON_INTERPRET=1 replaces")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -26,6 +27,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("interpreter") and not INTERPRETED:
             item.add_marker(skip)
+        if item.get_closest_marker("compiler") and INTERPRETED:
+            item.add_marker(pytest.mark.skip(reason="needs Triton's compiler: run without TRITON_INTERPRET"))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,168 @@
+"""PTX instructions that compute: each maker here returns what its instruction does to a program."""
+
+import numpy as np
+
+from vllm_latq.kernels.emulation.numbers import from_bf16, from_pairs, to_bf16, to_pairs
+from vllm_latq.kernels.emulation.ptx import Instruction, Kernel
+from vllm_latq.kernels.emulation.state import TYPES, WORDS, Program, Step, assign, value_of
+from vllm_latq.kernels.errors import require
+
+
+def _fused(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """a b + c with one rounding: the product of float32s is exact in float64, whose sum is rounded once more."""
+    return (a.astype(np.float64) * b.astype(np.float64) + c.astype(np.float64)).astype(np.float32)
+
+
+def _shift(values: np.ndarray, amounts: np.ndarray, left: bool) -> np.ndarray:
+    bits = values.dtype.itemsize * 8
+    amounts = np.minimum(amounts.astype(np.int64), bits)
+    beyond = amounts >= bits
+    kept = np.where(beyond, 0, amounts).astype(values.dtype)
+    shifted = values << kept if left else values >> kept
+    rest = np.where(values < 0, -1, 0) if not left and values.dtype.kind == "i" else 0
+    return np.where(beyond, rest, shifted).astype(values.dtype)
+
+
+def _divide(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Towards zero, as integers do on a GPU."""
+    quotient = np.abs(a.astype(np.int64)) // np.maximum(np.abs(b.astype(np.int64)), 1)
+    return (quotient * np.sign(a.astype(np.int64)) * np.sign(b.astype(np.int64))).astype(a.dtype)
+
+
+def _field(values: np.ndarray, start: np.ndarray, length: np.ndarray) -> np.ndarray:
+    """Bit field extract; sign-extended for signed types."""
+    moved = _shift(values, start, False)
+    bits = values.dtype.itemsize * 8
+    rest = bits - np.minimum(length.astype(np.int64), bits)
+    return _shift(_shift(moved, rest, True), rest, False)
+
+
+def _table(a: np.ndarray, b: np.ndarray, c: np.ndarray, lut: int) -> np.ndarray:
+    """lop3: bit i of lut is the result for a, b, c = the bits of i, a the highest."""
+    result = np.zeros_like(a)
+    for index in range(8):
+        if lut >> index & 1:
+            result |= (a if index & 4 else ~a) & (b if index & 2 else ~b) & (c if index & 1 else ~c)
+    return result
+
+
+BINARY = {
+    "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b, "and": lambda a, b: a & b,
+    "or": lambda a, b: a | b, "xor": lambda a, b: a ^ b, "min": np.minimum, "max": np.maximum, "div": _divide,
+    "shl": lambda a, b: _shift(a, b, True), "shr": lambda a, b: _shift(a, b, False),
+}  # fmt: skip
+_COMPARE = {
+    "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
+}  # fmt: skip
+
+
+def arithmetic(instruction: Instruction, parts: list[str], kernel: Kernel) -> Step:
+    """One result from one to three operands of one type."""
+    name, kind = parts[0], parts[-1]
+    target = str(instruction.operands[0])
+    if "wide" in parts:
+        wide = {"s32": "s64", "u32": "u64", "s16": "s32", "u16": "u32"}[kind]
+        left, right = (value_of(operand, kind, kernel) for operand in instruction.operands[1:3])
+        addend = value_of(instruction.operands[3], wide, kernel) if name == "mad" else None
+
+        def widened(p: Program) -> None:
+            product = left(p).astype(TYPES[wide]) * right(p).astype(TYPES[wide])
+            assign(p, kernel, target, product if addend is None else product + addend(p))
+
+        return widened
+    amounts = name in ("shl", "shr", "bfe")
+    sources = [
+        value_of(operand, "u32" if amounts and place else kind, kernel)
+        for place, operand in enumerate(instruction.operands[1:])
+    ]
+    if kind in ("bf16x2", "f16x2"):
+        require(name in ("fma", "add"), f"PTX of {kernel.name}", "fma or add of pairs", instruction.text)
+
+        def pairs(p: Program) -> None:
+            terms = [from_pairs(source(p), kind).astype(np.float64) for source in sources]
+            total = terms[0] * terms[1] + terms[2] if name == "fma" else terms[0] + terms[1]
+            assign(p, kernel, target, to_pairs(total.astype(np.float32), kind))
+
+        return pairs
+    if name in BINARY:
+        two = BINARY[name]
+        return lambda p: assign(p, kernel, target, two(sources[0](p), sources[1](p)))
+    if name == "mad":
+        return lambda p: assign(p, kernel, target, sources[0](p) * sources[1](p) + sources[2](p))
+    if name == "fma":
+        return lambda p: assign(p, kernel, target, _fused(*(source(p) for source in sources)))
+    if name == "bfe":
+        return lambda p: assign(p, kernel, target, _field(*(source(p) for source in sources)))
+    if name == "neg":
+        return lambda p: assign(p, kernel, target, -sources[0](p))
+    require(name == "not", f"PTX of {kernel.name}", "an instruction that the emulator knows", instruction.text)
+    return lambda p: assign(p, kernel, target, ~sources[0](p))
+
+
+def logic(instruction: Instruction, parts: list[str], kernel: Kernel) -> Step:
+    target, *rest = instruction.operands
+    lut = int(str(rest[3]), 0)
+    sources = [value_of(operand, "b32", kernel) for operand in rest[:3]]
+    return lambda p: assign(p, kernel, str(target), _table(*(source(p) for source in sources), lut))
+
+
+def permute(instruction: Instruction, parts: list[str], kernel: Kernel) -> Step:
+    """prmt: byte i of the result is the one of the eight of (b, a) that nibble i of c names, or its sign where bit 3 is
+    set."""
+    require(parts == ["prmt", "b32"], f"PTX of {kernel.name}", "prmt in its default mode", instruction.text)
+    target, *rest = instruction.operands
+    a, b, c = (value_of(operand, "b32", kernel) for operand in rest)
+
+    def step(p: Program) -> None:
+        source = a(p).astype(np.uint64) | b(p).astype(np.uint64) << np.uint64(32)
+        result = np.zeros(p.threads, np.uint32)
+        for place in range(4):
+            nibble = (c(p) >> np.uint32(4 * place)) & np.uint32(15)
+            byte = (source >> (nibble & 7).astype(np.uint64) * np.uint64(8)).astype(np.uint32) & np.uint32(255)
+            byte = np.where(nibble & 8, np.where(byte & 128, np.uint32(255), np.uint32(0)), byte)
+            result |= byte << np.uint32(8 * place)
+        assign(p, kernel, str(target), result)
+
+    return step
+
+
+def compare(instruction: Instruction, parts: list[str], kernel: Kernel) -> Step:
+    target, left, right = instruction.operands
+    test, a, b = _COMPARE[parts[1]], value_of(left, parts[2], kernel), value_of(right, parts[2], kernel)
+    return lambda p: assign(p, kernel, str(target), test(a(p), b(p)))
+
+
+def select(instruction: Instruction, parts: list[str], kernel: Kernel) -> Step:
+    target, yes, no, which = instruction.operands
+    a, b, test = value_of(yes, parts[1], kernel), value_of(no, parts[1], kernel), value_of(which, "pred", kernel)
+    return lambda p: assign(p, kernel, str(target), np.where(test(p), a(p), b(p)))
+
+
+def move(instruction: Instruction, parts: list[str], kernel: Kernel) -> Step:
+    target, source = instruction.operands
+    value = value_of(source, parts[1], kernel)
+    if isinstance(target, tuple):
+        word = WORDS[kernel.width(next(name for name in target if name != "_"))]
+
+        def unpack(p: Program) -> None:
+            pieces = np.ascontiguousarray(value(p)).view(word).reshape(p.threads, len(target))
+            for place, name in enumerate(target):
+                assign(p, kernel, name, np.ascontiguousarray(pieces[:, place]))
+
+        return unpack
+    return lambda p: assign(p, kernel, target, value(p))
+
+
+def convert(instruction: Instruction, parts: list[str], kernel: Kernel) -> Step:
+    """cvt[.rounding].to.from"""
+    to, kind = parts[-2], parts[-1]
+    target = str(instruction.operands[0])
+    sources = [value_of(operand, kind, kernel) for operand in instruction.operands[1:]]
+    if to in ("bf16x2", "f16x2"):  # the first source goes to the high half
+        return lambda p: assign(p, kernel, target, to_pairs(np.stack([sources[1](p), sources[0](p)], 1), to))
+
+    def step(p: Program) -> None:
+        value = from_bf16(sources[0](p)) if kind == "bf16" else sources[0](p)
+        assign(p, kernel, target, to_bf16(value) if to == "bf16" else value.astype(TYPES[to]))
+
+    return step

@@ -1,0 +1,189 @@
+"""What the compiler makes of the kernels, run by the real launchers in the PTX emulator, against float64.
+
+The emulator refuses accesses out of bounds, races and asynchronous copies that are read too early; tensor cores
+truncate as the real ones do. So this covers what Triton's interpreter cannot: inline assembly, layouts, pipelining.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_latq.huffman import encode as huffman_encode
+from vllm_latq.kernels import dequantize
+from vllm_latq.kernels.configs import SIMT, decode_config
+from vllm_latq.kernels.dispatch import ssqr_matmul
+from vllm_latq.kernels.emulation.launch import emulation
+from vllm_latq.kernels.emulation.memory import Traffic
+from vllm_latq.kernels.huffman import decode_huffman
+from vllm_latq.kernels.rans import decode_rans
+from vllm_latq.kernels.reference import matmul_reference
+from vllm_latq.kernels.ssqr import launch_ssqr
+from vllm_latq.rans import encode as rans_encode
+
+pytestmark = pytest.mark.compiler
+
+ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11}  # of the largest output
+PREFILL_FACTOR = 2  # the weights are rounded, too
+
+
+def on(arch: str, layer: Any) -> Any:
+    return replace(layer.weight, arch=arch, processors=1)
+
+
+def activations(m: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(m, cols, generator=torch.Generator().manual_seed(m)).to(dtype)
+
+
+def float32_product(
+    layer: Any, x: torch.Tensor, arch: str, parts: int = 1, **emulation_options: Any
+) -> tuple[torch.Tensor, Traffic]:
+    """The decode kernel's y in float32, all scratch poisoned, and the launch's traffic. Tickets must end at zero."""
+    m, weight = x.shape[0], on(arch, layer)
+    config = decode_config(m, weight.bits, arch)
+    y = torch.full((m, weight.rows), float("nan"))
+    partials = torch.full((parts * weight.padded_rows * config.max_rows,), float("nan"))
+    transposed = None
+    if weight.entries is not None and m > 8:
+        transposed = torch.full((weight.cols, config.max_rows), float("nan"), dtype=x.dtype)
+        transposed[:, :m] = x.t()
+    with emulation(arch, **emulation_options) as traffic:
+        launch_ssqr(x, weight, y, partials, transposed, config, parts)
+    assert not weight.tickets.any()
+    return y, traffic
+
+
+# Architecture, bits, rows, activations, group size; every combination of the first three with something else varied.
+DECODE = [
+    ("sm_80", 2, 1, torch.bfloat16, 128),
+    ("sm_80", 3, 8, torch.float16, 64),
+    ("sm_80", 4, 5, torch.bfloat16, 32),
+    ("sm_80", 8, 3, torch.bfloat16, 128),
+    ("sm_80", 2, 13, torch.float16, -1),
+    ("sm_80", 3, 30, torch.bfloat16, 128),
+    ("sm_80", 4, 64, torch.float16, 128),
+    ("sm_86", 3, 16, torch.bfloat16, 32),
+    ("sm_90", 2, 7, torch.float16, 128),
+    ("sm_90", 3, 1, torch.bfloat16, -1),
+    ("sm_90", 4, 12, torch.bfloat16, 64),
+    ("sm_90", 3, 32, torch.float16, 32),
+    ("sm_90", 2, 64, torch.bfloat16, 128),
+    ("sm_90", 8, 20, torch.float16, 128),
+]
+
+
+@pytest.mark.parametrize(("arch", "bits", "m", "dtype", "group_size"), DECODE)
+def test_decode(make_layer, arch: str, bits: int, m: int, dtype: torch.dtype, group_size: int) -> None:
+    """Odd shapes, outliers, row scales, split-K, both grids; the table's launch configurations."""
+    cols = 384 if m % 2 else 512
+    layer = make_layer(
+        bits, 131, cols, group_size=group_size, outliers=0.02, row_scales=m % 3 == 0, midrise=m % 4 == 0, full_rows=(7,)
+    )
+    x = activations(m, cols, dtype)
+    config = replace(decode_config(m, bits, arch), programs_per_processor=4, min_superblocks=1)
+    with emulation(arch):
+        y = ssqr_matmul(x, on(arch, layer), config)
+    expected = matmul_reference(x, layer.dense)
+    assert (y - expected).abs().max() <= ROUNDING[dtype] * expected.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("bits", "m", "dtype"), [(2, 1, torch.bfloat16), (3, 2, torch.float16), (8, 1, torch.bfloat16)]
+)
+def test_simt(make_layer, bits: int, m: int, dtype: torch.dtype) -> None:
+    layer = make_layer(bits, 70, 320, group_size=64, outliers=0.02, midrise=bits == 3)
+    x = activations(m, 320, dtype)
+    with emulation("sm_86"):
+        y = ssqr_matmul(x, on("sm_86", layer), replace(SIMT, programs_per_processor=2, min_superblocks=1))
+    expected = matmul_reference(x, layer.dense)
+    assert (y - expected).abs().max() <= ROUNDING[dtype] * expected.abs().max()
+
+
+@pytest.mark.parametrize(("arch", "bits"), [("sm_80", 3), ("sm_90", 4)])
+def test_prefill(make_layer, monkeypatch: pytest.MonkeyPatch, arch: str, bits: int) -> None:
+    monkeypatch.setattr(dequantize, "CHUNK_BYTES", 1)  # one row block at a time
+    layer = make_layer(bits, 130, 320, group_size=64, outliers=0.03, midrise=bits == 4)
+    x = activations(70, 320, torch.bfloat16)
+    with emulation(arch):
+        y = ssqr_matmul(x, on(arch, layer))
+    expected = matmul_reference(x, layer.dense)
+    assert (y - expected).abs().max() <= PREFILL_FACTOR * ROUNDING[torch.bfloat16] * expected.abs().max()
+
+
+def test_entropy_decoders() -> None:
+    z = (torch.randn(40, 33, generator=torch.Generator().manual_seed(0)) * 2).round().to(torch.int32)
+    z[0, :4] = torch.tensor([2**31 - 1, -(2**31), 99999, -77777])
+    coded = huffman_encode(z)
+    lengths = torch.from_numpy(coded.table.lengths)
+    with emulation("sm_80"):
+        assert torch.equal(decode_huffman(coded.stream, coded.chunk_bits, lengths, coded.table.first_symbol, 40, 33), z)
+    stream = rans_encode(z)
+    model = stream.model()
+    tables = (stream.table_ranges, stream.frequencies)
+    with emulation("sm_90"):
+        found = decode_rans(stream.stream, stream.chunk_words, model.row_class, model.column_class, *tables)
+    assert torch.equal(found, z)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_truncation_does_not_bias_positive_activations(make_layer, arch: str, bits: int) -> None:
+    """The floats' bias is a hundred times a weight. Columns of alternating sign keep its sums small.
+
+    Truncation is 1e-6 to 6e-6 of the outputs here; with biases of one sign it would be 0.8e-4 to 3.4e-4. (A mid-rise
+    grid has mean zero.)
+    """
+    layer = make_layer(bits, 64, 1024, outliers=0.0, midrise=True)
+    x = activations(2, 1024, torch.bfloat16).abs()
+    y, _ = float32_product(layer, x, arch)
+    expected = matmul_reference(x, layer.dense)
+    error = (y - expected).double()
+    assert error.square().mean().sqrt() <= 2e-5 * expected.square().mean().sqrt()
+
+
+def test_parts_in_any_order(make_layer) -> None:
+    """The last program to finish adds the parts, in a fixed order: the same bits whoever is last."""
+    layer = make_layer(3, 130, 1024, outliers=0.02)
+    x = activations(4, 1024, torch.bfloat16)
+    forward, _ = float32_product(layer, x, "sm_80", parts=3)
+    backward, _ = float32_product(layer, x, "sm_80", parts=3, order=lambda programs: list(range(programs))[::-1])
+    mixed, _ = float32_product(
+        layer, x, "sm_80", parts=3, order=lambda programs: [(5 * i + 2) % programs for i in range(programs)]
+    )
+    assert torch.equal(forward, backward)
+    assert torch.equal(forward, mixed)
+
+
+@pytest.mark.parametrize(
+    ("arch", "m"), [("sm_80", 1), ("sm_80", 8), ("sm_80", 16), ("sm_80", 32), ("sm_80", 64), ("sm_90", 32)]
+)
+def test_outliers_need_no_barriers(make_layer, arch: str, m: int) -> None:
+    """Ten times the outliers: the same number of barriers."""
+    x = activations(m, 512, torch.bfloat16)
+    few, many = (float32_product(make_layer(3, 64, 512, outliers=rate), x, arch)[1] for rate in (0.01, 0.1))
+    assert few.barriers == many.barriers
+    assert few.load_sectors < many.load_sectors
+
+
+@pytest.mark.parametrize(
+    ("arch", "bits", "m"), [("sm_80", 2, 8), ("sm_80", 3, 1), ("sm_80", 4, 32), ("sm_86", 4, 64), ("sm_90", 3, 16)]
+)
+def test_memory_is_read_once_in_whole_sectors_without_bank_conflicts(make_layer, arch: str, bits: int, m: int) -> None:
+    layer = make_layer(bits, 128, 1024, outliers=0.0)
+    x = activations(m, 1024, torch.bfloat16)
+    _, traffic = float32_product(layer, x, arch)
+    assert traffic.wavefronts == traffic.ideal_wavefronts
+    assert traffic.loaded == layer.weight.storage_bytes() + x.nbytes
+    assert 32 * traffic.load_sectors == traffic.loaded
+
+
+def test_both_orders_of_columns_agree(make_layer) -> None:
+    layer = make_layer(4, 64, 512, outliers=0.02)
+    x = activations(3, 512, torch.bfloat16)
+    base = decode_config(3, 4, "sm_80")
+    with emulation("sm_80"):
+        outputs = [ssqr_matmul(x, on("sm_80", layer), replace(base, paired=paired)) for paired in (True, False)]
+    expected = matmul_reference(x, layer.dense)
+    for y in outputs:
+        assert (y - expected).abs().max() <= ROUNDING[torch.bfloat16] * expected.abs().max()

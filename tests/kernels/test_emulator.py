@@ -1,0 +1,164 @@
+"""The PTX emulator on hand-written kernels: what instructions mean, and what it refuses."""
+
+import numpy as np
+import pytest
+
+from vllm_latq.kernels.emulation.machine import run
+from vllm_latq.kernels.emulation.memory import GlobalMemory, Traffic
+from vllm_latq.kernels.emulation.ptx import parse
+from vllm_latq.kernels.errors import KernelInputError
+
+THREADS = 64
+
+
+def execute(body: str, *buffers: np.ndarray, shared: int = 1024, programs: int = 1) -> Traffic:
+    """Run `body` with a buffer in each of %rd1, %rd2, ..., the thread in %r0 and four times it in %rd0."""
+    parameters = ", ".join(f".param .u64 .ptr .global .align 1 p{i}" for i in range(len(buffers)))
+    loads = "".join(f"ld.param.b64 %rd{i + 1}, [p{i}];" for i in range(len(buffers)))
+    text = f"""
+    .visible .entry k({parameters})
+    {{
+        .reg .pred %p<10>; .reg .b16 %rs<10>; .reg .b32 %r<50>; .reg .b64 %rd<50>;
+        {loads} mov.u32 %r0, %tid.x; mul.wide.u32 %rd0, %r0, 4;
+        {body}
+        ret;
+    }}"""
+    memory = GlobalMemory([buffer.view(np.uint8) for buffer in buffers], Traffic())
+    addresses = [memory.address(i) for i in range(len(buffers))]
+    return run(parse(text), "sm_80", THREADS, shared, (programs, 1, 1), addresses, memory)
+
+
+def compute(instructions: str, *inputs: np.ndarray) -> np.ndarray:
+    """uint32 in %r9, from inputs in %r1, %r2, ..."""
+    load = "".join(
+        f"add.s64 %rd{i + 20}, %rd{i + 1}, %rd0; ld.global.b32 %r{i + 1}, [%rd{i + 20}];" for i in range(len(inputs))
+    )
+    out = np.zeros(THREADS, np.uint32)
+    store = f"add.s64 %rd40, %rd{len(inputs) + 1}, %rd0; st.global.b32 [%rd40], %r9;"
+    execute(load + instructions + store, *inputs, out)
+    return out
+
+
+def words(seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 2**32, THREADS, dtype=np.uint32)
+
+
+@pytest.mark.parametrize("lut", [0xEA, 0x6A, 0x96, 0x01, 0x80, 0xCA])
+def test_lop3(lut: int) -> None:
+    a, b, c = words(0), words(1), words(2)
+    bits = [((v[:, None] >> np.arange(32, dtype=np.uint32)) & 1).astype(int) for v in (a, b, c)]
+    table = np.array([lut >> i & 1 for i in range(8)])
+    expected = (table[4 * bits[0] + 2 * bits[1] + bits[2]] << np.arange(32)).sum(1).astype(np.uint32)
+    assert np.array_equal(compute(f"lop3.b32 %r9, %r1, %r2, %r3, {lut:#x};", a, b, c), expected)
+
+
+def test_shifts_and_fields() -> None:
+    a, amount = words(0), np.arange(THREADS, dtype=np.uint32)
+    signed = [int(v) - (v >= 2**31) * 2**32 for v in a.tolist()]
+    shr = [v >> s & 0xFFFFFFFF for v, s in zip(signed, amount.tolist(), strict=True)]
+    assert compute("shr.s32 %r9, %r1, %r2;", a, amount).tolist() == shr
+    assert compute("shl.b32 %r9, %r1, %r2;", a, amount).tolist() == [
+        int(v) << s & 0xFFFFFFFF for v, s in zip(a, amount.tolist(), strict=True)
+    ]
+    assert compute("bfe.u32 %r9, %r1, 5, 7;", a).tolist() == [int(v) >> 5 & 127 for v in a]
+    assert compute("bfe.s32 %r9, %r1, 5, 1;", a).tolist() == [0xFFFFFFFF * (int(v) >> 5 & 1) for v in a]
+    assert compute("div.s32 %r9, %r1, -7;", a).view(np.int32).tolist() == [-int(v / 7) for v in signed]
+
+
+def test_byte_permutation() -> None:
+    a, b = words(0), words(1)
+    eight = np.stack([a, b], 1).view(np.uint8)
+    expected = np.stack([eight[:, 3], eight[:, 4], eight[:, 0], eight[:, 7]], 1).view(np.uint32)[:, 0]
+    assert np.array_equal(compute("prmt.b32 %r9, %r1, %r2, 0x7043U;", a, b), expected)
+    signs = compute("prmt.b32 %r9, %r1, %r2, 0x888F;", a, b)
+    assert np.array_equal(signs & 255, np.where(eight[:, 7] >= 128, 255, 0))
+
+
+def test_floats() -> None:
+    values = np.linspace(-3, 3, THREADS, dtype=np.float32)
+    squares = compute("fma.rn.f32 %r9, %r1, %r1, 0f3F800000;", values).view(np.float32)
+    assert np.array_equal(squares, (values.astype(np.float64) ** 2 + 1).astype(np.float32))
+    pairs = compute("cvt.rn.bf16x2.f32 %r9, 0f3F800000, %r1;", values)
+    assert np.array_equal(pairs >> 16, np.full(THREADS, 0x3F80))
+    assert np.abs((pairs << 16).view(np.float32) - values).max() <= 2**-7
+
+
+def test_lanes() -> None:
+    a = words(0)
+    lanes = np.arange(THREADS)
+    assert np.array_equal(compute("shfl.sync.bfly.b32 %r9, %r1, 4, 31, -1;", a), a[lanes ^ 4])
+    assert np.array_equal(compute("shfl.sync.idx.b32 %r9, %r1, 3, 31, -1;", a), a[lanes // 32 * 32 + 3])
+    largest = a.view(np.int32).reshape(2, 32).max(1).repeat(32)
+    assert np.array_equal(compute("redux.sync.max.s32 %r9, %r1, -1;", a).view(np.int32), largest)
+
+
+def test_guards_and_loops() -> None:
+    """Thread t adds 3 to itself five times, unless it is odd."""
+    loop = """
+        and.b32 %r2, %r0, 1; setp.eq.b32 %p1, %r2, 0; mov.b32 %r9, %r0; mov.b32 %r3, 0;
+        $again: @%p1 add.s32 %r9, %r9, 3; add.s32 %r3, %r3, 1; setp.lt.s32 %p2, %r3, 5; @%p2 bra $again;"""
+    assert compute(loop).tolist() == [t if t % 2 else t + 15 for t in range(THREADS)]
+
+
+def test_traffic() -> None:
+    buffer = np.zeros(64 * THREADS, np.uint32)
+    near = execute("add.s64 %rd9, %rd1, %rd0; ld.global.b32 %r1, [%rd9];", buffer)
+    assert (near.loaded, near.load_sectors) == (4 * THREADS, 4 * THREADS // 32)
+    far = execute("mul.wide.u32 %rd8, %r0, 256; add.s64 %rd9, %rd1, %rd8; ld.global.b32 %r1, [%rd9];", buffer)
+    assert (far.loaded, far.load_sectors) == (4 * THREADS, THREADS)
+    apart = execute("shl.b32 %r1, %r0, 7; st.shared.b32 [%r1], %r0;", shared=128 * THREADS)
+    assert (apart.ideal_wavefronts, apart.wavefronts) == (2, 64)  # one bank
+    beside = execute("shl.b32 %r1, %r0, 3; st.shared.b64 [%r1], %rd0;", shared=8 * THREADS)
+    assert (beside.ideal_wavefronts, beside.wavefronts) == (4, 4)
+
+
+WRITE = "shl.b32 %r1, %r0, 2; st.shared.b32 [%r1], %r0;"
+COPY = "shl.b32 %r1, %r0, 2; add.s64 %rd9, %rd1, %rd0; cp.async.ca.shared.global [ %r1 + 0 ], [ %rd9 + 0 ], 0x4;"
+OTHER_WARP = "xor.b32 %r2, %r1, 128; ld.shared.b32 %r3, [%r2];"
+REFUSED = {
+    "behind the end": ("add.s64 %rd9, %rd1, %rd0; ld.global.b32 %r1, [%rd9+4];", r"bytes 0 to 256 of buffer 0"),
+    "before the start": ("ld.global.b32 %r1, [%rd1+-4];", "buffers"),
+    "null": ("mov.b64 %rd9, 0; ld.global.b32 %r1, [%rd9];", "buffers"),
+    "misaligned": ("ld.global.b32 %r1, [%rd1+2];", "aligned to 4"),
+    "conflicting stores": ("st.global.b32 [%rd1], %r0;", "one value per address"),
+    "shared, behind the end": ("mov.b32 %r1, 1024; ld.shared.b32 %r2, [%r1];", "bytes 0 to 1024"),
+    "shared, never written": ("mov.b32 %r1, 0; ld.shared.b32 %r2, [%r1];", "were written"),
+    "race of write and read": (WRITE + OTHER_WARP, "barrier after a write"),
+    "race of read and write": (
+        WRITE + "bar.sync 0;" + OTHER_WARP + "st.shared.b32 [%r1], %r0;", "barrier after a read",
+    ),
+    "copy not waited for": (COPY + "ld.shared.b32 %r2, [%r1];", "waited for"),
+    "copy in a later group": (
+        COPY + "cp.async.commit_group; cp.async.wait_group 1; ld.shared.b32 %r2, [%r1];", "waited for",
+    ),
+    "copy without a barrier": (
+        COPY + "cp.async.commit_group; cp.async.wait_group 0;" + OTHER_WARP, "barrier after a write",
+    ),
+    "divergence": ("setp.eq.b32 %p1, %r0, 0; @%p1 bra $end; mov.b32 %r1, 0; $end:", "all or no threads"),
+    "unknown": ("sin.approx.f32 %r1, %r0;", "instruction that the emulator knows"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refuses(name: str) -> None:
+    body, message = REFUSED[name]
+    with pytest.raises(KernelInputError, match=message):
+        execute(body, np.zeros(THREADS, np.uint32))
+
+
+def test_copies_arrive_after_their_wait() -> None:
+    source = words(0)
+    out = np.zeros(THREADS, np.uint32)
+    body = COPY + "cp.async.commit_group; cp.async.wait_group 0; bar.sync 0;" + OTHER_WARP
+    execute(body + "add.s64 %rd9, %rd2, %rd0; st.global.b32 [%rd9], %r3;", source, out)
+    assert np.array_equal(out, source[np.arange(THREADS) ^ 32])
+
+
+def test_programs_run_in_any_order_and_count_by_atomics() -> None:
+    counter, out = np.zeros(1, np.uint32), np.zeros(5, np.uint32)
+    body = """
+        setp.eq.b32 %p1, %r0, 0; mov.u32 %r2, %ctaid.x; mul.wide.u32 %rd9, %r2, 4; add.s64 %rd9, %rd2, %rd9;
+        @%p1 atom.global.gpu.acq_rel.add.u32 %r1, [ %rd1 + 0 ], 2; @%p1 st.global.b32 [%rd9], %r1;"""
+    execute(body, counter, out, programs=5)
+    assert counter[0] == 10
+    assert out.tolist() == [0, 2, 4, 6, 8]
