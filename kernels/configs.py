@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from vllm_latq.kernels.errors import require
 
-STATIC = "instruction counts and roofline arithmetic (NOTES.md), Triton 3.9.0 and 3.6.0, 2025-11; not timed"
+STATIC = "instruction counts and roofline arithmetic (NOTES.md), Triton 3.9.0 and 3.6.0, 2026-11; not timed"
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,8 @@ class DecodeConfig:
         num_warps: warps per program.
         stages: depth of the asynchronous copies, in superblocks.
         bias_dot: remove the bias by a small extra dot (few rows) or on the unpacked floats (many rows).
+        paired: take the columns in an order that fills neighbouring registers by one load (`unpack.paired_words`); not
+            for Hopper's warp-group instruction, which reads activations from shared memory.
         slots: outlier slots a program reads at once.
         programs_per_processor: split-K is raised until the grid has this many programs per multiprocessor.
         min_superblocks: fewest superblocks a program is given by split-K.
@@ -32,6 +34,7 @@ class DecodeConfig:
     num_warps: int
     stages: int
     bias_dot: bool
+    paired: bool = True
     slots: int = 8
     programs_per_processor: int = 4
     min_superblocks: int = 4
@@ -66,25 +69,25 @@ class DecodeConfig:
         return max(1, min(wanted, superblocks // self.min_superblocks))
 
 
-# Two warps share a tile of 128 features at 8 rows, so every activation fragment serves four fragments of weights. From
-# 32 rows on, the extra dot would cost more than subtracting the bias on the floats. Hopper's matrix instruction (four
-# warps) has a lower count only from 16 rows on.
+# Two warps share a tile of 128 features at 8 rows, so every activation fragment serves four fragments of weights; at 16
+# rows registers suffice for that on Ampere only. At 64 rows, and 32 on Hopper, the extra dot would cost as much as
+# subtracting the bias on the floats. Slots: as many as leave no spill. Four warps on Hopper: warp-group instructions.
 AMPERE = (
-    DecodeConfig(max_rows=8, block_n=128, num_warps=2, stages=3, bias_dot=True),
+    DecodeConfig(max_rows=8, block_n=128, num_warps=2, stages=3, bias_dot=True, slots=2),
     DecodeConfig(max_rows=16, block_n=128, num_warps=2, stages=3, bias_dot=True, slots=4),
-    DecodeConfig(max_rows=32, block_n=128, num_warps=4, stages=3, bias_dot=False, slots=2, programs_per_processor=2),
+    DecodeConfig(max_rows=32, block_n=128, num_warps=4, stages=3, bias_dot=True, slots=2, programs_per_processor=2),
     DecodeConfig(max_rows=64, block_n=128, num_warps=8, stages=3, bias_dot=False, slots=2, programs_per_processor=1),
 )
-ADA = (  # sm_86 and sm_89: 99 KB of shared memory, and a register allocation that spills Ampere's entries
-    replace(AMPERE[0], programs_per_processor=2),
-    DecodeConfig(max_rows=16, block_n=128, num_warps=4, stages=3, bias_dot=True, slots=4, programs_per_processor=2),
-    AMPERE[2],
-    replace(AMPERE[3], slots=1),
+ADA = (  # sm_86 and sm_89: 99 KB of shared memory
+    replace(AMPERE[0], slots=4, programs_per_processor=2),
+    replace(AMPERE[1], num_warps=4, programs_per_processor=2),
+    *AMPERE[2:],
 )
 HOPPER = (
-    replace(AMPERE[0], programs_per_processor=5),
-    DecodeConfig(max_rows=16, block_n=128, num_warps=4, stages=3, bias_dot=True, slots=4),
-    *AMPERE[2:],
+    replace(AMPERE[0], slots=4, programs_per_processor=5),
+    replace(AMPERE[1], num_warps=4, paired=False),
+    replace(AMPERE[2], bias_dot=False, paired=False),
+    replace(AMPERE[3], paired=False),
 )
 # 64 KB of shared memory on gfx90a and gfx942. Compiled for these only, and neither run nor tuned.
 AMD = (*AMPERE[:2], *(replace(config, stages=2) for config in AMPERE[2:]))

@@ -11,6 +11,7 @@ import triton.language as tl
 from vllm_latq.kernels.fields import field_segment, planes_of, segment_count, words_of
 from vllm_latq.kernels.layout import ROW_BLOCK
 from vllm_latq.kernels.outliers import SLICE_ROWS
+from vllm_latq.kernels.tiles import load_planes, plane
 from vllm_latq.kernels.weight import KernelWeight
 
 CHUNK_BYTES = 32 << 20  # dense weights at a time: below the L2 cache of an H100 or H200 (50 MB), and enough to fill it
@@ -18,11 +19,11 @@ SLICE_SLOTS = 64
 
 
 @triton.jit
-def integer_field(tile_ptr, at, F: tl.constexpr, H: tl.constexpr, BITS: tl.constexpr, PLANE: tl.constexpr):
-    """int32 integers (code - zero point) of half H of field F; `at` addresses the words of plane 0."""
-    code = tl.zeros(at.shape, tl.int32)
+def integer_field(a, b, c, d, F: tl.constexpr, H: tl.constexpr, BITS: tl.constexpr):
+    """int32 integers (code - zero point) of half H of field F of a tile's planes."""
+    code = tl.zeros(a.shape, tl.int32)
     for s in tl.static_range(segment_count(BITS, F)):
-        word = tl.load(tile_ptr + at + field_segment(BITS, F, s, 0) * PLANE)
+        word = plane(a, b, c, d, field_segment(BITS, F, s, 0))
         bits = (word >> (field_segment(BITS, F, s, 1) + 16 * H)) & ((1 << field_segment(BITS, F, s, 3)) - 1)
         code |= bits << field_segment(BITS, F, s, 2)
     return code - (1 << (BITS - 1))
@@ -36,14 +37,12 @@ def dequantize_tiles(
 ):  # fmt: skip
     """Grid (row blocks of the chunk, superblocks). Writes w [chunk rows, K]: one tile without its outliers."""
     block, sb = first_block + tl.program_id(0), tl.program_id(1)
-    PLANES: tl.constexpr = planes_of(BITS)
     WORDS: tl.constexpr = words_of(BITS)
-    PLANE: tl.constexpr = 64 * WORDS
     rn = tl.arange(0, 64)
     rw = tl.arange(0, WORDS)
     rk = tl.arange(0, 2 * WORDS)
-    at = rn[:, None] * WORDS + rw[None, :]
-    tile_ptr = word_ptr + (block.to(tl.int64) * supers + sb) * (PLANES * PLANE)
+    tile_ptr = word_ptr + (block.to(tl.int64) * supers + sb) * (planes_of(BITS) * 64 * WORDS)
+    a, b, c, d = load_planes(tile_ptr + rn[:, None] * WORDS + rw[None, :], BITS)
     row = tl.load(order_ptr + block * 64 + rn)
     first_col = sb * 256
     out = w_ptr + (row - first_row).to(tl.int64)[:, None] * K + first_col + rk[None, :]
@@ -58,8 +57,8 @@ def dequantize_tiles(
             group = f * 2 * WORDS // GROUP
             pair = tl.load(scale_ptr + ((block.to(tl.int64) * supers + sb) * (128 // GROUP) + group // 2) * 64 + rn)
             scale *= ((pair << 16) if group % 2 == 0 else (pair & -65536)).to(tl.float32, bitcast=True)
-        low = integer_field(tile_ptr, at, f, 0, BITS, PLANE).to(tl.float32)
-        high = integer_field(tile_ptr, at, f, 1, BITS, PLANE).to(tl.float32)
+        low = integer_field(a, b, c, d, f, 0, BITS).to(tl.float32)
+        high = integer_field(a, b, c, d, f, 1, BITS).to(tl.float32)
         if MIDRISE:
             low += 0.5
             high += 0.5

@@ -6,14 +6,19 @@ a *field* is one code per half of every word of a plane, so field f holds the co
     k = f * 2 * words + 2 * word + half          (natural order: activations are never permuted)
 
     bits  planes  words  fields   layout of a half-word, least significant bit first
-      2      1      16      8     f0 f1 f2 f3 f4 f5 f6 f7
+      2      2       8     16     a: f0..f7   b: f8..f15
       3      3       8     16     a: f0 s f1 f2 f3 f4   b: f5..f9 s   c: f10..f14 s   (the s bits are field 15)
-      4      2      16      8     f0 f1 f2 f3 | f4 f5 f6 f7
-      8      4      16      8     as 4 bits, low digits in planes 0-1, high digits in planes 2-3
+      4      4       8     16     a: f0..f3   b: f4..f7   c: f8..f11   d: f12..f15
+      8      4      16      8     low digits: a: f0..f3   b: f4..f7   high digits: c, d
 
-A kernel turns a field into floats with one `lop3`: (word >> shift) & mask | exponent. With the exponent chosen so that
-the field's lowest bit is one unit, the float equals bias + code, bias = 2^(mantissa - offset), exactly. bf16 has 7
-mantissa bits, fp16 has 10, so each has its own shifts; the stored words are the same.
+(Eight words of a row fill all banks of shared memory by four rows, which a matrix fragment then reads at once.)
+
+
+A kernel turns a field into floats with one `lop3`: (word >> shift) & mask ^ pattern. With the pattern's exponent chosen
+so that the field's lowest bit is one unit, an even column's float equals bias + code, bias = 2^(mantissa - offset),
+exactly. In the odd columns the pattern also flips the code and the sign: their float is code - bias - largest code. So
+the biases of neighbouring columns nearly cancel in a dot product, and its partial sums, which tensor cores truncate,
+stay small. bf16 has 7 mantissa bits, fp16 has 10, so each has its own shifts; the stored words are the same.
 """
 
 from dataclasses import dataclass
@@ -37,12 +42,12 @@ class Segment:
 
 def planes(bits: int) -> int:
     """Planes of 32-bit words per superblock."""
-    return {2: 1, 3: 3, 4: 2, 8: 4}[bits]
+    return {2: 2, 3: 3, 4: 4, 8: 4}[bits]
 
 
 def words(bits: int) -> int:
     """32-bit words per row in one plane."""
-    return 8 if bits == 3 else 16
+    return 16 if bits == 8 else 8
 
 
 @triton.constexpr_function
@@ -61,7 +66,7 @@ def field_segment(bits, field, index, part):
             offset = (0, 4, 7, 10, 13)[field] if field < 5 else 3 * (field % 5)
             segment = (field // 5, offset, 0, 3)
     elif bits == 2:
-        segment = (0, 2 * field, 0, 2)
+        segment = (field // 8, 2 * (field % 8), 0, 2)
     else:
         segment = (field // 4 + 2 * index, 4 * (field % 4), 4 * index, 4)
     return segment[part]
@@ -102,7 +107,7 @@ def field_plane(bits, field, digit):
     """Plane that a field is read from; `digit` 1 is the high digit of 8-bit codes."""
     if bits == 8:
         return 2 * digit + field // 4
-    return {2: 0, 3: field // 5, 4: field // 4}[bits]
+    return {2: field // 8, 3: field // 5, 4: field // 4}[bits]
 
 
 @triton.constexpr_function
@@ -111,7 +116,7 @@ def field_shift(bits, field, half):
     table = _FP16 if half else _BF16
     if bits == 3:
         return table["abc"[field // 5]][field % 5][0]
-    return table[4][field % 4][0] if bits in (4, 8) else table[2][field][0]
+    return table[4][field % 4][0] if bits in (4, 8) else table[2][field % 8][0]
 
 
 @triton.constexpr_function
@@ -120,7 +125,7 @@ def field_offset(bits, field, half):
     table = _FP16 if half else _BF16
     if bits == 3:
         return table["spare"][3] if field == 15 else table["abc"[field // 5]][field % 5][1]
-    return table[4][field % 4][1] if bits in (4, 8) else table[2][field][1]
+    return table[4][field % 4][1] if bits in (4, 8) else table[2][field % 8][1]
 
 
 @triton.constexpr_function
@@ -145,21 +150,40 @@ def field_exponent(bits, field, half, digit):
 
 
 @triton.constexpr_function
-def field_bias(bits, field, half, digit):
-    """What the float exceeds the weight's integer by: 2^(mantissa - offset) + zero point; exact in both types."""
-    bias = 2 ** ((10 if half else 7) - field_offset(bits, field, half))
-    if bits == 8:
-        return 16 * bias + 128 if digit else bias
-    return bias + 2 ** (bits - 1)
+def field_pattern(bits, field, half, digit):
+    """What the masked field is xor-ed with: the exponent; in odd columns the sign and the field's bits, too.
+
+    As an int32, which the sign bit makes negative.
+    """
+    flips = 0x8000_0000 | field_mask(bits, field, half) & 0xFFFF_0000
+    return (field_exponent(bits, field, half, digit) | flips) - (1 << 32)
 
 
 @triton.constexpr_function
-def minus_pair(value, half):
-    """Bits of -value (an integer, exact in the type) as fp16 or bf16, in both halves of a word, as a signed int32."""
+def field_bias(bits, field, half, digit, odd=False):
+    """What the float exceeds the weight's integer by, in even or odd columns; exact in both types."""
+    unit, width = (16 if digit else 1), (4 if bits == 8 else bits)
+    zero_point = 0 if bits == 8 and not digit else 2 ** (bits - 1)
+    bias = unit * 2 ** ((10 if half else 7) - field_offset(bits, field, half))
+    return zero_point - bias - unit * (2**width - 1) if odd else zero_point + bias
+
+
+@triton.constexpr_function
+def minus_pair(even, odd, half):
+    """Bits of -even and -odd (integers, exact in the type) as fp16 or bf16 in the halves of a word, a signed int32."""
     mantissa, excess = (10, 15) if half else (7, 127)
-    exponent = value.bit_length() - 1
-    bits = (exponent + excess << mantissa) | ((value << mantissa >> exponent) & (1 << mantissa) - 1)
-    return ((bits | 0x8000) * 0x10001) - (1 << 32)
+    word = 0
+    for place, value in ((0, -even), (16, -odd)):
+        exponent = abs(value).bit_length() - 1
+        fraction = (abs(value) << mantissa >> exponent) & (1 << mantissa) - 1
+        word |= ((0x8000 if value < 0 else 0) | exponent + excess << mantissa | fraction) << place
+    return word - (1 << 32) if word >> 31 else word
+
+
+@triton.constexpr_function
+def minus_bias(bits, field, half, digit):
+    """Minus the biases of a field's even and odd columns, as a pair of floats in an int32."""
+    return minus_pair(field_bias(bits, field, half, digit), field_bias(bits, field, half, digit, True), half)
 
 
 planes_of = triton.constexpr_function(planes)

@@ -24,9 +24,10 @@ from vllm_latq.kernels.fields import (
     spare_shift,
     words_of,
 )
-from vllm_latq.kernels.ssqr import add_parts, outlier_tile, store_rows
-from vllm_latq.kernels.tiles import load_planes, load_scale, tile_scale_pairs, tile_words
-from vllm_latq.kernels.unpack import mask_or, shifted
+from vllm_latq.kernels.outlier_tile import outlier_tile
+from vllm_latq.kernels.ssqr import add_parts, store_rows
+from vllm_latq.kernels.tiles import load_planes, load_scale, plane, tile_scale_pairs, tile_words
+from vllm_latq.kernels.unpack import mask_xor, shifted
 from vllm_latq.kernels.weight import KernelWeight
 
 
@@ -40,14 +41,12 @@ def wide_field(
     exponent: tl.constexpr = field_exponent(BITS, F, False, DIGIT) & high
     if BITS == 3 and F == 15:
         first: tl.constexpr = 1 << (16 + field_offset(3, 15, False))
-        v = mask_or(shifted(a, spare_shift(0, False) - down), first, exponent, ASM)
-        v = mask_or(shifted(b, spare_shift(1, False) - down), 2 * first, v, ASM)
-        v = mask_or(shifted(c, spare_shift(2, False) - down), 4 * first, v, ASM)
+        v = mask_xor(shifted(a, spare_shift(0, False) - down), first, exponent, ASM)
+        v = mask_xor(shifted(b, spare_shift(1, False) - down), 2 * first, v, ASM)
+        v = mask_xor(shifted(c, spare_shift(2, False) - down), 4 * first, v, ASM)
     else:
-        plane: tl.constexpr = field_plane(BITS, F, DIGIT)
-        word = a if plane == 0 else b if plane == 1 else c if plane == 2 else d
-        v = shifted(word, field_shift(BITS, F, False) - down)
-        v = mask_or(v, field_mask(BITS, F, False) & high, exponent, ASM)
+        v = shifted(plane(a, b, c, d, field_plane(BITS, F, DIGIT)), field_shift(BITS, F, False) - down)
+        v = mask_xor(v, field_mask(BITS, F, False) & high, exponent, ASM)
     return v.to(tl.float32, bitcast=True)
 
 
@@ -116,10 +115,13 @@ def ssqr_simt(
     if HAS_FLAT_SCALES:
         total *= tl.load(flat_scale_ptr + tile * BLOCK_N + rn)[:, None]
     if OUTLIERS:
-        total += outlier_tile(x_ptr, stride_xm, entry_ptr, slice_ptr, tile, part, parts, M, BLOCK_N, ROWS, SLOTS, False)
+        HALF: tl.constexpr = x_ptr.dtype.element_ty == tl.float16
+        total += outlier_tile(
+            x_ptr, stride_xm, entry_ptr, slice_ptr, tile, part, parts, M, BLOCK_N, ROWS, SLOTS, False, HALF
+        )
     last = True
     if SPLIT:
-        total, last = add_parts(total, partial_ptr, ticket_ptr, tile, part, parts)
+        total, last = add_parts(total, partial_ptr, ticket_ptr, tile, part, parts, M)
     if last:
         store_rows(total, y_ptr, order_ptr, row_scale_ptr, tile, N, M, HAS_ROW_SCALES, OUTLIERS)
 

@@ -19,8 +19,9 @@ import triton.language as tl
 
 from vllm_latq.kernels.configs import DecodeConfig
 from vllm_latq.kernels.fields import planes_of, words_of
-from vllm_latq.kernels.tiles import load_planes, load_scale, tile_scale_pairs, tile_words
-from vllm_latq.kernels.unpack import below, bias_piece, floats_piece, half_piece, upper_rows
+from vllm_latq.kernels.outlier_tile import outlier_tile
+from vllm_latq.kernels.tiles import activation_places, load_planes, load_scale, tile_scale_pairs, tile_words
+from vllm_latq.kernels.unpack import below, bias_piece, floats_piece, half_piece, paired_columns, upper_rows
 from vllm_latq.kernels.weight import KernelWeight
 
 
@@ -36,7 +37,7 @@ def multiply(a, b, acc, UPCAST: tl.constexpr):
 @triton.jit
 def constant_dot(
     words, x, P: tl.constexpr, SIZE: tl.constexpr, BITS: tl.constexpr, HALF: tl.constexpr, BIAS_DOT: tl.constexpr,
-    BIAS_ROWS: tl.constexpr, MIDRISE: tl.constexpr, UPCAST: tl.constexpr,
+    BIAS_ROWS: tl.constexpr, MIDRISE: tl.constexpr, PAIRED: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """float32 [rows of words, BLOCK_M], equal rows: what is the same for all weights of a piece, by BIAS_ROWS rows.
 
@@ -56,11 +57,11 @@ def constant_dot(
     zero = (top.to(tl.uint32, bitcast=True) >> 16 >> 16).to(tl.int32, bitcast=True)
     p = tl.zeros((BIAS_ROWS, x.shape[1]), tl.float32)
     if BIAS_DOT:
-        p = multiply(bias_piece(zero, P, SIZE, BITS, 0, HALF), x, p, UPCAST)
+        p = multiply(bias_piece(zero, P, SIZE, BITS, 0, HALF, PAIRED), x, p, UPCAST)
         if BITS == 8:
-            p = multiply(bias_piece(zero, P, SIZE, BITS, 1, HALF), x, p, UPCAST)
+            p = multiply(bias_piece(zero, P, SIZE, BITS, 1, HALF, PAIRED), x, p, UPCAST)
     if MIDRISE:
-        p = multiply(half_piece(zero, SIZE, HALF), x, p, UPCAST)
+        p = multiply(half_piece(zero, SIZE, HALF, PAIRED), x, p, UPCAST)
     if rows > BIAS_ROWS:
         p = below(p, p)
     if rows > 2 * BIAS_ROWS:
@@ -73,48 +74,19 @@ def constant_dot(
 @triton.jit
 def piece_product(
     a, b, c, d, x, P: tl.constexpr, SIZE: tl.constexpr, BITS: tl.constexpr, HALF: tl.constexpr, BLOCK_N: tl.constexpr,
-    BIAS_DOT: tl.constexpr, BIAS_ROWS: tl.constexpr, MIDRISE: tl.constexpr, ASM: tl.constexpr, UPCAST: tl.constexpr,
+    BIAS_DOT: tl.constexpr, BIAS_ROWS: tl.constexpr, MIDRISE: tl.constexpr, PAIRED: tl.constexpr, ASM: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):  # fmt: skip
     """float32 [BLOCK_N, BLOCK_M]: the integers of one piece, plus 1/2 if MIDRISE, times x [SIZE, BLOCK_M]."""
     if BIAS_DOT or MIDRISE:
-        p = constant_dot(a, x, P, SIZE, BITS, HALF, BIAS_DOT, BIAS_ROWS, MIDRISE, UPCAST)
+        p = constant_dot(a, x, P, SIZE, BITS, HALF, BIAS_DOT, BIAS_ROWS, MIDRISE, PAIRED, UPCAST)
     else:
         p = tl.zeros((BLOCK_N, x.shape[1]), tl.float32)
     EXACT: tl.constexpr = not BIAS_DOT
-    p = multiply(floats_piece(a, b, c, d, P, SIZE, BITS, 0, HALF, EXACT, ASM, UPCAST), x, p, UPCAST)
+    p = multiply(floats_piece(a, b, c, d, P, SIZE, BITS, 0, HALF, EXACT, PAIRED, ASM, UPCAST), x, p, UPCAST)
     if BITS == 8:
-        p = multiply(floats_piece(a, b, c, d, P, SIZE, BITS, 1, HALF, EXACT, ASM, UPCAST), x, p, UPCAST)
+        p = multiply(floats_piece(a, b, c, d, P, SIZE, BITS, 1, HALF, EXACT, PAIRED, ASM, UPCAST), x, p, UPCAST)
     return p
-
-
-@triton.jit
-def outlier_tile(
-    x_ptr, stride_xm, entry_ptr, slice_ptr, tile, part, parts, M, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
-    SLOTS: tl.constexpr, TRANSPOSED: tl.constexpr,
-):  # fmt: skip
-    """float32 [BLOCK_N, ROWS]: this part's outliers of a row tile times x. Parts take turns of SLOTS slots.
-
-    TRANSPOSED: x is [K, ROWS], so that one load serves all rows; its columns from M up hold garbage that is never used.
-    """
-    rn = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    rm = tl.arange(0, ROWS)
-    begin = tl.load(slice_ptr + rn // 16)
-    count = tl.load(slice_ptr + rn // 16 + 1) - begin
-    longest = tl.max(count, 0)
-    at = entry_ptr + begin.to(tl.int64) * 16 + rn % 16
-    acc = tl.zeros((BLOCK_N, ROWS), tl.float32)
-    for slot in range(part * SLOTS, longest, parts * SLOTS):
-        for u in tl.static_range(SLOTS):
-            live = slot + u < count
-            entry = tl.load(at + (slot + u) * 16, mask=live, other=0)
-            value = (entry & -65536).to(tl.float32, bitcast=True)  # bf16 bits are the high half of float32's
-            col = (entry & 0xFFFF)[:, None]
-            if TRANSPOSED:
-                x = tl.load(x_ptr + col * ROWS + rm[None, :], mask=live[:, None], other=0.0)
-            else:
-                x = tl.load(x_ptr + rm[None, :] * stride_xm + col, mask=live[:, None] & (rm < M)[None, :], other=0.0)
-            acc += value[:, None] * x.to(tl.float32)
-    return acc
 
 
 @triton.jit
@@ -131,13 +103,17 @@ def store_rows(acc, y_ptr, order_ptr, row_scale_ptr, tile, N, M, HAS_ROW_SCALES:
 
 
 @triton.jit
-def add_parts(acc, partial_ptr, ticket_ptr, tile, part, parts):
-    """Write this part; the last program of the tile gets the sum over parts, in order, and True."""
-    rn = tl.arange(0, acc.shape[0])
-    rm = tl.arange(0, acc.shape[1])
-    size: tl.constexpr = acc.shape[0] * acc.shape[1]
-    at = partial_ptr + tile.to(tl.int64) * parts * size + rn[:, None] * acc.shape[1] + rm[None, :]
-    tl.store(at + part * size, acc)
+def add_parts(acc, partial_ptr, ticket_ptr, tile, part, parts, M):
+    """Write this part; the tile's last program gets the sum over parts, in order, and True. Rows from M up: zero."""
+    BLOCK_N: tl.constexpr = acc.shape[0]
+    BLOCK_M: tl.constexpr = acc.shape[1]
+    rn = tl.arange(0, BLOCK_N)
+    rm = tl.arange(0, BLOCK_M)
+    size: tl.constexpr = BLOCK_N * BLOCK_M
+    # Features side by side: what M rows write and read are whole sectors, however few they are.
+    at = partial_ptr + tile.to(tl.int64) * parts * size + rm[None, :] * BLOCK_N + rn[:, None]
+    live = (rm < M)[None, :] & (rn >= 0)[:, None]
+    tl.store(at + part * size, acc, mask=live)
     # All of this program's stores come before its ticket, and the other programs' stores before the loads below.
     tl.debug_barrier()
     last = tl.atomic_add(ticket_ptr + tile, 1, sem="acq_rel", scope="gpu") == parts - 1
@@ -145,7 +121,7 @@ def add_parts(acc, partial_ptr, ticket_ptr, tile, part, parts):
     if last:
         acc = tl.zeros(acc.shape, tl.float32)
         for other in range(parts):
-            acc += tl.load(at + other * size, cache_modifier=".cg")
+            acc += tl.load(at + other * size, mask=live, other=0.0, cache_modifier=".cg")
         tl.store(ticket_ptr + tile, 0)  # ready for the next launch: no memset
     return acc, last
 
@@ -156,24 +132,24 @@ def ssqr_tensor_core(
     x_ptr, word_ptr, scale_ptr, flat_scale_ptr, row_scale_ptr, order_ptr, entry_ptr, slice_ptr, xt_ptr,
     partial_ptr, ticket_ptr, y_ptr, M, N, K, stride_xm, supers, supers_per_part,
     BITS: tl.constexpr, GROUP: tl.constexpr, MIDRISE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
-    STAGES: tl.constexpr, BIAS_DOT: tl.constexpr, BIAS_ROWS: tl.constexpr, OUTLIER_ROWS: tl.constexpr,
-    SLOTS: tl.constexpr, TRANSPOSED: tl.constexpr, SPLIT: tl.constexpr, EVEN_K: tl.constexpr,
-    HAS_FLAT_SCALES: tl.constexpr, HAS_ROW_SCALES: tl.constexpr, ASM: tl.constexpr, UPCAST: tl.constexpr,
+    STAGES: tl.constexpr, BIAS_DOT: tl.constexpr, BIAS_ROWS: tl.constexpr, PAIRED: tl.constexpr,
+    OUTLIER_ROWS: tl.constexpr, SLOTS: tl.constexpr, TRANSPOSED: tl.constexpr, SPLIT: tl.constexpr,
+    EVEN_K: tl.constexpr, HAS_FLAT_SCALES: tl.constexpr, HAS_ROW_SCALES: tl.constexpr, ASM: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Grid (padded rows / BLOCK_N, parts). See the module docstring; arguments are described at the launcher."""
     tile, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     HALF: tl.constexpr = x_ptr.dtype.element_ty == tl.float16
     SIZE: tl.constexpr = 128 if GROUP == -1 else GROUP
     rn = tl.arange(0, BLOCK_N)
-    rm = tl.arange(0, BLOCK_M)
-    rk = tl.arange(0, SIZE)
     begin = part * supers_per_part
     end = min(begin + supers_per_part, supers)
     words = tile_words(word_ptr, tile, supers, begin, BITS, BLOCK_N)
     if GROUP != -1:
         pairs = tile_scale_pairs(scale_ptr, tile, supers, begin, GROUP, BLOCK_N)
-    xs = x_ptr + begin * 256 + rm[None, :] * stride_xm + rk[:, None]
-    live = (rm < M)[None, :] & (rk >= 0)[:, None]
+    row, col = activation_places(SIZE, BLOCK_M, PAIRED)
+    xs = x_ptr + begin * 256 + row * stride_xm + col
+    live = (row < M) & (col >= 0)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for sb in tl.range(begin, end, num_stages=STAGES):
         a, b, c, d = load_planes(words, BITS)
@@ -181,8 +157,12 @@ def ssqr_tensor_core(
             if EVEN_K:
                 x = tl.load(xs + i * SIZE, mask=live, other=0.0)
             else:
-                x = tl.load(xs + i * SIZE, mask=live & (sb * 256 + i * SIZE + rk < K)[:, None], other=0.0)
-            p = piece_product(a, b, c, d, x, i, SIZE, BITS, HALF, BLOCK_N, BIAS_DOT, BIAS_ROWS, MIDRISE, ASM, UPCAST)
+                x = tl.load(xs + i * SIZE, mask=live & (sb * 256 + i * SIZE + col < K), other=0.0)
+            if PAIRED:
+                x = paired_columns(x, BLOCK_M)
+            p = piece_product(
+                a, b, c, d, x, i, SIZE, BITS, HALF, BLOCK_N, BIAS_DOT, BIAS_ROWS, MIDRISE, PAIRED, ASM, UPCAST
+            )
             if GROUP == -1:
                 acc += p
             else:
@@ -208,10 +188,11 @@ def ssqr_tensor_core(
             OUTLIER_ROWS,
             SLOTS,
             TRANSPOSED,
+            HALF,
         )
-        acc += extra if OUTLIER_ROWS == BLOCK_M else tl.where((rm == 0)[None, :], extra, 0.0)
+        acc += extra if OUTLIER_ROWS == BLOCK_M else tl.where((tl.arange(0, BLOCK_M) == 0)[None, :], extra, 0.0)
     if SPLIT:
-        acc, last = add_parts(acc, partial_ptr, ticket_ptr, tile, part, parts)
+        acc, last = add_parts(acc, partial_ptr, ticket_ptr, tile, part, parts, M)
         if last:
             store_rows(acc, y_ptr, order_ptr, row_scale_ptr, tile, N, M, HAS_ROW_SCALES, OUTLIER_ROWS > 0)
     else:
@@ -234,14 +215,15 @@ def launch_ssqr(
         y: [m, rows], contiguous, dtype of x.
         partials: float32, at least parts * padded rows * config.max_rows elements; None when parts is 1.
         transposed: [cols, config.max_rows] holding x^T in its first m columns; read for outliers, None for no more
-            than 8 rows.
+            than 8 rows. Its rows are read as 64-bit words.
         parts: split-K factor.
     """
     m = x.shape[0]
+    fours = None if transposed is None else transposed.view(torch.int64)
     outlier_rows = 0 if weight.entries is None else (1 if m == 1 else config.max_rows)
     ssqr_tensor_core[(weight.padded_rows // config.block_n, parts)](
         x, weight.words, weight.scale_pairs, weight.flat_scales, weight.row_scales, weight.order, weight.entries,
-        weight.slice_ptr, transposed, partials, weight.tickets, y, m, weight.rows, weight.cols, x.stride(0),
+        weight.slice_ptr, fours, partials, weight.tickets, y, m, weight.rows, weight.cols, x.stride(0),
         weight.superblocks, -(-weight.superblocks // parts),
         **constants(weight.bits, weight.group_size, config, outlier_rows, transposed is not None, parts > 1),
         MIDRISE=weight.midrise, EVEN_K=weight.cols % 256 == 0, HAS_FLAT_SCALES=weight.flat_scales is not None,
@@ -262,8 +244,9 @@ def constants(
         "STAGES": config.stages_for(bits),
         "BIAS_DOT": config.bias_dot,
         "BIAS_ROWS": config.bias_rows,
+        "PAIRED": config.paired,
         "OUTLIER_ROWS": outlier_rows,
-        "SLOTS": config.slots,
+        "SLOTS": 8 if outlier_rows == 1 else config.slots,  # one row leaves registers for more
         "TRANSPOSED": transposed,
         "SPLIT": split,
     }

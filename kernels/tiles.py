@@ -32,6 +32,22 @@ def tile_scale_pairs(scale_ptr, tile, supers, sb, GROUP: tl.constexpr, BLOCK_N: 
 
 
 @triton.jit
+def activation_places(SIZE: tl.constexpr, BLOCK_M: tl.constexpr, PAIRED: tl.constexpr):
+    """Row and column of each activation of a piece: a tile [SIZE, BLOCK_M], or PAIRED [SIZE / 16 * BLOCK_M, 16].
+
+    In the latter the eight rows of a matrix fragment lie side by side in shared memory, and in different banks.
+    """
+    if PAIRED:
+        block = tl.arange(0, SIZE // 16 * BLOCK_M)[:, None]
+        col = block // BLOCK_M * 16 + tl.arange(0, 16)[None, :]
+        row = block % BLOCK_M
+    else:
+        col = tl.arange(0, SIZE)[:, None]
+        row = tl.arange(0, BLOCK_M)[None, :]
+    return row, col
+
+
+@triton.jit
 def load_planes(words, BITS: tl.constexpr):
     """int32 [BLOCK_N, words] of each plane at the addresses of plane 0; the first stands in for missing ones."""
     PLANES: tl.constexpr = planes_of(BITS)
@@ -41,6 +57,12 @@ def load_planes(words, BITS: tl.constexpr):
     c = tl.load(words + 2 * PLANE, eviction_policy="evict_first") if PLANES > 2 else a
     d = tl.load(words + 3 * PLANE, eviction_policy="evict_first") if PLANES > 3 else a
     return a, b, c, d
+
+
+@triton.jit
+def plane(a, b, c, d, PLANE: tl.constexpr):
+    """One of the planes that `load_planes` returned."""
+    return a if PLANE == 0 else b if PLANE == 1 else c if PLANE == 2 else d
 
 
 @triton.jit

@@ -1,6 +1,6 @@
 """Packed words -> floats in registers, for the kernels. The bit positions are those of `fields.py`.
 
-The floats exceed the weights' integers by a bias that depends only on the field; see `bias_piece`.
+The floats exceed the weights' integers by a bias that depends only on the field and on whether the column is even.
 HALF: fp16 floats instead of bf16. ASM: NVIDIA inline assembly, which keeps the two halves of a word together (with
 plain operators the compiler splits them and doubles the work).
 """
@@ -9,27 +9,27 @@ import triton
 import triton.language as tl
 
 from vllm_latq.kernels.fields import (
-    field_bias,
-    field_exponent,
     field_mask,
     field_offset,
+    field_pattern,
     field_plane,
     field_shift,
-    minus_pair,
+    minus_bias,
     spare_shift,
     words_of,
 )
+from vllm_latq.kernels.tiles import plane
 
 
 @triton.jit
-def mask_or(v, mask: tl.constexpr, exponent, ASM: tl.constexpr):
-    """(v & mask) | exponent in one instruction."""
+def mask_xor(v, mask: tl.constexpr, pattern, ASM: tl.constexpr):
+    """(v & mask) ^ pattern in one instruction."""
     if ASM:
         return tl.inline_asm_elementwise(
-            "lop3.b32 $0, $1, $2, $3, 0xea;", "=r,r,r,r", [v, mask, exponent], dtype=tl.int32, is_pure=True, pack=1
+            "lop3.b32 $0, $1, $2, $3, 0x6a;", "=r,r,r,r", [v, mask, pattern], dtype=tl.int32, is_pure=True, pack=1
         )
     else:
-        return (v & mask) | exponent
+        return (v & mask) ^ pattern
 
 
 @triton.jit
@@ -70,9 +70,32 @@ def below(a, b):
 
 
 @triton.jit
-def halves(v, HALF: tl.constexpr):
-    """int32 [R, C] -> floats [R, 2C]: low half, high half, low half, ..."""
+def paired_words(v):
+    """int32 [R, C] -> the same words, those of 32 columns (field half j, place t, word h) sorted by h, t, j.
+
+    A tensor core takes columns 2 t and 2 t + 8 of 16 in two neighbouring registers. The compiler, which sees `join`,
+    would fill them from two vector loads, and every product would begin with moves. The columns of a dot product may
+    be taken in any order: in this one both registers come from one load, here and in `paired_columns`.
+    """
+    R: tl.constexpr = v.shape[0]
+    C: tl.constexpr = v.shape[1]
+    return tl.reshape(tl.permute(tl.reshape(v, (R, C // 16, 2, 4, 2)), (0, 1, 4, 3, 2)), (R, C))
+
+
+@triton.jit
+def paired_columns(x, M: tl.constexpr):
+    """Activations [columns / 16 * M, 16] -> [columns, M], the columns in the order of `paired_words`."""
+    columns: tl.constexpr = 16 * x.shape[0] // M
+    v = tl.reshape(x, (columns // 32, 2, M, 4, 2, 2))  # 32 columns, half j, row, place t, word h, half-word
+    return tl.reshape(tl.permute(v, (0, 4, 3, 1, 5, 2)), (columns, M))
+
+
+@triton.jit
+def halves(v, HALF: tl.constexpr, PAIRED: tl.constexpr):
+    """int32 [R, C] -> floats [R, 2C]: low half, high half, low half, ...; the words as they are, or paired."""
     dtype: tl.constexpr = tl.float16 if HALF else tl.bfloat16
+    if PAIRED:
+        v = paired_words(v)
     low = v.to(tl.int16).to(dtype, bitcast=True)
     high = (v >> 16).to(tl.int16).to(dtype, bitcast=True)
     return tl.reshape(tl.join(low, high), (v.shape[0], 2 * v.shape[1]))
@@ -82,9 +105,9 @@ def halves(v, HALF: tl.constexpr):
 def spare_field(a, b, c, HALF: tl.constexpr, ASM: tl.constexpr):
     """Field 15 of 3-bit codes: one bit from each plane."""
     first: tl.constexpr = 0x10001 << field_offset(3, 15, HALF)
-    v = mask_or(shifted(a, spare_shift(0, HALF)), first, field_exponent(3, 15, HALF, 0), ASM)
-    v = mask_or(shifted(b, spare_shift(1, HALF)), 2 * first, v, ASM)
-    return mask_or(shifted(c, spare_shift(2, HALF)), 4 * first, v, ASM)
+    v = mask_xor(shifted(a, spare_shift(0, HALF)), first, field_pattern(3, 15, HALF, 0), ASM)
+    v = mask_xor(shifted(b, spare_shift(1, HALF)), 2 * first, v, ASM)
+    return mask_xor(shifted(c, spare_shift(2, HALF)), 4 * first, v, ASM)
 
 
 @triton.jit
@@ -96,12 +119,10 @@ def field(
     if BITS == 3 and F == 15:
         v = spare_field(a, b, c, HALF, ASM)
     else:
-        plane: tl.constexpr = field_plane(BITS, F, DIGIT)
-        word = a if plane == 0 else b if plane == 1 else c if plane == 2 else d
-        v = shifted(word, field_shift(BITS, F, HALF))
-        v = mask_or(v, field_mask(BITS, F, HALF), field_exponent(BITS, F, HALF, DIGIT), ASM)
+        v = shifted(plane(a, b, c, d, field_plane(BITS, F, DIGIT)), field_shift(BITS, F, HALF))
+        v = mask_xor(v, field_mask(BITS, F, HALF), field_pattern(BITS, F, HALF, DIGIT), ASM)
     if EXACT:
-        v = add_pair(v, minus_pair(field_bias(BITS, F, HALF, DIGIT), HALF), HALF)
+        v = add_pair(v, minus_bias(BITS, F, HALF, DIGIT), HALF)
     return v
 
 
@@ -115,7 +136,7 @@ def upper_rows(v):
 @triton.jit
 def bias_field(zero, F: tl.constexpr, BITS: tl.constexpr, DIGIT: tl.constexpr, HALF: tl.constexpr):
     """int32 [R, words]: minus the bias of field F, as pairs of floats."""
-    return zero | minus_pair(field_bias(BITS, F, HALF, DIGIT), HALF)
+    return zero | minus_bias(BITS, F, HALF, DIGIT)
 
 
 @triton.jit
@@ -124,7 +145,7 @@ def words32(
     ASM: tl.constexpr,
 ):  # fmt: skip
     """int32 [R, 16]: codes 32 P .. 32 P + 31 of a superblock as pairs of floats."""
-    if BITS == 3:
+    if words_of(BITS) == 8:
         left = field(a, b, c, d, 2 * P, BITS, DIGIT, HALF, EXACT, ASM)
         right = field(a, b, c, d, 2 * P + 1, BITS, DIGIT, HALF, EXACT, ASM)
         return beside(left, right)
@@ -161,7 +182,7 @@ def words_piece(
 @triton.jit
 def bias32(zero, P: tl.constexpr, BITS: tl.constexpr, DIGIT: tl.constexpr, HALF: tl.constexpr):
     """int32 [R, 16]: minus the bias of `words32`, as pairs of floats."""
-    if BITS == 3:
+    if words_of(BITS) == 8:
         return beside(bias_field(zero, 2 * P, BITS, DIGIT, HALF), bias_field(zero, 2 * P + 1, BITS, DIGIT, HALF))
     else:
         return bias_field(zero, P, BITS, DIGIT, HALF)
@@ -173,7 +194,10 @@ def bias64(zero, P: tl.constexpr, BITS: tl.constexpr, DIGIT: tl.constexpr, HALF:
 
 
 @triton.jit
-def bias_piece(zero, P: tl.constexpr, SIZE: tl.constexpr, BITS: tl.constexpr, DIGIT: tl.constexpr, HALF: tl.constexpr):
+def bias_piece(
+    zero, P: tl.constexpr, SIZE: tl.constexpr, BITS: tl.constexpr, DIGIT: tl.constexpr, HALF: tl.constexpr,
+    PAIRED: tl.constexpr,
+):  # fmt: skip
     """[R, SIZE] bf16 or fp16: minus the bias of `floats_piece`, the same in every row. zero: int32 zeros [R, words]."""
     if SIZE == 32:
         v = bias32(zero, P, BITS, DIGIT, HALF)
@@ -181,11 +205,11 @@ def bias_piece(zero, P: tl.constexpr, SIZE: tl.constexpr, BITS: tl.constexpr, DI
         v = bias64(zero, P, BITS, DIGIT, HALF)
     else:
         v = beside(bias64(zero, 2 * P, BITS, DIGIT, HALF), bias64(zero, 2 * P + 1, BITS, DIGIT, HALF))
-    return halves(v, HALF)
+    return halves(v, HALF, PAIRED)
 
 
 @triton.jit
-def half_piece(zero, SIZE: tl.constexpr, HALF: tl.constexpr):
+def half_piece(zero, SIZE: tl.constexpr, HALF: tl.constexpr, PAIRED: tl.constexpr):
     """[R, SIZE] bf16 or fp16: one half everywhere, laid out as `bias_piece` is. zero: int32 zeros [R, words]."""
     v = zero | (0x38003800 if HALF else 0x3F003F00)
     if zero.shape[1] == 8:
@@ -194,19 +218,19 @@ def half_piece(zero, SIZE: tl.constexpr, HALF: tl.constexpr):
         v = beside(v, v)
     if SIZE > 64:
         v = beside(v, v)
-    return halves(v, HALF)
+    return halves(v, HALF, PAIRED)
 
 
 @triton.jit
 def floats_piece(
     a, b, c, d, P: tl.constexpr, SIZE: tl.constexpr, BITS: tl.constexpr, DIGIT: tl.constexpr, HALF: tl.constexpr,
-    EXACT: tl.constexpr, ASM: tl.constexpr, UPCAST: tl.constexpr,
+    EXACT: tl.constexpr, PAIRED: tl.constexpr, ASM: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """[R, SIZE] bias + integer, or with EXACT the integers themselves; bf16 or fp16, float32 with UPCAST."""
-    v = halves(words_piece(a, b, c, d, P, SIZE, BITS, DIGIT, HALF, EXACT and ASM, ASM), HALF)
+    v = halves(words_piece(a, b, c, d, P, SIZE, BITS, DIGIT, HALF, EXACT and ASM, ASM), HALF, PAIRED)
     if UPCAST:
         v = v.to(tl.float32)
     if EXACT and not ASM:
-        bias = bias_piece(tl.zeros((v.shape[0], words_of(BITS)), tl.int32), P, SIZE, BITS, DIGIT, HALF)
+        bias = bias_piece(tl.zeros((v.shape[0], words_of(BITS)), tl.int32), P, SIZE, BITS, DIGIT, HALF, PAIRED)
         v = (v.to(tl.float32) + bias.to(tl.float32)).to(v.dtype)
     return v

@@ -13,7 +13,7 @@ from vllm_latq.kernels.ssqr import launch_ssqr
 
 pytestmark = pytest.mark.interpreter
 
-FLOAT32_TOLERANCE = 2e-6  # of the largest output: float32 sums, with a bias of at most 136 units removed per group
+FLOAT32_TOLERANCE = 4e-6  # of the largest output: float32 sums, with a bias of at most 143 units removed per group
 
 
 def poisoned(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

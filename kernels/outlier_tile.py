@@ -1,0 +1,103 @@
+"""The outliers of a row tile, for the decode kernels: every lane walks the slots of its own rows.
+
+A slot is loaded in the very layout in which it is used, and sums are kept in that layout: no slot needs an exchange
+between lanes, nor a barrier. To that end the compiler must not see which lanes are neighbours, or it would load vectors
+and exchange them: sums of addresses are written with `|`. The sums become a tile once, at the end.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def outlier_tile(
+    x_ptr, stride_xm, entry_ptr, slice_ptr, tile, part, parts, M, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
+    SLOTS: tl.constexpr, TRANSPOSED: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """float32 [BLOCK_N, ROWS]: this part's outliers of a row tile times x. Parts take turns of SLOTS slots.
+
+    Not TRANSPOSED: a lane has all activation rows of a weight row, and gathers x one by one. TRANSPOSED: it has four of
+    them, and x_ptr is x^T [K, ROWS] as int64 [K, ROWS / 4]; its columns from M up hold garbage that is never used.
+    HALF: x is fp16 instead of bf16.
+    """
+    rn = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    begin = tl.load(slice_ptr + rn // 16)
+    count = tl.load(slice_ptr + rn // 16 + 1) - begin
+    longest = tl.max(count, 0)
+    at = begin.to(tl.int64) * 16 | rn % 16
+    if TRANSPOSED:
+        LANES: tl.constexpr = ROWS // 4  # of a weight row
+        fours = tl.arange(0, LANES)[None, :]
+        used = 4 * fours < M
+        at = tl.where(used, at[:, None], 0)
+        count = tl.where(used, count[:, None], 0)
+        sums = repeated(tl.zeros((BLOCK_N, LANES), tl.float32), 4)
+    else:
+        sums = repeated(tl.zeros((BLOCK_N,), tl.float32), ROWS)
+    for slot in range(part * SLOTS, longest, parts * SLOTS):
+        entries = ()
+        for u in tl.static_range(SLOTS):
+            entries = entries + (tl.load(entry_ptr + (at + (slot + u) * 16), mask=slot + u < count, other=0),)
+        for u in tl.static_range(SLOTS):
+            value = (entries[u] & -65536).to(tl.float32, bitcast=True)  # bf16 bits are the high half of float32's
+            col = entries[u] & 0xFFFF
+            live = slot + u < count
+            if TRANSPOSED:
+                four = tl.load(x_ptr + (col * LANES | fours), mask=live, other=0)
+                sums = add_four(sums, value, four, HALF)
+            else:
+                sums = add_gathered(sums, value, x_ptr + col, stride_xm, live, M, ROWS)
+    return tl.reshape(joined(sums, 0, 1, len(sums)), (BLOCK_N, ROWS))
+
+
+@triton.jit
+def repeated(value, TIMES: tl.constexpr):
+    """A tuple of equal values."""
+    values = ()
+    for _ in tl.static_range(TIMES):
+        values = values + (value,)
+    return values
+
+
+@triton.jit
+def add_gathered(sums, value, at, stride, live, M, ROWS: tl.constexpr):
+    """Each sum plus value times x, the rows of x `stride` apart."""
+    added = ()
+    for r in tl.static_range(ROWS):
+        x = tl.load(at + r * stride, mask=live & (tl.full(live.shape, r, tl.int32) < M), other=0.0)
+        added = added + (sums[r] + value * x.to(tl.float32),)
+    return added
+
+
+@triton.jit
+def add_four(sums, value, four, HALF: tl.constexpr):
+    """Each of four sums plus value times x, the four rows of x side by side in an int64."""
+    low, high = four.to(tl.int32), (four >> 32).to(tl.int32)
+    return (
+        sums[0] + value * half_word(low, 0, HALF),
+        sums[1] + value * half_word(low, 1, HALF),
+        sums[2] + value * half_word(high, 0, HALF),
+        sums[3] + value * half_word(high, 1, HALF),
+    )
+
+
+@triton.jit
+def half_word(word, ODD: tl.constexpr, HALF: tl.constexpr):
+    """float32: the lower (ODD 0) or upper bf16, or fp16, of an int32."""
+    if HALF:
+        return (word >> 16 * ODD).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    elif ODD:
+        return (word & -65536).to(tl.float32, bitcast=True)
+    else:
+        return (word << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def joined(values, FIRST: tl.constexpr, STEP: tl.constexpr, COUNT: tl.constexpr):
+    """[..., 2, ..., 2] of COUNT values, every STEP-th from FIRST: in registers, a `join` being a new fastest bit."""
+    if COUNT == 1:
+        return values[FIRST]
+    else:
+        even = joined(values, FIRST, 2 * STEP, COUNT // 2)
+        odd = joined(values, FIRST + STEP, 2 * STEP, COUNT // 2)
+        return tl.join(even, odd)
