@@ -52,13 +52,18 @@ BINARY = {
     "shl": lambda a, b: _shift(a, b, True), "shr": lambda a, b: _shift(a, b, False),
 }  # fmt: skip
 _COMPARE = {
-    "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
+    "eq": np.equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
+    "ne": lambda a, b: (a < b) | (a > b),  # false where either is NaN, as the others are
 }  # fmt: skip
+_FLOATS = {"f32": tuple({*BINARY, "fma", "neg"} - {"div", "min", "max"}), "f16": ("add", "sub", "mul", "neg"),
+           "bf16": (), "f64": ()}  # fmt: skip
 
 
 def arithmetic(instruction: Instruction, parts: list[str], kernel: Kernel) -> Step:
     """One result from one to three operands of one type."""
     name, kind = parts[0], parts[-1]
+    require({*parts[1:-1]} <= {"lo", "wide", "rn"} and name in _FLOATS.get(kind, (name,)), f"PTX of {kernel.name}",
+            "arithmetic that the emulator knows", instruction.text)  # fmt: skip
     target = str(instruction.operands[0])
     if "wide" in parts:
         wide = {"s32": "s64", "u32": "u64", "s16": "s32", "u16": "u32"}[kind]
@@ -127,6 +132,8 @@ def permute(instruction: Instruction, parts: list[str], kernel: Kernel) -> Step:
 
 
 def compare(instruction: Instruction, parts: list[str], kernel: Kernel) -> Step:
+    require(len(parts) == 3 and parts[1] in _COMPARE and "bf16" not in parts[2], f"PTX of {kernel.name}",
+            "a comparison that the emulator knows", instruction.text)  # fmt: skip
     target, left, right = instruction.operands
     test, a, b = _COMPARE[parts[1]], value_of(left, parts[2], kernel), value_of(right, parts[2], kernel)
     return lambda p: assign(p, kernel, str(target), test(a(p), b(p)))
@@ -156,6 +163,8 @@ def move(instruction: Instruction, parts: list[str], kernel: Kernel) -> Step:
 def convert(instruction: Instruction, parts: list[str], kernel: Kernel) -> Step:
     """cvt[.rounding].to.from"""
     to, kind = parts[-2], parts[-1]
+    require({*parts[1:-2]} <= {"rn"} and (kind == "f32" or not to.startswith(("bf16", "f16x2"))),
+            f"PTX of {kernel.name}", "a conversion that the emulator knows", instruction.text)  # fmt: skip
     target = str(instruction.operands[0])
     sources = [value_of(operand, kind, kernel) for operand in instruction.operands[1:]]
     if to in ("bf16x2", "f16x2"):  # the first source goes to the high half

@@ -16,7 +16,7 @@ from vllm_latq.kernels.emulation.state import Program, Step
 from vllm_latq.kernels.errors import require
 
 _IGNORED = ("createpolicy", "fence", "membar", "griddepcontrol", "nanosleep", "ret", "bra")
-
+_TOGETHER = ("shfl", "redux", "ldmatrix", "stmatrix", "mma", "wgmma", "cp.async.commit_group", "cp.async.wait_group")
 
 _MAKERS: dict[str, Callable[[Instruction, list[str], Kernel], Step]] = {
     **dict.fromkeys((*arithmetic.BINARY, "mad", "fma", "bfe", "neg", "not"), arithmetic.arithmetic),
@@ -105,6 +105,8 @@ def _guard(program: Program, instruction: Instruction) -> np.ndarray:
 def _translate(instruction: Instruction, kernel: Kernel) -> Step:
     """What an instruction does to a program."""
     parts = instruction.parts
+    require(not (instruction.guard and {parts[0], instruction.opcode} & {*_TOGETHER}), f"PTX of {kernel.name}",
+            "an instruction of whole warps without a guard", instruction.text)  # fmt: skip
     if parts[0] in _IGNORED:
         return lambda p: None
     maker = _MAKERS.get(parts[0])

@@ -10,7 +10,7 @@ from vllm_latq.kernels.errors import require
 WARP = 32
 SECTOR = 32  # bytes: the unit of transfers from L2 and DRAM
 _BUFFER_SHIFT = 40  # an address is a buffer's number above this bit, and an offset below
-_NOBODY, _SEVERAL = -1, -2
+_NOBODY, _SEVERAL, _EVERYBODY = -1, -2, -3
 
 
 @dataclass
@@ -104,7 +104,7 @@ class GlobalMemory:
 class SharedMemory:
     """Of one program. Warps that touch a byte without a barrier in between race, unless all of them read.
 
-    A byte that an asynchronous copy is to write must not be read before the copy was waited for.
+    A byte that an asynchronous copy is to write must not be touched before the copy was waited for.
     """
 
     def __init__(self, size: int, threads: int, traffic: Traffic) -> None:
@@ -149,6 +149,7 @@ class SharedMemory:
         self.reader[at[self.reader[at] != warps]] = _SEVERAL
 
     def _check_write(self, at: np.ndarray, warps: np.ndarray, text: str) -> None:
+        require(not self.pending[at].any(), text, "copies that were waited for", "a write before that")
         for owner, deed in ((self.reader, "read"), (self.writer, "write")):
             found = owner[at]
             require(bool(((found == _NOBODY) | (found == warps)).all()), text, f"a barrier after a {deed}", "none")
@@ -168,7 +169,7 @@ class SharedMemory:
     def load_for_all(self, addresses: np.ndarray, size: int, text: str) -> np.ndarray:
         """uint8 [accesses, size], read on behalf of all warps: no warp may have written since the last barrier."""
         at = self._bytes(addresses, size, text)
-        self._check_read(at, np.int32(_SEVERAL), text)
+        self._check_read(at, np.int32(_EVERYBODY), text)
         return self.data[at]
 
     def store(self, addresses: np.ndarray, values: np.ndarray, active: np.ndarray, text: str) -> None:

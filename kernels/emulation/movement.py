@@ -57,7 +57,8 @@ def store(instruction: Instruction, parts: list[str], kernel: Kernel) -> Step:
 def atomic(instruction: Instruction, parts: list[str], kernel: Kernel) -> Step:
     """atom.global.add: the threads one after another."""
     kind = parts[-1]
-    require("add" in parts and _space(parts) == "global", f"PTX of {kernel.name}", "atom.global.add", instruction.text)
+    require("add" in parts and _space(parts) == "global" and kind in ("u32", "s32", "u64", "f32"),
+            f"PTX of {kernel.name}", "atom.global.add of a word", instruction.text)  # fmt: skip
     target, where, addend = instruction.operands
     at, amount = address_of(str(where), kernel, "u64"), value_of(addend, kind, kernel)
 
@@ -78,7 +79,8 @@ def atomic(instruction: Instruction, parts: list[str], kernel: Kernel) -> Step:
 def barrier(instruction: Instruction, parts: list[str], kernel: Kernel) -> Step:
     if "warp" in parts:
         return lambda p: None  # the threads of a warp advance together anyway
-    require(parts[1] == "sync", f"PTX of {kernel.name}", "bar.sync", instruction.text)
+    require(parts[1] == "sync" and instruction.operands == ("0",), f"PTX of {kernel.name}", "bar.sync 0 of all threads",
+            instruction.text)  # fmt: skip
 
     def wait(p: Program) -> None:
         require(bool(p.active.all()), kernel.name, "all threads at a barrier", instruction.text)
@@ -106,7 +108,10 @@ def copy(instruction: Instruction, parts: list[str], kernel: Kernel) -> Step:
     width = int(str(size), 0)
     # A fourth operand is the number of bytes to read, the rest being zero; before a cache policy, which is 64 bits.
     limited = len(instruction.operands) > 3 and not str(instruction.operands[3]).startswith("%rd")
-    limit = value_of(instruction.operands[3] if limited else str(width), "u32", kernel)
+    amount_of = str(instruction.operands[3]) if limited else str(width)
+    require(not kernel.is_register(amount_of) or kernel.width(amount_of) == 32, f"PTX of {kernel.name}",
+            "a number of bytes, not a predicate", instruction.text)  # fmt: skip
+    limit = value_of(amount_of, "u32", kernel)
     target, start = address_of(str(to), kernel, "u32"), address_of(str(source), kernel, "u64")
 
     def step(p: Program) -> None:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from vllm_latq.kernels.emulation.machine import run
-from vllm_latq.kernels.emulation.memory import GlobalMemory, Traffic
+from vllm_latq.kernels.emulation.memory import GlobalMemory, SharedMemory, Traffic
 from vllm_latq.kernels.emulation.ptx import parse
 from vllm_latq.kernels.errors import KernelInputError
 
@@ -83,6 +83,24 @@ def test_floats() -> None:
     assert np.abs((pairs << 16).view(np.float32) - values).max() <= 2**-7
 
 
+@pytest.mark.parametrize("test", ["eq", "ne", "lt", "ge"])
+def test_comparisons_with_nan_fail(test: str) -> None:
+    values = np.full(THREADS, np.nan, np.float32)
+    assert not compute(f"setp.{test}.f32 %p1, %r1, 0f3F800000; selp.b32 %r9, 1, 0, %p1;", values).any()
+
+
+def test_reads_for_all_warps_need_a_barrier_after_writes_of_several() -> None:
+    shared = SharedMemory(64, THREADS, Traffic())
+    everyone, place = np.ones(THREADS, bool), np.zeros(THREADS, np.uint32)
+    shared.store(place, np.zeros((THREADS, 4), np.uint8), everyone, "st")
+    with pytest.raises(KernelInputError, match="barrier after a write"):
+        shared.load_for_all(place[:1], 4, "wgmma")
+    shared.barrier()
+    shared.load_for_all(place[:1], 4, "wgmma")
+    with pytest.raises(KernelInputError, match="barrier after a read"):
+        shared.store(place, np.zeros((THREADS, 4), np.uint8), everyone, "st")
+
+
 def test_lanes() -> None:
     a = words(0)
     lanes = np.arange(THREADS)
@@ -134,6 +152,17 @@ REFUSED = {
     "copy without a barrier": (
         COPY + "cp.async.commit_group; cp.async.wait_group 0;" + OTHER_WARP, "barrier after a write",
     ),
+    "copy over a copy": (COPY + "bar.sync 0;" + COPY, "waited for"),
+    "store into a copy": (COPY + "bar.sync 0; st.shared.b32 [%r1], %r0;", "waited for"),
+    "copy unless": ("setp.ne.b32 %p1, %r0, %r0;" + COPY.replace("0x4;", "0x4, %p1;"), "not a predicate"),
+    "barrier of some": ("bar.sync 1, 32;", "all threads"),
+    "guarded shuffle": ("setp.eq.b32 %p1, %r0, 0; @%p1 shfl.sync.bfly.b32 %r1, %r0, 1, 31, -1;", "without a guard"),
+    "guarded wait": ("setp.eq.b32 %p1, %r0, 0; @%p1 cp.async.wait_group 0;", "without a guard"),
+    "high product": ("mul.hi.u32 %r1, %r0, %r0;", "arithmetic that"),
+    "quotient of floats": ("div.full.f32 %r1, %r0, %r0;", "arithmetic that"),
+    "sum of bf16": ("add.rn.bf16 %rs1, %rs2, %rs2;", "arithmetic that"),
+    "comparison of bf16": ("setp.lt.bf16 %p1, %rs1, %rs1;", "comparison that"),
+    "rounding to integers": ("cvt.rni.s32.f32 %r1, %r0;", "conversion that"),
     "divergence": ("setp.eq.b32 %p1, %r0, 0; @%p1 bra $end; mov.b32 %r1, 0; $end:", "all or no threads"),
     "unknown": ("sin.approx.f32 %r1, %r0;", "instruction that the emulator knows"),
 }  # fmt: skip
