@@ -9,17 +9,20 @@ from typing import Any
 
 import pytest
 import torch
+from triton.backends.compiler import GPUTarget
 
 from vllm_latq.huffman import encode as huffman_encode
 from vllm_latq.kernels import dequantize
+from vllm_latq.kernels.audit import compile_kernel, tensor_core_values
 from vllm_latq.kernels.configs import SIMT, decode_config
 from vllm_latq.kernels.dispatch import ssqr_matmul
 from vllm_latq.kernels.emulation.launch import emulation
 from vllm_latq.kernels.emulation.memory import Traffic
+from vllm_latq.kernels.emulation.ptx import parse
 from vllm_latq.kernels.huffman import decode_huffman
 from vllm_latq.kernels.rans import decode_rans
 from vllm_latq.kernels.reference import matmul_reference
-from vllm_latq.kernels.ssqr import launch_ssqr
+from vllm_latq.kernels.ssqr import launch_ssqr, ssqr_tensor_core
 from vllm_latq.rans import encode as rans_encode
 
 pytestmark = pytest.mark.compiler
@@ -153,6 +156,19 @@ def test_parts_in_any_order(make_layer) -> None:
     )
     assert torch.equal(forward, backward)
     assert torch.equal(forward, mixed)
+
+
+def test_ticket_is_between_barriers() -> None:
+    """All of a program's partials before its ticket, all loads of others' after it. Emulated programs never overlap."""
+    values = tensor_core_values(3, decode_config(8, 3, "sm_80"))
+    compiled = compile_kernel(ssqr_tensor_core, GPUTarget("cuda", 80, 32), values, num_warps=2)
+    code = [i.opcode for i in parse(compiled.asm["ptx"]).instructions]
+    ticket = next(at for at, opcode in enumerate(code) if opcode.startswith("atom"))
+    assert code[ticket].startswith("atom.global.gpu.acq_rel.add")
+    stored = max(at for at in range(ticket) if code[at].startswith("st.global"))
+    loaded = min(at for at in range(ticket, len(code)) if code[at].startswith("ld.global.cg"))
+    assert "bar.sync" in code[stored:ticket]
+    assert "bar.sync" in code[ticket:loaded]
 
 
 @pytest.mark.parametrize(
