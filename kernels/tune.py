@@ -32,6 +32,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "min_superblocks": (1, 2, 4, 8),
     "slots": (1, 2, 4, 8, 16),
     "bias_dot": (False, True),
+    "paired": (False, True),
 }
 
 

@@ -57,6 +57,10 @@ def test_coding_of_outliers_is_written_only_where_it_is_new() -> None:
         (changed(overrides=[]), "overrides: expected an object"),
         (changed(overrides={"a": {"bits": 4}}), "expected an object with `encoding`"),
         (changed(overrides={"a": {"encoding": "huffman", "x": 1}}), "unknown x"),
+        (
+            changed(overrides={"a": {"encoding": "huffman", "grid": "midrise"}}),
+            "quantization_config.overrides['a'].grid: expected one of midtread, midrise",
+        ),
         (changed(fingerprint=3), "string `fingerprint`"),
         ([], "expected an object, found list"),
     ],

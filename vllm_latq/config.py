@@ -17,6 +17,7 @@ OUTLIER_CODINGS = ("bfloat16", "integer")
 GRIDS = ("midtread", "midrise")
 WHOLE_ROW = -1
 
+_DEFAULT_WHERE = "quantization_config"
 _SCHEME_KEYS = ("encoding", "bits", "group_size", "outliers", "outlier_coding", "grid")
 # Written only where they differ from this: readers of the first checkpoints did not know them.
 _LATER_KEYS = {"outlier_coding": "bfloat16", "grid": "midtread"}
@@ -46,7 +47,7 @@ class LayerScheme:
     grid: Literal["midtread", "midrise"] = "midtread"
 
     def __post_init__(self) -> None:
-        where = "quantization_config"
+        where = _DEFAULT_WHERE
         if self.encoding not in ENCODINGS:
             raise ConfigError(f"{where}.encoding", f"one of {', '.join(ENCODINGS)}", repr(self.encoding))
         if type(self.outliers) is not bool:
@@ -128,7 +129,7 @@ class CheckpointConfig:
         }
 
     @classmethod
-    def from_dict(cls, config: Any, where: str = "quantization_config") -> "CheckpointConfig":
+    def from_dict(cls, config: Any, where: str = _DEFAULT_WHERE) -> "CheckpointConfig":
         """Parse and validate; raises ConfigError on anything this version does not know."""
         if not isinstance(config, Mapping):
             raise ConfigError(where, "an object", type(config).__name__)
@@ -159,7 +160,11 @@ def _parse_scheme(value: Any, where: str) -> LayerScheme:
     if not isinstance(value, Mapping) or "encoding" not in value:
         raise ConfigError(where, "an object with `encoding`", repr(value))
     _refuse_unknown(value, _SCHEME_KEYS, where)
-    return LayerScheme(**value)
+    try:
+        return LayerScheme(**value)
+    except ConfigError as error:  # which names the place of the model's own scheme
+        place = where + error.where.removeprefix(_DEFAULT_WHERE)
+        raise ConfigError(place, error.expected, error.found, error.hint) from None
 
 
 def _refuse_unknown(value: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
