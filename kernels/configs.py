@@ -73,7 +73,7 @@ class DecodeConfig:
 # rows registers suffice for that on Ampere only. At 64 rows, and 32 on Hopper, the extra dot would cost as much as
 # subtracting the bias on the floats. Slots: as many as leave no spill. Four warps on Hopper: warp-group instructions.
 AMPERE = (
-    DecodeConfig(max_rows=8, block_n=128, num_warps=2, stages=3, bias_dot=True, slots=2),
+    DecodeConfig(max_rows=8, block_n=128, num_warps=2, stages=3, bias_dot=True, slots=2, min_superblocks=2),
     DecodeConfig(max_rows=16, block_n=128, num_warps=2, stages=3, bias_dot=True, slots=4),
     DecodeConfig(max_rows=32, block_n=128, num_warps=4, stages=3, bias_dot=True, slots=2, programs_per_processor=2),
     DecodeConfig(max_rows=64, block_n=128, num_warps=8, stages=3, bias_dot=False, slots=2, programs_per_processor=1),
