@@ -41,12 +41,11 @@ def outlier_tile(
         for u in tl.static_range(SLOTS):
             value = (entries[u] & -65536).to(tl.float32, bitcast=True)  # bf16 bits are the high half of float32's
             col = entries[u] & 0xFFFF
-            live = slot + u < count
+            # Behind the last slot of a row value and column are zero, which x has, so no lane needs a mask of its own.
             if TRANSPOSED:
-                four = tl.load(x_ptr + (col * LANES | fours), mask=live, other=0)
-                sums = add_four(sums, value, four, HALF)
+                sums = add_four(sums, value, tl.load(x_ptr + (col * LANES | fours)), HALF)
             else:
-                sums = add_gathered(sums, value, x_ptr + col, stride_xm, live, M, ROWS)
+                sums = add_gathered(sums, value, x_ptr + col, stride_xm, M, ROWS)
     return tl.reshape(joined(sums, 0, 1, len(sums)), (BLOCK_N, ROWS))
 
 
@@ -60,11 +59,11 @@ def repeated(value, TIMES: tl.constexpr):
 
 
 @triton.jit
-def add_gathered(sums, value, at, stride, live, M, ROWS: tl.constexpr):
-    """Each sum plus value times x, the rows of x `stride` apart."""
+def add_gathered(sums, value, at, stride, M, ROWS: tl.constexpr):
+    """Each sum plus value times x, the rows of x `stride` apart; what is added from row M on is never used."""
     added = ()
     for r in tl.static_range(ROWS):
-        x = tl.load(at + r * stride, mask=live & (tl.full(live.shape, r, tl.int32) < M), other=0.0)
+        x = tl.load(at + r * stride, mask=tl.full(value.shape, r, tl.int32) < M)
         added = added + (sums[r] + value * x.to(tl.float32),)
     return added
 
