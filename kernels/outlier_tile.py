@@ -2,7 +2,7 @@
 
 A slot is loaded in the very layout in which it is used, and sums are kept in that layout: no slot needs an exchange
 between lanes, nor a barrier. To that end the compiler must not see which lanes are neighbours, or it would load vectors
-and exchange them: sums of addresses are written with `|`. The sums become a tile once, at the end.
+and exchange them: where a lane's own offset enters an address, it is by `|`. The sums become a tile once, at the end.
 """
 
 import triton

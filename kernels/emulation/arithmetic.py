@@ -9,7 +9,7 @@ from vllm_latq.kernels.errors import require
 
 
 def _fused(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    """a b + c with one rounding: the product of float32s is exact in float64, whose sum is rounded once more."""
+    """a b + c: the product of float32s is exact in float64; the sum is rounded to float64, then to float32."""
     return (a.astype(np.float64) * b.astype(np.float64) + c.astype(np.float64)).astype(np.float32)
 
 

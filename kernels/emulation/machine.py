@@ -2,7 +2,8 @@
 
 All threads of a program advance together, an instruction at a time; programs run one after another, in any order that
 is asked for. Branches must be taken by all threads of a program alike, which holds for what Triton makes of these
-kernels. What this does not show: time, and what reordering between running programs could do.
+kernels. What this does not show: time, what reordering between running programs could do, and what a missing wait or
+fence around warp-group products would, since these finish when they are issued.
 """
 
 from collections.abc import Callable, Iterable

@@ -11,6 +11,7 @@ import numpy as np
 from vllm_latq.kernels.emulation.memory import GlobalMemory, SharedMemory
 from vllm_latq.kernels.emulation.ptx import Kernel
 from vllm_latq.kernels.emulation.tensor_core import GENERATIONS
+from vllm_latq.kernels.errors import require
 
 Step = Callable[["Program"], None]
 Value = Callable[["Program"], np.ndarray]
@@ -21,6 +22,7 @@ TYPES = {
     "f16": np.float16, "bf16": np.uint16, "b32": np.uint32, "u32": np.uint32, "s32": np.int32, "f32": np.float32,
     "f16x2": np.uint32, "bf16x2": np.uint32, "b64": np.uint64, "u64": np.uint64, "s64": np.int64, "f64": np.float64,
 }  # fmt: skip
+SPECIAL = ("%ntid.x", *(f"%{kind}.{axis}" for kind in ("ctaid", "nctaid") for axis in "xyz"))
 _UNDEFINED = 0xDEADBEEFDEADBEEF
 
 
@@ -50,6 +52,8 @@ def value_of(operand: Any, kind: str, kernel: Kernel) -> Value:
     if operand == "%tid.x":
         return lambda p: np.arange(p.threads).astype(dtype)
     if not kernel.is_register(operand):
+        require(operand in SPECIAL or not operand.startswith("%"), f"PTX of {kernel.name}",
+                "an operand that the emulator knows", operand)  # fmt: skip
         return lambda p: np.full(p.threads, p.special[operand]).astype(dtype)
     width = kernel.width(operand)
     if width == 1:

@@ -164,6 +164,7 @@ REFUSED = {
     "comparison of bf16": ("setp.lt.bf16 %p1, %rs1, %rs1;", "comparison that"),
     "rounding to integers": ("cvt.rni.s32.f32 %r1, %r0;", "conversion that"),
     "divergence": ("setp.eq.b32 %p1, %r0, 0; @%p1 bra $end; mov.b32 %r1, 0; $end:", "all or no threads"),
+    "unknown operand": ("mov.u32 %r1, %laneid;", "operand that the emulator knows"),
     "unknown": ("sin.approx.f32 %r1, %r0;", "instruction that the emulator knows"),
 }  # fmt: skip
 
