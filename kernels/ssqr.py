@@ -174,22 +174,10 @@ def ssqr_tensor_core(
     if HAS_FLAT_SCALES:
         acc *= tl.load(flat_scale_ptr + tile * BLOCK_N + rn)[:, None]
     if OUTLIER_ROWS > 0:
-        outlier_x_ptr = xt_ptr if TRANSPOSED else x_ptr
         extra = outlier_tile(
-            outlier_x_ptr,
-            stride_xm,
-            entry_ptr,
-            slice_ptr,
-            tile,
-            part,
-            parts,
-            M,
-            BLOCK_N,
-            OUTLIER_ROWS,
-            SLOTS,
-            TRANSPOSED,
-            HALF,
-        )
+            xt_ptr if TRANSPOSED else x_ptr, stride_xm, entry_ptr, slice_ptr, tile, part, parts, M, BLOCK_N,
+            OUTLIER_ROWS, SLOTS, TRANSPOSED, HALF,
+        )  # fmt: skip
         acc += extra if OUTLIER_ROWS == BLOCK_M else tl.where((tl.arange(0, BLOCK_M) == 0)[None, :], extra, 0.0)
     if SPLIT:
         acc, last = add_parts(acc, partial_ptr, ticket_ptr, tile, part, parts, M)

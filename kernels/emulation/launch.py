@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from vllm_latq.kernels import dequantize, huffman, rans, simt, ssqr
 from vllm_latq.kernels.audit import compile_ahead
 from vllm_latq.kernels.emulation.machine import run
-from vllm_latq.kernels.emulation.memory import WARP, GlobalMemory, Traffic
+from vllm_latq.kernels.emulation.memory import WARP, GlobalMemory, Traffic, address
 from vllm_latq.kernels.emulation.ptx import Kernel, parse
 
 KERNELS = (
@@ -43,12 +43,10 @@ class EmulatedKernel:
         return partial(self._launch, (*grid, 1, 1)[:3])
 
     def _launch(self, grid: tuple[int, int, int], *positional: Any, num_warps: int = 4, **named: Any) -> None:
-        parameters = self.kernel.params
         arguments = dict(zip(self.kernel.arg_names, positional, strict=False)) | named
         arguments |= {name: value for name, value in ON_NVIDIA.items() if name in self.kernel.arg_names}
-        types, values, aligned, given = {}, {}, set(), []
-        buffers = []
-        for parameter in parameters:
+        types, values, aligned, given, buffers = {}, {}, set(), [], []
+        for parameter in self.kernel.params:
             name, value = parameter.name, arguments[parameter.name]
             special = not parameter.do_not_specialize
             if parameter.is_constexpr or value is None or (special and isinstance(value, int) and value == 1):
@@ -56,8 +54,8 @@ class EmulatedKernel:
                 continue
             if isinstance(value, torch.Tensor):
                 types[name] = _TYPES[value.dtype]
+                given.append(address(len(buffers)))
                 buffers.append(_bytes(value))
-                given.append(len(buffers) << 40)
                 divisible = value.data_ptr() % 16 == 0
             else:
                 types[name] = "i32" if -(2**31) <= value < 2**31 else "i64"

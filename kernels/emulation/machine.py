@@ -65,7 +65,7 @@ def run(
     require(
         len(arguments) == len(kernel.parameters), kernel.name, f"{len(kernel.parameters)} arguments", len(arguments)
     )
-    parameters = {name: value for (_, name), value in zip(kernel.parameters, arguments, strict=True)}
+    parameters = dict(zip(kernel.parameters, arguments, strict=True))
     steps = [_translate(instruction, kernel) for instruction in kernel.instructions]
     for number in order if order is not None else range(grid[0] * grid[1] * grid[2]):
         place = (number % grid[0], number // grid[0] % grid[1], number // (grid[0] * grid[1]))

@@ -18,7 +18,7 @@ class Traffic:
     """What a launch moved.
 
     Attributes:
-        loaded, stored: bytes that global accesses asked for.
+        loaded: bytes that global loads asked for.
         load_sectors, store_sectors: 32-byte sectors that those touched, per warp and instruction.
         distinct_sectors: of them, those that a launch loaded for the first time; the rest can come from a cache.
         wavefronts, ideal_wavefronts: shared-memory cycles of 128 bytes, and what they would be without bank conflicts.
@@ -26,7 +26,6 @@ class Traffic:
     """
 
     loaded: int = 0
-    stored: int = 0
     load_sectors: int = 0
     store_sectors: int = 0
     distinct_sectors: int = 0
@@ -35,9 +34,9 @@ class Traffic:
     barriers: int = 0
 
 
-def _in_warps(values: np.ndarray, active: np.ndarray, filler: int) -> np.ndarray:
-    """[warps, 32], sorted, inactive threads replaced by `filler`."""
-    return np.sort(np.where(active, values, filler).reshape(-1, WARP), 1)
+def address(buffer: int) -> int:
+    """Of the first byte of a buffer. That of buffer 0 is not 0, so a null pointer is out of bounds."""
+    return (buffer + 1) << _BUFFER_SHIFT
 
 
 class GlobalMemory:
@@ -48,57 +47,44 @@ class GlobalMemory:
         self.buffers, self.traffic = buffers, traffic
         self.loaded = [np.zeros(buffer.size // SECTOR + 1, bool) for buffer in buffers]
 
-    def address(self, index: int) -> int:
-        """Of the first byte of a buffer. Buffer 0's is not 0, so a null pointer is out of bounds."""
-        return (index + 1) << _BUFFER_SHIFT
-
-    def _locate(self, addresses: np.ndarray, size: int, active: np.ndarray, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """The buffer of an access and byte offsets, 0 where inactive; checks bounds and alignment."""
-        used = addresses[active]
-        index = int(used[0]) >> _BUFFER_SHIFT
-        offsets = used.astype(np.int64) - (index << _BUFFER_SHIFT)
+    def _locate(self, addresses: np.ndarray, size: int, active: np.ndarray, text: str) -> tuple[int, np.ndarray]:
+        """The buffer that the active threads access, and their byte offsets; checks bounds and alignment."""
+        used = addresses[active].astype(np.int64)
+        index = (int(used[0]) >> _BUFFER_SHIFT) - 1
+        found = f"address {int(used[0]):#x}"
+        require(0 <= index < len(self.buffers), text, f"one of {len(self.buffers)} buffers", found)
+        offsets, available = used - address(index), self.buffers[index].size
         first, end = int(offsets.min()), int(offsets.max()) + size
-        require(
-            1 <= index <= len(self.buffers), text, f"one of {len(self.buffers)} buffers", f"address {int(used[0]):#x}"
-        )
-        buffer = self.buffers[index - 1]
-        require(first >= 0 and end <= buffer.size, text, f"bytes 0 to {buffer.size} of buffer {index - 1}",
-                f"{first}..{end}")  # fmt: skip
+        require(first >= 0 and end <= available, text, f"bytes 0 to {available} of buffer {index}", f"{first}..{end}")
         require(not (offsets % size).any(), text, f"addresses aligned to {size} bytes", "others")
-        placed = np.zeros(addresses.shape, np.int64)
-        placed[active] = offsets
-        return buffer, placed
+        return index, offsets
 
     def _sectors(self, addresses: np.ndarray, active: np.ndarray) -> int:
-        sectors = _in_warps(addresses.astype(np.int64) // SECTOR, active, -1)
+        """Different sectors that each warp touches, added up."""
+        sectors = np.sort(np.where(active, addresses.astype(np.int64) // SECTOR, -1).reshape(-1, WARP), 1)
         return int((np.diff(sectors, axis=1, prepend=-1) != 0).sum())
 
     def load(self, addresses: np.ndarray, size: int, active: np.ndarray, text: str) -> np.ndarray:
         """uint8 [threads, size]; zeros where inactive."""
-        if not active.any():
-            return np.zeros((addresses.size, size), np.uint8)
-        buffer, offsets = self._locate(addresses, size, active, text)
-        self.traffic.loaded += size * int(active.sum())
-        self.traffic.load_sectors += self._sectors(addresses, active)
-        loaded = self.loaded[(int(addresses[active][0]) >> _BUFFER_SHIFT) - 1]
-        sectors = np.unique(offsets[active] // SECTOR)
-        self.traffic.distinct_sectors += int((~loaded[sectors]).sum())
-        loaded[sectors] = True
-        values = buffer[offsets[:, None] + np.arange(size)]
-        values[~active] = 0
+        values = np.zeros((addresses.size, size), np.uint8)
+        if active.any():
+            index, offsets = self._locate(addresses, size, active, text)
+            self.traffic.loaded += offsets.size * size
+            self.traffic.load_sectors += self._sectors(addresses, active)
+            loaded, sectors = self.loaded[index], np.unique(offsets // SECTOR)
+            self.traffic.distinct_sectors += int((~loaded[sectors]).sum())
+            loaded[sectors] = True
+            values[active] = self.buffers[index][offsets[:, None] + np.arange(size)]
         return values
 
     def store(self, addresses: np.ndarray, values: np.ndarray, active: np.ndarray, text: str) -> None:
         """values: uint8 [threads, size]. Threads must not write one place differently."""
-        if not active.any():
-            return
-        size = values.shape[1]
-        buffer, offsets = self._locate(addresses, size, active, text)
-        self.traffic.stored += size * int(active.sum())
-        self.traffic.store_sectors += self._sectors(addresses, active)
-        at = offsets[active][:, None] + np.arange(size)
-        buffer[at] = values[active]
-        require(bool((buffer[at] == values[active]).all()), text, "one value per address", "threads that disagree")
+        if active.any():
+            index, offsets = self._locate(addresses, values.shape[1], active, text)
+            self.traffic.store_sectors += self._sectors(addresses, active)
+            buffer, at = self.buffers[index], offsets[:, None] + np.arange(values.shape[1])
+            buffer[at] = values[active]
+            require(bool((buffer[at] == values[active]).all()), text, "one value per address", "threads that disagree")
 
 
 class SharedMemory:

@@ -9,26 +9,19 @@ from vllm_latq.kernels.emulation.state import TYPES, Program, Step, address_of, 
 from vllm_latq.kernels.errors import require
 
 
-def _vector(parts: list[str]) -> tuple[int, str]:
-    """Elements of a memory access, and their type."""
-    count = next((int(part[1:]) for part in parts if part in ("v2", "v4")), 1)
-    return count, parts[-1]
-
-
 def _space(parts: list[str]) -> str:
     return next(part.split("::")[0] for part in parts if part.split("::")[0] in ("global", "shared", "param"))
 
 
 def load(instruction: Instruction, parts: list[str], kernel: Kernel) -> Step:
     target, where = instruction.operands[:2]
-    count, kind = _vector(parts)
-    space, word = _space(parts), TYPES[kind]
+    space, kind = _space(parts), parts[-1]
     if space == "param":
         value = value_of(str(where).strip("[]"), kind, kernel)
         return lambda p: assign(p, kernel, str(target), value(p))
     at = address_of(str(where), kernel, "u64" if space == "global" else "u32")
-    size = count * np.dtype(word).itemsize
-    names = target if isinstance(target, tuple) else (target,)
+    names, word = target if isinstance(target, tuple) else (target,), TYPES[kind]
+    size = len(names) * np.dtype(word).itemsize
 
     def step(p: Program) -> None:
         memory = p.memory if space == "global" else p.shared
@@ -41,8 +34,7 @@ def load(instruction: Instruction, parts: list[str], kernel: Kernel) -> Step:
 
 def store(instruction: Instruction, parts: list[str], kernel: Kernel) -> Step:
     where, source = instruction.operands[:2]
-    _, kind = _vector(parts)
-    space = _space(parts)
+    space, kind = _space(parts), parts[-1]
     at = address_of(str(where), kernel, "u64" if space == "global" else "u32")
     values = [value_of(part, kind, kernel) for part in (source if isinstance(source, tuple) else (source,))]
 

@@ -13,7 +13,7 @@ _DECLARATION = re.compile(r"\.reg\s+\.(\w+)\s+(%?\w+)(<\d+>)?")
 _STATEMENT = re.compile(r"(?:@(!?)(%?\w+)\s+)?([a-z][\w.:]*)\s*(.*)", re.DOTALL)
 _LABEL = re.compile(r"(\$?\w+):")
 _OPERAND = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^,\s][^,]*")
-_PARAMETER = re.compile(r"\.param\s+\.(\w+)\s[^,)]*?(\w+)\s*(?=[,)])")
+_PARAMETER = re.compile(r"\.param\s[^,)]*?(\w+)\s*(?=[,)])")
 _WIDTHS = {"pred": 1, "b8": 8, "b16": 16, "b32": 32, "b64": 64, "f32": 32, "s32": 32, "u32": 32, "u64": 64, "s64": 64}
 
 
@@ -37,7 +37,7 @@ class Kernel:
     """labels: index of the instruction after each; widths: bits of each register, 1 for predicates."""
 
     name: str
-    parameters: list[tuple[str, str]]  # type, name
+    parameters: list[str]
     instructions: list[Instruction]
     labels: dict[str, int]
     widths: dict[str, int]
@@ -98,5 +98,5 @@ def parse(text: str) -> Kernel:
         instructions.append(
             Instruction(match[3], operands, match[2] or "", bool(match[1]), " ".join(statement.split()))
         )
-    parameters = [(kind, name) for kind, name in _PARAMETER.findall(entry[2] + ")")]
+    parameters = _PARAMETER.findall(entry[2] + ")")
     return Kernel(entry[1], parameters, instructions, labels, widths, prefixes)

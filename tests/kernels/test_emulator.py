@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from vllm_latq.kernels.emulation.machine import run
-from vllm_latq.kernels.emulation.memory import GlobalMemory, SharedMemory, Traffic
+from vllm_latq.kernels.emulation.memory import GlobalMemory, SharedMemory, Traffic, address
 from vllm_latq.kernels.emulation.ptx import parse
 from vllm_latq.kernels.errors import KernelInputError
 
@@ -24,7 +24,7 @@ def execute(body: str, *buffers: np.ndarray, shared: int = 1024, programs: int =
         ret;
     }}"""
     memory = GlobalMemory([buffer.view(np.uint8) for buffer in buffers], Traffic())
-    addresses = [memory.address(i) for i in range(len(buffers))]
+    addresses = [address(i) for i in range(len(buffers))]
     return run(parse(text), "sm_80", THREADS, shared, (programs, 1, 1), addresses, memory)
 
 
