@@ -16,7 +16,8 @@ import vllm.model_executor.parameter as vllm_parameter
 from random_weights import RANS, random_weight
 from torch.nn import functional
 from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.model_executor.layers.fused_moe import FusedMoEFactory, UnquantizedFusedMoEMethod
+from vllm.model_executor.layers import fused_moe
+from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
 
 from vllm_latq.config import CheckpointConfig, LayerScheme
 from vllm_latq.errors import CheckpointError, ConfigError, UnsupportedModelError, UnsupportedShapeError
@@ -38,6 +39,7 @@ SCHEMES = {
 RANKS = [(1, False), (2, False), (4, False), (2, True)]  # how many, and whether they share out experts or channels
 # Of the largest output: float32 sums in another order, and factors of columns given to x instead of the weight.
 TOLERANCE = 1e-5
+make_experts = getattr(fused_moe, "FusedMoEFactory", None) or fused_moe.FusedMoE  # vLLM renamed it
 
 
 @pytest.fixture
@@ -58,7 +60,7 @@ def build(quant: LatqConfig | None, size: int = 1, expert_parallel: bool = False
     sizes = {"num_experts": EXPERTS, "top_k": TOP_K, "hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE}
     parallel = {"tp_size": size, "dp_size": 1, "pcp_size": 1}
     with set_current_vllm_config(config):
-        runner = FusedMoEFactory(
+        runner = make_experts(
             quant_config=quant, prefix=PREFIX, params_dtype=torch.float32, **sizes | parallel | options
         )
     return runner.routed_experts

@@ -6,6 +6,7 @@ Without it `AutoModelForCausalLM.from_pretrained` would load random weights and 
 out of `from_pretrained` holds validated weights; training and saving through transformers are refused.
 """
 
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from vllm_latq.spec import SHAPE, tensor_specs
 from vllm_latq.tensor_names import stored_names, unmerged
 from vllm_latq.weights import PackedWeight, decode_checked, pack_integers, weight_from_tensors
 
-# Shape of a tensor that has not been loaded; no stored tensor has three dimensions.
+# Shape of a tensor that is not in the checkpoint; no stored tensor has three dimensions.
 _ABSENT = (0, 0, 0)
 
 
@@ -29,27 +30,27 @@ class LatqLinear(nn.Module):
     """A quantized linear: first a container for its stored tensors, after `finish` a user of `latq::ssqr_linear`.
 
     Args:
-        in_features: input channels.
-        out_features: output channels.
-        bias: whether there is a `bias`, stored unquantized.
+        linear: what it stands in for; its bias is stored unquantized.
         scheme: how the weight is stored.
-        name: module name in the model, for errors.
-        dtype: of the bias.
+        name: of the module in the checkpoint.
+        shapes: of all stored tensors, by name; some depend on the data.
     """
 
     column_scales: torch.Tensor | None
 
     def __init__(
-        self, in_features: int, out_features: int, bias: bool, scheme: LayerScheme, name: str, dtype: torch.dtype
+        self, linear: nn.Linear, scheme: LayerScheme, name: str, shapes: Mapping[str, tuple[int, ...]]
     ) -> None:
         super().__init__()
-        self.in_features, self.out_features, self.scheme, self.name = in_features, out_features, scheme, name
-        self.specs = tensor_specs(scheme, out_features, in_features, name)
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.scheme, self.name = scheme, name
+        self.specs = tensor_specs(scheme, self.out_features, self.in_features, name)
         for suffix, spec in self.specs.items():
-            # Some sizes depend on the data: for quantized models, transformers puts tensors of any shape here.
-            self.register_buffer(suffix, torch.empty(_ABSENT, dtype=spec.dtype))
-        self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype), requires_grad=False) if bias else None
-        self.dtype = dtype
+            self.register_buffer(suffix, torch.empty(shapes.get(f"{name}.{suffix}", _ABSENT), dtype=spec.dtype))
+        self.dtype = linear.weight.dtype
+        self.bias = None
+        if linear.bias is not None:
+            self.bias = nn.Parameter(torch.empty(self.out_features, dtype=self.dtype), requires_grad=False)
 
     @property
     def weight(self) -> torch.Tensor:
@@ -131,7 +132,8 @@ class LatqQuantizer(HfQuantizer):
         tied = getattr(model.config.get_text_config(), "tie_word_embeddings", False)
         tied_head = model.get_output_embeddings() if tied else None
         assert isinstance(self.quantization_config, LatqQuantizationConfig)
-        stored = _stored_linears(model, checkpoint_files or [])
+        shapes = _stored_shapes(checkpoint_files or [])
+        stored = _stored_linears(model, shapes, checkpoint_files)
         self.unfused = any(isinstance(module, Experts) for module in model.modules())
         for name, module in list(model.named_modules()):
             where = stored.get(f"{name}.weight", f"{name}.weight").removesuffix(".weight")
@@ -140,11 +142,10 @@ class LatqQuantizer(HfQuantizer):
             if not isinstance(module, nn.Linear) or scheme is None or module is tied_head:
                 continue
             with torch.device("meta"):
-                bias, dtype = module.bias is not None, module.weight.dtype
-                linear = LatqLinear(module.in_features, module.out_features, bias, scheme, where, dtype)
+                linear = LatqLinear(module, scheme, where, shapes)
             model.set_submodule(name, linear)
 
-    def update_weight_conversions(self, weight_conversions: list[Any]) -> list[Any]:
+    def update_weight_conversions(self, weight_conversions: list[Any], *_: Any) -> list[Any]:
         """transformers' rules for names; experts that are linears of their own are no longer merged."""
         return unmerged(weight_conversions) if self.unfused else weight_conversions
 
@@ -166,12 +167,17 @@ class LatqQuantizer(HfQuantizer):
         return model
 
 
-def _stored_linears(model: Any, files: list[str]) -> dict[str, str]:
-    """Name of each tensor of the model -> its name in the checkpoint. Splits experts that are quantized one by one."""
-    stored: list[str] = []
+def _stored_shapes(files: list[str]) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {}
     for file in files:
         with safe_open(file, framework="pt") as shard:
-            stored += shard.keys()
+            names = shard.keys()
+            shapes |= {name: tuple(shard.get_slice(name).get_shape()) for name in names}
+    return shapes
+
+
+def _stored_linears(model: Any, stored: Collection[str], files: list[str]) -> dict[str, str]:
+    """Name of each tensor of the model -> its name in the checkpoint. Splits experts that are quantized one by one."""
     quantized = [name.removesuffix(SHAPE) + "weight" for name in stored if name.endswith("." + SHAPE)]
     # Without quantized tensors there is nothing to split, and an empty list would mean all of them.
-    return stored_names(model, stored + quantized, files[0], quantized) if quantized else {}
+    return stored_names(model, [*stored, *quantized], files[0], quantized) if quantized else {}
