@@ -20,7 +20,7 @@ import torch
 from vllm_latq.checkpoint import REPORT_FILE, CheckpointReader
 from vllm_latq.errors import CheckpointError, ConfigError, LatqError
 from vllm_latq.quantize.decoder import Decoder
-from vllm_latq.quantize.loading import default_device
+from vllm_latq.quantize.loading import torch_device
 from vllm_latq.quantize.pipeline import calibration_samples, quantized_linears
 from vllm_latq.quantize.recipe import Recipe
 from vllm_latq.quantize.recomputed import bound_holds, layer_by_layer, whole_model
@@ -60,7 +60,7 @@ def verify_certificate(
         raise ConfigError("tolerance", "a number between 0 and 1", repr(tolerance))
     reader = CheckpointReader(checkpoint)
     recipe = Recipe.from_dict(reader.config.recipe)
-    decoder = Decoder(model, device or default_device(), recipe.compute_dtype)
+    decoder = Decoder(model, torch_device(device), recipe.compute_dtype)
     if calibration is None:
         raise ConfigError("calibration", "the calibration text of the checkpoint", "none", "Errors are measured on it.")
     samples = calibration_samples(decoder, recipe, calibration)

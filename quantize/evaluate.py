@@ -17,7 +17,7 @@ from torch import Tensor
 
 from vllm_latq.errors import CalibrationError, CheckpointError, ConfigError, NumericalError
 from vllm_latq.quantize.calibration import tokenize
-from vllm_latq.quantize.loading import default_device, load_model, model_directory
+from vllm_latq.quantize.loading import load_model, model_directory
 from vllm_latq.quantize.text_source import evaluation_text, evaluation_windows
 
 if TYPE_CHECKING:
@@ -129,7 +129,6 @@ def evaluate(
     for name, value, least in (("seq_len", seq_len, 2), ("batch_size", batch_size, 1), ("max_windows", max_windows, 1)):
         if value is not None and value < least:
             raise ConfigError(name, f"at least {least}", str(value))
-    device = device or default_device()
     # A wrong name is found before anything large is read.
     for named in (model_path, baseline):
         if named is not None:

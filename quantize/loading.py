@@ -23,9 +23,25 @@ SNAPSHOT_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 HUB_NAME = re.compile(r"([\w-][\w.-]*/)?[\w-][\w.-]*")
 
 
-def default_device() -> str:
-    """CUDA where there is one, else the CPU."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
+def torch_device(name: str | None = None) -> torch.device:
+    """The device of that name; None for CUDA where there is one, else the CPU.
+
+    Nothing is put on it: of several processes each will take a GPU of its own.
+
+    Raises:
+        ConfigError: torch does not know it, or not on this machine.
+    """
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        count = torch.get_device_module(device.type).device_count()
+    except RuntimeError as error:
+        raise ConfigError("device", "a device torch can use", f"{name!r}: {error}") from error
+    if (device.index or 0) >= count:
+        hint = "Is torch built for it, and its driver there?"
+        raise ConfigError("device", "a device torch can use", f"{name!r} among {count} of its kind", hint)
+    return device
 
 
 def model_directory(name: str | Path) -> Path:
@@ -53,12 +69,34 @@ def model_directory(name: str | Path) -> Path:
         ) from error
 
 
-def load_model(path: str | Path, device: str, dtype: str = "auto") -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
+def load_tokenizer(directory: str | Path) -> "PreTrainedTokenizerBase":
+    """The tokenizer of a model directory.
+
+    Raises:
+        CheckpointError: there is none, or none that transformers can read.
+    """
+    from transformers import AutoTokenizer
+
+    where, hint = f"model {directory}", "Copy tokenizer.json and tokenizer_config.json beside it."
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+    # What the tokenizers library raises is a bare Exception.
+    except Exception as error:
+        raise CheckpointError(where, "a tokenizer that transformers can load", _summary(error), hint) from error
+    # Where there are no files, transformers makes a tokenizer without a vocabulary: it would read no text at all.
+    if not tokenizer("text")["input_ids"]:
+        raise CheckpointError(where, "a tokenizer", "none", hint)
+    return tokenizer
+
+
+def load_model(
+    path: str | Path, device: str | None, dtype: str = "auto"
+) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     """Loads a causal language model, in evaluation mode, and its tokenizer.
 
     Args:
         path: a Hugging Face directory or hub name; a checkpoint of this package too.
-        device: torch device.
+        device: torch device; None for CUDA where there is one, else the CPU.
         dtype: a torch dtype's name such as `float32`, or `auto`: float32 on a CPU, as stored elsewhere. On a CPU bf16
             saves no time, and its rounding adds about 1e-4 nats to a KL divergence.
 
@@ -66,13 +104,14 @@ def load_model(path: str | Path, device: str, dtype: str = "auto") -> "tuple[Pre
         CheckpointError: a model that cannot be found or read, or lacks weights or its tokenizer.
         ConfigError: no such device or dtype.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise ConfigError("dtype", "auto, float32, bfloat16 or float16", repr(dtype))
     where = f"model {path}"
+    chosen = torch_device(device)
     directory = model_directory(path)
-    if dtype == "auto" and device.partition(":")[0] == "cpu":
+    if dtype == "auto" and chosen.type == "cpu":
         dtype = "float32"
     # transformers' own annotations of the auto classes do not know `output_loading_info`.
     causal_lm: Any = AutoModelForCausalLM
@@ -80,7 +119,7 @@ def load_model(path: str | Path, device: str, dtype: str = "auto") -> "tuple[Pre
         if is_encoder(AutoConfig.from_pretrained(directory, trust_remote_code=False)):
             expected = "a causal language model, which predicts next tokens"
             raise CheckpointError(where, expected, "an encoder", "Compare its embeddings on your own task.")
-        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+        tokenizer = load_tokenizer(directory)
         # Explicit: otherwise transformers asks on the terminal whether to run a model's own code, and reads pickles.
         model, info = causal_lm.from_pretrained(
             directory, dtype=dtype, output_loading_info=True, trust_remote_code=False, use_safetensors=True
@@ -94,18 +133,12 @@ def load_model(path: str | Path, device: str, dtype: str = "auto") -> "tuple[Pre
             _summary(error),
             "Check that config.json, the weights and the tokenizer are there and whole.",
         ) from error
-    # transformers only warns about these, and would evaluate random weights or no text at all.
+    # transformers only warns about these, and would evaluate random weights.
     if missing := sorted(info["missing_keys"]):
         raise CheckpointError(where, "all weights", f"{len(missing)} missing, such as {missing[0]}", "Copy it again.")
-    if not tokenizer("text")["input_ids"]:
-        raise CheckpointError(where, "a tokenizer", "none", "Copy tokenizer.json and tokenizer_config.json beside it.")
-    try:
-        return model.to(device).eval(), tokenizer
-    except (RuntimeError, AssertionError) as error:
-        # torch: RuntimeError for an unknown device, AssertionError where CUDA is not compiled in.
-        raise ConfigError("device", "a device torch can use", f"{device!r}: {error}") from error
+    return model.to(chosen).eval(), tokenizer
 
 
 def _summary(error: BaseException) -> str:
     """An error of another library in one line."""
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0].rstrip('.')}"
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

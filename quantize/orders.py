@@ -15,7 +15,7 @@ from vllm_latq.console import print_table
 from vllm_latq.errors import LatqError
 from vllm_latq.quantize.decoder import Decoder
 from vllm_latq.quantize.lattice import ORDERS, factorize, inverse_factor
-from vllm_latq.quantize.loading import default_device, model_directory
+from vllm_latq.quantize.loading import model_directory, torch_device
 from vllm_latq.quantize.pipeline import calibration_samples
 from vllm_latq.quantize.recipe import Recipe
 from vllm_latq.quantize.reduction import reduce_lattice
@@ -96,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", help="torch device (default: cuda where there is one)")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
-    decoder = Decoder(model_directory(options.model), options.device or default_device())
+    decoder = Decoder(model_directory(options.model), torch_device(options.device))
     recipe = Recipe("gptq", num_samples=options.num_samples, seq_len=options.seq_len)
     samples = calibration_samples(decoder, recipe, options.calibration)
     assert samples is not None

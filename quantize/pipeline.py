@@ -20,7 +20,7 @@ from vllm_latq.quantize.calibration import load_samples
 from vllm_latq.quantize.card import model_card
 from vllm_latq.quantize.decoder import Decoder
 from vllm_latq.quantize.distributed import World
-from vllm_latq.quantize.loading import default_device
+from vllm_latq.quantize.loading import load_tokenizer, torch_device
 from vllm_latq.quantize.offload import placer
 from vllm_latq.quantize.recipe import Recipe
 from vllm_latq.quantize.run import Listener, Run, sizes
@@ -60,7 +60,7 @@ def quantize_checkpoint(
     Raises:
         LatqError: anything wrong with recipe, model, calibration data or destination.
     """
-    chosen = torch.device(device or default_device())
+    chosen = torch_device(device)
     world = World.join(chosen)
     emit = on_event if on_event and world.first else (lambda event: None)
     try:
@@ -154,10 +154,8 @@ def calibration_samples(decoder: Decoder, recipe: Recipe, calibration: str | Non
             hint = "Give a text file or a dataset: --calibration FILE, --calibration wikitext2."
             raise ConfigError("calibration", f"calibration data for method {recipe.method}", "none", hint)
         return None
-    from transformers import AutoTokenizer
-
     check_seq_len(decoder, recipe)
-    tokenizer = AutoTokenizer.from_pretrained(decoder.source, trust_remote_code=False)
+    tokenizer = load_tokenizer(decoder.source)
     sizes = (recipe.num_samples, recipe.seq_len, recipe.seed)
     samples = load_samples(tokenizer, calibration, *sizes, special_tokens=decoder.encoder)
     if int(samples.max()) >= decoder.vocabulary:

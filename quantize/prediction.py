@@ -25,7 +25,7 @@ from vllm_latq.config import WHOLE_ROW
 from vllm_latq.memory import peak_memory, resident_memory
 from vllm_latq.quantize.decoder import Decoder
 from vllm_latq.quantize.hessian import InputHessian
-from vllm_latq.quantize.loading import default_device
+from vllm_latq.quantize.loading import torch_device
 from vllm_latq.quantize.methods import layer_factor, quantize_layer
 from vllm_latq.quantize.offload import return_freed_memory
 from vllm_latq.quantize.pipeline import calibration_samples, check_seq_len, quantized_linears
@@ -65,7 +65,7 @@ def predict_run(
     recipe: Recipe, source: str | Path, calibration: str | None = None, device: str | None = None
 ) -> Prediction:
     """Predict what `quantize_checkpoint` takes with these arguments; random tokens stand in for calibration data."""
-    decoder = Decoder(source, device or default_device(), recipe.compute_dtype)
+    decoder = Decoder(source, torch_device(device), recipe.compute_dtype)
     quantized = quantized_linears(decoder, recipe)
     if calibration is None and recipe.needs_calibration:
         check_seq_len(decoder, recipe)

@@ -160,7 +160,8 @@ class Recipe:
                     raise _error(name, "the default", getattr(self, name), "A budget chooses it: leave it out.")
         for field in fields(self):
             if field.name in _UNUSED[self.method] and getattr(self, field.name) != field.default:
-                hint = f"{self.method} does not use {field.name}: leave it out."
+                instead = "set target_bits" if field.name == "bits" else "leave it out"
+                hint = f"{self.method} does not use {field.name}: {instead}."
                 raise _error(field.name, f"the default {field.default!r}", getattr(self, field.name), hint)
         if self.condition is not None and self.damping != Recipe.damping:
             raise _error("damping", f"the default {Recipe.damping}", self.damping, "condition chooses the damping.")

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_latq.errors import ConfigError
-from vllm_latq.quantize.loading import default_device, load_model
+from vllm_latq.quantize.loading import load_model
 
 
 def run_tasks(
@@ -49,7 +49,7 @@ def run_tasks(
         raise ConfigError("include_path", "a folder with task definitions", f"no folder {include_path}")
     manager = TaskManager(include_path=str(include_path) if include_path is not None else None)
     names = _known_tasks(tasks, manager)
-    model, tokenizer = load_model(model_path, device or default_device(), dtype)
+    model, tokenizer = load_model(model_path, device, dtype)
     harness = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
     # bootstrap_iters=0: the standard errors of some metrics take 100 000 resamplings, minutes on a small machine.
     output = lm_eval.simple_evaluate(

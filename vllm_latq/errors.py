@@ -22,6 +22,8 @@ class LatqError(ValueError):
 
     def __init__(self, where: str, expected: str, found: str, hint: str = "") -> None:
         where, expected, found = (printable(part) for part in (where, expected, found))
+        # It may be another library's sentence.
+        found = found.rstrip(".")
         self.where, self.expected, self.found, self.hint = where, expected, found, hint
         super().__init__(f"{where}: expected {expected}, found {found}." + (f" {hint}" if hint else ""))
 

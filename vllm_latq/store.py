@@ -44,7 +44,8 @@ class TensorStore:
         if not index.exists():
             if not (self.directory / SINGLE_FILE).exists():
                 expected = f"{SINGLE_FILE} or {INDEX_FILE}"
-                raise CheckpointError(str(self.directory), expected, "neither", "Only safetensors are read.")
+                hint = "Only safetensors are read: transformers' save_pretrained writes them."
+                raise CheckpointError(str(self.directory), expected, "neither", hint)
             return self._checked_names(dict.fromkeys(self._names_in(SINGLE_FILE), SINGLE_FILE))
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):

@@ -54,7 +54,7 @@ def _without_tokenizer(folder: Path) -> None:
     [
         (_truncated, "SafetensorError"),
         (lambda folder: (folder / "model.safetensors").unlink(), r"no file named model\.safetensors"),
-        (lambda folder: (folder / "config.json").write_text("{"), "not a valid JSON"),
+        (lambda folder: (folder / "config.json").write_text("{"), r"not a valid JSON file\. Check"),
         (lambda folder: (folder / "config.json").write_text('{"model_type": "abacus"}'), "model type `abacus`"),
         (lambda folder: _one_weight(folder, lambda weight: None), f"expected all weights, found 1 missing.*{WEIGHT}"),
         (
@@ -79,6 +79,8 @@ def test_device_and_dtype(mini_model: Path) -> None:
         load_model(mini_model, "cpu", "float31")
     with pytest.raises(ConfigError, match="device: expected a device torch can use, found 'abacus'"):
         load_model(mini_model, "abacus")
+    with pytest.raises(ConfigError, match="device: expected a device torch can use, found 'cuda:99' among "):
+        load_model(mini_model, "cuda:99")
 
 
 def test_model_directory(mini_model: Path) -> None:

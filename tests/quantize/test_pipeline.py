@@ -11,7 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from vllm_latq.checkpoint import CheckpointReader, verify
-from vllm_latq.errors import CalibrationError, ConfigError, LatqError, NumericalError, UnsupportedShapeError
+from vllm_latq.errors import (
+    CalibrationError,
+    CheckpointError,
+    ConfigError,
+    LatqError,
+    NumericalError,
+    UnsupportedShapeError,
+)
 from vllm_latq.quantize.certificate import verify_certificate
 from vllm_latq.quantize.decoder import Decoder
 from vllm_latq.quantize.pipeline import quantize_checkpoint
@@ -221,3 +228,20 @@ def test_destination_that_exists(mini_model: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(LatqError, match="expected a new or empty directory"):
         quantize_checkpoint(Recipe("rtn", 4), mini_model, tmp_path)
+
+
+def test_what_a_run_needs_is_asked_for_before_it_begins(
+    mini_model: Path, calibration_text: Path, tmp_path: Path
+) -> None:
+    text = str(calibration_text)
+    with pytest.raises(ConfigError, match="device: expected a device torch can use, found 'cuda:99' among"):
+        quantize_checkpoint(RECIPES["gptq"], mini_model, tmp_path / "out", calibration=text, device="cuda:99")
+    source = Path(shutil.copytree(mini_model, tmp_path / "source"))
+    (source / "tokenizer.json").write_text('{"model": 1}')
+    with pytest.raises(CheckpointError, match="source: expected a tokenizer that transformers can load"):
+        quantize_checkpoint(RECIPES["gptq"], source, tmp_path / "out", calibration=text)
+    for file in source.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(CheckpointError, match="source: expected a tokenizer, found none"):
+        quantize_checkpoint(RECIPES["gptq"], source, tmp_path / "out", calibration=text)
+    assert not list(tmp_path.glob("out*"))

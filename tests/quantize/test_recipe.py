@@ -155,7 +155,7 @@ def test_unknown_method_lists_the_known_ones(method):
 
 
 def test_unused_options_say_so():
-    with pytest.raises(ConfigError, match="hptq does not use bits: leave it out"):
+    with pytest.raises(ConfigError, match="hptq does not use bits: set target_bits"):
         Recipe("hptq", bits=3, target_bits=3.0)
 
 
