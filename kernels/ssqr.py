@@ -21,7 +21,7 @@ from vllm_latq.kernels.configs import DecodeConfig
 from vllm_latq.kernels.fields import planes_of, words_of
 from vllm_latq.kernels.outlier_tile import outlier_tile
 from vllm_latq.kernels.tiles import activation_places, load_planes, load_scale, tile_scale_pairs, tile_words
-from vllm_latq.kernels.unpack import below, bias_piece, floats_piece, half_piece, paired_columns, upper_rows
+from vllm_latq.kernels.unpack import anew, below, bias_piece, floats_piece, half_piece, paired_columns, upper_rows
 from vllm_latq.kernels.weight import KernelWeight
 
 
@@ -57,11 +57,14 @@ def constant_dot(
     zero = (top.to(tl.uint32, bitcast=True) >> 16 >> 16).to(tl.int32, bitcast=True)
     p = tl.zeros((BIAS_ROWS, x.shape[1]), tl.float32)
     if BIAS_DOT:
-        p = multiply(bias_piece(zero, P, SIZE, BITS, 0, HALF, PAIRED), x, p, UPCAST)
+        bias = anew(bias_piece(zero, P, SIZE, BITS, 0, HALF, PAIRED), P, PAIRED)
+        p = multiply(bias, x, p, UPCAST)
         if BITS == 8:
-            p = multiply(bias_piece(zero, P, SIZE, BITS, 1, HALF, PAIRED), x, p, UPCAST)
+            bias = anew(bias_piece(zero, P, SIZE, BITS, 1, HALF, PAIRED), P, PAIRED)
+            p = multiply(bias, anew(x, 1, PAIRED), p, UPCAST)
     if MIDRISE:
-        p = multiply(half_piece(zero, SIZE, HALF, PAIRED), x, p, UPCAST)
+        half = anew(half_piece(zero, SIZE, HALF, PAIRED), P, PAIRED)
+        p = multiply(half, anew(x, 2, PAIRED), p, UPCAST)
     if rows > BIAS_ROWS:
         p = below(p, p)
     if rows > 2 * BIAS_ROWS:
@@ -83,9 +86,11 @@ def piece_product(
     else:
         p = tl.zeros((BLOCK_N, x.shape[1]), tl.float32)
     EXACT: tl.constexpr = not BIAS_DOT
-    p = multiply(floats_piece(a, b, c, d, P, SIZE, BITS, 0, HALF, EXACT, PAIRED, ASM, UPCAST), x, p, UPCAST)
+    w = floats_piece(a, b, c, d, P, SIZE, BITS, 0, HALF, EXACT, PAIRED, ASM, UPCAST)
+    p = multiply(w, anew(x, 3, PAIRED), p, UPCAST)
     if BITS == 8:
-        p = multiply(floats_piece(a, b, c, d, P, SIZE, BITS, 1, HALF, EXACT, PAIRED, ASM, UPCAST), x, p, UPCAST)
+        w = floats_piece(a, b, c, d, P, SIZE, BITS, 1, HALF, EXACT, PAIRED, ASM, UPCAST)
+        p = multiply(w, anew(x, 4, PAIRED), p, UPCAST)
     return p
 
 

@@ -58,6 +58,21 @@ def add_pair(v, addend: tl.constexpr, HALF: tl.constexpr):
 
 
 @triton.jit
+def anew(v, N: tl.constexpr, PAIRED: tl.constexpr):
+    """v, bf16 or fp16, as the N-th value of its own; costs nothing, because the last compiler stage sees through it.
+
+    Triton 3.8 takes an operand that two products share through shared memory (triton-lang/triton#11526). Not where
+    columns are not paired: there x stays in shared memory, and would be brought from it and back.
+    """
+    if PAIRED:
+        bits = v.to(tl.uint16, bitcast=True)
+        for _ in tl.static_range(N):
+            bits = bits | (bits >> 8 >> 8)
+        v = bits.to(v.dtype, bitcast=True)
+    return v
+
+
+@triton.jit
 def beside(a, b):
     """Concatenate [R, C] and [R, C] along columns; in registers, because the new column bit is the highest."""
     return tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), (a.shape[0], 2 * a.shape[1]))
