@@ -238,8 +238,9 @@ class Recipe:
         return int.from_bytes(hashlib.sha256(f"{self.seed} {layer}".encode()).digest()[:8], "big") >> 1
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values, every field."""
-        return {**asdict(self), "ignore": list(self.ignore), "without": list(self.without)}
+        """Plain JSON values of the fields that the method reads."""
+        values = {**asdict(self), "ignore": list(self.ignore), "without": list(self.without)}
+        return {name: value for name, value in values.items() if name not in _UNUSED[self.method]}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Recipe":

@@ -6,18 +6,18 @@ import json
 import pytest
 from rich.console import Console
 
-from vllm_latq.console import JsonEvents, ProgressDisplay, print_table
+from vllm_latq.console import JsonEvents, ProgressDisplay, claim, print_table
 
 LAYER = {
     "event": "layer", "name": "model.layers.0.[bold]q", "shape": [4, 8], "bits": 3.5, "outlier_density": 0.01,
-    "relative_error": 0.002, "error": 1.0, "bound": 4.0, "bound_holds": True, "seconds": 0.5,
+    "relative_error": 0.002, "error": 1.0, "bound": 4.0, "bound_holds": True, "seconds": 0.5, "note": "outlier rate 2%",
 }  # fmt: skip
 EVENTS = [
     {"event": "start", "blocks": 2, "linears": 4, "samples": None},
     LAYER,
     {"event": "block", "block": 0, "linears": 1, "resumed": False},
     {"event": "block", "block": 1, "linears": 3, "resumed": True},
-    {"event": "done", "destination": "[out]", "bits_per_weight": 3.5, "bytes": 100},
+    {"event": "done", "destination": "[out]", "bits_per_weight": 3.5, "bytes": 100, "loss": 1e-3, "loss_bound": None},
 ]
 
 
@@ -32,9 +32,15 @@ def shown(terminal: bool) -> str:
 def test_plain_lines_where_there_is_no_terminal() -> None:
     lines = shown(False).splitlines()
     assert lines[0].startswith("model.layers.0.[bold]q  4x8  3.500 bits  outliers 1.00%")
-    assert "bound 4 (holds)" in lines[0]
+    assert lines[0].endswith("bound 4 (holds)  0.50 s  outlier rate 2%")
     assert "\x1b" not in "".join(lines)
     assert lines[-1].startswith("[out]: 3.5000 bits per weight")
+    assert lines[-1].endswith("predicted KL divergence 0.001 nats per token, bound -")
+
+
+def test_a_bound_comes_with_what_is_claimed_of_it() -> None:
+    assert [claim(2.0, holds) for holds in (True, False, None)] == ["2 (holds)", "2 (VIOLATED)", "2 (not claimed)"]
+    assert claim(None, None) == "-"
 
 
 def test_bar_on_a_terminal() -> None:

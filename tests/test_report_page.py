@@ -11,6 +11,7 @@ import torch
 from tiny_checkpoints import SCHEMES, SHAPES, write_tiny_checkpoint
 
 from vllm_latq.cli import main
+from vllm_latq.inspection import inspect_checkpoint
 from vllm_latq.packed_weight import PackedWeight
 from vllm_latq.report_page import _view, report_page
 
@@ -80,13 +81,34 @@ def test_hostile_names_recipe_and_report_stay_text(tmp_path: Path) -> None:
         text = (path / file).read_text()
         (path / file).write_text(text.replace('"ssqr"', json.dumps(ATTACK)))
     report = json.loads((path / "latq_report.json").read_text())
-    report |= {"warnings": [ATTACK], "torch": ATTACK, "calibration": {ATTACK: ATTACK}}
+    report["layers"][-1]["note"] = ATTACK
+    report |= {"torch": ATTACK, "calibration": {ATTACK: ATTACK}}
     (path / "latq_report.json").write_text(json.dumps(report))
     rename_layer(path, "layers.0.up", f"layers.0.{hostile}")
     page = Page(report_page(path))
     assert_inert(page)
     assert page.text.count(ATTACK) == 5
     assert hostile in page.text
+
+
+def test_notes_and_the_prediction_are_shown(tmp_path: Path) -> None:
+    path = write_tiny_checkpoint(tmp_path / "rans", "rans")
+    report = json.loads((path / "latq_report.json").read_text())
+    report["layers"][0]["note"] = "3 routed tokens"
+    for layer in report["layers"]:
+        layer |= {"loss": 0.25, "loss_bound": 1.0}
+    (path / "latq_report.json").write_text(json.dumps(report))
+    text = Page(report_page(path)).text
+    count = len(report["layers"])
+    assert f"{report['layers'][0]['name']}: 3 routed tokens." in text
+    assert f"predicted KL divergence {count / 4:g} nats per token, bound {count}" in text
+    summary = inspect_checkpoint(path)
+    assert (summary["loss"], summary["loss_bound"]) == (count / 4, count)
+    assert summary["layers"][0]["note"] == "3 routed tokens"
+    del report["layers"][0]["loss"]
+    (path / "latq_report.json").write_text(json.dumps(report))
+    assert "predicted" not in Page(report_page(path)).text
+    assert inspect_checkpoint(path)["loss"] is None
 
 
 def rename_layer(path: Path, old: str, new: str) -> None:

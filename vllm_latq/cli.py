@@ -142,14 +142,16 @@ def _inspect(options: argparse.Namespace) -> int:
             f"{100 * layer['outlier_density']:.2f}%",
             console.number(layer["relative_error"]),
             console.number(layer["error"]),
-            console.number(layer["bound"]),
+            console.claim(layer["bound"], layer["bound_holds"]),
         )
         for layer in summary["layers"]
     ]
     weights, bits = f"{summary['weights']:,}", f"{summary['bits_per_weight']:.3f}"
-    rows.append(("total", weights, f"{summary['bytes']:,} bytes", bits, "", "", "", ""))
+    rows.append(("total", weights, f"{summary['bytes']:,} bytes", bits, "", "", console.number(summary["error"]), ""))
     columns = ("linear", "shape", "encoding", "bits", "outliers", "relative error", "error", "bound")
     console.print_table(options.checkpoint, columns, rows)
+    if summary["loss"] is not None:
+        print(console.prediction(summary["loss"], summary["loss_bound"]))
     return 0
 
 
@@ -161,7 +163,11 @@ def _inspect_partial(options: argparse.Namespace) -> int:
         console.print_json(progress)
         return 0
     rows = [
-        (layer["name"], *(console.number(layer[key]) for key in ("bits", "relative_error", "error", "bound")))
+        (
+            layer["name"],
+            *(console.number(layer[key]) for key in ("bits", "relative_error", "error")),
+            console.claim(layer["bound"], layer["bound_holds"]),
+        )
         for layer in progress["layers"]
     ]
     title = (

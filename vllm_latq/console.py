@@ -24,6 +24,17 @@ def number(value: float | None, digits: int = 4) -> str:
     return "-" if value is None else f"{value:.{digits}g}"
 
 
+def claim(bound: float | None, holds: bool | None) -> str:
+    """A bound and whether it holds, which is None where it is not claimed: weights were clipped."""
+    said = {True: "holds", False: "VIOLATED", None: "not claimed"}[holds]
+    return "-" if bound is None else f"{number(bound)} ({said})"
+
+
+def prediction(loss: float, bound: float | None) -> str:
+    """What a checkpoint's report expects of the whole model: the second-order loss, and its bound."""
+    return f"predicted KL divergence {number(loss)} nats per token, bound {number(bound)}"
+
+
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """A table whose first column is text and whose others are right-aligned."""
     # Names come from files: as Text they are not markup, and `printable` takes their control characters.
@@ -89,11 +100,11 @@ class ProgressDisplay:
         self.console.print(f"from {least:.3f} bits ({fewest}) to {most:.3f} ({richest})", highlight=False)
 
     def _layer(self, event: Mapping[str, Any]) -> None:
-        holds = {True: "holds", False: "VIOLATED", None: "not claimed"}[event["bound_holds"]]
         self.console.print(
             f"{event['name']}  {event['shape'][0]}x{event['shape'][1]}  {event['bits']:.3f} bits  "
             f"outliers {100 * event['outlier_density']:.2f}%  relative error {number(event['relative_error'])}  "
-            f"error {number(event['error'])}  bound {number(event['bound'])} ({holds})  {event['seconds']:.2f} s",
+            f"error {number(event['error'])}  bound {claim(event['bound'], event['bound_holds'])}  "
+            f"{event['seconds']:.2f} s" + (f"  {event['note']}" if event["note"] else ""),
             highlight=False,
             markup=False,
             soft_wrap=True,
@@ -112,7 +123,8 @@ class ProgressDisplay:
 
     def _done(self, event: Mapping[str, Any]) -> None:
         self.console.print(
-            f"{event['destination']}: {event['bits_per_weight']:.4f} bits per weight, {event['bytes']:,} bytes",
+            f"{event['destination']}: {event['bits_per_weight']:.4f} bits per weight, {event['bytes']:,} bytes"
+            + (f", {prediction(event['loss'], event['loss_bound'])}" if event["loss"] is not None else ""),
             highlight=False,
             markup=False,
             soft_wrap=True,

@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Any
 
 from vllm_latq.checkpoint import CheckpointReader
-from vllm_latq.report import LayerReport
+from vllm_latq.report import LayerReport, summed
 
-_FROM_REPORT = ("error", "relative_error", "bound", "expected_error", "bound_holds", "damping", "seconds")
+_FROM_REPORT = ("error", "relative_error", "bound", "expected_error", "bound_holds", "damping", "seconds", "note")
 
 
 def inspect_checkpoint(directory: str | Path) -> dict[str, Any]:
@@ -15,19 +15,20 @@ def inspect_checkpoint(directory: str | Path) -> dict[str, Any]:
     Returns:
         `bits_per_weight` and `bytes` over all quantized linears, everything stored counted; `weights`; `recipe`;
         `fingerprint`; and `layers`: name, shape, encoding, bits (stored per weight), outlier_density, and from the
-        report error, relative_error, bound, bound_holds.
+        report error, relative_error, bound, bound_holds, note; `error`, `loss` and `loss_bound`: their sums, None where
+        a layer has none.
 
     Raises:
         LatqError: the checkpoint is damaged.
     """
     reader = CheckpointReader(directory)
     measured = {record.name: record for record in reader.measured()}
+    records = [measured.get(name, LayerReport(name)) for name in reader.shapes]
     layers, total_bits, total_weights = [], 0, 0
-    for name, (rows, cols) in reader.shapes.items():
+    for record, (name, (rows, cols)) in zip(records, reader.shapes.items(), strict=True):
         weight = reader.weight(name)
         bits = weight.storage_bits()
         total_bits, total_weights = total_bits + bits, total_weights + rows * cols
-        record = measured.get(name, LayerReport(name))
         layers.append(
             {
                 "name": name,
@@ -42,6 +43,7 @@ def inspect_checkpoint(directory: str | Path) -> dict[str, Any]:
         "bits_per_weight": total_bits / max(total_weights, 1),
         "bytes": total_bits // 8,
         "weights": total_weights,
+        **{key: summed(records, key) for key in ("error", "loss", "loss_bound")},
         "recipe": dict(reader.config.recipe),
         "fingerprint": reader.config.fingerprint,
         "layers": layers,

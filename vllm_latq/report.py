@@ -1,10 +1,10 @@
 """The records of a checkpoint's report, parsed. FORMAT.md section 6.
 
-Invariant: names are strings, numbers are finite numbers or None, whatever the file says.
+Invariant: names and notes are strings, numbers are finite numbers or None, whatever the file says.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,10 @@ _HINT = "Copy the checkpoint again; the weights do not depend on its report."
 
 @dataclass(frozen=True)
 class LayerReport:
-    """What was measured of one linear; None where nothing was. Units: FORMAT.md section 6."""
+    """What was measured of one linear; None where nothing was. Units: FORMAT.md section 6.
+
+    `note` says what is unusual about it: a target that was not met, too few calibration tokens.
+    """
 
     name: str
     bits: float | None = None
@@ -44,6 +47,7 @@ class LayerReport:
     bound_holds: bool | None = None
     loss: float | None = None
     loss_bound: float | None = None
+    note: str = ""
 
     @classmethod
     def from_dict(cls, value: Any, where: str) -> "LayerReport":
@@ -53,8 +57,11 @@ class LayerReport:
         holds = value.get("bound_holds")
         if holds is not None and type(holds) is not bool:
             raise CheckpointError(f"{where}.bound_holds", "true, false or null", repr(holds), _HINT)
+        note = value.get("note") or ""
+        if not isinstance(note, str):
+            raise CheckpointError(f"{where}.note", "text", repr(note), _HINT)
         numbers = {key: finite_number(value.get(key), f"{where}.{key}") for key in NUMBERS}
-        return cls(value["name"], bound_holds=holds, **numbers)
+        return cls(value["name"], bound_holds=holds, note=note, **numbers)
 
 
 def layer_reports(report: Mapping[str, Any], where: str) -> list[LayerReport]:
@@ -63,6 +70,12 @@ def layer_reports(report: Mapping[str, Any], where: str) -> list[LayerReport]:
     if not isinstance(layers, list):
         raise CheckpointError(f"{where}: layers", "a list of objects", type(layers).__name__, _HINT)
     return [LayerReport.from_dict(layer, f"{where}: layers[{index}]") for index, layer in enumerate(layers)]
+
+
+def summed(layers: Sequence[LayerReport], key: str) -> float | None:
+    """The sum of one of `NUMBERS` over layers, None if one of them lacks it or there are none."""
+    values = [getattr(layer, key) for layer in layers]
+    return sum(values) if values and None not in values else None
 
 
 def finite_number(value: Any, where: str) -> float | None:

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from vllm_latq.checkpoint import CheckpointReader
-from vllm_latq.console import number
+from vllm_latq.console import number, prediction
 from vllm_latq.errors import ConfigError
-from vllm_latq.report import LayerReport
+from vllm_latq.report import LayerReport, summed
 from vllm_latq.report_plots import ROW_BANDS, SCALE_EDGES, LayerView, draw
 from vllm_latq.weights import PackedWeight, Weight
 
@@ -60,7 +60,7 @@ def report_page(directory: str | Path) -> str:
     report = reader.report()
     sections = [
         _section("Summary", _pairs(_summary(layers, report))),
-        _section("To look at", _list(list(_notes(layers, report)))),
+        _section("To look at", _list(list(_notes(layers)))),
         '<div class="plots">',
         *(_section(heading, svg) for heading, svg in draw(layers).items()),
         "</div>",
@@ -101,16 +101,18 @@ def _view(name: str, weight: Weight, measured: LayerReport | None) -> LayerView:
 
 
 def _summary(layers: Sequence[LayerView], report: Mapping[str, Any]) -> dict[str, str]:
+    records = [layer.measured for layer in layers]
     weights = sum(layer.shape[0] * layer.shape[1] for layer in layers)
     bits = sum(layer.bits * layer.shape[0] * layer.shape[1] for layer in layers)
-    errors = [layer.measured.error for layer in layers if layer.measured.error is not None]
-    held = [layer.measured.bound_holds for layer in layers]
+    error, loss, loss_bound = (summed(records, key) for key in ("error", "loss", "loss_bound"))
+    held = [record.bound_holds for record in records]
     return {
         "Quantized linears": str(len(layers)),
         "Weights": f"{weights:,}",
         "Stored bits per weight, all counted": f"{bits / max(weights, 1):.4f}",
         "Bytes": f"{round(bits / 8):,}",
-        "Summed error": number(sum(errors)) if errors else "not measured",
+        "Summed error": "not measured" if error is None else number(error),
+        **({} if loss is None else {"Whole model": prediction(loss, loss_bound)}),
         "Bound": f"holds in {held.count(True)}, violated in {held.count(False)}, not claimed in {held.count(None)}",
         "Calibration": _plain(report.get("calibration")),
         "Seconds": _plain(report.get("seconds")),
@@ -118,7 +120,7 @@ def _summary(layers: Sequence[LayerView], report: Mapping[str, Any]) -> dict[str
     }
 
 
-def _notes(layers: Sequence[LayerView], report: Mapping[str, Any]) -> Iterator[str]:
+def _notes(layers: Sequence[LayerView]) -> Iterator[str]:
     """What a person should know before trusting the numbers."""
     for layer in layers:
         if layer.measured.bound_holds is False:
@@ -127,9 +129,8 @@ def _notes(layers: Sequence[LayerView], report: Mapping[str, Any]) -> Iterator[s
             yield f"{layer.name}: the report says {layer.measured.bits:.4f} bits, {layer.bits:.4f} are stored."
         if layer.measured.error is None:
             yield f"{layer.name}: no error was measured (no calibration data)."
-    for key in ("warnings", "notes"):
-        noted = report.get(key)
-        yield from (_plain(note) for note in (noted if isinstance(noted, list) else []))
+        if layer.measured.note:
+            yield f"{layer.name}: {layer.measured.note}."
 
 
 def _row(index: int, layer: LayerView) -> list[str]:
