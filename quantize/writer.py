@@ -58,8 +58,12 @@ class CheckpointWriter:
     """
 
     def __init__(self, destination: str | Path, shards: int, identity: Mapping[str, Any], resume: bool = False) -> None:
-        self.destination = Path(destination)
+        given = Path(destination)
+        # A directory cannot be renamed to a link: it becomes what the link points to.
+        self.destination = given.resolve() if given.is_symlink() else given
         self.shards = shards
+        if not given.name:
+            raise CheckpointError(str(given), "a name to create a directory by", "none", "Choose another directory.")
         if self.destination.exists() and (not self.destination.is_dir() or any(self.destination.iterdir())):
             hint = "Choose another directory or remove this one."
             raise CheckpointError(str(destination), "a new or empty directory", "one that holds files", hint)
@@ -74,8 +78,9 @@ class CheckpointWriter:
             self._check_same(state)
         elif not self.complete:
             # No state, no finished block: a run may be killed right after it made the directory.
-            self.partial.mkdir(parents=True, exist_ok=True)
-            self._write_json(STATE_FILE, state)
+            with _named_failures(self.partial):
+                self.partial.mkdir(parents=True, exist_ok=True)
+                self._write_json(STATE_FILE, state)
 
     @property
     def scratch(self) -> Path:

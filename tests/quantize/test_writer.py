@@ -75,6 +75,27 @@ def test_resume_with_another_recipe_is_refused(tmp_path: Path) -> None:
         CheckpointWriter(tmp_path / "out", 2, {**IDENTITY, "recipe": {"bits": 3}}, resume=True)
 
 
+def test_a_destination_that_links_elsewhere(tmp_path: Path, source: Path) -> None:
+    for name in ("empty", "dangling"):
+        (tmp_path / name).symlink_to(tmp_path / "disk" / name)
+    (tmp_path / "disk" / "empty").mkdir(parents=True)
+    for name in ("empty", "dangling"):
+        write(tmp_path / name, source)
+        assert (tmp_path / name).is_symlink()
+        assert (tmp_path / "disk" / name / "config.json").is_file()
+
+
+def test_destinations_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(CheckpointError, match=r"out\.partial: expected a directory that can be written to, found"):
+        CheckpointWriter(tmp_path / "file" / "out", 2, IDENTITY)
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    with pytest.raises(CheckpointError, match="expected a name to create a directory by"):
+        CheckpointWriter(".", 2, IDENTITY)
+    assert not list(tmp_path.rglob("*partial*"))
+
+
 def test_existing_files_are_never_touched(tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
