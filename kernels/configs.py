@@ -4,9 +4,12 @@ No entry has been timed on a GPU yet: `source` says where each comes from, and `
 """
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from vllm_latq.kernels.errors import require
 
+START = 2  # superblocks whose time a program spends waiting at its begin and end: reasoned, not timed
+RESERVED_BYTES = 1024  # of shared memory, for each program
 STATIC = "instruction counts and roofline arithmetic (NOTES.md), Triton 3.9.0 and 3.6.0, 2026-11; not timed"
 
 
@@ -23,7 +26,8 @@ class DecodeConfig:
         paired: take the columns in an order that fills neighbouring registers by one load (`unpack.paired_words`); not
             for Hopper's warp-group instruction, which reads activations from shared memory.
         slots: outlier slots a program reads at once.
-        programs_per_processor: split-K is raised until the grid has this many programs per multiprocessor.
+        programs_per_processor: most programs that are to run on a multiprocessor at once; its registers must hold them.
+        shared_kb: shared memory of a multiprocessor, which may hold fewer of them.
         min_superblocks: fewest superblocks a program is given by split-K.
         kernel: "tensor_core" or "simt".
         source: the measurement or the reasoning behind the entry.
@@ -37,6 +41,7 @@ class DecodeConfig:
     paired: bool = True
     slots: int = 8
     programs_per_processor: int = 4
+    shared_kb: int = 164
     min_superblocks: int = 4
     kernel: str = "tensor_core"
     source: str = STATIC
@@ -62,11 +67,34 @@ class DecodeConfig:
         """`stages`, or 2 where 8-bit codes would not leave room in the 99 KB of shared memory of sm_86 and sm_89."""
         return min(self.stages, 2) if bits == 8 else self.stages
 
-    def parts(self, padded_rows: int, superblocks: int, processors: int) -> int:
-        """Split-K factor: enough programs to fill the GPU, none with too little to do."""
+    def shared_bytes(self, bits: int) -> int:
+        """Shared memory of a program of the tensor-core kernel in groups of 128: what is on its way."""
+        stages = self.stages_for(bits)
+        weights, activations = self.block_n * (32 * bits + 4), self.max_rows * 512
+        # Warp-group instructions still read activations when the next are copied: one more buffer.
+        return (stages - 1) * weights + (stages - self.paired) * activations
+
+    def programs(self, bits: int) -> int:
+        """Programs that run on a multiprocessor at once."""
+        fit = (self.shared_kb << 10) // (self.shared_bytes(bits) + RESERVED_BYTES)
+        return max(1, min(self.programs_per_processor, fit))
+
+    def parts(self, bits: int, padded_rows: int, superblocks: int, processors: int) -> int:
+        """Split-K factor."""
         tiles = padded_rows // self.block_n
-        wanted = -(-processors * self.programs_per_processor // tiles)
-        return max(1, min(wanted, superblocks // self.min_superblocks))
+        return split_k(tiles, superblocks, processors * self.programs(bits), self.min_superblocks)
+
+
+@lru_cache(maxsize=1024)
+def split_k(tiles: int, superblocks: int, slots: int, least: int) -> int:
+    """Parts that the superblocks of each row tile are cut into; none is empty, none smaller than `least` need be.
+
+    Programs run `slots` at a time, and a wave of few takes as long as a full one: a program's superblocks and START.
+    The cheapest number of waves decides, then the smallest number of parts.
+    """
+    shares = range(min(least, superblocks), superblocks + 1)
+    choices = sorted({-(-superblocks // share) for share in shares})
+    return min(choices, key=lambda parts: -(-tiles * parts // slots) * (-(-superblocks // parts) + START))
 
 
 # Two warps share a tile of 128 features at 8 rows, so every activation fragment serves four fragments of weights; at 16
@@ -78,19 +106,19 @@ AMPERE = (
     DecodeConfig(max_rows=32, block_n=128, num_warps=4, stages=3, bias_dot=True, slots=2, programs_per_processor=2),
     DecodeConfig(max_rows=64, block_n=128, num_warps=8, stages=3, bias_dot=False, slots=2, programs_per_processor=1),
 )
-ADA = (  # sm_86 and sm_89: 99 KB of shared memory
-    replace(AMPERE[0], slots=4, programs_per_processor=2),
-    replace(AMPERE[1], num_warps=4, programs_per_processor=2),
-    *AMPERE[2:],
+ADA = (  # sm_86 and sm_89: 100 KB of shared memory
+    replace(AMPERE[0], slots=4, shared_kb=100),
+    replace(AMPERE[1], num_warps=4, shared_kb=100),
+    *(replace(config, shared_kb=100) for config in AMPERE[2:]),
 )
 HOPPER = (
-    replace(AMPERE[0], slots=4, programs_per_processor=5),
-    replace(AMPERE[1], num_warps=4, paired=False),
-    replace(AMPERE[2], bias_dot=False, paired=False),
-    replace(AMPERE[3], paired=False),
+    replace(AMPERE[0], slots=4, programs_per_processor=5, shared_kb=228),
+    replace(AMPERE[1], num_warps=4, paired=False, programs_per_processor=3, shared_kb=228),
+    replace(AMPERE[2], bias_dot=False, paired=False, shared_kb=228),
+    replace(AMPERE[3], paired=False, shared_kb=228),
 )
 # 64 KB of shared memory on gfx90a and gfx942. Compiled for these only, and neither run nor tuned.
-AMD = (*AMPERE[:2], *(replace(config, stages=2) for config in AMPERE[2:]))
+AMD = tuple(replace(config, stages=2 if config.max_rows > 16 else 3, shared_kb=64) for config in AMPERE)
 SIMT = DecodeConfig(max_rows=8, block_n=64, num_warps=2, stages=2, bias_dot=False, slots=4, kernel="simt")
 TABLE: dict[str, tuple[DecodeConfig, ...]] = {"sm_80": AMPERE, "sm_86": ADA, "sm_89": ADA, "sm_90": HOPPER}
 HIP = "hip"

@@ -38,7 +38,7 @@ def decode_matmul(
     if x.stride(1) != 1 or x.stride(0) * m > MAX_OFFSET:
         x = x.contiguous()
     if parts is None:
-        parts = config.parts(weight.padded_rows, weight.superblocks, weight.processors)
+        parts = config.parts(weight.bits, weight.padded_rows, weight.superblocks, weight.processors)
     y = torch.empty(m, weight.rows, dtype=x.dtype, device=x.device)
     partials = transposed = None
     if parts > 1:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from vllm_latq.kernels.configs import decode_config
+
 pytestmark = pytest.mark.compiler
 
 # Instructions per weight at 8 rows or fewer, group size 128, outliers and split-K compiled in. Counted with Triton 3.9:
@@ -18,6 +20,7 @@ CEILINGS = {2: 1.23, 3: 1.40, 4: 1.51}
 WIDER = {("sm_80", 16): 1.65, ("sm_86", 64): 5.5, ("sm_90", 32): 2.4}  # 3 bits, counted: 1.57, 5.25 and 2.27
 MIDRISE_CEILING = 0.05  # what a mid-rise grid may add to the ceiling; counted: 0.02 to 0.04
 README_TOLERANCE = 0.05  # counts differ with the version of ptxas; registers more, so those are not compared
+REGISTERS = 65536  # of a multiprocessor
 SHARED_LIMIT = {"sm_80": 163 << 10, "sm_86": 99 << 10, "sm_89": 99 << 10, "sm_90": 227 << 10}
 
 # (architecture, bits, rows, activations, group size; and True for a mid-rise grid). One row stands for the SIMT kernel,
@@ -102,6 +105,15 @@ def test_gates(audited: dict[tuple, dict], case: tuple) -> None:
     assert row["wide"] >= 0.9 * (row["wide"] + row["middle"] + row["narrow"])  # bytes that 16-byte copies bring
     assert row["matrix"] > 0
     assert row["shared_bytes"] <= SHARED_LIMIT[arch]
+
+
+@pytest.mark.parametrize("case", LOW_BATCH + WIDE, ids=str)
+def test_as_many_programs_fit_as_split_k_counts_on(audited: dict[tuple, dict], case: tuple) -> None:
+    arch, bits, rows, _, _ = case
+    config, row = decode_config(rows, bits, arch), audited[case]
+    assert row["shared_bytes"] <= config.shared_bytes(bits)
+    registers = -(-row["registers"] // 8) * 8 * 32 * config.num_warps  # given to warps in eights
+    assert config.programs(bits) * registers <= REGISTERS
 
 
 @pytest.mark.parametrize("case", MIDRISE, ids=str)

@@ -10,7 +10,8 @@ import sys
 import pytest
 import torch
 
-from vllm_latq.kernels.configs import DecodeConfig
+from vllm_latq.kernels.cases import SHAPES
+from vllm_latq.kernels.configs import TABLE, DecodeConfig, split_k
 from vllm_latq.kernels.dispatch import padded_columns
 from vllm_latq.kernels.errors import KernelInputError
 
@@ -107,3 +108,26 @@ def test_refuses_tiles_that_do_not_divide_the_padded_rows() -> None:
     """128 rows would otherwise make no tile of 256 at all, and y would stay unwritten."""
     with pytest.raises(KernelInputError, match="64 or 128, which divide the padded rows"):
         DecodeConfig(max_rows=8, block_n=256, num_warps=4, stages=3, bias_dot=True)
+
+
+@pytest.mark.parametrize("superblocks", [1, 2, 7, 16, 48])
+@pytest.mark.parametrize("slots", [1, 84, 660])
+def test_no_part_of_split_k_is_empty(superblocks: int, slots: int) -> None:
+    for tiles in (1, 32, 192):
+        for least in (1, 2, 4):
+            parts = split_k(tiles, superblocks, slots, least)
+            share = -(-superblocks // parts)
+            assert (parts - 1) * share < superblocks <= parts * share
+            assert parts == 1 or share >= least
+
+
+@pytest.mark.parametrize(("arch", "processors"), [("sm_80", 108), ("sm_86", 84), ("sm_90", 132)])
+def test_no_wave_of_a_few_programs(arch: str, processors: int) -> None:
+    """Where the tiles run at once, their parts do, too: no second wave that a few programs have to themselves."""
+    for config in TABLE[arch]:
+        for bits in (2, 3, 4):
+            for rows, cols in SHAPES:
+                tiles, slots = rows // config.block_n, processors * config.programs(bits)
+                parts = config.parts(bits, rows, cols // 256, processors)
+                waves = -(-tiles * parts // slots)
+                assert waves == 1 or tiles > slots or tiles * parts > 0.85 * waves * slots
