@@ -10,20 +10,35 @@ import triton.language as tl
 
 
 @triton.jit
+def slice_bounds(slice_ptr, tile, BLOCK_N: tl.constexpr):
+    """int32 [BLOCK_N]: first slot and number of slots of each row of a tile; and the largest such number, a scalar.
+
+    To be loaded before the superblocks: behind them, their time would be added to the launch's.
+    """
+    at = slice_ptr + tile * (BLOCK_N // 16)
+    rows = at + tl.arange(0, BLOCK_N) // 16
+    begin = tl.load(rows)
+    count = tl.load(rows + 1) - begin
+    longest = tl.load(at + 1) - tl.load(at)  # the first slice of a row block is its longest
+    if BLOCK_N == 128:
+        longest = max(longest, tl.load(at + 5) - tl.load(at + 4))
+    return begin, count, longest
+
+
+@triton.jit
 def outlier_tile(
-    x_ptr, stride_xm, entry_ptr, slice_ptr, tile, part, parts, M, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
+    x_ptr, stride_xm, entry_ptr, bounds, part, parts, M, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
     SLOTS: tl.constexpr, TRANSPOSED: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """float32 [BLOCK_N, ROWS]: this part's outliers of a row tile times x. Parts take turns of SLOTS slots.
 
+    bounds: from `slice_bounds`.
     Not TRANSPOSED: a lane has all activation rows of a weight row, and gathers x one by one. TRANSPOSED: it has four of
     them, and x_ptr is x^T [K, ROWS] as int64 [K, ROWS / 4]; its columns from M up hold garbage that is never used.
     HALF: x is fp16 instead of bf16.
     """
-    rn = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    begin = tl.load(slice_ptr + rn // 16)
-    count = tl.load(slice_ptr + rn // 16 + 1) - begin
-    longest = tl.max(count, 0)
+    begin, count, longest = bounds
+    rn = tl.arange(0, BLOCK_N)
     at = begin.to(tl.int64) * 16 | rn % 16
     if TRANSPOSED:
         LANES: tl.constexpr = ROWS // 4  # of a weight row

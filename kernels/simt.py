@@ -24,8 +24,8 @@ from vllm_latq.kernels.fields import (
     spare_shift,
     words_of,
 )
-from vllm_latq.kernels.outlier_tile import outlier_tile
-from vllm_latq.kernels.ssqr import add_parts, store_rows
+from vllm_latq.kernels.outlier_tile import outlier_tile, slice_bounds
+from vllm_latq.kernels.ssqr import add_parts, output_rows, store_rows
 from vllm_latq.kernels.tiles import load_planes, load_scale, plane, tile_scale_pairs, tile_words
 from vllm_latq.kernels.unpack import mask_xor, shifted
 from vllm_latq.kernels.weight import KernelWeight
@@ -92,6 +92,8 @@ def ssqr_simt(
     if GROUP != -1:
         pairs = tile_scale_pairs(scale_ptr, tile, supers, begin, GROUP, BLOCK_N)
     live = (rm < M)[None, :] & (rw >= 0)[:, None]
+    if OUTLIERS:
+        bounds = slice_bounds(slice_ptr, tile, BLOCK_N)
     acc = tl.zeros((BLOCK_N, WORDS, ROWS), tl.float32)
     for sb in tl.range(begin, end, num_stages=STAGES):
         a, b, c, d = load_planes(words, BITS)
@@ -117,13 +119,14 @@ def ssqr_simt(
     if OUTLIERS:
         HALF: tl.constexpr = x_ptr.dtype.element_ty == tl.float16
         total += outlier_tile(
-            x_ptr, stride_xm, entry_ptr, slice_ptr, tile, part, parts, M, BLOCK_N, ROWS, SLOTS, False, HALF
+            x_ptr, stride_xm, entry_ptr, bounds, part, parts, M, BLOCK_N, ROWS, SLOTS, False, HALF
         )
+    rows, factor = output_rows(order_ptr, row_scale_ptr, tile, BLOCK_N, HAS_ROW_SCALES, OUTLIERS)
     last = True
     if SPLIT:
         total, last = add_parts(total, partial_ptr, ticket_ptr, tile, part, parts, M)
     if last:
-        store_rows(total, y_ptr, order_ptr, row_scale_ptr, tile, N, M, HAS_ROW_SCALES, OUTLIERS)
+        store_rows(total, rows, factor, y_ptr, N, M, HAS_ROW_SCALES)
 
 
 def launch_simt(

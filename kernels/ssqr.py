@@ -19,7 +19,7 @@ import triton.language as tl
 
 from vllm_latq.kernels.configs import DecodeConfig
 from vllm_latq.kernels.fields import planes_of, words_of
-from vllm_latq.kernels.outlier_tile import outlier_tile
+from vllm_latq.kernels.outlier_tile import outlier_tile, slice_bounds
 from vllm_latq.kernels.tiles import activation_places, load_planes, load_scale, tile_scale_pairs, tile_words
 from vllm_latq.kernels.unpack import anew, below, bias_piece, floats_piece, half_piece, paired_columns, upper_rows
 from vllm_latq.kernels.weight import KernelWeight
@@ -95,16 +95,23 @@ def piece_product(
 
 
 @triton.jit
-def store_rows(acc, y_ptr, order_ptr, row_scale_ptr, tile, N, M, HAS_ROW_SCALES: tl.constexpr, PERMUTED: tl.constexpr):
-    """Scale the tile's rows, round once and write y [M, N]."""
-    rn = tile * acc.shape[0] + tl.arange(0, acc.shape[0])
+def output_rows(
+    order_ptr, row_scale_ptr, tile, BLOCK_N: tl.constexpr, HAS_ROW_SCALES: tl.constexpr, PERMUTED: tl.constexpr
+):
+    """Row of y of each row of a tile, int32 [BLOCK_N], and its factor. Loaded before the ticket, which takes longer."""
+    rn = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    factor = tl.load(row_scale_ptr + rn) if HAS_ROW_SCALES else 1.0
+    return tl.load(order_ptr + rn) if PERMUTED else rn, factor
+
+
+@triton.jit
+def store_rows(acc, rows, factor, y_ptr, N, M, HAS_ROW_SCALES: tl.constexpr):
+    """Scale the tile's rows, round once and write y [M, N]. rows, factor: from `output_rows`."""
     rm = tl.arange(0, acc.shape[1])
     if HAS_ROW_SCALES:
-        acc = acc * tl.load(row_scale_ptr + rn)[:, None]
-    if PERMUTED:
-        rn = tl.load(order_ptr + rn)
-    at = y_ptr + rm[None, :].to(tl.int64) * N + rn[:, None]
-    tl.store(at, acc.to(y_ptr.dtype.element_ty), mask=(rm < M)[None, :] & (rn < N)[:, None])
+        acc = acc * factor[:, None]
+    at = y_ptr + rm[None, :].to(tl.int64) * N + rows[:, None]
+    tl.store(at, acc.to(y_ptr.dtype.element_ty), mask=(rm < M)[None, :] & (rows < N)[:, None])
 
 
 @triton.jit
@@ -155,6 +162,8 @@ def ssqr_tensor_core(
     row, col = activation_places(SIZE, BLOCK_M, PAIRED)
     xs = x_ptr + begin * 256 + row * stride_xm + col
     live = (row < M) & (col >= 0)
+    if OUTLIER_ROWS > 0:
+        bounds = slice_bounds(slice_ptr, tile, BLOCK_N)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for sb in tl.range(begin, end, num_stages=STAGES):
         a, b, c, d = load_planes(words, BITS)
@@ -180,16 +189,17 @@ def ssqr_tensor_core(
         acc *= tl.load(flat_scale_ptr + tile * BLOCK_N + rn)[:, None]
     if OUTLIER_ROWS > 0:
         extra = outlier_tile(
-            xt_ptr if TRANSPOSED else x_ptr, stride_xm, entry_ptr, slice_ptr, tile, part, parts, M, BLOCK_N,
+            xt_ptr if TRANSPOSED else x_ptr, stride_xm, entry_ptr, bounds, part, parts, M, BLOCK_N,
             OUTLIER_ROWS, SLOTS, TRANSPOSED, HALF,
         )  # fmt: skip
         acc += extra if OUTLIER_ROWS == BLOCK_M else tl.where((tl.arange(0, BLOCK_M) == 0)[None, :], extra, 0.0)
+    rows, factor = output_rows(order_ptr, row_scale_ptr, tile, BLOCK_N, HAS_ROW_SCALES, OUTLIER_ROWS > 0)
     if SPLIT:
         acc, last = add_parts(acc, partial_ptr, ticket_ptr, tile, part, parts, M)
         if last:
-            store_rows(acc, y_ptr, order_ptr, row_scale_ptr, tile, N, M, HAS_ROW_SCALES, OUTLIER_ROWS > 0)
+            store_rows(acc, rows, factor, y_ptr, N, M, HAS_ROW_SCALES)
     else:
-        store_rows(acc, y_ptr, order_ptr, row_scale_ptr, tile, N, M, HAS_ROW_SCALES, OUTLIER_ROWS > 0)
+        store_rows(acc, rows, factor, y_ptr, N, M, HAS_ROW_SCALES)
 
 
 def launch_ssqr(
