@@ -2,13 +2,16 @@
 
 Every product is compared with float64 before it is timed; one that is wrong is printed as FAILED, has no time, and
 makes the command fail. bf16 matmul, a plain device copy (the roofline) and the peers that are installed run in the same
-process. All rows are printed and written to JSON, those that lose to bf16 included.
+process. All rows are printed and written to JSON as they come, those that lose to bf16 included; a run cut short
+keeps what it has.
 """
 
 import argparse
 import json
+import math
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -48,7 +51,8 @@ from vllm_latq.kernels.tune import REGIMES, tune
 
 RESULTS = Path(__file__).resolve().parent / "results"
 QUICK: dict[str, Any] = {
-    "shapes": ((4096, 4096), (8192, 8192)), "bits": (3,), "rates": (0.0, 0.01), "rows": (1, 8, 64, 512),
+    "shapes": ((8192, 8192), (4096, 4096), (24576, 4096)), "bits": (3, 4, 2), "rates": (0.01, 0.0),
+    "rows": (1, 8, 16, 64, 512),
 }  # fmt: skip
 Timer = Callable[[Sequence[Launch]], Timing]
 
@@ -59,7 +63,7 @@ class Result:
 
     kernel: a path of `Case`, "bf16", or a peer. error: over the largest output, against float64. roofline: fraction of
     the plain copy's rate. speedup: over bf16 of the same shape and m in this run. timing: None if the error is too big,
-    or if a peer does not run here: `reason` says why.
+    or if it does not run here: `reason` says why.
     """
 
     case: Case
@@ -92,13 +96,31 @@ class Bench:
         """Results in order, baselines before the cases that they are for; cases of one layer share its weight."""
         for _, group in groupby(cases, key=lambda case: case.layer):
             group = list(group)
-            layer = make_layer(group[0], self.device)
             self.peers.clear()
-            copies = copies_beyond_cache(layer.weight.storage_bytes(), self.cache)
-            weights = [layer.weight, *(copy_weight(layer.weight) for _ in range(copies - 1))]
+            try:
+                layer = make_layer(group[0], self.device)
+                copies = copies_beyond_cache(layer.weight.storage_bytes(), self.cache)
+                weights = [layer.weight, *(copy_weight(layer.weight) for _ in range(copies - 1))]
+            except Exception as failure:
+                yield from [self._failed(case, case.path, failure) for case in group]
+                continue
             for case in group:
                 yield from self._baselines(case, layer)
-                yield self._ours(case, layer, weights)
+                yield self._attempt(case, case.path, partial(self._ours, case, layer, weights))
+
+    def _attempt(self, case: Case, kernel: str, measure: Callable[[], Result]) -> Result:
+        """A measurement that raises is a row that says so: it must not take the others with it."""
+        try:
+            return measure()
+        except Exception as failure:
+            return self._failed(case, kernel, failure)
+
+    def _failed(self, case: Case, kernel: str, failure: Exception) -> Result:
+        """The row of a failure; raises if that broke the GPU's context, in which nothing would run any more."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        reason = f"{type(failure).__name__}: {failure}".splitlines()[0]
+        return Result(case, kernel, float("inf"), 0, None, reason=reason)
 
     def _activations(self, case: Case) -> torch.Tensor:
         generator = torch.Generator(device=self.device).manual_seed(case.m)
@@ -115,12 +137,8 @@ class Bench:
         x = self._activations(case)
         key = (case.rows, case.cols, case.m)
         if key not in self.bf16:
-            dense = layer.dense.bfloat16()
-            copies = copies_beyond_cache(dense.nbytes, self.cache)
-            weights = [dense, *(dense.clone() for _ in range(copies - 1))]
-            launches = [partial(torch.nn.functional.linear, x, weight) for weight in weights]
-            error = relative_error(launches[0](), x, dense.float())
-            result = self._result(replace(case, bits=16, outlier_rate=0.0), "bf16", error, dense.nbytes, launches)
+            dense = replace(case, bits=16, outlier_rate=0.0)
+            result = self._attempt(dense, "bf16", partial(self._bf16, dense, layer, x))
             if result.timing:
                 self.bf16[key] = result.timing.median
             yield replace(result, speedup=1.0 if result.timing else None)
@@ -128,20 +146,23 @@ class Bench:
             mark = (name, *key, case.bits)
             if case.bits in bits and mark not in self.peers_done:
                 self.peers_done.add(mark)
-                yield self._peer(name, replace(case, outlier_rate=0.0), x, layer)
+                plain = replace(case, outlier_rate=0.0)
+                yield self._attempt(plain, name, partial(self._peer, name, plain, x, layer))
+
+    def _bf16(self, case: Case, layer: Layer, x: torch.Tensor) -> Result:
+        dense = layer.dense.bfloat16()
+        weights = [dense, *(dense.clone() for _ in range(copies_beyond_cache(dense.nbytes, self.cache) - 1))]
+        launches = [partial(torch.nn.functional.linear, x, weight) for weight in weights]
+        error = relative_error(launches[0](), x, dense.float())
+        return self._result(case, "bf16", error, dense.nbytes, launches)
 
     def _peer(self, name: str, case: Case, x: torch.Tensor, layer: Layer) -> Result:
-        """A peer that does not run on this machine is a row that says so: it must not take the others with it."""
-        try:
-            if name not in self.peers:
-                self.peers[name] = peers.make(name, layer.dense, case.bits, GROUP_SIZE, self.cache)
-            peer = self.peers[name]
-            error = relative_error(peer.products[0](x), x, peer.reference)
-            launches = [partial(product, x) for product in peer.products]
-            return self._result(case, name, error, peer.bytes, launches, PEER_TOLERANCE)
-        except Exception as failure:
-            reason = f"{type(failure).__name__}: {failure}".splitlines()[0]
-            return Result(case, name, float("inf"), 0, None, reason=reason)
+        if name not in self.peers:
+            self.peers[name] = peers.make(name, layer.dense, case.bits, GROUP_SIZE, self.cache)
+        peer = self.peers[name]
+        error = relative_error(peer.products[0](x), x, peer.reference)
+        launches = [partial(product, x) for product in peer.products]
+        return self._result(case, name, error, peer.bytes, launches, PEER_TOLERANCE)
 
     def _result(
         self, case: Case, kernel: str, error: float, weight_bytes: int, launches: Sequence[Launch],
@@ -187,20 +208,31 @@ def environment(device: torch.device, copy_rate: float) -> dict[str, Any]:
 
 
 def write_json(path: Path, facts: dict[str, Any], results: Sequence[Result]) -> None:
-    """`facts`, and one object per row, as written by `Result`."""
+    """`facts`, and one object per row, as written by `Result`; the file is whole at any time."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(facts | {"results": [asdict(result) for result in results]}, indent=1) + "\n")
+    draft = path.with_suffix(".draft")
+    draft.write_text(json.dumps(facts | {"results": [asdict(result) for result in results]}, indent=1) + "\n")
+    draft.replace(path)
 
 
-def report(bench: Bench, cases: Iterable[Case], facts: dict[str, Any], path: Path) -> int:
-    """Run, print every row as it comes, write the JSON; the number of products that were wrong."""
+def report(bench: Bench, cases: Iterable[Case], facts: dict[str, Any], path: Path, minutes: float = math.inf) -> int:
+    """Run, print every row as it comes, write the JSON; the number of our products that were wrong or did not run.
+
+    Args:
+        minutes: after which no other row is begun.
+    """
     print(HEADER, flush=True)
-    results = []
+    results, complete, deadline = [], True, time.monotonic() + 60 * minutes
     for result in bench.run(cases):
         results.append(result)
         print(table_row(result), flush=True)
-    write_json(path, facts, results)
-    wrong = sum(result.timing is None and not result.reason for result in results)
+        write_json(path, facts | {"complete": False}, results)
+        if time.monotonic() > deadline:
+            complete = False
+            print(f"stopped after {minutes:g} minutes")
+            break
+    write_json(path, facts | {"complete": complete}, results)
+    wrong = sum(result.timing is None and result.kernel not in bench.peer_bits for result in results)
     print(f"\n{len(results)} rows, {wrong} wrong; written to {path}")
     return wrong
 
@@ -208,7 +240,7 @@ def report(bench: Bench, cases: Iterable[Case], facts: dict[str, Any], path: Pat
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line; exits with 1 if a product was wrong, with 2 on a machine without a GPU."""
     parser = argparse.ArgumentParser(prog="python -m vllm_latq.kernels.bench", description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="two shapes, 3 bits, four numbers of rows: a first look")
+    parser.add_argument("--quick", action="store_true", help="three shapes, five numbers of rows: a first look")
     parser.add_argument("--bits", nargs="+", type=int, choices=BITS, help="these widths only")
     parser.add_argument(
         "--tune",
@@ -217,6 +249,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         choices=REGIMES,
         help="search launch configurations for tiles of so many rows (default: each) and print them instead",
     )
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no other row after so many")
     parser.add_argument("--out", type=Path, help="JSON file (default: results/ beside this file)")
     options = parser.parse_args(arguments)
     try:
@@ -235,7 +268,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     path = options.out or RESULTS / f"{name}.json"
     bench = Bench(device, time_graph, cache_bytes(device), rate, peers.installed())
     choice = (QUICK if options.quick else {}) | ({"bits": tuple(options.bits)} if options.bits else {})
-    sys.exit(min(1, report(bench, all_cases(**choice), facts, path)))
+    sys.exit(min(1, report(bench, all_cases(**choice), facts, path, options.minutes)))
 
 
 if __name__ == "__main__":

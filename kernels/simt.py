@@ -118,9 +118,7 @@ def ssqr_simt(
         total *= tl.load(flat_scale_ptr + tile * BLOCK_N + rn)[:, None]
     if OUTLIERS:
         HALF: tl.constexpr = x_ptr.dtype.element_ty == tl.float16
-        total += outlier_tile(
-            x_ptr, stride_xm, entry_ptr, bounds, part, parts, M, BLOCK_N, ROWS, SLOTS, False, HALF
-        )
+        total += outlier_tile(x_ptr, stride_xm, entry_ptr, bounds, part, parts, M, BLOCK_N, ROWS, SLOTS, False, HALF)
     rows, factor = output_rows(order_ptr, row_scale_ptr, tile, BLOCK_N, HAS_ROW_SCALES, OUTLIERS)
     last = True
     if SPLIT:

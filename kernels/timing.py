@@ -5,6 +5,7 @@ cache has been read, so nothing is timed from the cache.
 """
 
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -13,8 +14,9 @@ import torch
 from vllm_latq.kernels.errors import require
 
 ROTATION = 3
-LAUNCHES = 24  # in one graph, at least: the start of a replay and the resolution of events weigh little
+LAUNCHES = 64  # in one graph, at least: the start of a replay and the resolution of events weigh little
 REPLAYS = 20
+WARM_SECONDS = 0.03  # of replays before those that count: an idle GPU lowers its clocks, and compiling takes seconds
 COPY_BYTES = 1 << 30
 
 Launch = Callable[[], object]
@@ -60,7 +62,10 @@ def time_graph(launches: Sequence[Launch]) -> Timing:
         for _ in range(rounds):
             for launch in launches:
                 launch()
-    graph.replay()
+    started = time.monotonic()
+    while time.monotonic() - started < WARM_SECONDS:
+        graph.replay()
+        torch.cuda.synchronize()
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(REPLAYS)]
     for begin, end in events:
         begin.record()

@@ -25,15 +25,19 @@ from vllm_latq.kernels.timing import Launch, Timing, cache_bytes, copies_beyond_
 SHAPES = ((4096, 4096), (8192, 8192))
 REGIMES = (8, 16, 32, 64)
 CHOICES: dict[str, tuple[Any, ...]] = {
+    "programs_per_processor": (1, 2, 3, 4, 5, 8),  # these two first: they compile nothing
+    "min_superblocks": (1, 2, 4, 8),
     "num_warps": (1, 2, 4, 8),
     "block_n": (64, 128),
     "stages": (2, 3, 4, 5),
-    "programs_per_processor": (1, 2, 3, 4, 5, 8),
-    "min_superblocks": (1, 2, 4, 8),
     "slots": (1, 2, 4, 8, 16),
     "bias_dot": (False, True),
     "paired": (False, True),
 }
+
+
+def _print(line: str) -> None:
+    print(line, flush=True)
 
 
 def neighbours(config: DecodeConfig) -> Iterator[DecodeConfig]:
@@ -61,7 +65,7 @@ def tune(
     device: torch.device,
     timer: Callable[[Sequence[Launch]], Timing],
     regimes: Sequence[int] = REGIMES,
-    write: Callable[[str], None] = print,
+    write: Callable[[str], None] = _print,
 ) -> None:
     """Print the best entry of each regime, ready for `configs.py`; with that of 8 rows, the SIMT kernel's.
 
@@ -108,6 +112,8 @@ def mean_time(
         try:
             gate(case, relative_error(ssqr_matmul(x, layer.weight, config), x, layer.dense))
             times.append(timer([partial(ssqr_matmul, x, weight, config) for weight in weights]).median)
-        except (TritonError, KernelInputError):
+        except (TritonError, KernelInputError, RuntimeError):
+            if layer.dense.is_cuda:
+                torch.cuda.synchronize()  # raises if the GPU's context is lost, and nothing would run any more
             return math.inf
     return math.exp(sum(math.log(time) for time in times) / len(times))

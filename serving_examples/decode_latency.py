@@ -3,13 +3,15 @@
     python serving_examples/decode_latency.py                       # Qwen3-8B's shape, batch 1, 4, 8 and 16, on a GPU
     python serving_examples/decode_latency.py --json results.json
 
-Weights are random (`--load-format dummy`): they take the time of trained ones. Every scheme has a process of its own.
+Weights are random (`--load-format dummy`): they take the time of trained ones. Every scheme has a process of its own,
+which `--minutes` limits, and is printed and written as soon as it is measured.
 Time per token is that of the last `--new-tokens` - 1 tokens: a run of one token, which holds the prefill, is taken off.
 """
 
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -31,6 +33,7 @@ MARLIN = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": Fals
 ENVIRONMENT = {"marlin 4 bits": {"VLLM_DISABLED_KERNELS": "CutlassW4A8LinearKernel,MacheteLinearKernel"}}
 PROMPT_TOKENS = 32
 REPEATS = 3
+LOG_CHARACTERS = 6000  # of the log of a scheme that does not run: the cause stands far above the last error
 
 
 def schemes() -> dict[str, dict[str, Any] | None]:
@@ -52,12 +55,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tiny", action="store_true", help="a model of two small layers, to see that everything runs")
     parser.add_argument("--engine", default="{}", help="further arguments of vllm.LLM, a JSON object")
     parser.add_argument("--json", type=Path, help="write the results to this file, too")
+    parser.add_argument("--minutes", type=float, default=10, help="stop a scheme that takes longer than so many")
     parser.add_argument("--measure", help=argparse.SUPPRESS)  # the name of one scheme: runs it in this process
     options = parser.parse_args(arguments)
     if options.measure:
         print(json.dumps(measure(schemes()[options.measure], options)))
         return
-    results = {name: result for name in options.schemes if (result := run(name, options)) is not None}
+    results: dict[str, dict[str, float]] = {}
+    for name in options.schemes:
+        found = run(name, options)
+        if found is None:
+            continue
+        results[name] = found
+        print(f"{name}: {', '.join(f'{1e3 * found[batch]:.3f} ms at batch {batch}' for batch in found)}", flush=True)
+        if options.json:
+            options.json.write_text(json.dumps({"seconds_per_token": results, "versions": versions()}, indent=1) + "\n")
     base = results.get("bf16")
     rows = [
         (name, batch, f"{1e3 * seconds:.3f}", f"{base[batch] / seconds:.2f}" if base else "-")
@@ -65,8 +77,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for batch, seconds in times.items()
     ]
     print_table("decode latency", ("scheme", "batch", "ms per token", "speedup over bf16"), rows)
-    if options.json:
-        options.json.write_text(json.dumps({"seconds_per_token": results, "versions": versions()}, indent=1) + "\n")
 
 
 def run(name: str, options: argparse.Namespace) -> dict[str, float] | None:
@@ -75,12 +85,23 @@ def run(name: str, options: argparse.Namespace) -> dict[str, float] | None:
     command += ["--batch", *map(str, options.batch), "--new-tokens", str(options.new_tokens)]
     environment = os.environ | ENVIRONMENT.get(name, {})
     command += ["--tiny"] if options.tiny else []
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        reason = next((line for line in reversed(done.stderr.splitlines()) if "Error" in line), f"see {name}")
-        print(f"{name}: not measured: {reason.strip()}", file=sys.stderr)
+    # A group of its own: vLLM's engine is a process below, and must not keep the GPU's memory when this one is stopped.
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0
+    )
+    try:
+        output, errors = process.communicate(timeout=60 * options.minutes)
+    except subprocess.TimeoutExpired:
+        print(f"{name}: not measured: not done after {options.minutes:g} minutes", file=sys.stderr)
         return None
-    return json.loads(done.stdout.splitlines()[-1])
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+    if process.returncode:
+        print(f"{name}: not measured:\n{errors[-LOG_CHARACTERS:]}", file=sys.stderr)
+        return None
+    return json.loads(output.splitlines()[-1])
 
 
 def measure(quantization: dict[str, Any] | None, options: argparse.Namespace) -> dict[str, float]:

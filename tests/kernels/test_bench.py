@@ -91,6 +91,52 @@ def test_failures_are_printed_without_a_time(bench: Bench) -> None:
 
 
 @pytest.mark.interpreter
+def test_a_row_that_raises_does_not_take_the_others_with_it(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_large(case: Case, device: torch.device) -> object:
+        if case.bits == 2:
+            raise torch.cuda.OutOfMemoryError("as if 2 bits took all memory\nand more")
+        return make_layer(case, device)
+
+    def no_simt(launches: list) -> Timing:
+        if getattr(launches[0].args[-1], "kernel", "") == "simt":
+            raise RuntimeError("as if this did not compile")
+        return five_microseconds(launches)
+
+    monkeypatch.setattr("vllm_latq.kernels.bench.make_layer", too_large)
+    bench.timer = no_simt
+    cases = list(all_cases(shapes=((64, 256),), bits=(2, 3), rates=(0.0,), rows=(1,)))
+    assert report(bench, cases, {}, tmp_path / "out.json") == 2 + 1
+    found = json.loads((tmp_path / "out.json").read_text())
+    reasons = {(row["case"]["bits"], row["kernel"]): row["reason"] for row in found["results"]}
+    assert reasons[2, "tensor_core"] == "OutOfMemoryError: as if 2 bits took all memory"
+    assert reasons[3, "simt"] == "RuntimeError: as if this did not compile"
+    assert reasons[3, "tensor_core"] == reasons[16, "bf16"] == ""
+    assert found["complete"]
+
+
+@pytest.mark.interpreter
+def test_a_run_that_is_cut_short_has_written_its_rows(bench: Bench, tmp_path: Path) -> None:
+    cases = list(all_cases(shapes=((64, 256),), bits=(3,), rates=(0.0,), rows=(1, 2)))
+    path = tmp_path / "out.json"
+    assert report(bench, cases, {}, path, minutes=0) == 0
+    found = json.loads(path.read_text())
+    assert [row["kernel"] for row in found["results"]] == ["bf16"]
+    assert not found["complete"]
+
+    def killed(launches: list) -> Timing:
+        if len(json.loads(path.read_text())["results"]) == 2:
+            raise KeyboardInterrupt
+        return five_microseconds(launches)
+
+    again = Bench(CPU, killed, cache=1, copy_rate=100.0, peer_bits={})
+    with pytest.raises(KeyboardInterrupt):
+        report(again, cases, {}, path)
+    assert len(json.loads(path.read_text())["results"]) == 2
+
+
+@pytest.mark.interpreter
 def test_a_peer_that_does_not_run_here_is_a_row(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
