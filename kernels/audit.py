@@ -33,7 +33,7 @@ _POINTERS = {
     "stream_ptr": "*i32", "table_ptr": "*i32", "start_ptr": "*i64", "used_ptr": "*i32", "z_ptr": "*i32",
     "slot_ptr": "*i64", "row_class_ptr": "*i32", "column_class_ptr": "*i32", "state_ptr": "*i32",
     "entry_ptr": "*i32", "slice_ptr": "*i32", "partial_ptr": "*fp32", "ticket_ptr": "*i32",
-    "xt_ptr": "*i64",
+    "fours_ptr": "*i64",
 }  # fmt: skip
 
 

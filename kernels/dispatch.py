@@ -48,7 +48,6 @@ def decode_matmul(
         return y
     if weight.entries is not None and m > OUTLIER_GATHER_ROWS:
         transposed = torch.empty(weight.cols, config.max_rows, dtype=x.dtype, device=x.device)
-        transposed[:, :m] = x.t()
     launch_ssqr(x, weight, y, partials, transposed, config, parts)
     return y
 

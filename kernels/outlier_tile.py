@@ -1,5 +1,8 @@
 """The outliers of a row tile, for the decode kernels: every lane walks the slots of its own rows.
 
+An outlier needs the activations of one column, so for many rows they are read from x^T. The launch itself writes that:
+the first programs before they begin with their superblocks, and they are long done when the first outlier is added.
+
 A slot is loaded in the very layout in which it is used, and sums are kept in that layout: no slot needs an exchange
 between lanes, nor a barrier. To that end the compiler must not see which lanes are neighbours, or it would load vectors
 and exchange them: where a lane's own offset enters an address, it is by `|`. The sums become a tile once, at the end.
@@ -26,33 +29,87 @@ def slice_bounds(slice_ptr, tile, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
+def transpose_pieces(x_ptr, stride_xm, xt_ptr, M, K, first, step, ROWS: tl.constexpr, PIECE: tl.constexpr):
+    """Write every `step`-th piece of PIECE columns of x^T [K, ROWS], from number `first` on; zero from row M on."""
+    rows = tl.arange(0, ROWS)[None, :]
+    for piece in range(first, tl.cdiv(K, PIECE), step):
+        cols = (piece * PIECE + tl.arange(0, PIECE))[:, None]
+        x = tl.load(x_ptr + rows * stride_xm + cols, mask=(rows < M) & (cols < K), other=0.0)
+        tl.store(xt_ptr + (cols * ROWS + rows), x, mask=(cols < K) & (rows >= 0))
+
+
+@triton.jit
+def begin_transposed(x_ptr, stride_xm, xt_ptr, counter_ptr, M, K, writers, ROWS: tl.constexpr, PIECE: tl.constexpr):
+    """Write this program's share of x^T, if it is one of the first `writers`, and count it as done."""
+    program = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+    if program < writers:
+        transpose_pieces(x_ptr, stride_xm, xt_ptr, M, K, program, writers, ROWS, PIECE)
+        tl.debug_barrier()
+        tl.atomic_add(counter_ptr, 1, sem="release", scope="gpu")
+
+
+@triton.jit
+def finish_transposed(x_ptr, stride_xm, xt_ptr, counter_ptr, M, K, writers, ROWS: tl.constexpr, PIECE: tl.constexpr):
+    """Return when all of x^T is written; the launch's last program that is here leaves the counter at zero.
+
+    Where a share is missing, the program writes all of it, the same values: to wait could be for a program that does
+    not begin before this one ends.
+    """
+    programs = tl.num_programs(0) * tl.num_programs(1)
+    # Programs that came here, in units of 2048, and below that the writers that are done.
+    seen = tl.atomic_add(counter_ptr, 2048, sem="acquire", scope="gpu")
+    tl.debug_barrier()
+    if seen % 2048 < writers:
+        transpose_pieces(x_ptr, stride_xm, xt_ptr, M, K, 0, 1, ROWS, PIECE)
+        tl.debug_barrier()
+    if seen // 2048 == programs - 1:
+        tl.store(counter_ptr, 0)
+
+
+@triton.jit
+def load_slots(entry_ptr, at, count, slot, SLOTS: tl.constexpr):
+    """A tuple of the entries of SLOTS slots; zero behind a row's last."""
+    entries = ()
+    for u in tl.static_range(SLOTS):
+        entries = entries + (tl.load(entry_ptr + (at + (slot + u) * 16), mask=slot + u < count, other=0),)
+    return entries
+
+
+@triton.jit
+def outlier_places(bounds, M, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """Of each row of a tile: where its entries begin, and how many slots it has.
+
+    TRANSPOSED: [BLOCK_N, ROWS / 4], and none for lanes whose four activation rows are M and beyond; else [BLOCK_N].
+    """
+    begin, count = bounds[0], bounds[1]
+    at = begin.to(tl.int64) * 16 | tl.arange(0, BLOCK_N) % 16
+    if TRANSPOSED:
+        used = 4 * tl.arange(0, ROWS // 4)[None, :] < M
+        at = tl.where(used, at[:, None], 0)
+        count = tl.where(used, count[:, None], 0)
+    return at, count
+
+
+@triton.jit
 def outlier_tile(
-    x_ptr, stride_xm, entry_ptr, bounds, part, parts, M, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
-    SLOTS: tl.constexpr, TRANSPOSED: tl.constexpr, HALF: tl.constexpr,
+    x_ptr, stride_xm, entry_ptr, entries, at, count, longest, part, parts, M, BLOCK_N: tl.constexpr,
+    ROWS: tl.constexpr, SLOTS: tl.constexpr, TRANSPOSED: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """float32 [BLOCK_N, ROWS]: this part's outliers of a row tile times x. Parts take turns of SLOTS slots.
 
-    bounds: from `slice_bounds`.
+    entries: of the first turn, from `load_slots`; at, count: from `outlier_places`; longest: from `slice_bounds`.
     Not TRANSPOSED: a lane has all activation rows of a weight row, and gathers x one by one. TRANSPOSED: it has four of
-    them, and x_ptr is x^T [K, ROWS] as int64 [K, ROWS / 4]; its columns from M up hold garbage that is never used.
+    them, and x_ptr is x^T [K, ROWS] as int64 [K, ROWS / 4].
     HALF: x is fp16 instead of bf16.
     """
-    begin, count, longest = bounds
-    rn = tl.arange(0, BLOCK_N)
-    at = begin.to(tl.int64) * 16 | rn % 16
     if TRANSPOSED:
         LANES: tl.constexpr = ROWS // 4  # of a weight row
         fours = tl.arange(0, LANES)[None, :]
-        used = 4 * fours < M
-        at = tl.where(used, at[:, None], 0)
-        count = tl.where(used, count[:, None], 0)
         sums = repeated(tl.zeros((BLOCK_N, LANES), tl.float32), 4)
     else:
         sums = repeated(tl.zeros((BLOCK_N,), tl.float32), ROWS)
     for slot in range(part * SLOTS, longest, parts * SLOTS):
-        entries = ()
-        for u in tl.static_range(SLOTS):
-            entries = entries + (tl.load(entry_ptr + (at + (slot + u) * 16), mask=slot + u < count, other=0),)
+        ahead = load_slots(entry_ptr, at, count, slot + parts * SLOTS, SLOTS)
         for u in tl.static_range(SLOTS):
             value = (entries[u] & -65536).to(tl.float32, bitcast=True)  # bf16 bits are the high half of float32's
             col = entries[u] & 0xFFFF
@@ -61,6 +118,7 @@ def outlier_tile(
                 sums = add_four(sums, value, tl.load(x_ptr + (col * LANES | fours)), HALF)
             else:
                 sums = add_gathered(sums, value, x_ptr + col, stride_xm, M, ROWS)
+        entries = ahead
     return tl.reshape(joined(sums, 0, 1, len(sums)), (BLOCK_N, ROWS))
 
 

@@ -24,7 +24,7 @@ from vllm_latq.kernels.fields import (
     spare_shift,
     words_of,
 )
-from vllm_latq.kernels.outlier_tile import outlier_tile, slice_bounds
+from vllm_latq.kernels.outlier_tile import load_slots, outlier_places, outlier_tile, slice_bounds
 from vllm_latq.kernels.ssqr import add_parts, output_rows, store_rows
 from vllm_latq.kernels.tiles import load_planes, load_scale, plane, tile_scale_pairs, tile_words
 from vllm_latq.kernels.unpack import mask_xor, shifted
@@ -118,7 +118,25 @@ def ssqr_simt(
         total *= tl.load(flat_scale_ptr + tile * BLOCK_N + rn)[:, None]
     if OUTLIERS:
         HALF: tl.constexpr = x_ptr.dtype.element_ty == tl.float16
-        total += outlier_tile(x_ptr, stride_xm, entry_ptr, bounds, part, parts, M, BLOCK_N, ROWS, SLOTS, False, HALF)
+        at, count = outlier_places(bounds, M, BLOCK_N, ROWS, False)
+        entries = load_slots(entry_ptr, at, count, part * SLOTS, SLOTS)
+        total += outlier_tile(
+            x_ptr,
+            stride_xm,
+            entry_ptr,
+            entries,
+            at,
+            count,
+            bounds[2],
+            part,
+            parts,
+            M,
+            BLOCK_N,
+            ROWS,
+            SLOTS,
+            False,
+            HALF,
+        )
     rows, factor = output_rows(order_ptr, row_scale_ptr, tile, BLOCK_N, HAS_ROW_SCALES, OUTLIERS)
     last = True
     if SPLIT:

@@ -19,10 +19,19 @@ import triton.language as tl
 
 from vllm_latq.kernels.configs import DecodeConfig
 from vllm_latq.kernels.fields import planes_of, words_of
-from vllm_latq.kernels.outlier_tile import outlier_tile, slice_bounds
+from vllm_latq.kernels.outlier_tile import (
+    begin_transposed,
+    finish_transposed,
+    load_slots,
+    outlier_places,
+    outlier_tile,
+    slice_bounds,
+)
 from vllm_latq.kernels.tiles import activation_places, load_planes, load_scale, tile_scale_pairs, tile_words
 from vllm_latq.kernels.unpack import anew, below, bias_piece, floats_piece, half_piece, paired_columns, upper_rows
 from vllm_latq.kernels.weight import KernelWeight
+
+PIECE = 256  # columns of x that a program transposes at once: enough loads in flight, and few programs that begin late
 
 
 @triton.jit
@@ -139,13 +148,13 @@ def add_parts(acc, partial_ptr, ticket_ptr, tile, part, parts, M):
 
 
 # Numbers of rows change while serving: none may compile a kernel of its own.
-@triton.jit(do_not_specialize=("M", "supers", "supers_per_part"))
+@triton.jit(do_not_specialize=("M", "supers", "supers_per_part", "writers"))
 def ssqr_tensor_core(
-    x_ptr, word_ptr, scale_ptr, flat_scale_ptr, row_scale_ptr, order_ptr, entry_ptr, slice_ptr, xt_ptr,
-    partial_ptr, ticket_ptr, y_ptr, M, N, K, stride_xm, supers, supers_per_part,
+    x_ptr, word_ptr, scale_ptr, flat_scale_ptr, row_scale_ptr, order_ptr, entry_ptr, slice_ptr, xt_ptr, fours_ptr,
+    partial_ptr, ticket_ptr, y_ptr, M, N, K, stride_xm, supers, supers_per_part, writers,
     BITS: tl.constexpr, GROUP: tl.constexpr, MIDRISE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
     STAGES: tl.constexpr, BIAS_DOT: tl.constexpr, BIAS_ROWS: tl.constexpr, PAIRED: tl.constexpr,
-    OUTLIER_ROWS: tl.constexpr, SLOTS: tl.constexpr, TRANSPOSED: tl.constexpr, SPLIT: tl.constexpr,
+    OUTLIER_ROWS: tl.constexpr, SLOTS: tl.constexpr, TRANSPOSED: tl.constexpr, PIECE: tl.constexpr, SPLIT: tl.constexpr,
     EVEN_K: tl.constexpr, HAS_FLAT_SCALES: tl.constexpr, HAS_ROW_SCALES: tl.constexpr, ASM: tl.constexpr,
     UPCAST: tl.constexpr,
 ):  # fmt: skip
@@ -162,6 +171,9 @@ def ssqr_tensor_core(
     row, col = activation_places(SIZE, BLOCK_M, PAIRED)
     xs = x_ptr + begin * 256 + row * stride_xm + col
     live = (row < M) & (col >= 0)
+    counter_ptr = ticket_ptr + tl.num_programs(0) * (BLOCK_N // 64)  # behind the tickets of all row blocks
+    if TRANSPOSED:
+        begin_transposed(x_ptr, stride_xm, xt_ptr, counter_ptr, M, K, writers, BLOCK_M, PIECE)
     if OUTLIER_ROWS > 0:
         bounds = slice_bounds(slice_ptr, tile, BLOCK_N)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
@@ -188,9 +200,13 @@ def ssqr_tensor_core(
     if HAS_FLAT_SCALES:
         acc *= tl.load(flat_scale_ptr + tile * BLOCK_N + rn)[:, None]
     if OUTLIER_ROWS > 0:
+        at, count = outlier_places(bounds, M, BLOCK_N, OUTLIER_ROWS, TRANSPOSED)
+        entries = load_slots(entry_ptr, at, count, part * SLOTS, SLOTS)
+        if TRANSPOSED:
+            finish_transposed(x_ptr, stride_xm, xt_ptr, counter_ptr, M, K, writers, BLOCK_M, PIECE)
         extra = outlier_tile(
-            xt_ptr if TRANSPOSED else x_ptr, stride_xm, entry_ptr, bounds, part, parts, M, BLOCK_N,
-            OUTLIER_ROWS, SLOTS, TRANSPOSED, HALF,
+            fours_ptr if TRANSPOSED else x_ptr, stride_xm, entry_ptr, entries, at, count, bounds[2], part, parts, M,
+            BLOCK_N, OUTLIER_ROWS, SLOTS, TRANSPOSED, HALF,
         )  # fmt: skip
         acc += extra if OUTLIER_ROWS == BLOCK_M else tl.where((tl.arange(0, BLOCK_M) == 0)[None, :], extra, 0.0)
     rows, factor = output_rows(order_ptr, row_scale_ptr, tile, BLOCK_N, HAS_ROW_SCALES, OUTLIER_ROWS > 0)
@@ -217,17 +233,20 @@ def launch_ssqr(
         x: [m, cols], bfloat16 or float16, last dimension contiguous, m <= config.max_rows.
         y: [m, rows], contiguous, dtype of x.
         partials: float32, at least parts * padded rows * config.max_rows elements; None when parts is 1.
-        transposed: [cols, config.max_rows] holding x^T in its first m columns; read for outliers, None for no more
-            than 8 rows. Its rows are read as 64-bit words.
+        transposed: [cols, config.max_rows], dtype of x, in which x^T is written for the outliers; None for no more
+            than 8 rows, or without outliers.
         parts: split-K factor.
     """
     m = x.shape[0]
     fours = None if transposed is None else transposed.view(torch.int64)
     outlier_rows = 0 if weight.entries is None else (1 if m == 1 else config.max_rows)
-    ssqr_tensor_core[(weight.padded_rows // config.block_n, parts)](
+    grid = (weight.padded_rows // config.block_n, parts)
+    # Of the programs that write x^T all must run at once.
+    writers = min(grid[0] * grid[1], -(-weight.cols // PIECE), weight.processors)
+    ssqr_tensor_core[grid](
         x, weight.words, weight.scale_pairs, weight.flat_scales, weight.row_scales, weight.order, weight.entries,
-        weight.slice_ptr, fours, partials, weight.tickets, y, m, weight.rows, weight.cols, x.stride(0),
-        weight.superblocks, -(-weight.superblocks // parts),
+        weight.slice_ptr, transposed, fours, partials, weight.tickets, y, m, weight.rows, weight.cols, x.stride(0),
+        weight.superblocks, -(-weight.superblocks // parts), writers,
         **constants(weight.bits, weight.group_size, config, outlier_rows, transposed is not None, parts > 1),
         MIDRISE=weight.midrise, EVEN_K=weight.cols % 256 == 0, HAS_FLAT_SCALES=weight.flat_scales is not None,
         HAS_ROW_SCALES=weight.row_scales is not None, ASM=x.is_cuda and torch.version.hip is None,
@@ -251,5 +270,6 @@ def constants(
         "OUTLIER_ROWS": outlier_rows,
         "SLOTS": 8 if outlier_rows == 1 else config.slots,  # one row leaves registers for more
         "TRANSPOSED": transposed,
+        "PIECE": PIECE,
         "SPLIT": split,
     }

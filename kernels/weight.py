@@ -22,7 +22,7 @@ class KernelWeight:
         flat_scales: float32 [padded rows], tile order, where one scale serves the whole row; else None.
         row_scales: float32 [padded rows], tile order, or None.
         entries, slice_ptr: outlier slices, see `outliers.py`; None where the scheme has no outliers.
-        tickets: int32 [row blocks], zeros; the kernel leaves them zero.
+        tickets: int32 [row blocks, and up to four more], zeros; the kernel leaves them zero.
         processors: multiprocessors of the device, for choosing split-K; 1 on a CPU.
         arch: "sm_90" and the like, or HIP, for choosing launch configurations; empty on a CPU.
     """
@@ -132,7 +132,7 @@ def prepare(
         row_scales=_in_tile_order(row_scales, order) if row_scales is not None else None,
         entries=slices.entries if slices else None,
         slice_ptr=slices.slice_ptr if slices else None,
-        tickets=torch.zeros(padded // ROW_BLOCK, dtype=torch.int32, device=device),
+        tickets=torch.zeros(padded // ROW_BLOCK // 4 * 4 + 4, dtype=torch.int32, device=device),
         processors=processors,
         arch=arch,
     )

@@ -30,6 +30,7 @@ _MAKERS: dict[str, Callable[[Instruction, list[str], Kernel], Step]] = {
     "ld": movement.load,
     "st": movement.store,
     "atom": movement.atomic,
+    "red": movement.atomic,
     "bar": movement.barrier,
     "cp": movement.copy,
     "shfl": movement.shuffle,

@@ -47,11 +47,11 @@ def store(instruction: Instruction, parts: list[str], kernel: Kernel) -> Step:
 
 
 def atomic(instruction: Instruction, parts: list[str], kernel: Kernel) -> Step:
-    """atom.global.add: the threads one after another."""
+    """atom.global.add, and red, which returns nothing: the threads one after another."""
     kind = parts[-1]
     require("add" in parts and _space(parts) == "global" and kind in ("u32", "s32", "u64", "f32"),
-            f"PTX of {kernel.name}", "atom.global.add of a word", instruction.text)  # fmt: skip
-    target, where, addend = instruction.operands
+            f"PTX of {kernel.name}", "an atomic addition of a word", instruction.text)  # fmt: skip
+    *target, where, addend = instruction.operands
     at, amount = address_of(str(where), kernel, "u64"), value_of(addend, kind, kernel)
 
     def step(p: Program) -> None:
@@ -63,7 +63,8 @@ def atomic(instruction: Instruction, parts: list[str], kernel: Kernel) -> Step:
             found = p.memory.load(addresses, before.itemsize, alone, instruction.text).view(TYPES[kind])[:, 0]
             before[thread] = found[thread]
             p.memory.store(addresses, (found + amounts)[:, None].view(np.uint8), alone, instruction.text)
-        assign(p, kernel, str(target), before)
+        for name in target:
+            assign(p, kernel, str(name), before)
 
     return step
 

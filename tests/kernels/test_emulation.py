@@ -31,8 +31,8 @@ ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11}  # of the largest outp
 PREFILL_FACTOR = 2  # the weights are rounded, too
 
 
-def on(arch: str, layer: Any) -> Any:
-    return replace(layer.weight, arch=arch, processors=1)
+def on(arch: str, layer: Any, processors: int = 1) -> Any:
+    return replace(layer.weight, arch=arch, processors=processors)
 
 
 def activations(m: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
@@ -40,17 +40,16 @@ def activations(m: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def float32_product(
-    layer: Any, x: torch.Tensor, arch: str, parts: int = 1, **emulation_options: Any
+    layer: Any, x: torch.Tensor, arch: str, parts: int = 1, processors: int = 1, **emulation_options: Any
 ) -> tuple[torch.Tensor, Traffic]:
     """The decode kernel's y in float32, all scratch poisoned, and the launch's traffic. Tickets must end at zero."""
-    m, weight = x.shape[0], on(arch, layer)
+    m, weight = x.shape[0], on(arch, layer, processors)
     config = decode_config(m, weight.bits, arch)
     y = torch.full((m, weight.rows), float("nan"))
     partials = torch.full((parts * weight.padded_rows * config.max_rows,), float("nan"))
     transposed = None
     if weight.entries is not None and m > 8:
         transposed = torch.full((weight.cols, config.max_rows), float("nan"), dtype=x.dtype)
-        transposed[:, :m] = x.t()
     with emulation(arch, **emulation_options) as traffic:
         launch_ssqr(x, weight, y, partials, transposed, config, parts)
     assert not weight.tickets.any()
@@ -156,6 +155,23 @@ def test_parts_in_any_order(make_layer) -> None:
     )
     assert torch.equal(forward, backward)
     assert torch.equal(forward, mixed)
+
+
+@pytest.mark.parametrize("m", [12, 64])
+def test_activations_are_transposed_whoever_comes_first(make_layer, m: int) -> None:
+    """The first programs write x^T, each a share; a program that finds one missing writes all, and waits for nobody."""
+    layer = make_layer(3, 130, 1000, group_size=-1, outliers=0.02)
+    x = activations(m, 1000, torch.bfloat16)
+    forward, moved = float32_product(layer, x, "sm_80", parts=2, processors=3)
+    backward, more = float32_product(
+        layer, x, "sm_80", parts=2, processors=3, order=lambda programs: list(range(programs))[::-1]
+    )
+    alone, _ = float32_product(layer, x, "sm_80", parts=2)
+    assert torch.equal(forward, backward)
+    assert torch.equal(forward, alone)
+    # One after another, the first two of three writers miss shares; backwards, the program that is no writer does, too.
+    written = 2 * 1000 * decode_config(m, 3, "sm_80").max_rows // 32  # sectors of x^T
+    assert more.store_sectors - moved.store_sectors == written
 
 
 def test_ticket_is_between_barriers() -> None:

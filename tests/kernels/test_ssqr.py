@@ -30,7 +30,6 @@ def run(layer: Any, m: int, dtype: torch.dtype, parts: int = 1, config: DecodeCo
     transposed = None
     if weight.entries is not None and m > 8:
         transposed = poisoned(weight.cols, config.max_rows, dtype=dtype)
-        transposed[:, :m] = x.t()
     for _ in range(2 if parts > 1 else 1):  # the second launch finds the tickets as the first one left them
         y.fill_(float("nan"))
         if config.kernel == "simt":
