@@ -122,12 +122,13 @@ AMD = tuple(replace(config, stages=2 if config.max_rows > 16 else 3, shared_kb=6
 SIMT = DecodeConfig(max_rows=8, block_n=64, num_warps=2, stages=2, bias_dot=False, slots=4, kernel="simt")
 TABLE: dict[str, tuple[DecodeConfig, ...]] = {"sm_80": AMPERE, "sm_86": ADA, "sm_89": ADA, "sm_90": HOPPER}
 HIP = "hip"
+MAX_ROWS = 64  # above, the prefill path
 DEFAULT = AMPERE
 
 
 def max_decode_rows(bits: int, midrise: bool = False) -> int:
-    """Rows up to which the fused kernel serves; above, the prefill path: 8-bit codes and mid-rise grids spill at 64."""
-    return 32 if bits == 8 or midrise else 64
+    """Rows up to which one launch of the fused kernel serves: 8-bit codes and mid-rise grids spill at 64."""
+    return 32 if bits == 8 or midrise else MAX_ROWS
 
 
 def decode_config(rows: int, bits: int, arch: str = "") -> DecodeConfig:

@@ -5,7 +5,7 @@ CUDA-graph safe: no host synchronisation, no autotuning, scratch from the cachin
 
 import torch
 
-from vllm_latq.kernels.configs import DecodeConfig, decode_config, max_decode_rows
+from vllm_latq.kernels.configs import MAX_ROWS, DecodeConfig, decode_config, max_decode_rows
 from vllm_latq.kernels.dequantize import prefill_matmul
 from vllm_latq.kernels.errors import require
 from vllm_latq.kernels.fields import SUPERBLOCK
@@ -30,30 +30,28 @@ def padded_columns(x: torch.Tensor, weight: KernelWeight) -> torch.Tensor:
     return torch.nn.functional.pad(x, (0, missing)) if missing else x  # torch copies even where nothing is missing
 
 
-def decode_matmul(
-    x: torch.Tensor, weight: KernelWeight, config: DecodeConfig, parts: int | None = None
-) -> torch.Tensor:
-    """y [m, rows] for 1 <= m <= config.max_rows rows of x [m, cols], by one fused launch."""
+def decode_matmul(x: torch.Tensor, weight: KernelWeight, config: DecodeConfig, y: torch.Tensor) -> None:
+    """Write y [m, rows] for 1 <= m <= config.max_rows rows of x [m, cols], by one fused launch."""
     m = x.shape[0]
     if x.stride(1) != 1 or x.stride(0) * m > MAX_OFFSET:
         x = x.contiguous()
-    if parts is None:
-        parts = config.parts(weight.bits, weight.padded_rows, weight.superblocks, weight.processors)
-    y = torch.empty(m, weight.rows, dtype=x.dtype, device=x.device)
+    parts = config.parts(weight.bits, weight.padded_rows, weight.superblocks, weight.processors)
     partials = transposed = None
     if parts > 1:
         partials = torch.empty(parts * weight.padded_rows * config.max_rows, dtype=torch.float32, device=x.device)
     if config.kernel == "simt":
         launch_simt(padded_columns(x, weight), weight, y, partials, config, parts)
-        return y
+        return
     if weight.entries is not None and m > OUTLIER_GATHER_ROWS:
         transposed = torch.empty(weight.cols, config.max_rows, dtype=x.dtype, device=x.device)
     launch_ssqr(x, weight, y, partials, transposed, config, parts)
-    return y
 
 
 def ssqr_matmul(x: torch.Tensor, weight: KernelWeight, config: DecodeConfig | None = None) -> torch.Tensor:
-    """x W^T. Up to `max_decode_rows`: fused, accumulated in float32, rounded once. Above: through dense chunks.
+    """x W^T. Up to MAX_ROWS: fused, accumulated in float32, rounded once. Above: through dense chunks.
+
+    Where the widest fused kernel serves fewer rows, they take turns: to read a packed weight twice moves fewer bytes
+    than to write it densely and read that.
 
     Args:
         x: [..., cols], bfloat16 or float16, on the weight's device.
@@ -71,10 +69,13 @@ def ssqr_matmul(x: torch.Tensor, weight: KernelWeight, config: DecodeConfig | No
     m = flat.shape[0]
     if m == 0:
         return x.new_empty(*x.shape[:-1], weight.rows)
+    widest = config.max_rows if config else max_decode_rows(weight.bits, weight.midrise)
     # Triton launches on the current device, which need not be the tensors'.
     with torch.cuda.device_of(flat):
-        if m > (config.max_rows if config else max_decode_rows(weight.bits, weight.midrise)):
+        if m > (widest if config else MAX_ROWS):
             y = prefill_matmul(flat, weight)
         else:
-            y = decode_matmul(flat, weight, config or decode_config(m, weight.bits, weight.arch))
+            y = torch.empty(m, weight.rows, dtype=x.dtype, device=x.device)
+            for rows, out in zip(flat.split(widest), y.split(widest), strict=True):
+                decode_matmul(rows, weight, config or decode_config(rows.shape[0], weight.bits, weight.arch), out)
     return y.view(*x.shape[:-1], weight.rows)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from vllm_latq.kernels import dequantize
-from vllm_latq.kernels.configs import SIMT, DecodeConfig, decode_config, max_decode_rows
+from vllm_latq.kernels.configs import MAX_ROWS, SIMT, DecodeConfig, decode_config, max_decode_rows
 from vllm_latq.kernels.dispatch import ssqr_matmul
 from vllm_latq.kernels.reference import matmul_reference
 
@@ -65,7 +65,7 @@ def multiply_and_compare(layer: Any, m: int, dtype: torch.dtype, config: DecodeC
     with poisoned_allocations():
         y = ssqr_matmul(x, weight, config)
     expected = matmul_reference(x, layer.dense)
-    prefill = m > (config.max_rows if config else max_decode_rows(weight.bits, weight.midrise))
+    prefill = m > (config.max_rows if config else MAX_ROWS)
     assert y.shape == (m, weight.rows)
     assert y.dtype == dtype
     # NaN compares false, so it fails too.
