@@ -45,6 +45,17 @@ def test_rans_layers_dequantize_exactly(biased_pair: tuple[Path, Path]) -> None:
     torch.testing.assert_close(got, logits(biased_pair[1], dtype=torch.float32), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("name", ["ssqr", "hptq", "biased"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_cast_leaves_the_stored_weight(name: str, dtype: torch.dtype, request: pytest.FixtureRequest) -> None:
+    model = AutoModelForCausalLM.from_pretrained(request.getfixturevalue(f"{name}_pair")[0])
+    layer = model.model.layers[1].mlp.down_proj
+    before = layer.dense_weight(torch.float32)
+    layer.to(dtype)
+    torch.testing.assert_close(layer.dense_weight(torch.float32), before, rtol=0, atol=0)
+    assert layer(torch.ones(2, layer.in_features, dtype=dtype)).dtype == dtype
+
+
 def test_default_dtype_is_that_of_the_config(ssqr_pair: tuple[Path, Path]) -> None:
     model = AutoModelForCausalLM.from_pretrained(ssqr_pair[0])
     assert model.dtype == torch.bfloat16

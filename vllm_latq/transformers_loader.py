@@ -6,7 +6,7 @@ Without it `AutoModelForCausalLM.from_pretrained` would load random weights and 
 out of `from_pretrained` holds validated weights; training and saving through transformers are refused.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -58,6 +58,16 @@ class LatqLinear(nn.Module):
         nothing = torch.empty(0, dtype=self.dtype)
         nothing._is_hf_initialized = True  # type: ignore[attr-defined]
         return nothing
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "LatqLinear":
+        """As of any module, but `.to(dtype)` is about what it computes in: the stored weight is not rounded."""
+        before = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
+        super()._apply(fn, recurse)
+        for name, buffer in before.items():
+            moved = self.get_buffer(name)
+            if moved.dtype != buffer.dtype:
+                self._buffers[name] = buffer.to(moved.device)
+        return self
 
     def finish(self) -> None:
         """Validate what was loaded and keep the operator's tensors instead; raises CheckpointError."""
