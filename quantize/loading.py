@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 
 from vllm_latq.errors import CheckpointError, ConfigError, LatqError
 from vllm_latq.quantize.meta_model import is_encoder
+from vllm_latq.quantize.recipe import DTYPES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -97,7 +98,7 @@ def load_model(
     Args:
         path: a Hugging Face directory or hub name; a checkpoint of this package too.
         device: torch device; None for CUDA where there is one, else the CPU.
-        dtype: a torch dtype's name such as `float32`, or `auto`: float32 on a CPU, as stored elsewhere. On a CPU bf16
+        dtype: float32, bfloat16, float16, or `auto`: float32 on a CPU, as stored elsewhere. On a CPU bf16
             saves no time, and its rounding adds about 1e-4 nats to a KL divergence.
 
     Raises:
@@ -106,7 +107,7 @@ def load_model(
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
+    if dtype not in DTYPES:
         raise ConfigError("dtype", "auto, float32, bfloat16 or float16", repr(dtype))
     where = f"model {path}"
     chosen = torch_device(device)

@@ -34,7 +34,7 @@ def run_tasks(
         lm-eval's results by task: metric name (`acc,none`, ...) to value.
 
     Raises:
-        ConfigError: lm-eval is not installed, or a task it does not know.
+        ConfigError: lm-eval is not installed, a task it does not know, or whose data cannot be read.
         CheckpointError: a model that cannot be loaded.
     """
     try:
@@ -45,6 +45,8 @@ def run_tasks(
         raise ConfigError("tasks", "the lm-eval harness", f"{error}", 'Run pip install "vllm-latq[eval]".') from error
     if not tasks:
         raise ConfigError("tasks", "at least one task", "none")
+    if limit is not None and not limit > 0:
+        raise ConfigError("limit", "a positive number", f"{limit:g}")
     if include_path is not None and not Path(include_path).is_dir():
         raise ConfigError("include_path", "a folder with task definitions", f"no folder {include_path}")
     manager = TaskManager(include_path=str(include_path) if include_path is not None else None)
@@ -52,15 +54,19 @@ def run_tasks(
     model, tokenizer = load_model(model_path, device, dtype)
     harness = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
     # bootstrap_iters=0: the standard errors of some metrics take 100 000 resamplings, minutes on a small machine.
-    output = lm_eval.simple_evaluate(
-        model=harness,
-        tasks=names,
-        num_fewshot=num_fewshot,
-        limit=limit,
-        task_manager=manager,
-        log_samples=False,
-        bootstrap_iters=0,
-    )
+    try:
+        output = lm_eval.simple_evaluate(
+            model=harness,
+            tasks=names,
+            num_fewshot=num_fewshot,
+            limit=limit,
+            task_manager=manager,
+            log_samples=False,
+            bootstrap_iters=0,
+        )
+    except OSError as error:
+        expected, hint = "data that can be read", "Check the connection to the hub, or the paths in the task's YAML."
+        raise ConfigError(f"tasks {', '.join(names)}", expected, f"{type(error).__name__}: {error}", hint) from error
     results: dict[str, dict[str, Any]] = output["results"]
     return results
 

@@ -77,6 +77,8 @@ def test_broken_model_directory(mini_model: Path, tmp_path: Path, damage: Callab
 def test_device_and_dtype(mini_model: Path) -> None:
     with pytest.raises(ConfigError, match="dtype: expected auto, float32"):
         load_model(mini_model, "cpu", "float31")
+    with pytest.raises(ConfigError, match="dtype: expected auto, float32"):
+        load_model(mini_model, "cpu", "int8")
     with pytest.raises(ConfigError, match="device: expected a device torch can use, found 'abacus'"):
         load_model(mini_model, "abacus")
     with pytest.raises(ConfigError, match="device: expected a device torch can use, found 'cuda:99' among "):

@@ -27,9 +27,17 @@ def test_unknown_task(mini_model: Path, tasks_folder: Path) -> None:
         run_tasks(mini_model, ["next_word", "next_phrase"], include_path=tasks_folder, device="cpu")
 
 
+def test_data_that_cannot_be_read(mini_model: Path, tasks_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "next_word.jsonl").unlink()
+    with pytest.raises(ConfigError, match=r"tasks next_word: expected data that can be read, found FileNotFoundError"):
+        run_tasks(mini_model, ["next_word"], include_path=tasks_folder, device="cpu")
+
+
 def test_no_tasks_and_no_folder(mini_model: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="tasks: expected at least one task, found none"):
         run_tasks(mini_model, [], device="cpu")
+    with pytest.raises(ConfigError, match="limit: expected a positive number, found -1"):
+        run_tasks(mini_model, ["next_word"], limit=-1, device="cpu")
     with pytest.raises(ConfigError, match="include_path: expected a folder with task definitions"):
         run_tasks(mini_model, ["next_word"], include_path=tmp_path / "nowhere", device="cpu")
 
