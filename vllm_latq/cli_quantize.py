@@ -21,7 +21,9 @@ def add_command(commands: Any) -> None:
     command.add_argument("model", metavar="MODEL", help="model directory or hub name")
     command.add_argument("destination", metavar="OUT", help="directory to create")
     _add_recipe(command)
-    command.add_argument("--calibration", help="text file, wikitext2, c4, or a hub dataset org/name[:config]")
+    command.add_argument(
+        "--calibration", help="text file, wikitext2, c4, hub dataset org/name[:config], or dataset folder"
+    )
     command.add_argument("--device", help="torch device (default: cuda where there is one)")
     command.add_argument(
         "--offload", choices=("cpu", "disk"), default="cpu", help="where activations wait (default cpu)"
@@ -69,13 +71,20 @@ def _add_recipe(command: argparse.ArgumentParser) -> None:
         "--correction", type=float, help="share of the correction that --target original makes (default 1)"
     )
     recipe.add_argument("--budget", type=float, help="stored bits per weight of the model, which ssqr plans for")
-    recipe.add_argument("--outliers", help="which weights ssqr keeps: overflow (default) or saving")
+    recipe.add_argument(
+        "--outliers", choices=("overflow", "saving"), help="which weights ssqr keeps (default overflow)"
+    )
     recipe.add_argument(
         "--outlier-coding",
         choices=OUTLIER_CODINGS,
         help="how ssqr stores them (default bfloat16, 32 bits; integer: 16)",
     )
-    recipe.add_argument("--without", nargs="+", help="parts of latq to switch off: allocation, columns, rows, ...")
+    recipe.add_argument(
+        "--without",
+        nargs="+",
+        metavar="PART",
+        help="parts of latq to switch off: allocation, columns, rows, feedback, rate-damping",
+    )
     recipe.add_argument("--num-samples", type=int, help="calibration windows (default 256)")
     recipe.add_argument("--seq-len", type=int, help="tokens per calibration window (default 2048)")
     recipe.add_argument("--dtype", help="of the model meanwhile: auto (float32 on a CPU), float32, bfloat16, float16")
