@@ -25,7 +25,7 @@ from vllm_latq.quantize.offload import placer
 from vllm_latq.quantize.recipe import Recipe
 from vllm_latq.quantize.run import Listener, Run, sizes
 from vllm_latq.quantize.whole_model import BudgetRun, WholeModelRun
-from vllm_latq.quantize.writer import CheckpointWriter
+from vllm_latq.quantize.writer import CheckpointWriter, free_destination
 from vllm_latq.spec import tensor_specs
 from vllm_latq.store import read_json
 
@@ -82,6 +82,7 @@ def _quantize_checkpoint(
 ) -> dict[str, Any]:
     started, source = time.perf_counter(), decoder.source
     quantized = quantized_linears(decoder, recipe)
+    world.from_first(lambda: free_destination(destination, resume))  # before data are read, which takes a while
     samples = calibration_samples(decoder, recipe, calibration)
     identity = {
         "recipe": recipe.to_dict(),

@@ -44,6 +44,27 @@ STEP_FILES = ("[0-9]_*/*.json", "[0-9]_*/*.safetensors")
 STATE_FILE = "state.json"
 
 
+def partial_of(destination: Path) -> Path:
+    """Where an unfinished run keeps its blocks."""
+    return destination.with_name(destination.name + ".partial")
+
+
+def free_destination(destination: str | Path, resume: bool) -> Path:
+    """Where to create a checkpoint; raises CheckpointError if something is there, or an interrupted run that stays."""
+    given = Path(destination)
+    # A directory cannot be renamed to a link: it becomes what the link points to.
+    free = given.resolve() if given.is_symlink() else given
+    if not given.name:
+        raise CheckpointError(str(given), "a name to create a directory by", "none", "Choose another directory.")
+    if free.exists() and (not free.is_dir() or any(free.iterdir())):
+        hint = "Choose another directory or remove this one."
+        raise CheckpointError(str(destination), "a new or empty directory", "one that holds files", hint)
+    if partial_of(free).exists() and not resume:
+        hint = "Go on with --resume, or remove it to start over."
+        raise CheckpointError(str(partial_of(free)), "no partial run", "an interrupted one", hint)
+    return free
+
+
 class CheckpointWriter:
     """One checkpoint in the making.
 
@@ -58,20 +79,10 @@ class CheckpointWriter:
     """
 
     def __init__(self, destination: str | Path, shards: int, identity: Mapping[str, Any], resume: bool = False) -> None:
-        given = Path(destination)
-        # A directory cannot be renamed to a link: it becomes what the link points to.
-        self.destination = given.resolve() if given.is_symlink() else given
+        self.destination = free_destination(destination, resume)
         self.shards = shards
-        if not given.name:
-            raise CheckpointError(str(given), "a name to create a directory by", "none", "Choose another directory.")
-        if self.destination.exists() and (not self.destination.is_dir() or any(self.destination.iterdir())):
-            hint = "Choose another directory or remove this one."
-            raise CheckpointError(str(destination), "a new or empty directory", "one that holds files", hint)
-        self.partial = self.destination.with_name(self.destination.name + ".partial")
+        self.partial = partial_of(self.destination)
         state = {"shards": shards, "identity": json.loads(json.dumps(identity))}
-        if self.partial.exists() and not resume:
-            hint = "Go on with --resume, or remove it to start over."
-            raise CheckpointError(str(self.partial), "no partial run", "an interrupted one", hint)
         # config.json comes last: a run killed after it has only to be moved, and may have lost its state already.
         self.complete = (self.partial / "config.json").exists()
         if (self.partial / STATE_FILE).exists():

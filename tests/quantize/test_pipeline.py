@@ -15,7 +15,6 @@ from vllm_latq.errors import (
     CalibrationError,
     CheckpointError,
     ConfigError,
-    LatqError,
     NumericalError,
     UnsupportedShapeError,
 )
@@ -225,9 +224,12 @@ def test_overflowing_activations_name_the_layer_and_keep_the_work(
 
 
 def test_destination_that_exists(mini_model: Path, tmp_path: Path) -> None:
+    """Said before data are read, here from a file that is missing."""
     (tmp_path / "file").write_text("x")
-    with pytest.raises(LatqError, match="expected a new or empty directory"):
-        quantize_checkpoint(Recipe("rtn", 4), mini_model, tmp_path)
+    (tmp_path / "out.partial").mkdir()
+    for name, expected in (("", "a new or empty directory"), ("out", "no partial run")):
+        with pytest.raises(CheckpointError, match=f"expected {expected}"):
+            quantize_checkpoint(RECIPES["gptq"], mini_model, tmp_path / name, calibration=str(tmp_path / "missing"))
 
 
 def test_what_a_run_needs_is_asked_for_before_it_begins(
