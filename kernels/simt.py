@@ -121,22 +121,9 @@ def ssqr_simt(
         at, count = outlier_places(bounds, M, BLOCK_N, ROWS, False)
         entries = load_slots(entry_ptr, at, count, part * SLOTS, SLOTS)
         total += outlier_tile(
-            x_ptr,
-            stride_xm,
-            entry_ptr,
-            entries,
-            at,
-            count,
-            bounds[2],
-            part,
-            parts,
-            M,
-            BLOCK_N,
-            ROWS,
-            SLOTS,
-            False,
+            x_ptr, stride_xm, entry_ptr, entries, at, count, bounds[2], part, parts, M, BLOCK_N, ROWS, SLOTS, False,
             HALF,
-        )
+        )  # fmt: skip
     rows, factor = output_rows(order_ptr, row_scale_ptr, tile, BLOCK_N, HAS_ROW_SCALES, OUTLIERS)
     last = True
     if SPLIT:
