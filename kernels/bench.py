@@ -26,7 +26,6 @@ from vllm_latq.kernels import peers
 from vllm_latq.kernels.cases import (
     BITS,
     GROUP_SIZE,
-    PEER_TOLERANCE,
     Case,
     Layer,
     all_cases,
@@ -162,7 +161,7 @@ class Bench:
         peer = self.peers[name]
         error = relative_error(peer.products[0](x), x, peer.reference)
         launches = [partial(product, x) for product in peer.products]
-        return self._result(case, name, error, peer.bytes, launches, PEER_TOLERANCE)
+        return self._result(case, name, error, peer.bytes, launches, peer.tolerance)
 
     def _result(
         self, case: Case, kernel: str, error: float, weight_bytes: int, launches: Sequence[Launch],

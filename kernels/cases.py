@@ -21,7 +21,6 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 512)
 GROUP_SIZE = 128
 # Of the largest output. Decode rounds once to bfloat16 (2^-9) after float32 sums; prefill rounds the weights too.
 DECODE_TOLERANCE, PREFILL_TOLERANCE = 2**-8, 2**-7
-PEER_TOLERANCE = 2**-6  # gemlite adds the parts of split-K in bfloat16
 _CHUNK_ROWS = 4096  # rows of the float64 reference at a time
 
 

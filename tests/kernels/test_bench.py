@@ -5,6 +5,7 @@ Timers here return made-up numbers: what is tested is what happens to them.
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -153,6 +154,26 @@ def test_a_peer_that_does_not_run_here_is_a_row(
     assert all("marlin_gemm" in row["reason"] and row["timing"] is None for row in rows)
     assert capsys.readouterr().out.count("| marlin | not measured: ") == 2
     assert len(made) == 1
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize(("tolerance", "timed"), [((), False), ((2**-4,), True)])
+def test_a_peer_is_held_to_its_own_weight_and_tolerance(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tolerance: tuple[float, ...], timed: bool
+) -> None:
+    def off_by_a_32nd(name: str, dense: torch.Tensor, bits: int, group_size: int, cache: int) -> peers.Peer:
+        other = dense + 1  # a weight of its own
+        product = partial(torch.nn.functional.linear, weight=(other * (1 + 2**-5)).bfloat16())
+        return peers.Peer([product, product], other, 7, *tolerance)
+
+    monkeypatch.setattr(peers, "make", off_by_a_32nd)
+    bench.peer_bits = {"other": (4,)}
+    report(bench, [Case(64, 256, 4, 0.0, 3, "tensor_core")], {}, tmp_path / "out.json")
+    rows = json.loads((tmp_path / "out.json").read_text())["results"]
+    row = next(row for row in rows if row["kernel"] == "other")
+    assert (row["timing"] is not None) == timed
+    assert row["error"] == pytest.approx(2**-5, rel=0.3)
+    assert row["bytes"] == 7 + 2 * 3 * (64 + 256)
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.1])
