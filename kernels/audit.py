@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from vllm_latq.kernels.chunks import LANES
-from vllm_latq.kernels.configs import SIMT, TABLE, DecodeConfig, max_decode_rows
+from vllm_latq.kernels.configs import COMPILER, SIMT, TABLE, DecodeConfig, max_decode_rows
 from vllm_latq.kernels.dequantize import SLICE_SLOTS, dequantize_tiles, scatter_outliers
 from vllm_latq.kernels.errors import require
 from vllm_latq.kernels.huffman import huffman_chunks
@@ -92,7 +92,7 @@ def compile_ahead(
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
     hints = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(signature) if name in aligned}
     source = ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=hints)
-    return triton.compile(source, target=target, options={"num_warps": num_warps})
+    return triton.compile(source, target=target, options={"num_warps": num_warps, **COMPILER})
 
 
 def _audit(
@@ -133,6 +133,7 @@ def audit_tensor_core(
     midrise: bool = False,
 ) -> Audit:
     """One configuration of the tensor-core kernel, with split-K."""
+    config = config.in_groups(bits, group_size)
     values = tensor_core_values(bits, config, group_size, outliers, midrise=midrise)
     weights = config.block_n * 256
     return _audit(ssqr_tensor_core, arch, bits, config.max_rows, weights, values, config.num_warps, activations)

@@ -31,11 +31,10 @@ from vllm_latq.kernels.cases import (
     all_cases,
     copy_weight,
     gate,
-    launch_config,
     make_layer,
+    product,
     relative_error,
 )
-from vllm_latq.kernels.dispatch import ssqr_matmul
 from vllm_latq.kernels.errors import KernelInputError
 from vllm_latq.kernels.timing import (
     Launch,
@@ -51,7 +50,7 @@ from vllm_latq.kernels.tune import REGIMES, tune
 RESULTS = Path(__file__).resolve().parent / "results"
 QUICK: dict[str, Any] = {
     "shapes": ((8192, 8192), (4096, 4096), (24576, 4096)), "bits": (3, 4, 2), "rates": (0.01, 0.0),
-    "rows": (1, 8, 16, 64, 512),
+    "rows": (1, 8, 16, 64, 128, 512),
 }  # fmt: skip
 Timer = Callable[[Sequence[Launch]], Timing]
 
@@ -126,9 +125,9 @@ class Bench:
         return torch.randn(case.m, case.cols, generator=generator, device=self.device).bfloat16()
 
     def _ours(self, case: Case, layer: Layer, weights: list[Any]) -> Result:
-        x, config = self._activations(case), launch_config(case, layer.weight)
-        error = relative_error(ssqr_matmul(x, layer.weight, config), x, layer.dense)
-        launches = [partial(ssqr_matmul, x, weight, config) for weight in weights]
+        x, ours = self._activations(case), product(case)
+        error = relative_error(ours(x, layer.weight), x, layer.dense)
+        launches = [partial(ours, x, weight) for weight in weights]
         return self._result(case, case.path, error, layer.weight.storage_bytes(), launches)
 
     def _baselines(self, case: Case, layer: Layer) -> Iterator[Result]:

@@ -3,12 +3,15 @@
 The dense weight is built from the integers, never from packed words: it shares nothing with what it checks.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
+from functools import partial
 
 import torch
 
-from vllm_latq.kernels.configs import SIMT, DecodeConfig, decode_config, max_decode_rows
+from vllm_latq.kernels.configs import FUSED_LAUNCHES, SIMT, max_decode_rows
+from vllm_latq.kernels.dequantize import prefill_matmul
+from vllm_latq.kernels.dispatch import ssqr_matmul
 from vllm_latq.kernels.errors import require
 from vllm_latq.kernels.layout import codes_to_stream
 from vllm_latq.kernels.weight import KernelWeight, prepare
@@ -17,7 +20,7 @@ from vllm_latq.kernels.weight import KernelWeight, prepare
 SHAPES = ((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (8192, 8192))
 BITS = (2, 3, 4)
 OUTLIER_RATES = (0.0, 0.005, 0.01, 0.02, 0.05)
-ROWS = (1, 2, 4, 8, 16, 32, 64, 512)
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512)
 GROUP_SIZE = 128
 # Of the largest output. Decode rounds once to bfloat16 (2^-9) after float32 sums; prefill rounds the weights too.
 DECODE_TOLERANCE, PREFILL_TOLERANCE = 2**-8, 2**-7
@@ -51,8 +54,11 @@ class Layer:
 
 def paths(m: int, bits: int) -> tuple[str, ...]:
     """The kernels that can serve m rows."""
-    if m > max_decode_rows(bits):
+    widest = max_decode_rows(bits)
+    if m > FUSED_LAUNCHES * widest:
         return ("prefill",)
+    if m > widest:
+        return "tensor_core", "prefill"
     return ("tensor_core", "simt") if m <= SIMT.max_rows else ("tensor_core",)
 
 
@@ -101,11 +107,11 @@ def copy_weight(weight: KernelWeight) -> KernelWeight:
     return replace(weight, **{k: v.clone() for k, v in tensors.items() if isinstance(v, torch.Tensor)})
 
 
-def launch_config(case: Case, weight: KernelWeight) -> DecodeConfig | None:
-    """What the case launches; None is the prefill path."""
+def product(case: Case) -> Callable[[torch.Tensor, KernelWeight], torch.Tensor]:
+    """What the case launches, of x and a weight."""
     if case.path == "prefill":
-        return None
-    return SIMT if case.path == "simt" else decode_config(case.m, case.bits, weight.arch)
+        return prefill_matmul
+    return partial(ssqr_matmul, config=SIMT if case.path == "simt" else None)
 
 
 def relative_error(y: torch.Tensor, x: torch.Tensor, dense: torch.Tensor) -> float:

@@ -9,6 +9,7 @@ from functools import lru_cache
 from vllm_latq.kernels.errors import require
 
 START = 2  # superblocks whose time a program spends waiting at its begin and end: reasoned, not timed
+COMPILER = {"enable_fp_fusion": True}  # a * b + c is one instruction: from Triton 3.10 on only where asked for
 RESERVED_BYTES = 1024  # of shared memory, for each program
 STATIC = "instruction counts and roofline arithmetic (NOTES.md), Triton 3.9.0 and 3.6.0, 2026-11; not timed"
 
@@ -26,6 +27,7 @@ class DecodeConfig:
         paired: take the columns in an order that fills neighbouring registers by one load (`unpack.paired_words`); not
             for Hopper's warp-group instruction, which reads activations from shared memory.
         slots: outlier slots a program reads at once.
+        narrow: take tiles of 64 features in small groups (`in_groups`), whose scales would spill registers otherwise.
         programs_per_processor: most programs that are to run on a multiprocessor at once; its registers must hold them.
         shared_kb: shared memory of a multiprocessor, which may hold fewer of them.
         min_superblocks: fewest superblocks a program is given by split-K.
@@ -40,6 +42,7 @@ class DecodeConfig:
     bias_dot: bool
     paired: bool = True
     slots: int = 8
+    narrow: bool = False
     programs_per_processor: int = 4
     shared_kb: int = 164
     min_superblocks: int = 4
@@ -57,6 +60,10 @@ class DecodeConfig:
         require(self.min_superblocks >= 1, f"{where}.min_superblocks", "1 or more", self.min_superblocks)
         require(self.kernel == "tensor_core" or self.max_rows == 8, f"{where}.max_rows", "8 for the SIMT kernel",
                 self.max_rows)  # fmt: skip
+
+    def in_groups(self, bits: int, group_size: int) -> "DecodeConfig":
+        """The configuration for codes in groups of a size; -1 is a whole row."""
+        return replace(self, block_n=64) if self.narrow and 0 < group_size < (128 if bits == 8 else 64) else self
 
     @property
     def bias_rows(self) -> int:
@@ -102,18 +109,21 @@ def split_k(tiles: int, superblocks: int, slots: int, least: int) -> int:
 # subtracting the bias on the floats. Slots: as many as leave no spill. Four warps on Hopper: warp-group instructions.
 AMPERE = (
     DecodeConfig(max_rows=8, block_n=128, num_warps=2, stages=3, bias_dot=True, slots=2, min_superblocks=2),
-    DecodeConfig(max_rows=16, block_n=128, num_warps=2, stages=3, bias_dot=True, slots=4),
-    DecodeConfig(max_rows=32, block_n=128, num_warps=4, stages=3, bias_dot=True, slots=2, programs_per_processor=2),
+    DecodeConfig(max_rows=16, block_n=128, num_warps=2, stages=3, bias_dot=True, slots=2, narrow=True),
+    DecodeConfig(
+        max_rows=32, block_n=128, num_warps=4, stages=3, bias_dot=True, slots=2, programs_per_processor=2,
+        narrow=True,
+    ),
     DecodeConfig(max_rows=64, block_n=128, num_warps=8, stages=3, bias_dot=False, slots=2, programs_per_processor=1),
-)
+)  # fmt: skip
 ADA = (  # sm_86 and sm_89: 100 KB of shared memory
-    replace(AMPERE[0], slots=4, shared_kb=100),
-    replace(AMPERE[1], num_warps=4, shared_kb=100),
+    replace(AMPERE[0], shared_kb=100),
+    replace(AMPERE[1], num_warps=4, slots=4, narrow=False, shared_kb=100),
     *(replace(config, shared_kb=100) for config in AMPERE[2:]),
 )
 HOPPER = (
     replace(AMPERE[0], slots=4, programs_per_processor=5, shared_kb=228),
-    replace(AMPERE[1], num_warps=4, paired=False, programs_per_processor=3, shared_kb=228),
+    replace(AMPERE[1], num_warps=4, paired=False, slots=4, narrow=False, programs_per_processor=3, shared_kb=228),
     replace(AMPERE[2], bias_dot=False, paired=False, shared_kb=228),
     replace(AMPERE[3], paired=False, shared_kb=228),
 )
@@ -122,18 +132,20 @@ AMD = tuple(replace(config, stages=2 if config.max_rows > 16 else 3, shared_kb=6
 SIMT = DecodeConfig(max_rows=8, block_n=64, num_warps=2, stages=2, bias_dot=False, slots=4, kernel="simt")
 TABLE: dict[str, tuple[DecodeConfig, ...]] = {"sm_80": AMPERE, "sm_86": ADA, "sm_89": ADA, "sm_90": HOPPER}
 HIP = "hip"
-MAX_ROWS = 64  # above, the prefill path
+WIDEST = 64  # rows of the widest kernel
+FUSED_LAUNCHES = 2  # of the widest kernel, that a product takes at most; above, the prefill path (NOTES.md)
 DEFAULT = AMPERE
 
 
 def max_decode_rows(bits: int, midrise: bool = False) -> int:
     """Rows up to which one launch of the fused kernel serves: 8-bit codes and mid-rise grids spill at 64."""
-    return 32 if bits == 8 or midrise else MAX_ROWS
+    return WIDEST // 2 if bits == 8 or midrise else WIDEST
 
 
-def decode_config(rows: int, bits: int, arch: str = "") -> DecodeConfig:
+@lru_cache(maxsize=1024)
+def decode_config(rows: int, bits: int, arch: str = "", group_size: int = 128) -> DecodeConfig:
     """The table's entry for `rows` activation rows (1 to max_decode_rows) on `arch`: "sm_90" and the like, or HIP."""
     require(rows <= max_decode_rows(bits), "decode_config", f"at most {max_decode_rows(bits)} rows", rows,
             "Use the prefill path.")  # fmt: skip
     table = AMD if arch == HIP else TABLE.get(arch, DEFAULT)
-    return next(config for config in table if rows <= config.max_rows)
+    return next(config for config in table if rows <= config.max_rows).in_groups(bits, group_size)

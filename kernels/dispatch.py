@@ -5,7 +5,7 @@ CUDA-graph safe: no host synchronisation, no autotuning, scratch from the cachin
 
 import torch
 
-from vllm_latq.kernels.configs import MAX_ROWS, DecodeConfig, decode_config, max_decode_rows
+from vllm_latq.kernels.configs import FUSED_LAUNCHES, DecodeConfig, decode_config, max_decode_rows
 from vllm_latq.kernels.dequantize import prefill_matmul
 from vllm_latq.kernels.errors import require
 from vllm_latq.kernels.fields import SUPERBLOCK
@@ -48,10 +48,10 @@ def decode_matmul(x: torch.Tensor, weight: KernelWeight, config: DecodeConfig, y
 
 
 def ssqr_matmul(x: torch.Tensor, weight: KernelWeight, config: DecodeConfig | None = None) -> torch.Tensor:
-    """x W^T. Up to MAX_ROWS: fused, accumulated in float32, rounded once. Above: through dense chunks.
+    """x W^T. Few rows: fused, accumulated in float32, rounded once. Many: through dense chunks.
 
-    Where the widest fused kernel serves fewer rows, they take turns: to read a packed weight twice moves fewer bytes
-    than to write it densely and read that.
+    Few are those of FUSED_LAUNCHES of the widest fused kernel: to read a packed weight twice moves fewer bytes than to
+    write it densely and read that.
 
     Args:
         x: [..., cols], bfloat16 or float16, on the weight's device.
@@ -72,10 +72,11 @@ def ssqr_matmul(x: torch.Tensor, weight: KernelWeight, config: DecodeConfig | No
     widest = config.max_rows if config else max_decode_rows(weight.bits, weight.midrise)
     # Triton launches on the current device, which need not be the tensors'.
     with torch.cuda.device_of(flat):
-        if m > (widest if config else MAX_ROWS):
+        if m > FUSED_LAUNCHES * widest:
             y = prefill_matmul(flat, weight)
         else:
             y = torch.empty(m, weight.rows, dtype=x.dtype, device=x.device)
             for rows, out in zip(flat.split(widest), y.split(widest), strict=True):
-                decode_matmul(rows, weight, config or decode_config(rows.shape[0], weight.bits, weight.arch), out)
+                entry = config or decode_config(rows.shape[0], weight.bits, weight.arch, weight.group_size)
+                decode_matmul(rows, weight, entry, out)
     return y.view(*x.shape[:-1], weight.rows)

@@ -13,19 +13,15 @@ import triton.language as tl
 
 
 @triton.jit
-def slice_bounds(slice_ptr, tile, BLOCK_N: tl.constexpr):
-    """int32 [BLOCK_N]: first slot and number of slots of each row of a tile; and the largest such number, a scalar.
-
-    To be loaded before the superblocks: behind them, their time would be added to the launch's.
+def longest_slice(slice_ptr, tile, BLOCK_N: tl.constexpr):
+    """Slots of a tile's longest row. Loaded before the superblocks, it brings the tile's bounds into the L1 cache, too:
+    behind them, nothing hides the time that memory takes.
     """
     at = slice_ptr + tile * (BLOCK_N // 16)
-    rows = at + tl.arange(0, BLOCK_N) // 16
-    begin = tl.load(rows)
-    count = tl.load(rows + 1) - begin
     longest = tl.load(at + 1) - tl.load(at)  # the first slice of a row block is its longest
     if BLOCK_N == 128:
         longest = max(longest, tl.load(at + 5) - tl.load(at + 4))
-    return begin, count, longest
+    return longest
 
 
 @triton.jit
@@ -76,12 +72,14 @@ def load_slots(entry_ptr, at, count, slot, SLOTS: tl.constexpr):
 
 
 @triton.jit
-def outlier_places(bounds, M, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, TRANSPOSED: tl.constexpr):
+def outlier_places(slice_ptr, tile, M, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, TRANSPOSED: tl.constexpr):
     """Of each row of a tile: where its entries begin, and how many slots it has.
 
     TRANSPOSED: [BLOCK_N, ROWS / 4], and none for lanes whose four activation rows are M and beyond; else [BLOCK_N].
     """
-    begin, count = bounds[0], bounds[1]
+    bounds = slice_ptr + tile * (BLOCK_N // 16) + tl.arange(0, BLOCK_N) // 16
+    begin = tl.load(bounds)
+    count = tl.load(bounds + 1) - begin
     at = begin.to(tl.int64) * 16 | tl.arange(0, BLOCK_N) % 16
     if TRANSPOSED:
         used = 4 * tl.arange(0, ROWS // 4)[None, :] < M
@@ -97,7 +95,7 @@ def outlier_tile(
 ):  # fmt: skip
     """float32 [BLOCK_N, ROWS]: this part's outliers of a row tile times x. Parts take turns of SLOTS slots.
 
-    entries: of the first turn, from `load_slots`; at, count: from `outlier_places`; longest: from `slice_bounds`.
+    entries: of the first turn, from `load_slots`; at, count: from `outlier_places`; longest: from `longest_slice`.
     Not TRANSPOSED: a lane has all activation rows of a weight row, and gathers x one by one. TRANSPOSED: it has four of
     them, and x_ptr is x^T [K, ROWS] as int64 [K, ROWS / 4].
     HALF: x is fp16 instead of bf16.

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_latq.kernels.configs import DecodeConfig
+from vllm_latq.kernels.configs import COMPILER, DecodeConfig
 from vllm_latq.kernels.fields import (
     field_bias,
     field_exponent,
@@ -24,7 +24,7 @@ from vllm_latq.kernels.fields import (
     spare_shift,
     words_of,
 )
-from vllm_latq.kernels.outlier_tile import load_slots, outlier_places, outlier_tile, slice_bounds
+from vllm_latq.kernels.outlier_tile import load_slots, longest_slice, outlier_places, outlier_tile
 from vllm_latq.kernels.ssqr import add_parts, output_rows, store_rows
 from vllm_latq.kernels.tiles import load_planes, load_scale, plane, tile_scale_pairs, tile_words
 from vllm_latq.kernels.unpack import mask_xor, shifted
@@ -93,7 +93,7 @@ def ssqr_simt(
         pairs = tile_scale_pairs(scale_ptr, tile, supers, begin, GROUP, BLOCK_N)
     live = (rm < M)[None, :] & (rw >= 0)[:, None]
     if OUTLIERS:
-        bounds = slice_bounds(slice_ptr, tile, BLOCK_N)
+        longest = longest_slice(slice_ptr, tile, BLOCK_N)
     acc = tl.zeros((BLOCK_N, WORDS, ROWS), tl.float32)
     for sb in tl.range(begin, end, num_stages=STAGES):
         a, b, c, d = load_planes(words, BITS)
@@ -118,10 +118,10 @@ def ssqr_simt(
         total *= tl.load(flat_scale_ptr + tile * BLOCK_N + rn)[:, None]
     if OUTLIERS:
         HALF: tl.constexpr = x_ptr.dtype.element_ty == tl.float16
-        at, count = outlier_places(bounds, M, BLOCK_N, ROWS, False)
+        at, count = outlier_places(slice_ptr, tile, M, BLOCK_N, ROWS, False)
         entries = load_slots(entry_ptr, at, count, part * SLOTS, SLOTS)
         total += outlier_tile(
-            x_ptr, stride_xm, entry_ptr, entries, at, count, bounds[2], part, parts, M, BLOCK_N, ROWS, SLOTS, False,
+            x_ptr, stride_xm, entry_ptr, entries, at, count, longest, part, parts, M, BLOCK_N, ROWS, SLOTS, False,
             HALF,
         )  # fmt: skip
     rows, factor = output_rows(order_ptr, row_scale_ptr, tile, BLOCK_N, HAS_ROW_SCALES, OUTLIERS)
@@ -156,7 +156,7 @@ def launch_simt(
         BITS=weight.bits, GROUP=weight.group_size, MIDRISE=weight.midrise, BLOCK_N=config.block_n, ROWS=row_tile(m),
         STAGES=config.stages_for(weight.bits), OUTLIERS=weight.entries is not None, SLOTS=config.slots, SPLIT=parts > 1,
         HAS_FLAT_SCALES=weight.flat_scales is not None, HAS_ROW_SCALES=weight.row_scales is not None,
-        ASM=x.is_cuda and torch.version.hip is None, num_warps=config.num_warps,
+        ASM=x.is_cuda and torch.version.hip is None, num_warps=config.num_warps, **COMPILER,
     )  # fmt: skip
 
 

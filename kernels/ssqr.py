@@ -17,21 +17,21 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_latq.kernels.configs import DecodeConfig
+from vllm_latq.kernels.configs import COMPILER, DecodeConfig
 from vllm_latq.kernels.fields import planes_of, words_of
 from vllm_latq.kernels.outlier_tile import (
     begin_transposed,
     finish_transposed,
     load_slots,
+    longest_slice,
     outlier_places,
     outlier_tile,
-    slice_bounds,
 )
 from vllm_latq.kernels.tiles import activation_places, load_planes, load_scale, tile_scale_pairs, tile_words
 from vllm_latq.kernels.unpack import anew, below, bias_piece, floats_piece, half_piece, paired_columns, upper_rows
 from vllm_latq.kernels.weight import KernelWeight
 
-PIECE = 256  # columns of x that a program transposes at once: enough loads in flight, and few programs that begin late
+PIECE = 64  # columns of x that a program transposes at once: more would take registers from the main loop
 
 
 @triton.jit
@@ -175,7 +175,7 @@ def ssqr_tensor_core(
     if TRANSPOSED:
         begin_transposed(x_ptr, stride_xm, xt_ptr, counter_ptr, M, K, writers, BLOCK_M, PIECE)
     if OUTLIER_ROWS > 0:
-        bounds = slice_bounds(slice_ptr, tile, BLOCK_N)
+        longest = longest_slice(slice_ptr, tile, BLOCK_N)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for sb in tl.range(begin, end, num_stages=STAGES):
         a, b, c, d = load_planes(words, BITS)
@@ -200,12 +200,12 @@ def ssqr_tensor_core(
     if HAS_FLAT_SCALES:
         acc *= tl.load(flat_scale_ptr + tile * BLOCK_N + rn)[:, None]
     if OUTLIER_ROWS > 0:
-        at, count = outlier_places(bounds, M, BLOCK_N, OUTLIER_ROWS, TRANSPOSED)
+        at, count = outlier_places(slice_ptr, tile, M, BLOCK_N, OUTLIER_ROWS, TRANSPOSED)
         entries = load_slots(entry_ptr, at, count, part * SLOTS, SLOTS)
         if TRANSPOSED:
             finish_transposed(x_ptr, stride_xm, xt_ptr, counter_ptr, M, K, writers, BLOCK_M, PIECE)
         extra = outlier_tile(
-            fours_ptr if TRANSPOSED else x_ptr, stride_xm, entry_ptr, entries, at, count, bounds[2], part, parts, M,
+            fours_ptr if TRANSPOSED else x_ptr, stride_xm, entry_ptr, entries, at, count, longest, part, parts, M,
             BLOCK_N, OUTLIER_ROWS, SLOTS, TRANSPOSED, HALF,
         )  # fmt: skip
         acc += extra if OUTLIER_ROWS == BLOCK_M else tl.where((tl.arange(0, BLOCK_M) == 0)[None, :], extra, 0.0)
@@ -250,7 +250,7 @@ def launch_ssqr(
         **constants(weight.bits, weight.group_size, config, outlier_rows, transposed is not None, parts > 1),
         MIDRISE=weight.midrise, EVEN_K=weight.cols % 256 == 0, HAS_FLAT_SCALES=weight.flat_scales is not None,
         HAS_ROW_SCALES=weight.row_scales is not None, ASM=x.is_cuda and torch.version.hip is None,
-        UPCAST=not x.is_cuda, num_warps=config.num_warps,
+        UPCAST=not x.is_cuda, num_warps=config.num_warps, **COMPILER,
     )  # fmt: skip
 
 

@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from vllm_latq.kernels.cases import Case, make_layer
+from vllm_latq.kernels.cases import Case, make_layer, paths
 from vllm_latq.kernels.configs import TABLE, decode_config, max_decode_rows
 from vllm_latq.kernels.dispatch import ssqr_matmul
 from vllm_latq.kernels.emulation.launch import emulation
 from vllm_latq.kernels.emulation.memory import SECTOR
 
 BITS = (2, 3, 4)
-ROWS = (1, 8, 16, 32, 64, 65)
+ROWS = (1, 8, 16, 32, 64, 128, 129)
 SHAPE = (128, 2048)  # one tile of features, by one program: more only repeat it
 
 
@@ -47,8 +47,9 @@ def measure(arch: str, bits: int, rows: int, outlier_rate: float) -> Row:
     weight = replace(layer.weight, arch=arch, processors=1)
     x = torch.randn(rows, SHAPE[1], generator=torch.Generator().manual_seed(0)).bfloat16()
     config = None
-    if rows <= max_decode_rows(bits):
-        config = replace(decode_config(rows, bits, arch), min_superblocks=weight.superblocks)
+    if paths(rows, bits)[0] != "prefill":
+        fused = decode_config(min(rows, max_decode_rows(bits)), bits, arch)
+        config = replace(fused, min_superblocks=weight.superblocks)
     with emulation(arch) as traffic:
         y = ssqr_matmul(x, weight, config)
     weights = SHAPE[0] * SHAPE[1]
@@ -71,7 +72,7 @@ def print_table(arch: str, outlier_rate: float, write: Callable[[str], None] = p
     for bits in BITS:
         for rows in ROWS:
             row = measure(arch, bits, rows, outlier_rate)
-            path = f"{rows}" if rows <= max_decode_rows(bits) else f"{rows} (prefill, without the library's matmul)"
+            path = f"{rows} (prefill, without the library's matmul)" if paths(rows, bits)[0] == "prefill" else f"{rows}"
             write(
                 f"| {bits} | {path} | {row.floor:.3f} | {row.memory:.3f} | {row.lanes:.3f} | {row.conflicts:.1%} | "
                 f"{row.barriers:.1f} |"

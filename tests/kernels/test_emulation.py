@@ -83,7 +83,7 @@ def test_decode(make_layer, arch: str, bits: int, m: int, dtype: torch.dtype, gr
         bits, 131, cols, group_size=group_size, outliers=0.02, row_scales=m % 3 == 0, midrise=m % 4 == 0, full_rows=(7,)
     )
     x = activations(m, cols, dtype)
-    config = replace(decode_config(m, bits, arch), programs_per_processor=4, min_superblocks=1)
+    config = replace(decode_config(m, bits, arch, group_size), programs_per_processor=4, min_superblocks=1)
     with emulation(arch):
         y = ssqr_matmul(x, on(arch, layer), config)
     expected = matmul_reference(x, layer.dense)
@@ -106,7 +106,7 @@ def test_simt(make_layer, bits: int, m: int, dtype: torch.dtype) -> None:
 def test_prefill(make_layer, monkeypatch: pytest.MonkeyPatch, arch: str, bits: int) -> None:
     monkeypatch.setattr(dequantize, "CHUNK_BYTES", 1)  # one row block at a time
     layer = make_layer(bits, 130, 320, group_size=64, outliers=0.03, midrise=bits == 4)
-    x = activations(70, 320, torch.bfloat16)
+    x = activations(129, 320, torch.bfloat16)
     with emulation(arch):
         y = ssqr_matmul(x, on(arch, layer))
     expected = matmul_reference(x, layer.dense)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from vllm_latq.kernels import dequantize
-from vllm_latq.kernels.configs import MAX_ROWS, SIMT, DecodeConfig, decode_config, max_decode_rows
+from vllm_latq.kernels.configs import FUSED_LAUNCHES, SIMT, DecodeConfig, decode_config, max_decode_rows
 from vllm_latq.kernels.dispatch import ssqr_matmul
 from vllm_latq.kernels.reference import matmul_reference
 
@@ -65,7 +65,8 @@ def multiply_and_compare(layer: Any, m: int, dtype: torch.dtype, config: DecodeC
     with poisoned_allocations():
         y = ssqr_matmul(x, weight, config)
     expected = matmul_reference(x, layer.dense)
-    prefill = m > (config.max_rows if config else MAX_ROWS)
+    widest = config.max_rows if config else max_decode_rows(weight.bits, weight.midrise)
+    prefill = m > FUSED_LAUNCHES * widest
     assert y.shape == (m, weight.rows)
     assert y.dtype == dtype
     # NaN compares false, so it fails too.
@@ -94,7 +95,7 @@ def test_every_number_of_rows(make_layer, m: int) -> None:
     )
     config = None
     if m <= max_decode_rows(bits, midrise):
-        config = replace(decode_config(m, bits), programs_per_processor=1 + m % 2, min_superblocks=1)
+        config = replace(decode_config(m, bits, "", group_size), programs_per_processor=1 + m % 2, min_superblocks=1)
     multiply_and_compare(layer, m, DTYPES[m // 2 % 2], config)
 
 
@@ -120,7 +121,7 @@ def test_odd_layers(make_layer, monkeypatch: pytest.MonkeyPatch, name: str, kern
         "simt": (3, SIMT),
         "low batch": (1, decode_config(1, 3)),
         "wide": (19, decode_config(19, 3)),
-        "prefill": (65, None),
+        "prefill": (17, decode_config(8, 3)),
     }[kernel]
     layer = make_layer(3, **ODD[name])
     monkeypatch.setattr(dequantize, "CHUNK_BYTES", 1)
