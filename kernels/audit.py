@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from vllm_latq.kernels.chunks import LANES
-from vllm_latq.kernels.configs import COMPILER, SIMT, TABLE, DecodeConfig, max_decode_rows
+from vllm_latq.kernels.configs import COMPILER, REGIMES, SIMT, TABLE, DecodeConfig, decode_config, max_decode_rows
 from vllm_latq.kernels.dequantize import SLICE_SLOTS, dequantize_tiles, scatter_outliers
 from vllm_latq.kernels.errors import require
 from vllm_latq.kernels.huffman import huffman_chunks
@@ -133,7 +133,6 @@ def audit_tensor_core(
     midrise: bool = False,
 ) -> Audit:
     """One configuration of the tensor-core kernel, with split-K."""
-    config = config.in_groups(bits, group_size)
     values = tensor_core_values(bits, config, group_size, outliers, midrise=midrise)
     weights = config.block_n * 256
     return _audit(ssqr_tensor_core, arch, bits, config.max_rows, weights, values, config.num_warps, activations)
@@ -166,9 +165,9 @@ def audits(architectures: tuple[str, ...] = ARCHITECTURES, bits: tuple[int, ...]
     """Every kernel of the table, one by one."""
     for arch in architectures:
         for width in bits:
-            for config in TABLE[arch]:
-                if config.max_rows <= max_decode_rows(width):
-                    yield audit_tensor_core(arch, width, config)
+            for rows in REGIMES:
+                if rows <= max_decode_rows(width):
+                    yield audit_tensor_core(arch, width, decode_config(rows, width, arch))
             yield audit_simt(arch, width)
             yield audit_dequantize(arch, width)
         yield from audit_load_time(arch)

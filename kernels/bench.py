@@ -35,6 +35,7 @@ from vllm_latq.kernels.cases import (
     product,
     relative_error,
 )
+from vllm_latq.kernels.configs import REGIMES
 from vllm_latq.kernels.errors import KernelInputError
 from vllm_latq.kernels.timing import (
     Launch,
@@ -45,7 +46,7 @@ from vllm_latq.kernels.timing import (
     require_gpu,
     time_graph,
 )
-from vllm_latq.kernels.tune import REGIMES, tune
+from vllm_latq.kernels.tune import tune
 
 RESULTS = Path(__file__).resolve().parent / "results"
 QUICK: dict[str, Any] = {

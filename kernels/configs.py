@@ -8,6 +8,7 @@ from functools import lru_cache
 
 from vllm_latq.kernels.errors import require
 
+REGIMES = (8, 16, 32, 64)  # numbers of rows that kernels are made for
 START = 2  # superblocks whose time a program spends waiting at its begin and end: reasoned, not timed
 COMPILER = {"enable_fp_fusion": True}  # a * b + c is one instruction: from Triton 3.10 on only where asked for
 RESERVED_BYTES = 1024  # of shared memory, for each program
@@ -27,7 +28,7 @@ class DecodeConfig:
         paired: take the columns in an order that fills neighbouring registers by one load (`unpack.paired_words`); not
             for Hopper's warp-group instruction, which reads activations from shared memory.
         slots: outlier slots a program reads at once.
-        narrow: take tiles of 64 features in small groups (`in_groups`), whose scales would spill registers otherwise.
+        min_group: the smallest groups that it serves, of 8-bit codes twice as large ones: scales take registers.
         programs_per_processor: most programs that are to run on a multiprocessor at once; its registers must hold them.
         shared_kb: shared memory of a multiprocessor, which may hold fewer of them.
         min_superblocks: fewest superblocks a program is given by split-K.
@@ -42,7 +43,7 @@ class DecodeConfig:
     bias_dot: bool
     paired: bool = True
     slots: int = 8
-    narrow: bool = False
+    min_group: int = 1
     programs_per_processor: int = 4
     shared_kb: int = 164
     min_superblocks: int = 4
@@ -52,7 +53,7 @@ class DecodeConfig:
     def __post_init__(self) -> None:
         where = "DecodeConfig"
         require(self.kernel in ("tensor_core", "simt"), f"{where}.kernel", "'tensor_core' or 'simt'", self.kernel)
-        require(self.max_rows in (8, 16, 32, 64), f"{where}.max_rows", "8, 16, 32 or 64", self.max_rows)
+        require(self.max_rows in REGIMES, f"{where}.max_rows", f"one of {REGIMES}", self.max_rows)
         require(self.block_n in (64, 128), f"{where}.block_n", "64 or 128, which divide the padded rows", self.block_n)
         require(self.num_warps in (1, 2, 4, 8), f"{where}.num_warps", "1, 2, 4 or 8", self.num_warps)
         require(1 <= self.stages <= 8, f"{where}.stages", "1 to 8", self.stages)
@@ -61,14 +62,20 @@ class DecodeConfig:
         require(self.kernel == "tensor_core" or self.max_rows == 8, f"{where}.max_rows", "8 for the SIMT kernel",
                 self.max_rows)  # fmt: skip
 
-    def in_groups(self, bits: int, group_size: int) -> "DecodeConfig":
-        """The configuration for codes in groups of a size; -1 is a whole row."""
-        return replace(self, block_n=64) if self.narrow and 0 < group_size < (128 if bits == 8 else 64) else self
+    def serves(self, rows: int, bits: int, group_size: int) -> bool:
+        """Whether a product of so many activation rows may take it; group size -1 is a whole row."""
+        least = self.min_group * (2 if bits == 8 else 1)
+        return rows <= self.max_rows and (group_size == -1 or group_size >= least)
 
     @property
     def bias_rows(self) -> int:
         """Rows of the constant operand of the bias dot: the smallest tile that keeps every warp busy once."""
         return min(self.block_n, 16 * self.num_warps)
+
+    @property
+    def piece(self) -> int:
+        """Columns of x^T that a program writes at once: 16 values a thread; more would take registers from the loop."""
+        return 16 * 32 * self.num_warps // self.max_rows
 
     def stages_for(self, bits: int) -> int:
         """`stages`, or 2 where 8-bit codes would not leave room in the 99 KB of shared memory of sm_86 and sm_89."""
@@ -104,42 +111,59 @@ def split_k(tiles: int, superblocks: int, slots: int, least: int) -> int:
     return min(choices, key=lambda parts: -(-tiles * parts // slots) * (-(-superblocks // parts) + START))
 
 
+def small_groups(config: DecodeConfig) -> DecodeConfig:
+    """The same with tiles of 64 features: where the scales of small groups would spill registers."""
+    return replace(config, block_n=64, min_group=1)
+
+
 # Two warps share a tile of 128 features at 8 rows, so every activation fragment serves four fragments of weights; at 16
-# rows registers suffice for that on Ampere only. At 64 rows, and 32 on Hopper, the extra dot would cost as much as
-# subtracting the bias on the floats. Slots: as many as leave no spill. Four warps on Hopper: warp-group instructions.
+# rows registers suffice for that on Ampere only. From 32 rows on the extra dot would cost tensor cores more time than
+# subtracting the bias on the floats costs the schedulers. Slots: as many as leave no spill. Four warps on Hopper:
+# warp-group instructions. The first entry of a table that serves a product is taken.
+AMPERE_8 = DecodeConfig(max_rows=8, block_n=128, num_warps=2, stages=3, bias_dot=True, slots=2, min_superblocks=2)
+AMPERE_16 = DecodeConfig(max_rows=16, block_n=128, num_warps=2, stages=3, bias_dot=True, slots=2, min_group=64)
+AMPERE_32 = DecodeConfig(
+    max_rows=32, block_n=128, num_warps=4, stages=3, bias_dot=False, slots=2, min_group=32, programs_per_processor=2
+)
+AMPERE_64 = DecodeConfig(
+    max_rows=64, block_n=128, num_warps=4, stages=2, bias_dot=False, slots=1, min_group=128, programs_per_processor=2
+)
+AMPERE_64_SMALL = replace(AMPERE_64, num_warps=8, stages=3, slots=2, min_group=1, programs_per_processor=1)
 AMPERE = (
-    DecodeConfig(max_rows=8, block_n=128, num_warps=2, stages=3, bias_dot=True, slots=2, min_superblocks=2),
-    DecodeConfig(max_rows=16, block_n=128, num_warps=2, stages=3, bias_dot=True, slots=2, narrow=True),
-    DecodeConfig(
-        max_rows=32, block_n=128, num_warps=4, stages=3, bias_dot=True, slots=2, programs_per_processor=2,
-        narrow=True,
-    ),
-    DecodeConfig(max_rows=64, block_n=128, num_warps=8, stages=3, bias_dot=False, slots=2, programs_per_processor=1),
+    AMPERE_8, AMPERE_16, small_groups(AMPERE_16), AMPERE_32, small_groups(AMPERE_32), AMPERE_64, AMPERE_64_SMALL
 )  # fmt: skip
-ADA = (  # sm_86 and sm_89: 100 KB of shared memory
-    replace(AMPERE[0], shared_kb=100),
-    replace(AMPERE[1], num_warps=4, slots=4, narrow=False, shared_kb=100),
-    *(replace(config, shared_kb=100) for config in AMPERE[2:]),
-)
-HOPPER = (
-    replace(AMPERE[0], slots=4, programs_per_processor=5, shared_kb=228),
-    replace(AMPERE[1], num_warps=4, paired=False, slots=4, narrow=False, programs_per_processor=3, shared_kb=228),
-    replace(AMPERE[2], bias_dot=False, paired=False, shared_kb=228),
-    replace(AMPERE[3], paired=False, shared_kb=228),
-)
+# sm_86 and sm_89: 100 KB of shared memory
+ADA = tuple(
+    replace(config, shared_kb=100)
+    for config in (
+        AMPERE_8, replace(AMPERE_16, num_warps=4, slots=4, min_group=1), AMPERE_32, small_groups(AMPERE_32),
+        AMPERE_64, AMPERE_64_SMALL,
+    )
+)  # fmt: skip
+HOPPER_32 = replace(AMPERE_32, paired=False, min_group=64)
+HOPPER = tuple(
+    replace(config, shared_kb=228)
+    for config in (
+        replace(AMPERE_8, slots=4, programs_per_processor=5),
+        replace(AMPERE_16, num_warps=4, paired=False, slots=4, min_group=1, programs_per_processor=3),
+        HOPPER_32, small_groups(HOPPER_32), replace(AMPERE_64_SMALL, paired=False),
+    )
+)  # fmt: skip
 # 64 KB of shared memory on gfx90a and gfx942. Compiled for these only, and neither run nor tuned.
-AMD = tuple(replace(config, stages=2 if config.max_rows > 16 else 3, shared_kb=64) for config in AMPERE)
+AMD = tuple(
+    replace(config, stages=2 if config.max_rows > 16 else 3, shared_kb=64, min_group=1)
+    for config in (AMPERE_8, AMPERE_16, replace(AMPERE_32, bias_dot=True), AMPERE_64_SMALL)
+)
 SIMT = DecodeConfig(max_rows=8, block_n=64, num_warps=2, stages=2, bias_dot=False, slots=4, kernel="simt")
 TABLE: dict[str, tuple[DecodeConfig, ...]] = {"sm_80": AMPERE, "sm_86": ADA, "sm_89": ADA, "sm_90": HOPPER}
 HIP = "hip"
-WIDEST = 64  # rows of the widest kernel
 FUSED_LAUNCHES = 2  # of the widest kernel, that a product takes at most; above, the prefill path (NOTES.md)
 DEFAULT = AMPERE
 
 
 def max_decode_rows(bits: int, midrise: bool = False) -> int:
     """Rows up to which one launch of the fused kernel serves: 8-bit codes and mid-rise grids spill at 64."""
-    return WIDEST // 2 if bits == 8 or midrise else WIDEST
+    return REGIMES[-2] if bits == 8 or midrise else REGIMES[-1]
 
 
 @lru_cache(maxsize=1024)
@@ -148,4 +172,4 @@ def decode_config(rows: int, bits: int, arch: str = "", group_size: int = 128) -
     require(rows <= max_decode_rows(bits), "decode_config", f"at most {max_decode_rows(bits)} rows", rows,
             "Use the prefill path.")  # fmt: skip
     table = AMD if arch == HIP else TABLE.get(arch, DEFAULT)
-    return next(config for config in table if rows <= config.max_rows).in_groups(bits, group_size)
+    return next(config for config in table if config.serves(rows, bits, group_size))

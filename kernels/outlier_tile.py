@@ -11,6 +11,8 @@ and exchange them: where a lane's own offset enters an address, it is by `|`. Th
 import triton
 import triton.language as tl
 
+MOST_WRITERS = 2047  # of x^T: their number is the low 11 bits of a counter
+
 
 @triton.jit
 def longest_slice(slice_ptr, tile, BLOCK_N: tl.constexpr):

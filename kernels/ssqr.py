@@ -20,6 +20,7 @@ import triton.language as tl
 from vllm_latq.kernels.configs import COMPILER, DecodeConfig
 from vllm_latq.kernels.fields import planes_of, words_of
 from vllm_latq.kernels.outlier_tile import (
+    MOST_WRITERS,
     begin_transposed,
     finish_transposed,
     load_slots,
@@ -30,8 +31,6 @@ from vllm_latq.kernels.outlier_tile import (
 from vllm_latq.kernels.tiles import activation_places, load_planes, load_scale, tile_scale_pairs, tile_words
 from vllm_latq.kernels.unpack import anew, below, bias_piece, floats_piece, half_piece, paired_columns, upper_rows
 from vllm_latq.kernels.weight import KernelWeight
-
-PIECE = 64  # columns of x that a program transposes at once: more would take registers from the main loop
 
 
 @triton.jit
@@ -241,8 +240,9 @@ def launch_ssqr(
     fours = None if transposed is None else transposed.view(torch.int64)
     outlier_rows = 0 if weight.entries is None else (1 if m == 1 else config.max_rows)
     grid = (weight.padded_rows // config.block_n, parts)
-    # Of the programs that write x^T all must run at once.
-    writers = min(grid[0] * grid[1], -(-weight.cols // PIECE), weight.processors)
+    # Of the programs that write x^T all should run at once.
+    together = min(grid[0] * grid[1], weight.processors * config.programs(weight.bits), MOST_WRITERS)
+    writers = min(together, -(-weight.cols // config.piece))
     ssqr_tensor_core[grid](
         x, weight.words, weight.scale_pairs, weight.flat_scales, weight.row_scales, weight.order, weight.entries,
         weight.slice_ptr, transposed, fours, partials, weight.tickets, y, m, weight.rows, weight.cols, x.stride(0),
@@ -270,6 +270,6 @@ def constants(
         "OUTLIER_ROWS": outlier_rows,
         "SLOTS": 8 if outlier_rows == 1 else config.slots,  # one row leaves registers for more
         "TRANSPOSED": transposed,
-        "PIECE": PIECE,
+        "PIECE": config.piece,
         "SPLIT": split,
     }

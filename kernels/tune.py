@@ -16,14 +16,13 @@ import triton
 from triton.errors import TritonError
 
 from vllm_latq.kernels.cases import BITS, Case, Layer, copy_weight, gate, make_layer, relative_error
-from vllm_latq.kernels.configs import SIMT, DecodeConfig, decode_config
+from vllm_latq.kernels.configs import REGIMES, SIMT, DecodeConfig, decode_config
 from vllm_latq.kernels.dispatch import ssqr_matmul
 from vllm_latq.kernels.errors import KernelInputError
 from vllm_latq.kernels.layout import ROW_ALIGN
 from vllm_latq.kernels.timing import Launch, Timing, cache_bytes, copies_beyond_cache
 
 SHAPES = ((4096, 4096), (8192, 8192))
-REGIMES = (8, 16, 32, 64)
 CHOICES: dict[str, tuple[Any, ...]] = {
     "programs_per_processor": (1, 2, 3, 4, 5, 8),  # these two first: they compile nothing
     "min_superblocks": (1, 2, 4, 8),

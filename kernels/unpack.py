@@ -45,15 +45,19 @@ def shifted(v, shift: tl.constexpr):
 
 @triton.jit
 def add_pair(v, addend: tl.constexpr, HALF: tl.constexpr):
-    """v + addend in both halves, as one fused multiply-add (there is no packed bf16 add before sm_90)."""
+    """v + addend in both halves; bf16, which has no packed sum before sm_90, by a fused multiply-add: exact, too.
+
+    -1 * -addend + v: with v as a factor, the machine code would make the 1 anew for every word.
+    """
     if HALF:
         return tl.inline_asm_elementwise(
             "add.rn.f16x2 $0, $1, $2;", "=r,r,r", [v, addend], dtype=tl.int32, is_pure=True, pack=1
         )
     else:
+        signs: tl.constexpr = -2147450880  # 0x80008000
         return tl.inline_asm_elementwise(
-            "{ .reg .b32 one; mov.b32 one, 0x3F803F80; fma.rn.bf16x2 $0, $1, one, $2; }",
-            "=r,r,r", [v, addend], dtype=tl.int32, is_pure=True, pack=1,
+            "{ .reg .b32 minus; mov.b32 minus, 0xBF80BF80; fma.rn.bf16x2 $0, minus, $2, $1; }",
+            "=r,r,r", [v, addend ^ signs], dtype=tl.int32, is_pure=True, pack=1,
         )  # fmt: skip
 
 

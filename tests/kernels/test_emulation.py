@@ -162,16 +162,17 @@ def test_activations_are_transposed_whoever_comes_first(make_layer, m: int) -> N
     """The first programs write x^T, each a share; a program that finds one missing writes all, and waits for nobody."""
     layer = make_layer(3, 130, 1000, group_size=-1, outliers=0.02)
     x = activations(m, 1000, torch.bfloat16)
-    forward, moved = float32_product(layer, x, "sm_80", parts=2, processors=3)
-    backward, more = float32_product(
-        layer, x, "sm_80", parts=2, processors=3, order=lambda programs: list(range(programs))[::-1]
-    )
-    alone, _ = float32_product(layer, x, "sm_80", parts=2)
+    forward, moved = float32_product(layer, x, "sm_80", parts=4)
+    backward, more = float32_product(layer, x, "sm_80", parts=4, order=lambda programs: list(range(programs))[::-1])
+    everybody, _ = float32_product(layer, x, "sm_80", parts=4, processors=8)
     assert torch.equal(forward, backward)
-    assert torch.equal(forward, alone)
-    # One after another, the first two of three writers miss shares; backwards, the program that is no writer does, too.
-    written = 2 * 1000 * decode_config(m, 3, "sm_80").max_rows // 32  # sectors of x^T
-    assert more.store_sectors - moved.store_sectors == written
+    assert torch.equal(forward, everybody)
+    # As many write as one processor runs at once. One after another, all of them but the last miss shares; backwards,
+    # the programs that are no writers do, too.
+    config = decode_config(m, 3, "sm_80", -1)
+    written, writers, programs = 2 * 1000 * config.max_rows // 32, config.programs(3), 2 * 4  # sectors of x^T
+    assert 1 < writers < programs
+    assert more.store_sectors - moved.store_sectors == (programs - writers) * written
 
 
 def test_ticket_is_between_barriers() -> None:
