@@ -81,22 +81,23 @@ class DecodeConfig:
         """`stages`, or 2 where 8-bit codes would not leave room in the 99 KB of shared memory of sm_86 and sm_89."""
         return min(self.stages, 2) if bits == 8 else self.stages
 
-    def shared_bytes(self, bits: int) -> int:
-        """Shared memory of a program of the tensor-core kernel in groups of 128: what is on its way."""
+    def shared_bytes(self, bits: int, group_size: int) -> int:
+        """Shared memory of a program of the tensor-core kernel: what is on its way."""
         stages = self.stages_for(bits)
-        weights, activations = self.block_n * (32 * bits + 4), self.max_rows * 512
+        scales = 0 if group_size == -1 else 512 // group_size  # bytes, of a feature's superblock
+        weights, activations = self.block_n * (32 * bits + scales), self.max_rows * 512
         # Warp-group instructions still read activations when the next are copied: one more buffer.
         return (stages - 1) * weights + (stages - self.paired) * activations
 
-    def programs(self, bits: int) -> int:
+    def programs(self, bits: int, group_size: int) -> int:
         """Programs that run on a multiprocessor at once."""
-        fit = (self.shared_kb << 10) // (self.shared_bytes(bits) + RESERVED_BYTES)
+        fit = (self.shared_kb << 10) // (self.shared_bytes(bits, group_size) + RESERVED_BYTES)
         return max(1, min(self.programs_per_processor, fit))
 
-    def parts(self, bits: int, padded_rows: int, superblocks: int, processors: int) -> int:
+    def parts(self, bits: int, group_size: int, padded_rows: int, superblocks: int, processors: int) -> int:
         """Split-K factor."""
         tiles = padded_rows // self.block_n
-        return split_k(tiles, superblocks, processors * self.programs(bits), self.min_superblocks)
+        return split_k(tiles, superblocks, processors * self.programs(bits, group_size), self.min_superblocks)
 
 
 @lru_cache(maxsize=1024)
@@ -132,12 +133,13 @@ AMPERE_64_SMALL = replace(AMPERE_64, num_warps=8, stages=3, slots=2, min_group=1
 AMPERE = (
     AMPERE_8, AMPERE_16, small_groups(AMPERE_16), AMPERE_32, small_groups(AMPERE_32), AMPERE_64, AMPERE_64_SMALL
 )  # fmt: skip
-# sm_86 and sm_89: 100 KB of shared memory
+# sm_86 and sm_89: 100 KB of shared memory, 99 for one program. At 64 rows, 4 bits and groups of 32, three stages of 128
+# features would take 100, and in two stages registers spill.
 ADA = tuple(
     replace(config, shared_kb=100)
     for config in (
         AMPERE_8, replace(AMPERE_16, num_warps=4, slots=4, min_group=1), AMPERE_32, small_groups(AMPERE_32),
-        AMPERE_64, AMPERE_64_SMALL,
+        AMPERE_64, replace(AMPERE_64_SMALL, min_group=64), replace(small_groups(AMPERE_64), stages=3),
     )
 )  # fmt: skip
 HOPPER_32 = replace(AMPERE_32, paired=False, min_group=64)
@@ -158,7 +160,7 @@ SIMT = DecodeConfig(max_rows=8, block_n=64, num_warps=2, stages=2, bias_dot=Fals
 TABLE: dict[str, tuple[DecodeConfig, ...]] = {"sm_80": AMPERE, "sm_86": ADA, "sm_89": ADA, "sm_90": HOPPER}
 HIP = "hip"
 FUSED_LAUNCHES = 2  # of the widest kernel, that a product takes at most; above, the prefill path (NOTES.md)
-DEFAULT = AMPERE
+DEFAULT = ADA  # of what other GPUs have, the least shared memory
 
 
 def max_decode_rows(bits: int, midrise: bool = False) -> int:

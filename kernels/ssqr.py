@@ -241,7 +241,7 @@ def launch_ssqr(
     outlier_rows = 0 if weight.entries is None else (1 if m == 1 else config.max_rows)
     grid = (weight.padded_rows // config.block_n, parts)
     # Of the programs that write x^T all should run at once.
-    together = min(grid[0] * grid[1], weight.processors * config.programs(weight.bits), MOST_WRITERS)
+    together = min(grid[0] * grid[1], weight.processors * config.programs(weight.bits, weight.group_size), MOST_WRITERS)
     writers = min(together, -(-weight.cols // config.piece))
     ssqr_tensor_core[grid](
         x, weight.words, weight.scale_pairs, weight.flat_scales, weight.row_scales, weight.order, weight.entries,

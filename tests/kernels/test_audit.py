@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_latq.kernels.configs import decode_config
+from vllm_latq.kernels.configs import HIP, REGIMES, decode_config, max_decode_rows
 
 pytestmark = pytest.mark.compiler
 
@@ -34,6 +34,7 @@ OTHERS = [
     ("sm_80", 3, 8, "*bf16", 32),
     ("sm_80", 2, 16, "*bf16", 64),
     ("sm_86", 3, 32, "*bf16", 32),
+    ("sm_86", 4, 64, "*bf16", 32),
     ("sm_90", 8, 32, "*bf16", 32),
     ("sm_90", 4, 32, "*bf16", 128),
     ("sm_90", 8, 8, "*bf16", 128),
@@ -115,10 +116,19 @@ def test_gates(audited: dict[tuple, dict], case: tuple) -> None:
 def test_as_many_programs_fit_as_split_k_counts_on(audited: dict[tuple, dict], case: tuple) -> None:
     arch, bits, rows, _, group_size = case
     config, row = decode_config(rows, bits, arch, group_size), audited[case]
-    if group_size == 128:
-        assert row["shared_bytes"] <= config.shared_bytes(bits)
+    assert row["shared_bytes"] <= config.shared_bytes(bits, group_size)
     registers = -(-row["registers"] // 8) * 8 * 32 * config.num_warps  # given to warps in eights
-    assert config.programs(bits) * registers <= REGISTERS
+    assert config.programs(bits, group_size) * registers <= REGISTERS
+
+
+@pytest.mark.parametrize("arch", [*SHARED_LIMIT, HIP, "sm_120"])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_every_entry_fits_into_shared_memory(arch: str, bits: int) -> None:
+    """By the arithmetic that the test above holds against the compiler. sm_120 stands for what has no table."""
+    limit = SHARED_LIMIT.get(arch, (64 if arch == HIP else 99) << 10)
+    for rows in (rows for rows in REGIMES if rows <= max_decode_rows(bits)):
+        for group_size in (32, 64, 128, -1):
+            assert decode_config(rows, bits, arch, group_size).shared_bytes(bits, group_size) <= limit
 
 
 @pytest.mark.parametrize("case", MIDRISE, ids=str)

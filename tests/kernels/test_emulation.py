@@ -170,7 +170,7 @@ def test_activations_are_transposed_whoever_comes_first(make_layer, m: int) -> N
     # As many write as one processor runs at once. One after another, all of them but the last miss shares; backwards,
     # the programs that are no writers do, too.
     config = decode_config(m, 3, "sm_80", -1)
-    written, writers, programs = 2 * 1000 * config.max_rows // 32, config.programs(3), 2 * 4  # sectors of x^T
+    written, writers, programs = 2 * 1000 * config.max_rows // 32, config.programs(3, -1), 2 * 4  # sectors of x^T
     assert 1 < writers < programs
     assert more.store_sectors - moved.store_sectors == (programs - writers) * written
 

@@ -130,7 +130,7 @@ def test_no_wave_of_a_few_programs(arch: str, processors: int) -> None:
     for config in TABLE[arch]:
         for bits in (2, 3, 4):
             for rows, cols in SHAPES:
-                tiles, slots = rows // config.block_n, processors * config.programs(bits)
-                parts = config.parts(bits, rows, cols // 256, processors)
+                tiles, slots = rows // config.block_n, processors * config.programs(bits, 128)
+                parts = config.parts(bits, 128, rows, cols // 256, processors)
                 waves = -(-tiles * parts // slots)
                 assert waves == 1 or tiles > slots or tiles * parts > 0.85 * waves * slots
