@@ -35,9 +35,7 @@ def decode_matmul(x: torch.Tensor, weight: KernelWeight, config: DecodeConfig, y
     m = x.shape[0]
     if x.stride(1) != 1 or x.stride(0) * m > MAX_OFFSET:
         x = x.contiguous()
-    parts = config.parts(
-        weight.bits, weight.group_size, weight.padded_rows, weight.superblocks, weight.processors
-    )
+    parts = config.parts(weight.bits, weight.group_size, weight.padded_rows, weight.superblocks, weight.processors)
     partials = transposed = None
     if parts > 1:
         partials = torch.empty(parts * weight.padded_rows * config.max_rows, dtype=torch.float32, device=x.device)
