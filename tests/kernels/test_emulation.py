@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from pretend_gpu import DEVICE, host, pretend_gpu
 from triton.backends.compiler import GPUTarget
 
 from vllm_latq.huffman import encode as huffman_encode
-from vllm_latq.kernels import dequantize
+from vllm_latq.kernels import cases, dequantize
 from vllm_latq.kernels.audit import compile_kernel, tensor_core_values
 from vllm_latq.kernels.configs import SIMT, decode_config
 from vllm_latq.kernels.dispatch import ssqr_matmul
+from vllm_latq.kernels.emulation import launch
 from vllm_latq.kernels.emulation.launch import emulation
 from vllm_latq.kernels.emulation.memory import Traffic
 from vllm_latq.kernels.emulation.ptx import parse
@@ -220,3 +222,17 @@ def test_both_orders_of_columns_agree(make_layer) -> None:
     expected = matmul_reference(x, layer.dense)
     for y in outputs:
         assert (y - expected).abs().max() <= ROUNDING[torch.bfloat16] * expected.abs().max()
+
+
+def test_products_mix_no_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From random codes to outputs on a pretended GPU: prepared, padded, multiplied and compared there."""
+    read = launch._bytes
+    monkeypatch.setattr(launch, "_bytes", lambda tensor: read(host(tensor)))
+    with pretend_gpu(9, 0), emulation("sm_90"):
+        for case in cases.all_cases(shapes=((192, 384),), bits=(3,), rates=(0.0, 0.03), rows=(1, 20, 80, 130)):
+            layer = cases.make_layer(case, DEVICE)
+            x = torch.randn(case.m, case.cols, device=DEVICE).bfloat16()
+            y = cases.product(case)(x, layer.weight)
+            assert layer.weight.arch == "sm_90"
+            assert y.device == DEVICE
+            cases.gate(case, cases.relative_error(y, x, layer.dense))

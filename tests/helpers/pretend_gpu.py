@@ -1,0 +1,123 @@
+"""A pretend CUDA device for machines without one: its tensors say "cuda", lie in the CPU's memory, refuse CPU tensors.
+
+It works at the level of torch functions and computes what the CPU computes, so a run on it must give the same bits as
+one on the CPU, or it has mixed devices, which a real GPU refuses. What a torch function does inside is not seen.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+DEVICE = torch.device("cuda", 0)
+PROPERTIES = {"device": DEVICE, "is_cuda": True, "is_cpu": False}
+MOVES = ("to", "cpu", "cuda")
+# nn.Module asks before it moves a parameter in place; a copy between devices is what copy_ is for.
+ANY_DEVICE = {"copy_", "_has_compatible_shallow_copy_type"}
+
+
+class OnGpu(torch.Tensor):
+    """`host`: the values. Only torch functions reach them."""
+
+    host: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, host: torch.Tensor) -> "OnGpu":
+        layout = {"strides": host.stride(), "storage_offset": host.storage_offset(), "dtype": host.dtype}
+        made = torch.Tensor._make_wrapper_subclass(cls, host.size(), **layout, device=DEVICE)
+        made.__dict__["host"] = host
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return compute(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(f"{func} on the pretend GPU")
+
+
+def host(value: Any) -> Any:
+    """What the CPU computes with: values of pretend tensors, and the CPU for the device."""
+    if isinstance(value, OnGpu):
+        return value.__dict__["host"]
+    return "cpu" if names_gpu(value) else value
+
+
+def names_gpu(value: Any) -> bool:
+    return isinstance(value, (str, torch.device)) and str(value).startswith("cuda")
+
+
+def compute(func: Any, args: tuple, kwargs: dict) -> Any:
+    """A torch function on the CPU. Its results are where its tensors are, or where it was told to put them."""
+    name, owner = getattr(func, "__name__", ""), getattr(func, "__self__", None)
+    if name == "__get__" and getattr(owner, "__name__", "") in PROPERTIES:
+        return PROPERTIES[owner.__name__]
+    if name in ("numpy", "__array__"):
+        raise TypeError("can't convert cuda:0 device type tensor to numpy")
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    gpu = [tensor for tensor in tensors if isinstance(tensor, OnGpu)]
+    strangers = [t for t in tensors if not isinstance(t, OnGpu) and t.dim() and t.device.type != "meta"]
+    if name in ("__getitem__", "__setitem__") and isinstance(args[0], OnGpu):
+        strangers = [t for t in strangers if t.dtype not in (torch.int64, torch.bool)]  # as indices they may be there
+    if gpu and strangers and name not in (*MOVES, *ANY_DEVICE):
+        raise RuntimeError(f"{name}: tensors on cuda:0 and cpu, {[tuple(t.shape) for t in tensors]}")
+    if name == "_has_compatible_shallow_copy_type":
+        return False
+    told = [value for value in (*args[1:], kwargs.get("device")) if isinstance(value, (str, torch.device))]
+    on_gpu = names_gpu(told[-1]) if told and (name == "to" or kwargs.get("device") is not None) else bool(gpu)
+    if name in ("cpu", "cuda"):
+        on_gpu = name == "cuda"
+    elif name == "to" and len(tensors) > 1:
+        on_gpu = isinstance(tensors[1], OnGpu)
+    values = tree_map(host, args), tree_map(host, kwargs)
+    result = values[0][0] if name == "cuda" else func(*values[0], **values[1])
+    if name in MOVES and on_gpu != isinstance(args[0], OnGpu) and result is values[0][0]:
+        result = result.clone()  # between devices there is no view
+    known = {id(host(tensor)): tensor for tensor in tensors}  # in place, the result is the argument
+    return tree_map(lambda value: known[id(value)] if id(value) in known else _placed(value, on_gpu), result)
+
+
+def _placed(value: Any, on_gpu: bool) -> Any:
+    plain = isinstance(value, torch.Tensor) and not isinstance(value, OnGpu) and value.device.type == "cpu"
+    return OnGpu(value) if on_gpu and plain else value
+
+
+class _Factories(TorchFunctionMode):
+    """New tensors, and moves to the GPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        leaves = tree_leaves((args, kwargs))
+        if func is not torch.device and any(isinstance(leaf, OnGpu) or names_gpu(leaf) for leaf in leaves):
+            return compute(func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+class _Generator(torch.Generator):
+    def __new__(cls, device: Any = "cpu") -> "_Generator":
+        return super().__new__(cls, "cpu")
+
+
+@contextlib.contextmanager
+def pretend_gpu(major: int = 9, minor: int = 0) -> Iterator[None]:
+    """Inside, `torch.cuda` has one device of this compute capability, and device "cuda" works as above."""
+    facts = SimpleNamespace(multi_processor_count=4, major=major, minor=minor, total_memory=80 << 30, name="pretended")
+    answers = {
+        "_lazy_init": None, "is_available": True, "device_count": 1, "current_device": 0, "synchronize": None,
+        "get_device_properties": facts, "get_device_capability": (major, minor), "get_device_name": facts.name,
+        "device_of": contextlib.nullcontext(), "is_current_stream_capturing": False, "set_device": None,
+        "empty_cache": None, "mem_get_info": (80 << 30, 80 << 30), "max_memory_allocated": 0,
+        "reset_peak_memory_stats": None,
+    }  # fmt: skip
+    with contextlib.ExitStack() as stack:
+        for name, answer in answers.items():
+            stack.enter_context(patch(f"torch.cuda.{name}", lambda *_, answer=answer: answer))
+        stack.enter_context(patch("torch.Generator", _Generator))
+        stack.enter_context(_Factories())
+        yield
