@@ -16,8 +16,8 @@ MOST_WRITERS = 2047  # of x^T: their number is the low 11 bits of a counter
 
 @triton.jit
 def longest_slice(slice_ptr, tile, BLOCK_N: tl.constexpr):
-    """Slots of a tile's longest row. Loaded before the superblocks, it brings the tile's bounds into the L1 cache, too:
-    behind them, nothing hides the time that memory takes.
+    """Slots of a tile's longest row. Loaded before the superblocks, it brings the tile's bounds into the L1 cache, too
+    (the last one may lie in a sector of its own): behind them, nothing hides the time that memory takes.
     """
     at = slice_ptr + tile * (BLOCK_N // 16)
     longest = tl.load(at + 1) - tl.load(at)  # the first slice of a row block is its longest

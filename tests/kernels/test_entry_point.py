@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_latq.kernels import dequantize
+from vllm_latq.kernels import dequantize, dispatch
 from vllm_latq.kernels.configs import FUSED_LAUNCHES, SIMT, DecodeConfig, decode_config, max_decode_rows
 from vllm_latq.kernels.dispatch import ssqr_matmul
 from vllm_latq.kernels.reference import matmul_reference
@@ -97,6 +97,33 @@ def test_every_number_of_rows(make_layer, m: int) -> None:
     if m <= max_decode_rows(bits, midrise):
         config = replace(decode_config(m, bits, "", group_size), programs_per_processor=1 + m % 2, min_superblocks=1)
     multiply_and_compare(layer, m, DTYPES[m // 2 % 2], config)
+
+
+@pytest.mark.parametrize(
+    ("bits", "group_size", "midrise", "m", "launched"),
+    [
+        (4, 128, False, 64, [64]),
+        (4, 32, False, 64, [64]),
+        (4, 32, False, 65, [64, 1]),
+        (2, 64, False, 128, [64, 64]),
+        (2, 64, False, 129, []),
+        (4, 128, True, 40, [32, 8]),
+        (4, 128, True, 65, []),
+        (8, 32, False, 64, [32, 32]),
+        (8, 32, False, 65, []),
+    ],
+)
+def test_launches(make_layer, monkeypatch: pytest.MonkeyPatch, bits, group_size, midrise, m, launched) -> None:
+    """At most two fused ones, each with the entry of its rows, width, architecture and groups; else dense weights."""
+    weight = replace(make_layer(bits, 64, 128, group_size=group_size, midrise=midrise).weight, arch="sm_86")
+    found = []
+
+    def record(x: torch.Tensor, *arguments: Any) -> None:
+        found.append((x.shape[0], arguments[-2]))
+
+    monkeypatch.setattr(dispatch, "launch_ssqr", record)
+    ssqr_matmul(torch.zeros(m, 128).bfloat16(), weight)
+    assert found == [(rows, decode_config(rows, bits, "sm_86", group_size)) for rows in launched]
 
 
 ODD: dict[str, dict[str, Any]] = {
