@@ -160,7 +160,7 @@ class Bench:
             self.peers[name] = peers.make(name, layer.dense, case.bits, GROUP_SIZE, self.cache)
         peer = self.peers[name]
         error = relative_error(peer.products[0](x), x, peer.reference)
-        launches = [partial(product, x) for product in peer.products]
+        launches = [partial(theirs, x) for theirs in peer.products]
         return self._result(case, name, error, peer.bytes, launches, peer.tolerance)
 
     def _result(

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_latq.kernels.configs import COMPILER
 from vllm_latq.kernels.fields import field_segment, planes_of, segment_count, words_of
 from vllm_latq.kernels.layout import ROW_BLOCK
 from vllm_latq.kernels.outliers import SLICE_ROWS
@@ -116,13 +117,13 @@ def launch_dequantize(weight: KernelWeight, w: torch.Tensor, first_block: int, b
         weight.words, weight.scale_pairs, weight.flat_scales, weight.row_scales, weight.order, w, first_block,
         first_row, weight.rows, weight.cols, weight.superblocks, BITS=weight.bits, GROUP=weight.group_size,
         MIDRISE=weight.midrise, HAS_FLAT_SCALES=weight.flat_scales is not None,
-        HAS_ROW_SCALES=weight.row_scales is not None, num_warps=4,
+        HAS_ROW_SCALES=weight.row_scales is not None, num_warps=4, **COMPILER,
     )  # fmt: skip
     if weight.entries is not None:
         per_block = ROW_BLOCK // SLICE_ROWS
         scatter_outliers[(blocks * per_block,)](
             weight.entries, weight.slice_ptr, weight.order, weight.row_scales, w, first_block * per_block, first_row,
-            weight.cols, HAS_ROW_SCALES=weight.row_scales is not None, SLOTS=SLICE_SLOTS, num_warps=4,
+            weight.cols, HAS_ROW_SCALES=weight.row_scales is not None, SLOTS=SLICE_SLOTS, num_warps=4, **COMPILER,
         )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from vllm_latq.kernels.chunks import LANES, chunk_part, chunk_shape, chunk_starts
+from vllm_latq.kernels.configs import COMPILER
 from vllm_latq.kernels.errors import KernelInputError, require
 
 MAX_LENGTH = 15
@@ -102,7 +103,7 @@ def launch_huffman(
     with torch.cuda.device_of(stream):
         huffman_chunks[(-(-chunks // LANES),)](
             stream, table, starts, used, z, stream.numel(), chunks, -(-cols // chunk_shape[1]), rows, cols,
-            *chunk_shape, first_symbol, escape, LANES=LANES, num_warps=1,
+            *chunk_shape, first_symbol, escape, LANES=LANES, num_warps=1, **COMPILER,
         )  # fmt: skip
 
 

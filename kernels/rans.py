@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from vllm_latq.kernels.chunks import LANES, chunk_part, chunk_shape, chunk_starts
+from vllm_latq.kernels.configs import COMPILER
 from vllm_latq.kernels.errors import require
 
 CHUNK_WEIGHTS = 4096
@@ -127,7 +128,7 @@ def launch_rans(
     with torch.cuda.device_of(stream):
         rans_chunks[(-(-chunks // LANES),)](
             stream, slots, row_class, column_class, starts, used, states, z, stream.numel(), slots.shape[0], chunks,
-            -(-cols // chunk_shape[1]), rows, cols, *chunk_shape, LANES=LANES, num_warps=1,
+            -(-cols // chunk_shape[1]), rows, cols, *chunk_shape, LANES=LANES, num_warps=1, **COMPILER,
         )  # fmt: skip
 
 

@@ -240,9 +240,10 @@ def launch_ssqr(
     fours = None if transposed is None else transposed.view(torch.int64)
     outlier_rows = 0 if weight.entries is None else (1 if m == 1 else config.max_rows)
     grid = (weight.padded_rows // config.block_n, parts)
-    # Of the programs that write x^T all should run at once.
-    together = min(grid[0] * grid[1], weight.processors * config.programs(weight.bits, weight.group_size), MOST_WRITERS)
-    writers = min(together, -(-weight.cols // config.piece))
+    writers = 0
+    if transposed is not None:  # the programs that write it should all run at once
+        together = weight.processors * config.programs(weight.bits, weight.group_size)
+        writers = min(grid[0] * grid[1], together, -(-weight.cols // config.piece), MOST_WRITERS)
     ssqr_tensor_core[grid](
         x, weight.words, weight.scale_pairs, weight.flat_scales, weight.row_scales, weight.order, weight.entries,
         weight.slice_ptr, transposed, fours, partials, weight.tickets, y, m, weight.rows, weight.cols, x.stride(0),

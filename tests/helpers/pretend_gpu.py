@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 DEVICE = torch.device("cuda", 0)
 PROPERTIES = {"device": DEVICE, "is_cuda": True, "is_cpu": False}
-MOVES = ("to", "cpu", "cuda")
+MOVES = ("to", "cpu")
 # nn.Module asks before it moves a parameter in place; a copy between devices is what copy_ is for.
 ANY_DEVICE = {"copy_", "_has_compatible_shallow_copy_type"}
 
@@ -30,7 +30,7 @@ class OnGpu(torch.Tensor):
     def __new__(cls, host: torch.Tensor) -> "OnGpu":
         layout = {"strides": host.stride(), "storage_offset": host.storage_offset(), "dtype": host.dtype}
         made = torch.Tensor._make_wrapper_subclass(cls, host.size(), **layout, device=DEVICE)
-        made.__dict__["host"] = host
+        made.host = host
         return made
 
     @classmethod
@@ -45,7 +45,7 @@ class OnGpu(torch.Tensor):
 def host(value: Any) -> Any:
     """What the CPU computes with: values of pretend tensors, and the CPU for the device."""
     if isinstance(value, OnGpu):
-        return value.__dict__["host"]
+        return value.host
     return "cpu" if names_gpu(value) else value
 
 
@@ -69,14 +69,11 @@ def compute(func: Any, args: tuple, kwargs: dict) -> Any:
         raise RuntimeError(f"{name}: tensors on cuda:0 and cpu, {[tuple(t.shape) for t in tensors]}")
     if name == "_has_compatible_shallow_copy_type":
         return False
-    told = [value for value in (*args[1:], kwargs.get("device")) if isinstance(value, (str, torch.device))]
-    on_gpu = names_gpu(told[-1]) if told and (name == "to" or kwargs.get("device") is not None) else bool(gpu)
-    if name in ("cpu", "cuda"):
-        on_gpu = name == "cuda"
-    elif name == "to" and len(tensors) > 1:
-        on_gpu = isinstance(tensors[1], OnGpu)
+    told = [kwargs.get("device"), *(args[1:] if name == "to" else ())]
+    devices = [device for device in told if isinstance(device, (str, torch.device))]
+    on_gpu = names_gpu(devices[0]) if devices else bool(gpu) and name != "cpu"
     values = tree_map(host, args), tree_map(host, kwargs)
-    result = values[0][0] if name == "cuda" else func(*values[0], **values[1])
+    result = func(*values[0], **values[1])
     if name in MOVES and on_gpu != isinstance(args[0], OnGpu) and result is values[0][0]:
         result = result.clone()  # between devices there is no view
     known = {id(host(tensor)): tensor for tensor in tensors}  # in place, the result is the argument
