@@ -10,10 +10,11 @@ of a layer; the total is at most the budget, and no choice could be improved for
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 
 from vllm_latq.errors import ConfigError
 from vllm_latq.quantize.lattice import factorize
@@ -73,10 +74,22 @@ def price(weights: Mapping[str, torch.Tensor], statistics: Mapping[str, LayerSta
                 gradients = torch.cat([gram.diagonal() for gram in statistics[name].outputs]).to(torch.float64)
                 scales = bases[name] * _multiplier(weight, bases[name], width, rate, recipe.offset)
                 loss += float(gradients @ (scales.to(torch.float64).square() @ importance)) / 24
-            stored = replace(recipe, budget=None, bits=width, outlier_rate=rate)
-            bits = sum(stored.planned_bits(*weight.shape) for weight in weights.values()) / total
-            choices.append(Choice(width, rate, bits, loss))
+            shapes = [(weight.shape[0], weight.shape[1]) for weight in weights.values()]
+            choices.append(Choice(width, rate, _bits(shapes, recipe, width, rate) / total, loss))
     return Offer(tuple(weights), total, tuple(choices))
+
+
+def check_budget(linears: Iterable[nn.Linear], recipe: Recipe) -> None:
+    """Raise ConfigError if the linears' cheapest choices cost more than the recipe's budget, or the dearest less."""
+    if recipe.budget is None:
+        return
+    shapes = [(linear.out_features, linear.in_features) for linear in linears]
+    total = sum(rows * cols for rows, cols in shapes)
+    prices = [_bits(shapes, recipe, width, rate) / total for width in WIDTHS for rate in OUTLIER_RATES]
+    if not min(prices) <= recipe.budget <= max(prices):
+        expected = f"bits per weight from {min(prices):.3f} to {max(prices):.3f}, the cheapest and the dearest choices"
+        hint = "Method latq meets lower ones." if recipe.budget < min(prices) else "More bits cannot be spent."
+        raise ConfigError("recipe.budget", expected, f"{recipe.budget:g}", hint)
 
 
 def together(offers: Sequence[Offer], stacks: Mapping[str, str]) -> list[Offer]:
@@ -108,8 +121,7 @@ def _joined(offers: Sequence[Offer]) -> Offer:
 def choose(offers: Sequence[Offer], budget: float) -> dict[str, Choice]:
     """The choices with the least predicted loss whose bits average to at most the budget; layer name -> choice.
 
-    Raises:
-        ConfigError: not even the cheapest choices fit.
+    The budget pays at least for the cheapest choice of every offer: `check_budget`.
     """
     total = sum(offer.weights for offer in offers)
 
@@ -119,17 +131,13 @@ def choose(offers: Sequence[Offer], budget: float) -> dict[str, Choice]:
     def average(chosen: Sequence[Choice]) -> float:
         return sum(choice.bits * offer.weights for choice, offer in zip(chosen, offers, strict=True)) / total
 
-    cheapest = [min(offer.choices, key=lambda choice: choice.bits) for offer in offers]
-    if average(cheapest) > budget:
-        expected = f"a budget of at least {average(cheapest):.3f} bits per weight, the cheapest choice everywhere"
-        raise ConfigError("recipe.budget", expected, f"{budget:g}", "Or use method latq, which needs fewer.")
     low, high = -100.0, 100.0  # log2 of the price
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (middle, high) if average(at(2.0**middle)) > budget else (low, middle)
     chosen = at(2.0**high)
     if average(chosen) > budget:
-        chosen = cheapest
+        chosen = [min(offer.choices, key=lambda choice: choice.bits) for offer in offers]
     _spend_rest(offers, chosen, budget * total)
     return {name: choice for offer, choice in zip(offers, chosen, strict=True) for name in offer.names}
 
@@ -151,6 +159,12 @@ def _spend_rest(offers: Sequence[Offer], chosen: list[Choice], bits: float) -> N
         _, index, choice = best
         spent += (choice.bits - chosen[index].bits) * offers[index].weights
         chosen[index] = choice
+
+
+def _bits(shapes: Sequence[tuple[int, int]], recipe: Recipe, width: int, rate: float) -> float:
+    """Stored bits of linears of these shapes."""
+    stored = replace(recipe, budget=None, bits=width, outlier_rate=rate)
+    return sum(stored.planned_bits(rows, cols) for rows, cols in shapes)
 
 
 def _base(weight: torch.Tensor, width: int, recipe: Recipe) -> torch.Tensor:

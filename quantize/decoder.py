@@ -25,6 +25,7 @@ from vllm_latq.quantize.anatomy import Anatomy, fill_computed_buffers, parts_out
 from vllm_latq.quantize.meta_model import POOLER, is_encoder, load_config, meta_model
 from vllm_latq.quantize.offload import Place
 from vllm_latq.quantize.recorder import Given, Recorder, check_recorded, shared
+from vllm_latq.quantize.sources import check_sources, check_tied, tensor_sources
 from vllm_latq.store import TensorStore
 from vllm_latq.tensor_names import stored_names
 
@@ -54,7 +55,9 @@ class Decoder:
         dtype: of the computation; None computes in float32 on a CPU and in the model's own dtype elsewhere.
 
     Raises:
-        UnsupportedModelError: an architecture that is not understood, or a model that is quantized already.
+        UnsupportedModelError: an architecture that is not understood, or a model that is quantized already, or a tensor
+            of another shape than config.json makes it.
+        CheckpointError: a tensor that is missing. No weight is read to find that out, only the files' headers.
     """
 
     def __init__(self, source: str | Path, device: str | torch.device, dtype: torch.dtype | None = None) -> None:
@@ -68,9 +71,13 @@ class Decoder:
         self.encoder = is_encoder(self.config)
         self.anatomy = Anatomy.of(self.model, f"{source}: {type(self.model).__name__}", self.encoder)
         self._stored = stored_names(self.model, list(self.store.names()), str(source), unfuse=())
-        embedding = self.model.get_input_embeddings().weight
-        self.tied = any(head.weight is embedding for head in self.head_linears.values())
+        embedding, table = self.model.get_input_embeddings().weight, f"{self.anatomy.embedding}.weight"
+        tied = [f"{name}.weight" for name, head in self.head_linears.items() if head.weight is embedding]
+        self.tied = bool(tied)
         self._as_tuple = False
+        self._sources = tensor_sources(self.model, self._stored, table, self.store)
+        check_sources(self.model, self._sources, self.store)
+        check_tied(tied, self._stored[table], self.store)
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -265,14 +272,9 @@ class Decoder:
                 module._buffers[leaf] = self._load(prefix + leaf, buffer)
 
     def _load(self, name: str, like: torch.Tensor) -> torch.Tensor:
-        """A stored tensor in the dtype of `like`, on the device; checked for its shape and for finite values."""
-        if self.tied and name == f"{self.anatomy.head}.weight":
-            name = f"{self.anatomy.embedding}.weight"
-        name = self._stored.get(name, name)
+        """A stored tensor in the dtype of `like`, on the device; checked for finite values."""
+        name = self._sources[name]
         stored = self.store.get(name)
-        if stored.shape != like.shape:
-            expected, found = f"shape {tuple(like.shape)}", f"{tuple(stored.shape)}"
-            raise UnsupportedModelError(f"{self.source}: {name}", expected, found, "Is config.json its own?")
         if not torch.isfinite(stored).all():
             found = f"{int((~torch.isfinite(stored)).sum())} NaN or infinite values"
             raise NumericalError(f"{self.source}: {name}", "finite weights", found, "The model is damaged.")

@@ -16,6 +16,7 @@ import vllm_latq
 from vllm_latq.checkpoint import REPORT_FILE
 from vllm_latq.config import CheckpointConfig
 from vllm_latq.errors import ConfigError, UnsupportedModelError
+from vllm_latq.quantize.budget import check_budget
 from vllm_latq.quantize.calibration import load_samples
 from vllm_latq.quantize.card import model_card
 from vllm_latq.quantize.decoder import Decoder
@@ -82,6 +83,7 @@ def _quantize_checkpoint(
 ) -> dict[str, Any]:
     started, source = time.perf_counter(), decoder.source
     quantized = quantized_linears(decoder, recipe)
+    check_budget(quantized.values(), recipe)
     world.from_first(lambda: free_destination(destination, resume))  # before data are read, which takes a while
     samples = calibration_samples(decoder, recipe, calibration)
     identity = {

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from vllm_latq.quantize.budget import check_budget
 from vllm_latq.quantize.decoder import Decoder
 from vllm_latq.quantize.pipeline import quantized_linears
 from vllm_latq.quantize.recipe import Recipe
@@ -22,6 +23,7 @@ def plan(recipe: Recipe, source: str | Path) -> dict[str, Any]:
     decoder = Decoder(source, "cpu")
     layers = []
     quantized = quantized_linears(decoder, recipe)
+    check_budget(quantized.values(), recipe)
     for name, linear in quantized.items():
         rows, cols = linear.out_features, linear.in_features
         bits = recipe.planned_bits(rows, cols) / (rows * cols)

@@ -36,6 +36,7 @@ class TensorStore:
         if not self.directory.is_dir():
             raise CheckpointError(str(directory), "a model directory", "no such directory", "Check the path.")
         self._open: dict[str, Any] = {}
+        self._shapes: dict[str, dict[str, tuple[int, ...]]] = {}  # by file and tensor
 
     @cached_property
     def files(self) -> Mapping[str, str]:
@@ -46,14 +47,16 @@ class TensorStore:
                 expected = f"{SINGLE_FILE} or {INDEX_FILE}"
                 hint = "Only safetensors are read: transformers' save_pretrained writes them."
                 raise CheckpointError(str(self.directory), expected, "neither", hint)
-            return self._checked_names(dict.fromkeys(self._names_in(SINGLE_FILE), SINGLE_FILE))
+            self._read_header(SINGLE_FILE)
+            return self._checked_names(dict.fromkeys(self._shapes[SINGLE_FILE], SINGLE_FILE))
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
             hint = "Copy or download the checkpoint again."
             raise CheckpointError(str(index), "an object `weight_map` of file names", "something else", hint)
-        present = {file: set(self._names_in(file)) for file in sorted(set(weight_map.values()))}
+        for file in sorted(set(weight_map.values())):
+            self._read_header(file)
         for name, file in weight_map.items():
-            if name not in present[file]:
+            if name not in self._shapes[file]:
                 raise CheckpointError(str(index), f"tensor {name} in {file}", "no such tensor", "The shard is damaged.")
         return self._checked_names(weight_map)
 
@@ -64,14 +67,12 @@ class TensorStore:
         return self.files.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor that is there, from its file's header."""
-        return tuple(self._handle(self.files[name]).get_slice(name).get_shape())
+        """Of one tensor, from its file's header; raises CheckpointError if it is missing."""
+        return self._shapes[self._file_of(name)][name]
 
     def get(self, name: str) -> torch.Tensor:
         """One tensor on the CPU; raises CheckpointError if it is missing or its file is damaged."""
-        if name not in self.files:
-            raise CheckpointError(str(self.directory), f"a tensor {name}", "no such tensor", "The model is incomplete.")
-        file = self.files[name]
+        file = self._file_of(name)
         try:
             return self._handle(file).get_tensor(name)
         except (SafetensorError, OSError) as error:
@@ -81,11 +82,17 @@ class TensorStore:
         """Close the files, until one is read again."""
         self._open.clear()
 
-    def _names_in(self, file: str) -> list[str]:
-        """Names of a file's tensors; it is closed again, or all files of a model would be mapped at once."""
-        names = list(self._handle(file).keys())
+    def _file_of(self, name: str) -> str:
+        if name not in self.files:
+            raise CheckpointError(str(self.directory), f"a tensor {name}", "no such tensor", "The model is incomplete.")
+        return self.files[name]
+
+    def _read_header(self, file: str) -> None:
+        """Names and shapes of a file's tensors; it is closed again, or all files of a model would be mapped at once."""
+        handle = self._handle(file)
+        names: list[str] = handle.keys()
+        self._shapes[file] = {name: tuple(handle.get_slice(name).get_shape()) for name in names}
         del self._open[file]
-        return names
 
     def _handle(self, file: str) -> Any:
         if file not in self._open:

@@ -37,6 +37,8 @@ OTHERS = {
     **{"gptj": ("k_proj", "v_proj", "q_proj", "out_proj", "fc_in", "fc_out")},
     **{"codegen": ("qkv_proj", "out_proj", "fc_in", "fc_out")},
     **{"opt": ("k_proj", "v_proj", "q_proj", "out_proj", "fc1", "fc2")},
+    # A bias that two modules share, and that is stored once.
+    **{"bert-generation": ("query", "key", "value", "attention.output.dense", "intermediate.dense", "output.dense")},
     **{"biogpt": ("k_proj", "v_proj", "q_proj", "out_proj", "fc1", "fc2")},
 }
 LLAMA_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

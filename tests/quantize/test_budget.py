@@ -1,10 +1,15 @@
 """A budget: met, spent where it saves most, and refused when nothing fits."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 
 from vllm_latq.errors import ConfigError
-from vllm_latq.quantize.budget import OUTLIER_RATES, WIDTHS, Choice, Offer, choose, price
+from vllm_latq.quantize.budget import OUTLIER_RATES, WIDTHS, Choice, Offer, check_budget, choose, price
+from vllm_latq.quantize.pipeline import quantize_checkpoint
+from vllm_latq.quantize.plan import plan
 from vllm_latq.quantize.recipe import Recipe
 from vllm_latq.quantize.statistics import LayerStatistics
 
@@ -54,9 +59,25 @@ def test_no_single_upgrade_is_left_that_fits() -> None:
         assert better == []
 
 
-def test_a_budget_below_everything_is_refused() -> None:
-    with pytest.raises(ConfigError, match="the cheapest choice everywhere"):
-        choose([offer(1.0, 0)], 1.5)
+@pytest.mark.parametrize(("budget", "hint"), [(1.5, "Method latq meets lower"), (12.0, "More bits cannot be spent")])
+def test_a_budget_that_cannot_be_met_or_spent_is_refused_at_once(
+    mini_model: Path, tmp_path: Path, budget: float, hint: str
+) -> None:
+    """Before the calibration data are read, here from a file that is missing."""
+    recipe, found = Recipe("ssqr", budget=budget), rf"bits per weight from 2\.\d+ to \d+\.\d+, .* found {budget:g}"
+    with pytest.raises(ConfigError, match=f"{found}.*{hint}"):
+        quantize_checkpoint(recipe, mini_model, tmp_path / "out", calibration=str(tmp_path / "missing"))
+    with pytest.raises(ConfigError, match=f"{found}.*{hint}"):
+        plan(recipe, mini_model)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_limits_of_a_budget_can_be_met() -> None:
+    offers = [offer(1.0, 0), offer(1.0, 1)]
+    bits = [choice.bits for choice in offers[0].choices]
+    for budget in (min(bits), max(bits)):
+        check_budget([torch.nn.Linear(64, 48, device="meta")] * 2, replace(RECIPE, budget=budget))
+        assert average(offers, choose(offers, budget)) == budget
 
 
 @pytest.mark.parametrize("options", [{"bits": 3}, {"outlier_rate": 0.02}])

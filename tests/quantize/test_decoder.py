@@ -75,12 +75,8 @@ def test_already_quantized(copy: Path) -> None:
 
 
 UP = "model.layers.1.mlp.up_proj.weight"
-DAMAGE = [
-    (
-        lambda tensors: tensors[UP].view(-1)[:3].fill_(float("nan")),
-        NumericalError,
-        "expected finite weights, found 3 NaN",
-    ),
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+INCOMPLETE = [
     (lambda tensors: tensors.pop(UP), CheckpointError, f"expected a tensor {UP}"),
     (
         lambda tensors: tensors.update({UP: torch.zeros(3, 3)}),
@@ -90,12 +86,38 @@ DAMAGE = [
 ]
 
 
-@pytest.mark.parametrize(("damage", "error", "message"), DAMAGE)
-def test_damaged_weights(copy: Path, damage: Any, error: type[Exception], message: str) -> None:
-    tensors = load_file(copy / "model.safetensors")
+def rewrite(model: Path, damage: Any) -> None:
+    tensors = load_file(model / "model.safetensors")
     damage(tensors)
-    save_file(tensors, copy / "model.safetensors")
-    with pytest.raises(error) as caught, Decoder(copy, "cpu").block(1):
-        pass
+    save_file(tensors, model / "model.safetensors")
+
+
+@pytest.mark.parametrize(("damage", "error", "message"), INCOMPLETE)
+def test_incomplete_weights_are_refused_before_any_is_read(
+    copy: Path, damage: Any, error: type[Exception], message: str
+) -> None:
+    rewrite(copy, damage)
+    with pytest.raises(error) as caught:
+        Decoder(copy, "cpu")
     assert message in str(caught.value)
+    assert UP in str(caught.value)
+
+
+def test_a_tied_head_that_is_stored_too(copy: Path) -> None:
+    """Equal to the embedding, it is left out; with other values readers would disagree; alone it is not enough."""
+    rewrite(copy, lambda tensors: tensors.update({HEAD: tensors[EMBEDDING].clone()}))
+    assert Decoder(copy, "cpu").tied
+    rewrite(copy, lambda tensors: tensors[HEAD][0].add_(1))
+    with pytest.raises(UnsupportedModelError, match=rf"{HEAD}: expected what {EMBEDDING} holds, found other values"):
+        Decoder(copy, "cpu")
+    rewrite(copy, lambda tensors: tensors.pop(EMBEDDING))
+    with pytest.raises(CheckpointError, match=f"expected a tensor {EMBEDDING}"):
+        Decoder(copy, "cpu")
+
+
+def test_weights_that_are_not_finite(copy: Path) -> None:
+    rewrite(copy, lambda tensors: tensors[UP].view(-1)[:3].fill_(float("nan")))
+    decoder = Decoder(copy, "cpu")
+    with pytest.raises(NumericalError, match="expected finite weights, found 3 NaN") as caught, decoder.block(1):
+        pass
     assert UP in str(caught.value)
