@@ -2,6 +2,7 @@
 
     python serving_examples/decode_latency.py                       # Qwen3-8B's shape, batch 1, 4, 8 and 16, on a GPU
     python serving_examples/decode_latency.py --json results.json
+    python serving_examples/decode_latency.py --shape qwen3-30b-a3b  # a mixture of 128 experts
 
 Weights are random (`--load-format dummy`): they take the time of trained ones. Every scheme has a process of its own,
 which `--minutes` limits, and is printed and written as soon as it is measured.
@@ -24,10 +25,26 @@ from typing import Any
 from vllm_latq.config import CheckpointConfig, LayerScheme
 from vllm_latq.console import print_table
 
-QWEN3_8B = {"hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
-            "head_dim": 128, "intermediate_size": 12288, "vocab_size": 151936}  # fmt: skip
+DENSE = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+MIXTURE = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "norm_topk_prob": True,
+           "decoder_sparse_step": 1, "mlp_only_layers": []}  # fmt: skip
+ANY = {"max_position_embeddings": 4096, "rope_theta": 1e6, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+       "dtype": "bfloat16"}  # fmt: skip
 TINY = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
         "head_dim": 32, "intermediate_size": 256, "vocab_size": 512}  # fmt: skip
+SHAPES = {
+    "qwen3-8b": DENSE | {
+        "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "head_dim": 128, "intermediate_size": 12288, "vocab_size": 151936,
+    },
+    "qwen3-30b-a3b": MIXTURE | {
+        "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4,
+        "head_dim": 128, "intermediate_size": 6144, "vocab_size": 151936, "moe_intermediate_size": 768,
+        "num_experts": 128, "num_experts_per_tok": 8,
+    },
+    "tiny": DENSE | TINY,
+    "tiny-mixture": MIXTURE | TINY | {"moe_intermediate_size": 128, "num_experts": 4, "num_experts_per_tok": 2},
+}  # fmt: skip
 MARLIN = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True, "lm_head": False}
 # vLLM prefers other kernels for this scheme on some GPUs, Machete on Hopper for one.
 ENVIRONMENT = {"marlin 4 bits": {"VLLM_DISABLED_KERNELS": "CutlassW4A8LinearKernel,MacheteLinearKernel"}}
@@ -40,7 +57,7 @@ def schemes() -> dict[str, dict[str, Any] | None]:
     """Name -> quantization_config; None leaves the model in bf16."""
     packed = {
         f"ssqr {bits} bits, 1%": CheckpointConfig(
-            LayerScheme("packed", bits, 128, outliers=True), ("lm_head",), recipe={"outlier_rate": 0.01}
+            LayerScheme("packed", bits, 128, outliers=True), ("lm_head", "mlp.gate"), recipe={"outlier_rate": 0.01}
         ).to_dict()
         for bits in (2, 3, 4)
     }
@@ -52,7 +69,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 8, 16])
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--schemes", nargs="+", choices=tuple(schemes()), default=tuple(schemes()))
-    parser.add_argument("--tiny", action="store_true", help="a model of two small layers, to see that everything runs")
+    parser.add_argument(
+        "--shape", choices=tuple(SHAPES), default="qwen3-8b", help="tiny ones show that everything runs"
+    )
     parser.add_argument("--engine", default="{}", help="further arguments of vllm.LLM, a JSON object")
     parser.add_argument("--json", type=Path, help="write the results to this file, too")
     parser.add_argument("--minutes", type=float, default=10, help="stop a scheme that takes longer than so many")
@@ -69,7 +88,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         results[name] = found
         print(f"{name}: {', '.join(f'{1e3 * found[batch]:.3f} ms at batch {batch}' for batch in found)}", flush=True)
         if options.json:
-            options.json.write_text(json.dumps({"seconds_per_token": results, "versions": versions()}, indent=1) + "\n")
+            facts = {"shape": options.shape, "seconds_per_token": results, "versions": versions()}
+            options.json.write_text(json.dumps(facts, indent=1) + "\n")
     base = results.get("bf16")
     rows = [
         (name, batch, f"{1e3 * seconds:.3f}", f"{base[batch] / seconds:.2f}" if base else "-")
@@ -82,9 +102,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def run(name: str, options: argparse.Namespace) -> dict[str, float] | None:
     """Measure one scheme in a process of its own; None, with the reason printed, where it does not run."""
     command = [sys.executable, __file__, "--measure", name, "--engine", options.engine]
-    command += ["--batch", *map(str, options.batch), "--new-tokens", str(options.new_tokens)]
+    command += ["--batch", *map(str, options.batch), "--new-tokens", str(options.new_tokens), "--shape", options.shape]
     environment = os.environ | ENVIRONMENT.get(name, {})
-    command += ["--tiny"] if options.tiny else []
     # A group of its own: vLLM's engine is a process below, and must not keep the GPU's memory when this one is stopped.
     process = subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0
@@ -109,9 +128,7 @@ def measure(quantization: dict[str, Any] | None, options: argparse.Namespace) ->
     from vllm import LLM, SamplingParams
 
     with tempfile.TemporaryDirectory() as folder:
-        config = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "max_position_embeddings": 4096,
-                  "rope_theta": 1e6, "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "dtype": "bfloat16",
-                  **(TINY if options.tiny else QWEN3_8B)}  # fmt: skip
+        config = ANY | SHAPES[options.shape]
         if quantization:
             config["quantization_config"] = quantization
         (Path(folder) / "config.json").write_text(json.dumps(config))

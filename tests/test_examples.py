@@ -140,10 +140,11 @@ def test_lm_eval_latq(ssqr_checkpoint: Path, tasks_folder: Path, capsys: pytest.
 
 
 @pytest.mark.engine
-def test_decode_latency(tmp_path: Path) -> None:
+@pytest.mark.parametrize("shape", ["tiny", "tiny-mixture"])
+def test_decode_latency(tmp_path: Path, shape: str) -> None:
     """A tiny model through the whole script: what it takes on a CPU says nothing, but it is a time per token."""
     engine = {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 25, "max_num_batched_tokens": 256}
-    arguments = ["--tiny", "--batch", "1", "2", "--new-tokens", "4", "--schemes", "ssqr 3 bits, 1%"]
+    arguments = ["--shape", shape, "--batch", "1", "2", "--new-tokens", "4", "--schemes", "ssqr 3 bits, 1%"]
     arguments += ["--json", str(tmp_path / "times.json")]
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / "decode_latency.py"), *arguments, "--engine", json.dumps(engine)],
