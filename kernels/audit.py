@@ -20,6 +20,7 @@ from vllm_latq.kernels.chunks import LANES
 from vllm_latq.kernels.configs import COMPILER, REGIMES, SIMT, TABLE, DecodeConfig, decode_config, max_decode_rows
 from vllm_latq.kernels.dequantize import SLICE_SLOTS, dequantize_tiles, scatter_outliers
 from vllm_latq.kernels.errors import require
+from vllm_latq.kernels.grouped import ssqr_grouped
 from vllm_latq.kernels.huffman import huffman_chunks
 from vllm_latq.kernels.rans import rans_chunks
 from vllm_latq.kernels.sass import MachineCode, disassemble
@@ -33,7 +34,7 @@ _POINTERS = {
     "stream_ptr": "*i32", "table_ptr": "*i32", "start_ptr": "*i64", "used_ptr": "*i32", "z_ptr": "*i32",
     "slot_ptr": "*i64", "row_class_ptr": "*i32", "column_class_ptr": "*i32", "state_ptr": "*i32",
     "entry_ptr": "*i32", "slice_ptr": "*i32", "partial_ptr": "*fp32", "ticket_ptr": "*i32",
-    "fours_ptr": "*i64",
+    "fours_ptr": "*i64", "expert_ptr": "*i32", "begin_ptr": "*i32", "live_ptr": "*i32",
 }  # fmt: skip
 
 
@@ -131,11 +132,12 @@ def audit_tensor_core(
     outliers: bool = True,
     activations: str = "*bf16",
     midrise: bool = False,
+    grouped: bool = False,
 ) -> Audit:
-    """One configuration of the tensor-core kernel, with split-K."""
+    """One configuration of the tensor-core kernel, with split-K; `grouped` for routed experts."""
     values = tensor_core_values(bits, config, group_size, outliers, midrise=midrise)
-    weights = config.block_n * 256
-    return _audit(ssqr_tensor_core, arch, bits, config.max_rows, weights, values, config.num_warps, activations)
+    weights, kernel = config.block_n * 256, ssqr_grouped if grouped else ssqr_tensor_core
+    return _audit(kernel, arch, bits, config.max_rows, weights, values, config.num_warps, activations)
 
 
 def audit_simt(arch: str, bits: int, config: DecodeConfig = SIMT, rows: int = 1) -> Audit:

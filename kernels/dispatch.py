@@ -30,20 +30,30 @@ def padded_columns(x: torch.Tensor, weight: KernelWeight) -> torch.Tensor:
     return torch.nn.functional.pad(x, (0, missing)) if missing else x  # torch copies even where nothing is missing
 
 
+def scratch(
+    x: torch.Tensor, weight: KernelWeight, config: DecodeConfig, m: int, batches: int = 1
+) -> tuple[int, torch.Tensor | None, torch.Tensor | None]:
+    """Split-K factor of one launch of `batches` products of up to m rows of x; partials and x^T, where it has them."""
+    tiles = (weight.padded_rows * batches, weight.superblocks, weight.processors)
+    parts = config.parts(weight.bits, weight.group_size, *tiles)
+    partials = transposed = None
+    if parts > 1:
+        size = batches * parts * weight.padded_rows * config.max_rows
+        partials = torch.empty(size, dtype=torch.float32, device=x.device)
+    if weight.entries is not None and m > OUTLIER_GATHER_ROWS:
+        transposed = torch.empty(batches * weight.cols, config.max_rows, dtype=x.dtype, device=x.device)
+    return parts, partials, transposed
+
+
 def decode_matmul(x: torch.Tensor, weight: KernelWeight, config: DecodeConfig, y: torch.Tensor) -> None:
     """Write y [m, rows] for 1 <= m <= config.max_rows rows of x [m, cols], by one fused launch."""
     m = x.shape[0]
     if x.stride(1) != 1 or x.stride(0) * m > MAX_OFFSET:
         x = x.contiguous()
-    parts = config.parts(weight.bits, weight.group_size, weight.padded_rows, weight.superblocks, weight.processors)
-    partials = transposed = None
-    if parts > 1:
-        partials = torch.empty(parts * weight.padded_rows * config.max_rows, dtype=torch.float32, device=x.device)
+    parts, partials, transposed = scratch(x, weight, config, m)
     if config.kernel == "simt":
         launch_simt(padded_columns(x, weight), weight, y, partials, config, parts)
         return
-    if weight.entries is not None and m > OUTLIER_GATHER_ROWS:
-        transposed = torch.empty(weight.cols, config.max_rows, dtype=x.dtype, device=x.device)
     launch_ssqr(x, weight, y, partials, transposed, config, parts)
 
 

@@ -13,6 +13,8 @@ One program computes a tile of BLOCK_N output features (the M side of `tl.dot`) 
 Index names: rn tile row, rm activation row, sb superblock, part the split-K share.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -236,7 +238,21 @@ def launch_ssqr(
             than 8 rows, or without outliers.
         parts: split-K factor.
     """
-    m = x.shape[0]
+    grid, arguments, named = launch_arguments(x, weight, y, partials, transposed, config, parts, x.shape[0])
+    ssqr_tensor_core[grid](*arguments, **named)
+
+
+def launch_arguments(
+    x: torch.Tensor,
+    weight: KernelWeight,
+    y: torch.Tensor,
+    partials: torch.Tensor | None,
+    transposed: torch.Tensor | None,
+    config: DecodeConfig,
+    parts: int,
+    m: int,
+) -> tuple[tuple[int, int], tuple[Any, ...], dict[str, Any]]:
+    """Grid, run-time and compile-time arguments of `launch_ssqr` for m rows."""
     fours = None if transposed is None else transposed.view(torch.int64)
     outlier_rows = 0 if weight.entries is None else (1 if m == 1 else config.max_rows)
     grid = (weight.padded_rows // config.block_n, parts)
@@ -244,15 +260,17 @@ def launch_ssqr(
     if transposed is not None:  # the programs that write it should all run at once
         together = weight.processors * config.programs(weight.bits, weight.group_size)
         writers = min(grid[0] * grid[1], together, -(-weight.cols // config.piece), MOST_WRITERS)
-    ssqr_tensor_core[grid](
+    arguments = (
         x, weight.words, weight.scale_pairs, weight.flat_scales, weight.row_scales, weight.order, weight.entries,
         weight.slice_ptr, transposed, fours, partials, weight.tickets, y, m, weight.rows, weight.cols, x.stride(0),
         weight.superblocks, -(-weight.superblocks // parts), writers,
-        **constants(weight.bits, weight.group_size, config, outlier_rows, transposed is not None, parts > 1),
-        MIDRISE=weight.midrise, EVEN_K=weight.cols % 256 == 0, HAS_FLAT_SCALES=weight.flat_scales is not None,
-        HAS_ROW_SCALES=weight.row_scales is not None, ASM=x.is_cuda and torch.version.hip is None,
-        UPCAST=not x.is_cuda, num_warps=config.num_warps, **COMPILER,
     )  # fmt: skip
+    named = constants(weight.bits, weight.group_size, config, outlier_rows, transposed is not None, parts > 1) | {
+        "MIDRISE": weight.midrise, "EVEN_K": weight.cols % 256 == 0, "num_warps": config.num_warps,
+        "HAS_FLAT_SCALES": weight.flat_scales is not None, "HAS_ROW_SCALES": weight.row_scales is not None,
+        "ASM": x.is_cuda and torch.version.hip is None, "UPCAST": not x.is_cuda, **COMPILER,
+    }  # fmt: skip
+    return grid, arguments, named
 
 
 def constants(

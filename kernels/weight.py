@@ -25,6 +25,8 @@ class KernelWeight:
         tickets: int32 [row blocks, and up to four more], zeros; the kernel leaves them zero.
         processors: multiprocessors of the device, for choosing split-K; 1 on a CPU.
         arch: "sm_90" and the like, or HIP, for choosing launch configurations; empty on a CPU.
+
+    The weights of several experts, for `grouped.py`, are one KernelWeight: its tensors have a leading dimension then.
     """
 
     bits: int
@@ -45,11 +47,11 @@ class KernelWeight:
 
     @property
     def padded_rows(self) -> int:
-        return self.order.numel()
+        return self.order.shape[-1]
 
     @property
     def superblocks(self) -> int:
-        return self.words.shape[1]
+        return self.words.shape[-4]
 
     def storage_bytes(self) -> int:
         """Bytes of the weight that one product reads, without padding of the outliers. Synchronises the device."""

@@ -2,15 +2,13 @@
 
     y[t] = sum over j of weights[t, j] * down_e(act(gate_e(x[t])) * up_e(x[t])),   e = ids[t, j]
 
-It multiplies expert by expert through the operator of a linear, `latq::ssqr_tiled` or `latq::ssqr_linear`. How many
-tokens an expert gets is known only when it runs, so a graph sees one opaque operator of fixed shapes.
+How many tokens an expert gets is known only when it runs, so a graph sees one opaque operator of fixed shapes.
 
-    outside of CUDA graphs    each expert multiplies its own tokens; how many these are is read back once a layer
-    inside, few tokens        every (token, expert) pair multiplies by a gathered copy of its expert
-    inside, more tokens       every expert multiplies all tokens, and what was not asked for is dropped
+    few tokens, on kernels    one launch per product for all experts; sizes depend on no id (`kernels/grouped.py`)
+    else                      each expert multiplies its own tokens; how many these are is read back once a layer
+    else, in a CUDA graph     every expert multiplies all tokens, and what was not asked for is dropped
 
-Nothing is read back inside, at the price of work that a grouped kernel would not do: a gathered expert moves three
-times its bytes, and with `experts` / k times as many products the larger captured batches lose what sparsity saves.
+The last two multiply expert by expert through the operator of a linear, `latq::ssqr_tiled` or `latq::ssqr_linear`.
 
 Invariant: an id outside [0, experts) stands for an expert of another rank, and adds nothing. Sums over experts are
 float32 and rounded once.
@@ -24,7 +22,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from vllm_latq.kernel_path import ssqr_tiled
+from vllm_latq.kernel_path import grouped_experts, ssqr_tiled
 from vllm_latq.linear_op import scale_columns
 from vllm_latq.operands import Operands
 
@@ -34,14 +32,11 @@ ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": functional.gelu,
     "gelu_tanh": partial(functional.gelu, approximate="tanh"),
 }
-# A gathered expert is read, written and read again.
-GATHER_COST = 3
-
 _SCHEMA = (
     "(Tensor x, Tensor weights, Tensor ids, Tensor?[] gate_up, Tensor?[] down, int[] gate_up_constants, "
-    "int[] down_constants, str[] operators, str arch, str activation) -> Tensor"
+    "int[] down_constants, int experts, str[] operators, str arch, str activation) -> Tensor"
 )
-Run = Callable[[torch.Tensor, int | torch.Tensor], torch.Tensor]
+Run = Callable[[torch.Tensor, int], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -60,18 +55,10 @@ class _Product:
     tensors: list[torch.Tensor | None]
     constants: list[int | str]
 
-    def __call__(self, x: torch.Tensor, expert: int | torch.Tensor) -> torch.Tensor:
-        x = scale_columns(x, _pick(self.column_scales, expert))
+    def __call__(self, x: torch.Tensor, expert: int) -> torch.Tensor:
+        scales, *tensors = (None if stack is None else stack[expert] for stack in (self.column_scales, *self.tensors))
         operator = getattr(torch.ops.latq, self.operator)
-        return operator(x, *(_pick(stack, expert) for stack in self.tensors), *self.constants)  # type: ignore[no-any-return]
-
-
-def _pick(stack: torch.Tensor | None, expert: int | torch.Tensor) -> torch.Tensor | None:
-    """A view of one expert's part for a number, a copy for an integer tensor [1] on the device."""
-    if stack is None or isinstance(expert, int):
-        return None if stack is None else stack[expert]
-    raw = stack.view(torch.int16) if stack.dtype == torch.uint16 else stack  # torch does not index unsigned integers
-    return raw.index_select(0, expert)[0].view(stack.dtype)
+        return operator(scale_columns(x, scales), *tensors, *self.constants)  # type: ignore[no-any-return]
 
 
 def by_expert(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, experts: int, run: Run) -> torch.Tensor:
@@ -85,14 +72,6 @@ def by_expert(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, experts
             tokens = pairs // ids.shape[1]
             y.index_add_(0, tokens, run(x[tokens], expert) * weights.flatten()[pairs].unsqueeze(1).to(torch.float32))
     return y
-
-
-def by_pair(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, experts: int, run: Run) -> torch.Tensor:
-    """Each (token, expert) pair alone, with sizes that depend on no id: float32 [tokens, rows]."""
-    pairs = ids.flatten().clamp(0, experts - 1).split(1)
-    outputs = [run(x[pair // ids.shape[1]].unsqueeze(0), expert) for pair, expert in enumerate(pairs)]
-    products = torch.cat(outputs).view(*ids.shape, -1) * weights.unsqueeze(2).to(torch.float32)
-    return products.masked_fill(((ids < 0) | (ids >= experts)).unsqueeze(2), 0).sum(1)
 
 
 def by_all(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, experts: int, run: Run) -> torch.Tensor:
@@ -118,26 +97,34 @@ def _experts(
     down: list[torch.Tensor | None],
     gate_up_constants: list[int],
     down_constants: list[int],
+    experts: int,
     operators: list[str],
     arch: str,
     activation: str,
 ) -> torch.Tensor:
+    act = ACTIVATIONS[activation]
+
+    def between(rows: torch.Tensor) -> torch.Tensor:
+        gate, up = rows.chunk(2, dim=-1)
+        return act(gate) * up
+
+    products = ((gate_up, gate_up_constants), (down, down_constants))
+    tiled = [operator == ssqr_tiled.__name__ for operator in operators]
+    if all(tiled):
+        y = grouped_experts(x, weights, ids, products, experts, arch, between)
+        if y is not None:
+            return y
     first, second = (
-        _Product(operator, stacks[0], stacks[1:], [*numbers, arch] if operator == ssqr_tiled.__name__ else [*numbers])
-        for operator, stacks, numbers in zip(
-            operators, (gate_up, down), (gate_up_constants, down_constants), strict=True
-        )
+        _Product(operator, stacks[0], stacks[1:], [*numbers, arch] if on_kernels else [*numbers])
+        for operator, on_kernels, (stacks, numbers) in zip(operators, tiled, products, strict=True)
     )
 
-    def run(tokens: torch.Tensor, expert: int | torch.Tensor) -> torch.Tensor:
-        gate, up = first(tokens, expert).chunk(2, dim=-1)
-        return second(ACTIVATIONS[activation](gate) * up, expert)
+    def run(tokens: torch.Tensor, expert: int) -> torch.Tensor:
+        return second(between(first(tokens, expert)), expert)
 
-    experts = next(len(stack) for stack in first.tensors if stack is not None)
-    way = by_expert
-    if x.is_cuda and torch.cuda.is_current_stream_capturing():
-        way = by_pair if GATHER_COST * ids.numel() < experts else by_all
-    return way(x, weights, ids, experts, run).to(x.dtype)
+    local = next(len(stack) for stack in first.tensors if stack is not None)
+    way = by_all if x.is_cuda and torch.cuda.is_current_stream_capturing() else by_expert
+    return way(x, weights, ids, local, run).to(x.dtype)
 
 
 @torch.library.register_fake("latq::experts")
@@ -145,11 +132,17 @@ def _experts_fake(x: torch.Tensor, *arguments: object) -> torch.Tensor:
     return torch.empty_like(x)
 
 
-def expert_constants(gate_up: Operands, down: Operands, activation: str) -> tuple[Any, ...]:
-    """The last arguments of `run_experts`, from the operands of both stacks; `activation` is one of ACTIVATIONS."""
+def expert_constants(gate_up: Operands, down: Operands, experts: int, activation: str) -> tuple[Any, ...]:
+    """The last arguments of `run_experts`.
+
+    Args:
+        gate_up, down: operands of both stacks.
+        experts: of all ranks.
+        activation: one of ACTIVATIONS.
+    """
     numbers = [[value for value in part.constants.values() if isinstance(value, int)] for part in (gate_up, down)]
     arch = (gate_up.constants | down.constants).get("arch", "")
-    return *numbers, [gate_up.operator, down.operator], arch, activation
+    return *numbers, experts, [gate_up.operator, down.operator], arch, activation
 
 
 def run_experts(

@@ -10,6 +10,7 @@ copies into the tensors that CUDA graphs have captured.
 """
 
 import os
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ KERNEL_ARGUMENTS = (
     "words", "order", "scale_pairs", "flat_scales", "row_scales", "entries", "slice_ptr", "tickets",
 )  # fmt: skip
 SMALLEST_CAPACITY = 64  # outlier slots, of 64 bytes each
+MOST_PAIRS = 4096  # of tokens and experts, that are multiplied at once: bounds the scratch memory of a layer
 CONSTANTS = ("bits", "group_size", "rows", "cols", "midrise", "processors", "arch")
 
 _SCHEMA = (
@@ -155,3 +157,45 @@ def ssqr_tiled(x: torch.Tensor, **arguments: Any) -> torch.Tensor:
     """x [.., cols] times the transposed weight -> [.., rows], dtype of x. Arguments: as from `kernel_arguments`."""
     ordered = (arguments[name] for name in KERNEL_ARGUMENTS + CONSTANTS)
     return torch.ops.latq.ssqr_tiled(x, *ordered)
+
+
+def grouped_experts(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    products: Sequence[tuple[list[torch.Tensor | None], list[int]]],
+    experts: int,
+    arch: str,
+    between: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor | None:
+    """`latq::experts` by the grouped kernel, with sizes that depend on no id; None for more tokens than it is for.
+
+    Args:
+        products: of gate and up, and of down: stacks (column scales first) and constants, as for the operator.
+        between: what is done between the two products: [.., 2 * intermediate] -> [.., intermediate].
+        others: as for the operator.
+    """
+    from vllm_latq.kernels.grouped import batch_size, combine, gather, grouped_matmul, route
+    from vllm_latq.kernels.weight import KernelWeight
+
+    stacks = []
+    for (_, *tensors), numbers in products:
+        known: dict[str, Any] = dict(zip(KERNEL_ARGUMENTS + CONSTANTS, (*tensors, *numbers, arch), strict=True))
+        stacks.append(KernelWeight(**known | {"midrise": bool(known["midrise"])}))
+    scales = [stack[0] for stack, _ in products]
+    tokens, k = ids.shape
+    if not ids.numel() or batch_size(tokens, k, experts, stacks) is None:
+        return None
+
+    def chunk(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        size = batch_size(len(x), k, experts, stacks)
+        assert size is not None, "it was not for more tokens"
+        routing = route(ids.contiguous(), size, stacks)
+        hidden = between(grouped_matmul(gather(x, scales[0], routing), stacks[0], routing))
+        if scales[1] is not None:
+            hidden = gather(hidden, scales[1], routing, placed=True)
+        return combine(grouped_matmul(hidden, stacks[1], routing), weights.contiguous(), routing)
+
+    chunks = zip(*(part.split(max(1, MOST_PAIRS // k)) for part in (x, weights, ids)), strict=True)
+    outputs = [chunk(*parts) for parts in chunks]
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)

@@ -141,7 +141,7 @@ class LatqMoEMethod(FusedMoEMethodBase):
             return  # already processed
         channels = self._owned_channels(layer)
         gate_up, down = (self._install(layer, product, channels) for product in SHARDS)
-        self.constants = expert_constants(gate_up, down, layer.activation.value)
+        self.constants = expert_constants(gate_up, down, layer.global_num_experts, layer.activation.value)
 
     def apply(
         self,

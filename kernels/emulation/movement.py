@@ -118,16 +118,20 @@ def copy(instruction: Instruction, parts: list[str], kernel: Kernel) -> Step:
 
 
 def shuffle(instruction: Instruction, parts: list[str], kernel: Kernel) -> Step:
-    """shfl.sync.{bfly,idx}.b32 among the 32 threads of each warp."""
+    """shfl.sync.{bfly,idx,up}.b32 among the 32 threads of each warp."""
     target, source, lane = instruction.operands[:3]
-    require(parts[2] in ("bfly", "idx") and str(instruction.operands[3]) == "31", f"PTX of {kernel.name}",
-            "shfl.sync.bfly or .idx over whole warps", instruction.text)  # fmt: skip
+    last = {"bfly": "31", "idx": "31", "up": "0"}  # of the lanes that a thread may read: the whole warp
+    require(last.get(parts[2]) == str(instruction.operands[3]), f"PTX of {kernel.name}",
+            "shfl.sync.bfly, .idx or .up over whole warps", instruction.text)  # fmt: skip
     value, which = value_of(source, "b32", kernel), value_of(lane, "u32", kernel)
 
     def step(p: Program) -> None:
         thread = np.arange(p.threads)
-        chosen = which(p).astype(np.int64)
-        lanes = (thread % WARP) ^ chosen if parts[2] == "bfly" else chosen % WARP
+        own, chosen = thread % WARP, which(p).astype(np.int64)
+        if parts[2] == "up":
+            lanes = np.where(chosen > own, own, own - chosen)
+        else:
+            lanes = own ^ chosen if parts[2] == "bfly" else chosen % WARP
         assign(p, kernel, str(target), value(p)[thread // WARP * WARP + lanes])
 
     return step

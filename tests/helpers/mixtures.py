@@ -30,7 +30,7 @@ class Mixture:
             scales = [weight.column_scales for weight in packed if weight.column_scales is not None]
             self.stacks.append([torch.stack(scales) if scales else None, *stack.tensors.values()])
             operands.append(stack)
-        self.constants = expert_constants(*operands, activation)
+        self.constants = expert_constants(*operands, EXPERTS, activation)
 
     @staticmethod
     def _packed(scheme: LayerScheme, rows: int, cols: int, seed: int) -> PackedWeight:
@@ -42,10 +42,10 @@ class Mixture:
     def __call__(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         return run_experts(x, weights, ids, *self.stacks, *self.constants)
 
-    def run(self, x: torch.Tensor, expert: int | torch.Tensor) -> torch.Tensor:
+    def run(self, x: torch.Tensor, expert: int) -> torch.Tensor:
         """One dense expert."""
-        gate, up = functional.linear(x, self.dense[0][int(expert)]).chunk(2, -1)
-        return functional.linear(functional.silu(gate) * up, self.dense[1][int(expert)])
+        gate, up = functional.linear(x, self.dense[0][expert]).chunk(2, -1)
+        return functional.linear(functional.silu(gate) * up, self.dense[1][expert])
 
     def reference(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         y = torch.zeros(x.shape)

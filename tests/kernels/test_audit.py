@@ -23,11 +23,13 @@ README_TOLERANCE = 0.05  # counts differ with the version of ptxas; registers mo
 REGISTERS = 65536  # of a multiprocessor
 SHARED_LIMIT = {"sm_80": 163 << 10, "sm_86": 99 << 10, "sm_89": 99 << 10, "sm_90": 227 << 10}
 
-# (architecture, bits, rows, activations, group size; and True for a mid-rise grid). One row stands for the SIMT kernel,
-# none for the kernels that do not depend on the rows: with bits, dequantization; without, the load-time kernels.
+# (architecture, bits, rows, activations, group size; and whether the grid is mid-rise, and the kernel that of experts).
+# One row stands for the SIMT kernel, none for the kernels that do not depend on the rows: with bits, dequantization;
+# without, the load-time kernels.
 LOW_BATCH = [(arch, bits, 8, "*bf16", 128) for arch in SHARED_LIMIT for bits in CEILINGS]
 WIDE = [(arch, 3, rows, "*bf16", 128) for arch, rows in WIDER]
 MIDRISE = [("sm_80", bits, 8, "*bf16", 128, True) for bits in CEILINGS] + [("sm_86", 2, 32, "*bf16", 128, True)]
+GROUPED = [("sm_80", 3, 8, "*bf16", 128, False, True), ("sm_90", 3, 32, "*bf16", 128, False, True)]
 OTHERS = [
     ("sm_80", 3, 8, "*fp16", 128),
     ("sm_80", 4, 8, "*bf16", -1),
@@ -49,14 +51,14 @@ import json, sys
 from vllm_latq.kernels.audit import audit_dequantize, audit_load_time, audit_simt, audit_tensor_core
 from vllm_latq.kernels.configs import decode_config
 found = []
-for arch, bits, rows, activations, group, *midrise in json.loads(sys.argv[1]):
+for arch, bits, rows, activations, group, *flags in json.loads(sys.argv[1]):
     if rows == 1:
         audited = audit_simt(arch, bits)
     elif rows == 0:
         audited = audit_dequantize(arch, bits) if bits else max(audit_load_time(arch), key=lambda a: a.row.spill_bytes)
     else:
         config = decode_config(rows, bits, arch, group)
-        options = {"group_size": group, "activations": activations, "midrise": bool(midrise)}
+        options = {"group_size": group, "activations": activations, **dict(zip(("midrise", "grouped"), flags))}
         audited = audit_tensor_core(arch, bits, config, **options)
     loop = audited.loop
     found.append({
@@ -96,13 +98,13 @@ def run_compiler(*arguments: str) -> list[dict]:
 @pytest.fixture(scope="module")
 def audited() -> dict[tuple, dict]:
     """Every case, compiled in one process."""
-    cases = LOW_BATCH + WIDE + MIDRISE + OTHERS
+    cases = LOW_BATCH + WIDE + GROUPED + MIDRISE + OTHERS
     return dict(zip(cases, run_compiler("-c", SCRIPT, json.dumps(cases)), strict=True))
 
 
-@pytest.mark.parametrize("case", LOW_BATCH + WIDE, ids=str)
+@pytest.mark.parametrize("case", LOW_BATCH + WIDE + GROUPED, ids=str)
 def test_gates(audited: dict[tuple, dict], case: tuple) -> None:
-    arch, bits, rows, _, _ = case
+    arch, bits, rows, *_ = case
     row = audited[case]
     assert row["sass_per_weight"] <= (CEILINGS[bits] if rows == 8 else WIDER[arch, rows])
     assert row["spill_bytes"] == 0

@@ -5,11 +5,13 @@ truncate as the real ones do. So this covers what Triton's interpreter cannot: i
 """
 
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import pytest
 import torch
 from pretend_gpu import DEVICE, host, pretend_gpu
+from torch.nn.utils.rnn import pad_sequence
 from triton.backends.compiler import GPUTarget
 
 from vllm_latq.huffman import encode as huffman_encode
@@ -21,10 +23,12 @@ from vllm_latq.kernels.emulation import launch
 from vllm_latq.kernels.emulation.launch import emulation
 from vllm_latq.kernels.emulation.memory import Traffic
 from vllm_latq.kernels.emulation.ptx import parse
+from vllm_latq.kernels.grouped import batch_size, combine, gather, grouped_matmul, route
 from vllm_latq.kernels.huffman import decode_huffman
 from vllm_latq.kernels.rans import decode_rans
 from vllm_latq.kernels.reference import matmul_reference
 from vllm_latq.kernels.ssqr import launch_ssqr, ssqr_tensor_core
+from vllm_latq.kernels.weight import KernelWeight
 from vllm_latq.rans import encode as rans_encode
 
 pytestmark = pytest.mark.compiler
@@ -35,6 +39,12 @@ PREFILL_FACTOR = 2  # the weights are rounded, too
 
 def on(arch: str, layer: Any, processors: int = 1) -> Any:
     return replace(layer.weight, arch=arch, processors=processors)
+
+
+def stacked(weights: list[KernelWeight]) -> KernelWeight:
+    tensors = [name for name, part in vars(weights[0]).items() if isinstance(part, torch.Tensor)]
+    parts = {name: [getattr(weight, name) for weight in weights] for name in tensors}
+    return replace(weights[0], **{name: pad_sequence(part, batch_first=True) for name, part in parts.items()})
 
 
 def activations(m: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
@@ -222,6 +232,57 @@ def test_both_orders_of_columns_agree(make_layer) -> None:
     expected = matmul_reference(x, layer.dense)
     for y in outputs:
         assert (y - expected).abs().max() <= ROUNDING[torch.bfloat16] * expected.abs().max()
+
+
+# Architecture, bits, tokens, experts of each, columns (1536 are split), rows of a batch, activations, group size.
+GROUPED = [
+    ("sm_80", 3, 1, 3, 384, None, torch.bfloat16, 128),
+    ("sm_80", 4, 2, 2, 512, None, torch.float16, 32),
+    ("sm_80", 2, 24, 2, 1536, 16, torch.bfloat16, -1),
+    ("sm_86", 8, 9, 3, 512, None, torch.float16, 64),
+    ("sm_90", 3, 60, 1, 384, 64, torch.bfloat16, 128),
+    ("sm_90", 4, 5, 2, 1536, None, torch.bfloat16, 128),
+    ("sm_90", 2, 40, 2, 512, 8, torch.float16, 64),
+]
+
+
+def poisoned(shape: Any, *more: int, dtype: torch.dtype | None = None, **options: Any) -> torch.Tensor:
+    """In place of `torch.empty`: NaN, or a number that no index may be."""
+    shape = (shape, *more) if isinstance(shape, int) else shape
+    return torch.full(shape, float("nan") if dtype.is_floating_point else 2**31 - 1, dtype=dtype)
+
+
+@pytest.mark.parametrize(("arch", "bits", "tokens", "k", "cols", "size", "dtype", "group_size"), GROUPED)
+def test_grouped_experts(
+    make_layer, monkeypatch: pytest.MonkeyPatch, arch: str, bits: int, tokens: int, k: int, cols: int,
+    size: int | None, dtype: torch.dtype, group_size: int,
+) -> None:  # fmt: skip
+    """Expert 2 is never asked for, some pairs are for experts that are not here, programs run in a random order."""
+    experts, x = 5, activations(tokens, cols, dtype)
+    options = {"group_size": group_size, "outliers": 0.02 if tokens != 9 else 0.0, "row_scales": tokens == 2}
+    layers = [make_layer(bits, 131, cols, seed=seed, midrise=tokens == 5, **options) for seed in range(experts)]
+    stack = stacked([on(arch, layer, processors=108) for layer in layers])
+    generator = torch.Generator().manual_seed(tokens)
+    ids = torch.tensor([0, 1, 3, 4, -1, 5])[torch.randint(6, (tokens, k), generator=generator)].int()
+    weights = torch.rand(tokens, k, generator=generator)
+    scales = 2.0 ** torch.randint(-2, 3, (experts, cols), generator=generator) if k == 2 else None
+    size = size or batch_size(tokens, k, experts, [stack])
+    monkeypatch.setattr(torch, "empty", poisoned)
+    with emulation(arch, order=lambda programs: Random(0).sample(range(programs), programs)):
+        routing = route(ids, size, [stack])
+        rows = gather(x, scales, routing)
+        rows[int(routing.live.sum()) :] = float("nan")
+        y = combine(grouped_matmul(rows, stack, routing), weights, routing)
+    assert not routing.tickets.any()
+    padded, config = 256 * len(routing.expert), decode_config(size, bits, arch, group_size)
+    assert (config.parts(bits, group_size, padded, stack.superblocks, 108) > 1) == (cols == 1536)
+    expected = torch.zeros(tokens, 131, dtype=torch.float64)
+    for token, slot in ((ids >= 0) & (ids < experts)).nonzero().tolist():
+        expert = int(ids[token, slot])
+        scaled = x[token : token + 1] if scales is None else (x[token : token + 1] * scales[expert]).to(dtype)
+        product = matmul_reference(scaled, layers[expert].dense)[0]
+        expected[token] += float(weights[token, slot]) * product
+    assert (y - expected).abs().max() <= 2 * ROUNDING[dtype] * expected.abs().max()  # products are rounded, and sums
 
 
 def test_products_mix_no_devices(monkeypatch: pytest.MonkeyPatch) -> None:

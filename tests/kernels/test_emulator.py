@@ -106,6 +106,8 @@ def test_lanes() -> None:
     lanes = np.arange(THREADS)
     assert np.array_equal(compute("shfl.sync.bfly.b32 %r9, %r1, 4, 31, -1;", a), a[lanes ^ 4])
     assert np.array_equal(compute("shfl.sync.idx.b32 %r9, %r1, 3, 31, -1;", a), a[lanes // 32 * 32 + 3])
+    above = np.where(lanes % 32 < 5, lanes, lanes - 5)
+    assert np.array_equal(compute("shfl.sync.up.b32 %r9, %r1, 5, 0, -1;", a), a[above])
     largest = a.view(np.int32).reshape(2, 32).max(1).repeat(32)
     assert np.array_equal(compute("redux.sync.max.s32 %r9, %r1, -1;", a).view(np.int32), largest)
 

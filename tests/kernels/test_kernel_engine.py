@@ -1,9 +1,9 @@
-"""A whole vLLM engine through the kernels, in the interpreter: its tokens, and those after `reload_weights`."""
+"""A whole vLLM engine through the kernels, in the interpreter: its tokens, after `reload_weights` too, and experts."""
 
 from typing import Any
 
 import pytest
-from engine_probe import assert_same, probe
+from engine_probe import OLD_VLLM, assert_same, probe
 
 from vllm_latq.config import CheckpointConfig, LayerScheme
 
@@ -31,6 +31,18 @@ def generations(random_model: Any, make_checkpoint: Any) -> list[Any]:
     served = {"model": first.latq, "engine": short | {"dtype": "float16"}, "reload": [second.latq, first.latq]}
     dense = [{"model": pair.dense, "engine": short} for pair in (first, second)]
     return probe([*dense, served | {"operators": True}])
+
+
+@pytest.mark.skipif(OLD_VLLM, reason="the CPU build of vLLM 0.25 has no operator that chooses experts")
+def test_experts(random_model: Any, make_checkpoint: Any) -> None:
+    """Grouped in float16; in float32, which the kernels do not take, expert by expert through dense weights."""
+    mixture = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
+    source, _ = random_model("qwen3_moe", "experts", **SIZES, **mixture)
+    config = CheckpointConfig(LayerScheme("packed", 4, 32, True), ("lm_head", "mlp.gate"))
+    model = type(make_checkpoint)(source, source.parent)("packed-experts", config).latq
+    engines = [{"max_model_len": 64, "dtype": dtype} for dtype in ("float16", "float32")]
+    (grouped,), (dense,) = probe([{"model": model, "engine": engine} for engine in engines])
+    assert_same(grouped, dense, LOGPROB_TOLERANCE)
 
 
 def test_equals_the_dense_model(generations: list[Any]) -> None:

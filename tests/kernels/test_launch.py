@@ -24,6 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction, MockTensor
 from vllm_latq.kernels.configs import SIMT, decode_config
 from vllm_latq.kernels.dequantize import launch_dequantize
+from vllm_latq.kernels.grouped import batch_size, combine, gather, grouped_matmul, route
 from vllm_latq.kernels.huffman import launch_huffman
 from vllm_latq.kernels.rans import launch_rans
 from vllm_latq.kernels.simt import launch_simt
@@ -34,10 +35,18 @@ class Driver:
     get_current_device = get_current_stream = lambda self, *_: 0
     get_current_target = lambda self: GPUTarget("cuda", 80, 32)
 
+class Pointer(MockTensor):
+    def __init__(self, tensor):
+        super().__init__(tensor.dtype)
+        self.offset = tensor.storage_offset() * tensor.itemsize
+
+    def data_ptr(self):
+        return self.offset
+
 launch, compiled = JITFunction.run, defaultdict(set)
 
 def dry(self, *arguments, grid, warmup, **options):
-    arguments = [MockTensor(a.dtype) if isinstance(a, torch.Tensor) else a for a in arguments]
+    arguments = [Pointer(a) if isinstance(a, torch.Tensor) else a for a in arguments]
     kernel = launch(self, *arguments, grid=grid, warmup=True, **options)
     compiled[self.__name__].add(kernel.hash)
     assert kernel.metadata.enable_fp_fusion
@@ -73,6 +82,16 @@ with FakeTensorMode():
         for first in range(2):
             launch_dequantize(weight, empty(torch.bfloat16, 128, weight.cols), first, 1)
     ints = lambda *shape: empty(torch.int32, *shape)
+    for weight in weights[1:]:
+        tensors = {name: t for name, t in vars(weight).items() if isinstance(t, torch.Tensor)}
+        stacks = {name: empty(t.dtype, 8, *t.shape) for name, t in tensors.items()}
+        stack = dataclasses.replace(weight, processors=108, **stacks)
+        for tokens in (1, 2, 3, 9, 32, 64, 90):  # batches of 1, 8, 8, 8, 16, 32 and 64 rows
+            ids = ints(tokens, 2)
+            routing = route(ids, batch_size(*ids.shape, 8, [stack]), [stack])
+            rows = gather(empty(torch.bfloat16, tokens, stack.cols), None, routing)
+            y = grouped_matmul(gather(rows, empty(torch.float32, 8, stack.cols), routing, placed=True), stack, routing)
+            combine(y, empty(torch.float32, tokens, 2), routing)
     for rows, cols in ((1, 1), (160, 4096), (17, 100)):
         starts, used, z = empty(torch.int64, 16), ints(16), ints(rows, cols)
         launch_huffman(ints(cols), ints(1 << 15), starts, used, z, (rows, cols), -rows, rows)
@@ -93,6 +112,10 @@ def test_sizes_that_change_while_serving_compile_nothing_new() -> None:
     compiled = dict(line.split() for line in done.stdout.splitlines())
     assert {name: int(count) for name, count in compiled.items()} == {
         "ssqr_tensor_core": 3 * 2,
+        "route_pairs": 5,
+        "gather_rows": 2,
+        "ssqr_grouped": 5 * 2,
+        "combine_pairs": 1,
         "ssqr_simt": 2,
         "dequantize_tiles": 1,
         "scatter_outliers": 1,
