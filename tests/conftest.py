@@ -15,7 +15,9 @@ from vllm_latq.config import CheckpointConfig, LayerScheme
 from vllm_latq.huffman import encode
 from vllm_latq.weights import HuffmanWeight, PackedWeight, RansWeight, Weight, octave_eighths
 
-settings.register_profile("fuzz", max_examples=20_000)
+settings.register_profile("fuzz", max_examples=20_000)  # make fuzz: other examples every time
+settings.register_profile("test", derandomize=True, deadline=None)  # else every run tests the same
+settings.load_profile("test")
 DATA = Path(__file__).parent / "data"
 TASK = """
 task: next_word
@@ -38,6 +40,11 @@ TASK_ROWS = [
     {"question": "Return ``True`` if", "choices": [" xyzzy", " the"], "answer": 1},
     {"question": "import", "choices": [" os", " =="], "answer": 0},
 ]
+
+
+@pytest.fixture(autouse=True)
+def _same_numbers_every_run() -> None:
+    torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session")
