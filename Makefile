@@ -6,7 +6,7 @@ export HF_HUB_OFFLINE ?= 1
 export VLLM_NO_USAGE_STATS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: venv test lint demo compilers release fuzz soak api clean
+.PHONY: venv test lint demo emulated compilers release fuzz soak api clean
 
 # Seconds of coverage-guided fuzzing.
 FUZZ_SECONDS ?= 3600
@@ -28,11 +28,18 @@ lint: venv
 # Two processes with a thread each, the files of tests shared out between them.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
-# Kernels run in Triton's interpreter, which must be chosen before Triton is imported, and then as its compiler makes them.
+# Kernels run in Triton's interpreter, which must be chosen before Triton is imported, and then as its compiler makes them:
+# the quick ones of their tests on a pretended GPU.
+EMULATED_TESTS := $(addprefix tests/kernels/test_,dequantize.py huffman_kernel.py rans_kernel.py)
 test: lint
 	TRITON_INTERPRET=1 $(PYTEST) tests/kernels
 	$(PYTEST) tests/kernels -m compiler
+	EMULATED_GPU=sm_90 $(PYTEST) $(EMULATED_TESTS)
 	$(PYTEST) tests --ignore=tests/kernels
+
+# All tests of the kernels as they are compiled for each architecture, on a pretended GPU: minutes for each.
+emulated: venv
+	for arch in sm_80 sm_86 sm_90; do EMULATED_GPU=$$arch $(PYTEST) tests/kernels -m kernel || exit 1; done
 
 # The audit of the kernels with the Triton versions that vLLM 0.25 to 0.33 bring.
 compilers: venv

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from random_weights import random_weight
@@ -18,16 +19,18 @@ EXPERTS, HIDDEN, INTERMEDIATE = 5, 96, 64
 
 
 class Mixture:
-    """Random experts: operands for the operator, dense matrices for the reference."""
+    """Random experts: operands for the operator on a device, dense matrices for the reference on the CPU."""
 
-    def __init__(self, scheme: LayerScheme, dtype: torch.dtype = torch.float32, activation: str = "silu") -> None:
+    def __init__(
+        self, scheme: LayerScheme, dtype: torch.dtype = torch.float32, activation: str = "silu", device: Any = "cpu"
+    ) -> None:
         self.dense: list[list[torch.Tensor]] = []
         self.stacks, operands = [], []
         for product, (rows, cols) in enumerate(((2 * INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE))):
             packed = [self._packed(scheme, rows, cols, seed=10 * product + expert) for expert in range(EXPERTS)]
             self.dense.append([weight.dequantize() for weight in packed])
-            stack = stack_operands([make_operands(weight, dtype, "experts") for weight in packed])
-            scales = [weight.column_scales for weight in packed if weight.column_scales is not None]
+            stack = stack_operands([make_operands(weight.to(device), dtype, "experts") for weight in packed])
+            scales = [weight.column_scales.to(device) for weight in packed if weight.column_scales is not None]
             self.stacks.append([torch.stack(scales) if scales else None, *stack.tensors.values()])
             operands.append(stack)
         self.constants = expert_constants(*operands, EXPERTS, activation)

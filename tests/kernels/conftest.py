@@ -1,39 +1,42 @@
-"""Kernel tests. Those marked `interpreter` need TRITON_INTERPRET=1 before triton is imported; `compiler` forbids it.
+"""Kernel tests. Those marked `kernel` run on a GPU, in the interpreter or in the emulator: see `kernel_device.py`.
 
-The former run in a pytest process of their own (`TRITON_INTERPRET=1 pytest tests/kernels`), unmarked ones in any.
+Triton's interpreter is chosen before Triton is imported, so tests marked `interpreter` and `compiler` never run in one
+process.
 """
 
 import dataclasses
-import os
 from collections.abc import Callable
 
 import pytest
 import torch
+from kernel_device import DEVICE, INTERPRETED, RUNNABLE
 
 from vllm_latq.kernels.layout import codes_to_stream
 from vllm_latq.kernels.reference import dequantize_reference
 from vllm_latq.kernels.weight import KernelWeight, prepare
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "kernel: launches kernels: on a GPU, in the interpreter or in the emulator")
     config.addinivalue_line("markers", "interpreter: needs TRITON_INTERPRET=1 before triton is imported")
     config.addinivalue_line("markers", "compiler: needs Triton's compiler, which TRITON_INTERPRET=1 replaces")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    skip = pytest.mark.skip(reason="needs TRITON_INTERPRET=1: run `TRITON_INTERPRET=1 pytest tests/kernels`")
+    skipped = {
+        "kernel": (not RUNNABLE, "needs a GPU, TRITON_INTERPRET=1 or EMULATED_GPU=sm_80"),
+        "interpreter": (not INTERPRETED, "needs TRITON_INTERPRET=1"),
+        "compiler": (INTERPRETED, "needs Triton's compiler: run without TRITON_INTERPRET"),
+    }
     for item in items:
-        if item.get_closest_marker("interpreter") and not INTERPRETED:
-            item.add_marker(skip)
-        if item.get_closest_marker("compiler") and INTERPRETED:
-            item.add_marker(pytest.mark.skip(reason="needs Triton's compiler: run without TRITON_INTERPRET"))
+        for marker, (skip, reason) in skipped.items():
+            if skip and item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """Checkpoint tensors of a random layer, its weights in float64, and the same layer prepared for the kernels."""
+    """A random layer: checkpoint tensors and float64 weights on the CPU, and prepared where its test runs kernels."""
 
     tensors: dict
     dense: torch.Tensor
@@ -41,11 +44,12 @@ class Layer:
 
 
 @pytest.fixture
-def make_layer() -> Callable[..., Layer]:
+def make_layer(request: pytest.FixtureRequest) -> Callable[..., Layer]:
     """Build a random layer: make_layer(bits, rows, cols, group_size=128, outliers=0.01, ...).
 
     `empty_outliers`: the scheme has outliers, but there are none.
     """
+    device = DEVICE if request.node.get_closest_marker("kernel") else "cpu"
 
     def make(
         bits: int,
@@ -83,6 +87,7 @@ def make_layer() -> Callable[..., Layer]:
             "values": torch.randn(int(mask.sum()), generator=generator).bfloat16() if has_outliers else None,
             "midrise": midrise,
         }
-        return Layer(tensors, dequantize_reference(**tensors), prepare(**tensors))
+        there = {name: part.to(device) if isinstance(part, torch.Tensor) else part for name, part in tensors.items()}
+        return Layer(tensors, dequantize_reference(**tensors), prepare(**there))
 
     return make

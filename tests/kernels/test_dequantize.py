@@ -1,7 +1,8 @@
-"""Prefill in the interpreter: dense chunks exactly, and the whole product."""
+"""Prefill: dense chunks exactly, and the whole product."""
 
 import pytest
 import torch
+from kernel_device import DEVICE
 
 from vllm_latq.kernels import dequantize as module
 from vllm_latq.kernels.dequantize import dequantize, launch_dequantize, prefill_matmul
@@ -9,7 +10,7 @@ from vllm_latq.kernels.dispatch import ssqr_matmul
 from vllm_latq.kernels.reference import matmul_reference
 from vllm_latq.kernels.weight import prepare
 
-pytestmark = pytest.mark.interpreter
+pytestmark = pytest.mark.kernel
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
@@ -19,33 +20,34 @@ def test_dense_weights_exactly(make_layer, bits: int, cols: int, group_size: int
     midrise = cols in (96, 500)
     outliers = {} if midrise else {"outliers": 0.03, "full_rows": (129,)}
     layer = make_layer(bits, 130, cols, group_size=group_size, midrise=midrise, **({"outliers": 0.0} | outliers))
-    w = torch.full((130, cols), float("nan"))
+    w = torch.full((130, cols), float("nan"), device=DEVICE)
     launch_dequantize(layer.weight, w, 0, 3)
-    assert torch.equal(w.double(), layer.dense)
+    assert torch.equal(w.cpu().double(), layer.dense)
 
 
 def test_a_chunk_of_rows(make_layer) -> None:
     layer = make_layer(3, 200, 256, outliers=0.05)
-    w = torch.full((72, 256), float("nan"))
+    w = torch.full((72, 256), float("nan"), device=DEVICE)
     launch_dequantize(layer.weight, w, 2, 2)
-    assert torch.equal(w.double(), layer.dense[128:])
+    assert torch.equal(w.cpu().double(), layer.dense[128:])
 
 
 def test_row_scales(make_layer) -> None:
     layer = make_layer(4, 65, 256, group_size=-1, scales=False, row_scales=True, outliers=0.05)
-    assert torch.allclose(dequantize(layer.weight, torch.float32).double(), layer.dense, rtol=2**-23)
+    assert torch.allclose(dequantize(layer.weight, torch.float32).cpu().double(), layer.dense, rtol=2**-23)
 
 
 def test_overflowing_integers_are_put_together_again() -> None:
     """An outlier above 256 is stored as several bf16 entries of one place."""
     row_ptr = torch.tensor([0, 2, 4], dtype=torch.int32)
     col_idx, values = torch.tensor([0, 5, 5, 6]), torch.tensor([1001.0, 65537.0, -300.0, 12345.0])
-    weight = prepare(
-        torch.full((2, 2), -2004318072, dtype=torch.int32), 4, -1, 16, None, None, row_ptr, col_idx, values
+    qweight, *csr = (
+        part.to(DEVICE) for part in (torch.full((2, 2), -2004318072, dtype=torch.int32), row_ptr, col_idx, values)
     )
+    weight = prepare(qweight, 4, -1, 16, None, None, *csr)
     dense = torch.zeros(2, 16)
     dense[[0, 0, 1, 1], col_idx] = values
-    assert torch.equal(dequantize(weight, torch.float32), dense)
+    assert torch.equal(dequantize(weight, torch.float32).cpu(), dense)
 
 
 @pytest.mark.parametrize("m", [129, 140])
@@ -54,6 +56,7 @@ def test_prefill_in_chunks(make_layer, monkeypatch: pytest.MonkeyPatch, m: int) 
     x = torch.randn(m, 256).half()
     expected = matmul_reference(x, layer.dense)
     monkeypatch.setattr(module, "CHUNK_BYTES", 64 * 256 * 2)  # one row block at a time
-    for y in (prefill_matmul(x, layer.weight), ssqr_matmul(x, layer.weight)):
+    for multiply in (prefill_matmul, ssqr_matmul):
+        y = multiply(x.to(DEVICE), layer.weight).cpu()
         assert y.shape == (m, 130)
         assert (y - expected).abs().max() <= 2**-9 * expected.abs().max()  # weights and result rounded to float16

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from pretend_gpu import DEVICE, host, pretend_gpu
+from kernel_device import emulated_gpu
+from pretend_gpu import DEVICE
 from torch.nn.utils.rnn import pad_sequence
 from triton.backends.compiler import GPUTarget
 
@@ -19,7 +20,6 @@ from vllm_latq.kernels import cases, dequantize
 from vllm_latq.kernels.audit import compile_kernel, tensor_core_values
 from vllm_latq.kernels.configs import SIMT, decode_config
 from vllm_latq.kernels.dispatch import ssqr_matmul
-from vllm_latq.kernels.emulation import launch
 from vllm_latq.kernels.emulation.launch import emulation
 from vllm_latq.kernels.emulation.memory import Traffic
 from vllm_latq.kernels.emulation.ptx import parse
@@ -285,11 +285,9 @@ def test_grouped_experts(
     assert (y - expected).abs().max() <= 2 * ROUNDING[dtype] * expected.abs().max()  # products are rounded, and sums
 
 
-def test_products_mix_no_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_mix_no_devices() -> None:
     """From random codes to outputs on a pretended GPU: prepared, padded, multiplied and compared there."""
-    read = launch._bytes
-    monkeypatch.setattr(launch, "_bytes", lambda tensor: read(host(tensor)))
-    with pretend_gpu(9, 0), emulation("sm_90"):
+    with emulated_gpu("sm_90"):
         for case in cases.all_cases(shapes=((192, 384),), bits=(3,), rates=(0.0, 0.03), rows=(1, 20, 80, 130)):
             layer = cases.make_layer(case, DEVICE)
             x = torch.randn(case.m, case.cols, device=DEVICE).bfloat16()

@@ -1,4 +1,4 @@
-"""The one entry point in the interpreter, against float64: every number of rows, and memory poisoned and fenced.
+"""The one entry point against float64: every number of rows, and memory poisoned and fenced.
 
 Whatever a launcher allocates starts out as NaN inside a fence: a value that is read before it is written, or not
 written at all, makes the product NaN; a store outside its tensor damages the fence. x lies in a fence of NaN, too.
@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from kernel_device import DEVICE
 
 from vllm_latq.kernels import dequantize, dispatch
 from vllm_latq.kernels.configs import FUSED_LAUNCHES, SIMT, DecodeConfig, decode_config, max_decode_rows
 from vllm_latq.kernels.dispatch import ssqr_matmul
 from vllm_latq.kernels.reference import matmul_reference
 
-pytestmark = pytest.mark.interpreter
+pytestmark = pytest.mark.kernel
 
 FENCE = 4096  # elements before and behind; a multiple of every alignment
 # Of the largest output: one rounding to the type of x after float32 sums, where the interpreter truncates to bfloat16.
@@ -60,17 +61,18 @@ def poisoned_allocations() -> Iterator[None]:
 
 def multiply_and_compare(layer: Any, m: int, dtype: torch.dtype, config: DecodeConfig | None = None) -> None:
     weight = layer.weight
-    x, whole = fenced(torch.zeros, m, weight.cols, dtype=dtype)
+    x, whole = fenced(torch.zeros, m, weight.cols, dtype=dtype, device=DEVICE)
     x.copy_(torch.randn(m, weight.cols, generator=torch.Generator().manual_seed(m)))
     with poisoned_allocations():
         y = ssqr_matmul(x, weight, config)
-    expected = matmul_reference(x, layer.dense)
+    expected = matmul_reference(x.cpu(), layer.dense)
     widest = config.max_rows if config else max_decode_rows(weight.bits, weight.midrise)
     prefill = m > FUSED_LAUNCHES * widest
     assert y.shape == (m, weight.rows)
     assert y.dtype == dtype
+    tolerance = (PREFILL_FACTOR if prefill else 1) * TOLERANCE[dtype]
     # NaN compares false, so it fails too.
-    assert (y - expected).abs().max() <= (PREFILL_FACTOR if prefill else 1) * TOLERANCE[dtype] * expected.abs().max()
+    assert (y.cpu() - expected).abs().max() <= tolerance * expected.abs().max()
     assert not weight.tickets.any()
     check_fence(whole)
 
@@ -95,7 +97,8 @@ def test_every_number_of_rows(make_layer, m: int) -> None:
     )
     config = None
     if m <= max_decode_rows(bits, midrise):
-        config = replace(decode_config(m, bits, "", group_size), programs_per_processor=1 + m % 2, min_superblocks=1)
+        base = decode_config(m, bits, layer.weight.arch, group_size)
+        config = replace(base, programs_per_processor=1 + m % 2, min_superblocks=1)
     multiply_and_compare(layer, m, DTYPES[m // 2 % 2], config)
 
 
@@ -122,7 +125,7 @@ def test_launches(make_layer, monkeypatch: pytest.MonkeyPatch, bits, group_size,
         found.append((x.shape[0], arguments[-2]))
 
     monkeypatch.setattr(dispatch, "launch_ssqr", record)
-    ssqr_matmul(torch.zeros(m, 128).bfloat16(), weight)
+    ssqr_matmul(torch.zeros(m, 128, device=DEVICE).bfloat16(), weight)
     assert found == [(rows, decode_config(rows, bits, "sm_86", group_size)) for rows in launched]
 
 
@@ -144,12 +147,8 @@ ODD: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", ODD)
 def test_odd_layers(make_layer, monkeypatch: pytest.MonkeyPatch, name: str, kernel: str, dtype: torch.dtype) -> None:
     """In every kernel, at two parts where the layer has two superblocks; prefill in chunks of one row block."""
-    m, base = {
-        "simt": (3, SIMT),
-        "low batch": (1, decode_config(1, 3)),
-        "wide": (19, decode_config(19, 3)),
-        "prefill": (17, decode_config(8, 3)),
-    }[kernel]
     layer = make_layer(3, **ODD[name])
+    small, wide = (decode_config(rows, 3, layer.weight.arch) for rows in (8, 19))
+    m, base = {"simt": (3, SIMT), "low batch": (1, small), "wide": (19, wide), "prefill": (17, small)}[kernel]
     monkeypatch.setattr(dequantize, "CHUNK_BYTES", 1)
-    multiply_and_compare(layer, m, dtype, base and replace(base, programs_per_processor=2, min_superblocks=1))
+    multiply_and_compare(layer, m, dtype, replace(base, programs_per_processor=2, min_superblocks=1))

@@ -1,9 +1,11 @@
-"""Experts through the kernels, in the interpreter: grouped, and expert by expert, the sum is the dense experts'."""
+"""Experts through the kernels: grouped, and expert by expert, the sum is the dense experts'."""
 
 from collections.abc import Callable
+from dataclasses import fields
 
 import pytest
 import torch
+from kernel_device import DEVICE
 from mixtures import EXPERTS, HIDDEN, Mixture, routing
 from random_weights import RANS
 
@@ -14,7 +16,7 @@ from vllm_latq.kernels.errors import KernelInputError
 from vllm_latq.kernels.grouped import COLUMNS, Routing, batch_size, combine, gather, grouped_matmul, route
 from vllm_latq.kernels.weight import KernelWeight, prepare
 
-pytestmark = pytest.mark.interpreter
+pytestmark = pytest.mark.kernel
 
 # Of the largest output: x, the gated product and the output are each rounded to float16 (2^-11), one after the other.
 TOLERANCE = 2**-8
@@ -31,13 +33,13 @@ def strided(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def assert_equals_dense_experts(scheme: str, tokens: int, k: int, dtype: torch.dtype = torch.int32) -> None:
-    mixture = Mixture(SCHEMES[scheme], torch.float16)
+    mixture = Mixture(SCHEMES[scheme], torch.float16, device=DEVICE)
     assert mixture.constants[3] == ["ssqr_tiled", "ssqr_tiled"]
     x, weights, ids = routing(tokens, k, dtype)
     x *= 0.01  # float16 overflows at 65504
     expected = mixture.reference(x, weights, ids)
-    got = mixture(strided(x.half()), strided(weights), strided(ids)).float()
-    assert (got - expected).abs().max() <= TOLERANCE * expected.abs().max()
+    got = mixture(*(strided(part.to(DEVICE)) for part in (x.half(), weights, ids)))
+    assert (got.cpu().float() - expected).abs().max() <= TOLERANCE * expected.abs().max()
     if scheme == "packed3":
         for stacks in mixture.stacks:  # the last one holds the kernels' tickets, which count within a launch
             assert stacks[-1].shape[0] == EXPERTS
@@ -69,10 +71,17 @@ def test_expert_by_expert(scheme: str, way: Callable[..., torch.Tensor], monkeyp
 
 def stack_of(experts: int, bits: int = 3, midrise: bool = False) -> KernelWeight:
     """Shapes only: the first expert's tensors stand for all."""
-    weight = prepare(torch.zeros(64, 64 * bits // 32, dtype=torch.int32), bits, -1, 64, midrise=midrise)
+    codes = torch.zeros(64, 64 * bits // 32, dtype=torch.int32, device=DEVICE)
+    weight = prepare(codes, bits, -1, 64, midrise=midrise)
     parts = {name: part for name, part in vars(weight).items() if isinstance(part, torch.Tensor)}
     stacks = {name: part.expand(experts, *part.shape) for name, part in parts.items()}
     return KernelWeight(**vars(weight) | stacks)
+
+
+def routed(ids: torch.Tensor, size: int, experts: int) -> Routing:
+    """Routed where kernels run, and brought back."""
+    found = route(ids.to(DEVICE), size, [stack_of(experts)])
+    return Routing(size, *(getattr(found, field.name).cpu() for field in fields(Routing)[1:]))
 
 
 @pytest.mark.parametrize("size", [1, 8, 64])
@@ -81,7 +90,7 @@ def test_routing(tokens: int, k: int, experts: int, size: int) -> None:
     """Places are those of a stable sort by expert; every expert's are cut into full batches and a last one."""
     ids = torch.randint(-1, experts + 2, (tokens, k), generator=torch.Generator().manual_seed(tokens))
     ids[0, 0] = 2**40  # not 0, although its low half is
-    routing = route(ids, size, [stack_of(experts)])
+    routing = routed(ids, size, experts)
     known = (ids >= 0) & (ids < experts)
     assert (routing.place[~known] == -1).all()
     assert torch.equal(routing.place[known].argsort(), ids[known].argsort(stable=True))
@@ -101,7 +110,7 @@ def test_the_worst_routing_fills_all_batches() -> None:
         counts = [size * ((pairs - spread) // size) + 1] + [1] * (spread - 1)
         ids = torch.cat([torch.full((count,), expert) for expert, count in enumerate(counts)])
         ids = torch.nn.functional.pad(ids, (0, pairs - len(ids)), value=spread - 1)
-        routing = route(ids[:, None], size, [stack_of(experts)])
+        routing = routed(ids[:, None], size, experts)
         assert (routing.live > 0).all()
 
 
@@ -109,16 +118,17 @@ def test_rows_of_many_columns() -> None:
     """More than a program handles, gathered from x with other columns between, scaled, and combined."""
     cols, ids = COLUMNS + 3, torch.tensor([[1, 0], [5, 1]], dtype=torch.int32)
     x, scales, weights = torch.randn(2, 2 * cols)[:, :cols], 2.0 ** torch.randint(-3, 3, (2, cols)), torch.rand(2, 2)
-    routing = route(ids, 8, [stack_of(2)])
+    routing = route(ids.to(DEVICE), 8, [stack_of(2)])
     assert routing.place.tolist() == [[1, 0], [-1, 2]]
-    rows = gather(x.half(), scales, routing)
+    there = gather(x.half().to(DEVICE), scales.to(DEVICE), routing)
+    rows = there.cpu()
     expected = torch.stack([x.half()[0] * scales[0], x.half()[0] * scales[1], x.half()[1] * scales[1]]).half()
     assert torch.equal(rows[:3], expected)
-    again = gather(rows, scales, routing, placed=True)
+    again = gather(there, scales.to(DEVICE), routing, placed=True).cpu()
     assert torch.equal(again[:3], (expected * scales[[0, 1, 1]]).half())
     one, two, three = expected.float()
     sums = [weights[0, 0] * two + weights[0, 1] * one, weights[1, 1] * three]
-    assert torch.equal(combine(rows, weights, routing), torch.stack(sums).half())
+    assert torch.equal(combine(there, weights.to(DEVICE), routing).cpu(), torch.stack(sums).half())
 
 
 def test_sizes_of_batches() -> None:
@@ -132,7 +142,7 @@ def test_sizes_of_batches() -> None:
 
 def test_rows_that_do_not_fit_the_routing_are_refused() -> None:
     stack = stack_of(2)
-    routing: Routing = route(torch.tensor([[0], [1]]), 8, [stack])
+    routing = route(torch.tensor([[0], [1]], device=DEVICE), 8, [stack])
     for x in (torch.zeros(3, 64).half(), torch.zeros(64, 2).half().T, torch.zeros(2, HIDDEN).half()):
         with pytest.raises(KernelInputError):
-            grouped_matmul(x, stack, routing)
+            grouped_matmul(x.to(DEVICE), stack, routing)

@@ -1,14 +1,15 @@
-"""The Huffman kernel in the interpreter, bit for bit against a plain Python reader and the checkpoint's encoder."""
+"""The Huffman kernel, bit for bit against a plain Python reader and the checkpoint's encoder."""
 
 import pytest
 import torch
+from kernel_device import DEVICE
 
 from vllm_latq.huffman import encode
 from vllm_latq.kernels.errors import KernelInputError
 from vllm_latq.kernels.huffman import decode_huffman, lookup_table
 from vllm_latq.kernels.reference import huffman_reference
 
-pytestmark = pytest.mark.interpreter
+pytestmark = pytest.mark.kernel
 
 
 def integers(rows: int, cols: int, spread: float, wild: int = 0) -> torch.Tensor:
@@ -22,7 +23,8 @@ def integers(rows: int, cols: int, spread: float, wild: int = 0) -> torch.Tensor
 def arguments(z: torch.Tensor) -> tuple:
     coded = encode(z)
     lengths = torch.from_numpy(coded.table.lengths)
-    return (coded.stream, coded.chunk_bits, lengths, coded.table.first_symbol, *z.shape)
+    tensors = (part.to(DEVICE) for part in (coded.stream, coded.chunk_bits, lengths))
+    return (*tensors, coded.table.first_symbol, *z.shape)
 
 
 @pytest.mark.parametrize(
@@ -33,12 +35,12 @@ def test_decodes_bit_for_bit(rows: int, cols: int, spread: float, wild: int) -> 
     z = integers(rows, cols, spread, wild)
     given = arguments(z)
     assert torch.equal(huffman_reference(*given), z)
-    assert torch.equal(decode_huffman(*given), z)
+    assert torch.equal(decode_huffman(*given).cpu(), z)
 
 
 def test_corrupt_streams_are_refused_and_read_nothing_outside() -> None:
     stream, chunk_bits, *rest = arguments(integers(4, 60, 2.0, 2))
-    flipped = stream ^ torch.randint(-(2**31), 2**31, stream.shape, dtype=torch.int64).to(torch.int32)
+    flipped = stream ^ torch.randint(-(2**31), 2**31, stream.shape, dtype=torch.int64).to(stream)
     with pytest.raises(KernelInputError, match="to end at bit"):
         decode_huffman(flipped, chunk_bits, *rest)
     with pytest.raises(KernelInputError, match="words"):

@@ -1,10 +1,11 @@
-"""From a packed weight to the kernels, in the interpreter: products, reloads in place, one opaque operator."""
+"""From a packed weight to the kernels: products, reloads in place, one opaque operator."""
 
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch._dynamo.testing
+from kernel_device import DEVICE, EMULATED
 
 from vllm_latq.errors import CheckpointError
 from vllm_latq.huffman import encode
@@ -13,15 +14,16 @@ from vllm_latq.kernel_path import CONSTANTS, KERNEL_ARGUMENTS, has_kernels, kern
 from vllm_latq.packed_weight import PackedWeight, pack_integers
 from vllm_latq.sharding import cat_rows, take
 
-pytestmark = pytest.mark.interpreter
+pytestmark = pytest.mark.kernel
 
+needs_torch_compile = pytest.mark.skipif(EMULATED is not None, reason="torch.compile finds no pretended GPU")
 FLOAT16_TOLERANCE = 2**-10  # of the largest output: one rounding to float16, after float32 sums
 
 
 def packed(
     bits: int, group_size: int, rows: int, cols: int, rate: float | None, seed: int = 0, midrise: bool = False
 ) -> PackedWeight:
-    """Random packed weight; `rate` None has no outlier arrays, 0 has empty ones."""
+    """Random packed weight where kernels run; `rate` None has no outlier arrays, 0 has empty ones."""
     generator = torch.Generator().manual_seed(seed)
     half = 1 << (bits - 1)
     integers = torch.randint(-half, half, (rows, cols), generator=generator, dtype=torch.int32)
@@ -29,10 +31,10 @@ def packed(
     scales = (torch.rand(rows, groups, generator=generator) * 0.1 + 0.01).bfloat16()
     scales[::3] *= -1
     if rate is None:
-        return PackedWeight.from_integers(integers, scales, bits, group_size, midrise=midrise)
+        return PackedWeight.from_integers(integers, scales, bits, group_size, midrise=midrise).to(DEVICE)
     mask = torch.rand(rows, cols, generator=generator) < rate
     values = torch.randn(rows, cols, generator=generator)
-    return PackedWeight.from_integers(integers, scales, bits, group_size, mask, values, midrise)
+    return PackedWeight.from_integers(integers, scales, bits, group_size, mask, values, midrise).to(DEVICE)
 
 
 def decoded(rows: int, cols: int, seed: int = 0) -> PackedWeight:
@@ -40,17 +42,18 @@ def decoded(rows: int, cols: int, seed: int = 0) -> PackedWeight:
     generator = torch.Generator().manual_seed(seed)
     integers = torch.randn(rows, cols, generator=generator).round().to(torch.int32)
     integers[-1] = 250 + torch.arange(cols, dtype=torch.int32)
-    return pack_integers(integers, torch.rand(rows, generator=generator) * 0.1 + 0.01, bits=2)
+    return pack_integers(integers, torch.rand(rows, generator=generator) * 0.1 + 0.01, bits=2).to(DEVICE)
 
 
 def assert_product(weight: PackedWeight, tensors: dict, constants: dict, m: int = 3) -> None:
     x = torch.randn(1, m, weight.cols, generator=torch.Generator().manual_seed(m)).half()
-    expected = x.double() @ weight.dequantize().double().t()
-    y = ssqr_tiled(x, **tensors, **constants)
+    expected = x.double() @ weight.dequantize().cpu().double().t()
+    y = ssqr_tiled(x.to(DEVICE), **tensors, **constants).cpu()
     assert y.shape == (1, m, weight.shape[0])
     assert (y - expected).abs().max() <= FLOAT16_TOLERANCE * expected.abs().max()
 
 
+PADDED = torch.tensor([3, -1, 7, -1], device=DEVICE)
 WEIGHTS: dict[str, Callable[[int], PackedWeight]] = {
     "2-bit": lambda seed: packed(2, 64, 70, 320, 0.02, seed),
     "3-bit": lambda seed: packed(3, 128, 129, 256, 0.01, seed),
@@ -61,7 +64,7 @@ WEIGHTS: dict[str, Callable[[int], PackedWeight]] = {
     "one row": lambda seed: packed(3, 32, 1, 64, 1.0, seed),
     "hptq": lambda seed: decoded(40, 300, seed),
     "merged": lambda seed: cat_rows([packed(3, 64, rows, 128, 0.02, seed + rows) for rows in (64, 32, 33)]),
-    "padded": lambda seed: take(packed(4, 64, 20, 192, 0.05, seed), torch.tensor([3, -1, 7, -1]), (64, 192)),
+    "padded": lambda seed: take(packed(4, 64, 20, 192, 0.05, seed), PADDED, (64, 192)),
 }
 
 
@@ -98,11 +101,12 @@ def test_reload_with_more_outliers_than_fit_is_refused() -> None:
         kernel_arguments(packed(4, 64, 64, 128, 0.3), "layer", tensors["entries"].shape[0])
 
 
+@needs_torch_compile
 @pytest.mark.parametrize("name", ["3-bit", "8-bit plain", "hptq"])
 def test_registration(name: str) -> None:
     """Schema, fake implementation and dispatch agree (torch's own checks)."""
     tensors, constants = kernel_arguments(WEIGHTS[name](0), name)
-    x = torch.randn(2, constants["cols"]).bfloat16()
+    x = torch.randn(2, constants["cols"], device=DEVICE).bfloat16()
     torch.library.opcheck(
         torch.ops.latq.ssqr_tiled.default,
         (x, *tensors.values(), *constants.values()),
@@ -110,6 +114,7 @@ def test_registration(name: str) -> None:
     )
 
 
+@needs_torch_compile
 def test_one_opaque_operator_under_compile() -> None:
     """Layers of one shape, outliers of different number: one graph, no break."""
     torch._dynamo.reset()
@@ -119,7 +124,7 @@ def test_one_opaque_operator_under_compile() -> None:
         return ssqr_tiled(x, **tensors, **constants) + 1
 
     compiled = torch.compile(forward, backend=counter, fullgraph=True)
-    x = torch.randn(2, 128).bfloat16()
+    x = torch.randn(2, 128, device=DEVICE).bfloat16()
     numbers = set()
     for seed in range(3):
         weight = packed(4, 64, 64, 128, 0.02, seed)
@@ -143,6 +148,7 @@ def test_what_the_kernels_do_not_take(weight: PackedWeight, dtype: torch.dtype, 
     assert unsupported(packed(4, 64, 4, 128, None), torch.float16) is None
 
 
+@pytest.mark.interpreter
 def test_streams_are_decoded_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     integers = (torch.randn(9, 33, generator=torch.Generator().manual_seed(0)) * 3).round().to(torch.int32)
     stream = encode(integers)

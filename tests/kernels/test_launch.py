@@ -6,14 +6,16 @@ They run in a subprocess as far as the compiled kernel, the way a launch on an s
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
 from vllm_latq.kernels.cases import SHAPES
-from vllm_latq.kernels.configs import TABLE, DecodeConfig, split_k
+from vllm_latq.kernels.configs import TABLE, DecodeConfig, decode_config, split_k
 from vllm_latq.kernels.dispatch import padded_columns
 from vllm_latq.kernels.errors import KernelInputError
+from vllm_latq.kernels.ssqr import launch_arguments
 
 SCRIPT = """
 import contextlib, dataclasses
@@ -122,6 +124,15 @@ def test_sizes_that_change_while_serving_compile_nothing_new() -> None:
         "huffman_chunks": 1,
         "rans_chunks": 1,
     }
+
+
+def test_writers_of_transposed_activations_fit_their_counter(make_layer) -> None:
+    """One for each piece of 65536 columns would be 2048, which the counter's 11 bits hold as none."""
+    wide = {"cols": 1 << 16, "order": torch.empty(1 << 18, device="meta"), "processors": 1 << 16}
+    weight, config = replace(make_layer(3, 64, 256).weight, **wide), decode_config(64, 3)
+    x, transposed = (torch.empty(64, 1 << 16, dtype=torch.float16, device="meta") for _ in range(2))
+    _, (*_, writers), _ = launch_arguments(x, weight, x, None, transposed.view(1 << 16, 64), config, 1, 64)
+    assert writers == 2047
 
 
 def test_no_copy_where_no_column_is_missing(make_layer) -> None:

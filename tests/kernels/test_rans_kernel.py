@@ -1,9 +1,10 @@
-"""The rANS kernel in the interpreter, bit for bit against the checkpoint's decoder."""
+"""The rANS kernel, bit for bit against the checkpoint's decoder."""
 
 import dataclasses
 
 import pytest
 import torch
+from kernel_device import DEVICE
 
 from vllm_latq import rans_coder
 from vllm_latq.errors import CheckpointError
@@ -14,7 +15,7 @@ from vllm_latq.rans import RansStream, decode_stream, encode
 from vllm_latq.rans_decoder import decoding_table
 from vllm_latq.weights import RansWeight, decode_checked
 
-pytestmark = pytest.mark.interpreter
+pytestmark = pytest.mark.kernel
 
 
 @pytest.fixture(autouse=True)
@@ -35,8 +36,8 @@ def encoded(rows: int, cols: int, octaves: float, wild: int = 0) -> RansStream:
 
 def arguments(coded: RansStream) -> list[torch.Tensor]:
     model = coded.model()
-    tables = (coded.table_ranges, coded.frequencies)
-    return [coded.stream, coded.chunk_words, model.row_class, model.column_class, *tables]
+    classes, tables = (model.row_class, model.column_class), (coded.table_ranges, coded.frequencies)
+    return [part.to(DEVICE) for part in (coded.stream, coded.chunk_words, *classes, *tables)]
 
 
 @pytest.mark.parametrize(
@@ -47,8 +48,9 @@ def arguments(coded: RansStream) -> list[torch.Tensor]:
 def test_decodes_bit_for_bit(rows: int, cols: int, octaves: float, wild: int) -> None:
     coded = encoded(rows, cols, octaves, wild)
     expected = decode_stream(coded, "stream")
-    assert torch.equal(decode_rans(*arguments(coded)), expected)
-    slots = slot_table(coded.table_ranges, coded.frequencies)
+    given = arguments(coded)
+    assert torch.equal(decode_rans(*given).cpu(), expected)
+    slots = slot_table(*given[-2:])
     assert slots.flatten().tolist() == decoding_table(coded.model()).tolist()
 
 
@@ -56,15 +58,15 @@ def test_weights_are_decoded_by_the_kernel_where_there_is_one() -> None:
     coded = encoded(3, 20, 2.0)
     exponents = (torch.zeros(size, dtype=torch.int8) for size in coded.shape)
     weight = RansWeight(torch.ones(1), *exponents, coded)
-    assert torch.equal(decode_checked(weight, "layer"), decode_stream(coded, "stream"))
+    assert torch.equal(decode_checked(weight, "layer", DEVICE).cpu(), decode_stream(coded, "stream"))
     damaged = dataclasses.replace(weight, stream=dataclasses.replace(coded, stream=coded.stream ^ 1))
     with pytest.raises(CheckpointError, match=r"layer\.stream: expected every chunk to end after its words"):
-        decode_checked(damaged, "layer")
+        decode_checked(damaged, "layer", DEVICE)
 
 
 def test_corrupt_streams_are_refused_and_read_nothing_outside() -> None:
     stream, chunk_words, rows, cols, ranges, frequencies = arguments(encoded(3, 30, 2.0, 2))
-    flipped = stream ^ torch.randint(-(2**31), 2**31, stream.shape, dtype=torch.int64).to(torch.int32)
+    flipped = stream ^ torch.randint(-(2**31), 2**31, stream.shape, dtype=torch.int64).to(stream)
     with pytest.raises(KernelInputError, match="corrupt"):
         decode_rans(flipped, chunk_words, rows, cols, ranges, frequencies)
     with pytest.raises(KernelInputError, match="words"):

@@ -1,0 +1,37 @@
+"""Where the tests of kernels run them: on the GPU that is there, or with an environment variable on a machine without.
+
+TRITON_INTERPRET=1    on the CPU, in Triton's interpreter; Triton reads this when it is imported
+EMULATED_GPU=sm_80    on a pretended GPU of this architecture, whose kernels are compiled and run in the PTX emulator
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import torch
+from pretend_gpu import host, pretend_gpu
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+EMULATED = os.environ.get("EMULATED_GPU")
+
+
+@contextmanager
+def emulated_gpu(arch: str) -> Iterator[None]:
+    """A pretended GPU that launches this package's kernels."""
+    from vllm_latq.kernels.emulation import launch  # which imports Triton, for tests that only ask whether there is one
+
+    read, capability = launch._bytes, divmod(int(arch.removeprefix("sm_")), 10)
+    with (
+        patch.object(launch, "_bytes", lambda tensor: read(host(tensor))),
+        pretend_gpu(*capability),
+        launch.emulation(arch),
+    ):
+        yield
+
+
+if EMULATED:
+    _whole_process = emulated_gpu(EMULATED)
+    _whole_process.__enter__()
+DEVICE = torch.device("cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu")
+RUNNABLE = INTERPRETED or DEVICE.type == "cuda"
