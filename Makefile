@@ -30,7 +30,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 # Kernels run in Triton's interpreter, which must be chosen before Triton is imported, and then as its compiler makes them:
 # the quick ones of their tests on a pretended GPU.
-EMULATED_TESTS := $(addprefix tests/kernels/test_,dequantize.py huffman_kernel.py rans_kernel.py)
+EMULATED_TESTS := $(addprefix tests/kernels/test_,dequantize.py huffman_kernel.py rans_kernel.py routing.py)
 test: lint
 	TRITON_INTERPRET=1 $(PYTEST) tests/kernels
 	$(PYTEST) tests/kernels -m compiler

@@ -111,7 +111,7 @@ def _experts(
     products = ((gate_up, gate_up_constants), (down, down_constants))
     tiled = [operator == ssqr_tiled.__name__ for operator in operators]
     if all(tiled):
-        y = grouped_experts(x, weights, ids, products, experts, arch, between)
+        y = grouped_experts(x, weights, ids, products, experts, arch, activation)
         if y is not None:
             return y
     first, second = (

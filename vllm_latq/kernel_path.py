@@ -10,7 +10,7 @@ copies into the tensors that CUDA graphs have captured.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -166,16 +166,16 @@ def grouped_experts(
     products: Sequence[tuple[list[torch.Tensor | None], list[int]]],
     experts: int,
     arch: str,
-    between: Callable[[torch.Tensor], torch.Tensor],
+    activation: str,
 ) -> torch.Tensor | None:
     """`latq::experts` by the grouped kernel, with sizes that depend on no id; None for more tokens than it is for.
 
     Args:
         products: of gate and up, and of down: stacks (column scales first) and constants, as for the operator.
-        between: what is done between the two products: [.., 2 * intermediate] -> [.., intermediate].
         others: as for the operator.
     """
-    from vllm_latq.kernels.grouped import batch_size, combine, gather, grouped_matmul, route
+    from vllm_latq.kernels.grouped import activate, combine, gather, grouped_matmul
+    from vllm_latq.kernels.routing import batch_size, route
     from vllm_latq.kernels.weight import KernelWeight
 
     stacks = []
@@ -191,9 +191,8 @@ def grouped_experts(
         size = batch_size(len(x), k, experts, stacks)
         assert size is not None, "it was not for more tokens"
         routing = route(ids.contiguous(), size, stacks)
-        hidden = between(grouped_matmul(gather(x, scales[0], routing), stacks[0], routing))
-        if scales[1] is not None:
-            hidden = gather(hidden, scales[1], routing, placed=True)
+        gate_up = grouped_matmul(gather(x, scales[0], routing), stacks[0], routing)
+        hidden = activate(gate_up, activation, scales[1], routing)
         return combine(grouped_matmul(hidden, stacks[1], routing), weights.contiguous(), routing)
 
     chunks = zip(*(part.split(max(1, MOST_PAIRS // k)) for part in (x, weights, ids)), strict=True)

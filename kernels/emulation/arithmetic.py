@@ -51,6 +51,8 @@ BINARY = {
     "or": lambda a, b: a | b, "xor": lambda a, b: a ^ b, "min": np.minimum, "max": np.maximum, "div": _divide,
     "shl": lambda a, b: _shift(a, b, True), "shr": lambda a, b: _shift(a, b, False),
 }  # fmt: skip
+# Right to two units in the last place on a GPU, to half a one here.
+APPROXIMATE = {"ex2.approx.f32": np.exp2, "div.full.f32": np.divide}
 _COMPARE = {
     "eq": np.equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
     "ne": lambda a, b: (a < b) | (a > b),  # false where either is NaN, as the others are
@@ -62,6 +64,11 @@ _FLOATS = {"f32": tuple({*BINARY, "fma", "neg"} - {"div", "min", "max"}), "f16":
 def arithmetic(instruction: Instruction, parts: list[str], kernel: Kernel) -> Step:
     """One result from one to three operands of one type."""
     name, kind = parts[0], parts[-1]
+    if instruction.opcode in APPROXIMATE:
+        target, *operands = instruction.operands
+        inputs = [value_of(operand, kind, kernel) for operand in operands]
+        near = APPROXIMATE[instruction.opcode]
+        return lambda p: assign(p, kernel, str(target), near(*(source(p) for source in inputs)))
     require({*parts[1:-1]} <= {"lo", "wide", "rn"} and name in _FLOATS.get(kind, (name,)), f"PTX of {kernel.name}",
             "arithmetic that the emulator knows", instruction.text)  # fmt: skip
     target = str(instruction.operands[0])

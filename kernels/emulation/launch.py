@@ -14,15 +14,15 @@ import numpy as np
 import torch
 from triton.backends.compiler import GPUTarget
 
-from vllm_latq.kernels import dequantize, grouped, huffman, rans, simt, ssqr
+from vllm_latq.kernels import dequantize, grouped, huffman, rans, routing, simt, ssqr
 from vllm_latq.kernels.audit import compile_ahead
 from vllm_latq.kernels.emulation.machine import run
 from vllm_latq.kernels.emulation.memory import WARP, GlobalMemory, Traffic, address
 from vllm_latq.kernels.emulation.ptx import Kernel, parse
 
 KERNELS = (
-    (ssqr, "ssqr_tensor_core"), (grouped, "ssqr_grouped"), (grouped, "route_pairs"), (grouped, "gather_rows"),
-    (grouped, "combine_pairs"),
+    (ssqr, "ssqr_tensor_core"), (grouped, "ssqr_grouped"), (routing, "route_pairs"), (grouped, "gather_rows"),
+    (grouped, "activate_rows"), (grouped, "combine_pairs"),
     (simt, "ssqr_simt"), (dequantize, "dequantize_tiles"),
     (dequantize, "scatter_outliers"), (huffman, "huffman_chunks"), (rans, "rans_chunks"),
 )  # fmt: skip

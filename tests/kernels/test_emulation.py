@@ -23,10 +23,11 @@ from vllm_latq.kernels.dispatch import ssqr_matmul
 from vllm_latq.kernels.emulation.launch import emulation
 from vllm_latq.kernels.emulation.memory import Traffic
 from vllm_latq.kernels.emulation.ptx import parse
-from vllm_latq.kernels.grouped import batch_size, combine, gather, grouped_matmul, route
+from vllm_latq.kernels.grouped import combine, gather, grouped_matmul
 from vllm_latq.kernels.huffman import decode_huffman
 from vllm_latq.kernels.rans import decode_rans
 from vllm_latq.kernels.reference import matmul_reference
+from vllm_latq.kernels.routing import batch_size, route
 from vllm_latq.kernels.ssqr import launch_ssqr, ssqr_tensor_core
 from vllm_latq.kernels.weight import KernelWeight
 from vllm_latq.rans import encode as rans_encode
@@ -271,7 +272,8 @@ def test_grouped_experts(
     with emulation(arch, order=lambda programs: Random(0).sample(range(programs), programs)):
         routing = route(ids, size, [stack])
         rows = gather(x, scales, routing)
-        rows[int(routing.live.sum()) :] = float("nan")
+        if tokens > 1:  # the rows of one are views of it
+            rows[int(routing.live.sum()) :] = float("nan")
         y = combine(grouped_matmul(rows, stack, routing), weights, routing)
     assert not routing.tickets.any()
     padded, config = 256 * len(routing.expert), decode_config(size, bits, arch, group_size)

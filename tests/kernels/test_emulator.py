@@ -78,6 +78,8 @@ def test_floats() -> None:
     values = np.linspace(-3, 3, THREADS, dtype=np.float32)
     squares = compute("fma.rn.f32 %r9, %r1, %r1, 0f3F800000;", values).view(np.float32)
     assert np.array_equal(squares, (values.astype(np.float64) ** 2 + 1).astype(np.float32))
+    quotient = compute("ex2.approx.f32 %r8, %r1; div.full.f32 %r9, %r1, %r8;", values).view(np.float32)
+    np.testing.assert_allclose(quotient, values / 2.0**values, rtol=2**-22)
     pairs = compute("cvt.rn.bf16x2.f32 %r9, 0f3F800000, %r1;", values)
     assert np.array_equal(pairs >> 16, np.full(THREADS, 0x3F80))
     assert np.abs((pairs << 16).view(np.float32) - values).max() <= 2**-7
@@ -161,7 +163,7 @@ REFUSED = {
     "guarded shuffle": ("setp.eq.b32 %p1, %r0, 0; @%p1 shfl.sync.bfly.b32 %r1, %r0, 1, 31, -1;", "without a guard"),
     "guarded wait": ("setp.eq.b32 %p1, %r0, 0; @%p1 cp.async.wait_group 0;", "without a guard"),
     "high product": ("mul.hi.u32 %r1, %r0, %r0;", "arithmetic that"),
-    "quotient of floats": ("div.full.f32 %r1, %r0, %r0;", "arithmetic that"),
+    "quotient of floats": ("div.approx.f32 %r1, %r0, %r0;", "arithmetic that"),
     "sum of bf16": ("add.rn.bf16 %rs1, %rs2, %rs2;", "arithmetic that"),
     "comparison of bf16": ("setp.lt.bf16 %p1, %rs1, %rs1;", "comparison that"),
     "rounding to integers": ("cvt.rni.s32.f32 %r1, %r0;", "conversion that"),

@@ -26,9 +26,10 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction, MockTensor
 from vllm_latq.kernels.configs import SIMT, decode_config
 from vllm_latq.kernels.dequantize import launch_dequantize
-from vllm_latq.kernels.grouped import batch_size, combine, gather, grouped_matmul, route
+from vllm_latq.kernels.grouped import activate, combine, gather, grouped_matmul
 from vllm_latq.kernels.huffman import launch_huffman
 from vllm_latq.kernels.rans import launch_rans
+from vllm_latq.kernels.routing import batch_size, route
 from vllm_latq.kernels.simt import launch_simt
 from vllm_latq.kernels.ssqr import launch_ssqr
 from vllm_latq.kernels.weight import prepare
@@ -91,8 +92,11 @@ with FakeTensorMode():
         for tokens in (1, 2, 3, 9, 32, 64, 90):  # batches of 1, 8, 8, 8, 16, 32 and 64 rows
             ids = ints(tokens, 2)
             routing = route(ids, batch_size(*ids.shape, 8, [stack]), [stack])
-            rows = gather(empty(torch.bfloat16, tokens, stack.cols), None, routing)
-            y = grouped_matmul(gather(rows, empty(torch.float32, 8, stack.cols), routing, placed=True), stack, routing)
+            x, scales = empty(torch.bfloat16, tokens, stack.cols), empty(torch.float32, 8, stack.cols)
+            grouped_matmul(gather(x, scales, routing), stack, routing)
+            y = grouped_matmul(gather(x, None, routing), stack, routing)
+            activate(y, "silu", None, routing)
+            activate(y, "silu", scales, routing)
             combine(y, empty(torch.float32, tokens, 2), routing)
     for rows, cols in ((1, 1), (160, 4096), (17, 100)):
         starts, used, z = empty(torch.int64, 16), ints(16), ints(rows, cols)
@@ -116,6 +120,7 @@ def test_sizes_that_change_while_serving_compile_nothing_new() -> None:
         "ssqr_tensor_core": 3 * 2,
         "route_pairs": 5,
         "gather_rows": 2,
+        "activate_rows": 2,
         "ssqr_grouped": 5 * 2,
         "combine_pairs": 1,
         "ssqr_simt": 2,

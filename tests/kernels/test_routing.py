@@ -1,0 +1,110 @@
+"""Where (token, expert) pairs go, and what happens to their rows before and between and after the products."""
+
+from dataclasses import fields
+
+import pytest
+import torch
+from kernel_device import DEVICE, EMULATED
+from stacks import stack_of_experts
+
+from vllm_latq import expert_op
+from vllm_latq.kernels.errors import KernelInputError
+from vllm_latq.kernels.grouped import ACTIVATIONS, COLUMNS, activate, combine, gather
+from vllm_latq.kernels.routing import Routing, batch_size, route
+
+pytestmark = pytest.mark.kernel
+
+
+def routed(ids: torch.Tensor, size: int, experts: int) -> Routing:
+    """Routed where kernels run, and brought back."""
+    found = route(ids.to(DEVICE), size, [stack_of_experts(experts)])
+    return Routing(size, *(getattr(found, field.name).cpu() for field in fields(Routing)[1:]))
+
+
+@pytest.mark.parametrize("size", [1, 8, 64])
+@pytest.mark.parametrize(("tokens", "k", "experts"), [(1, 1, 1), (5, 3, 6), (40, 8, 100), (257, 1, 2)])
+def test_routing(tokens: int, k: int, experts: int, size: int) -> None:
+    """Places are those of a stable sort by expert; every expert's are cut into full batches and a last one."""
+    ids = torch.randint(-1, experts + 2, (tokens, k), generator=torch.Generator().manual_seed(tokens))
+    ids[0, 0] = 2**40  # not 0, although its low half is
+    routing = routed(ids, size, experts)
+    known = (ids >= 0) & (ids < experts)
+    assert (routing.place[~known] == -1).all()
+    assert torch.equal(routing.place[known].argsort(), ids[known].argsort(stable=True))
+    assert routing.place[known].sort().values.tolist() == list(range(int(known.sum())))
+    expected, counts = [], torch.bincount(ids[known], minlength=experts)
+    for expert, (end, count) in enumerate(zip(counts.cumsum(0).tolist(), counts.tolist(), strict=True)):
+        expected += [(expert, at, min(size, end - at)) for at in range(end - count, end, size)]
+    found = torch.stack([routing.expert, routing.begin, routing.live], 1).tolist()
+    assert [tuple(batch) for batch in found[: len(expected)]] == expected
+    assert not routing.live[len(expected) :].any()
+    assert not routing.tickets.any()
+
+
+def test_the_worst_routing_fills_all_batches() -> None:
+    for pairs, experts, size in ((7, 3, 4), (3, 5, 8), (40, 4, 16)):
+        spread = min(experts, pairs)
+        counts = [size * ((pairs - spread) // size) + 1] + [1] * (spread - 1)
+        ids = torch.cat([torch.full((count,), expert) for expert, count in enumerate(counts)])
+        ids = torch.nn.functional.pad(ids, (0, pairs - len(ids)), value=spread - 1)
+        routing = routed(ids[:, None], size, experts)
+        assert (routing.live > 0).all()
+
+
+def test_rows_of_many_columns() -> None:
+    """More than a program handles, gathered from x with other columns between, scaled, and combined."""
+    cols, ids = COLUMNS + 3, torch.tensor([[1, 0], [5, 1]], dtype=torch.int32)
+    x, scales, weights = torch.randn(2, 2 * cols)[:, :cols], 2.0 ** torch.randint(-3, 3, (2, cols)), torch.rand(2, 2)
+    routing = route(ids.to(DEVICE), 8, [stack_of_experts(2)])
+    assert routing.place.tolist() == [[1, 0], [-1, 2]]
+    there = gather(x.half().to(DEVICE), scales.to(DEVICE), routing)
+    rows = there.cpu()
+    expected = torch.stack([x.half()[0] * scales[0], x.half()[0] * scales[1], x.half()[1] * scales[1]]).half()
+    assert torch.equal(rows[:3], expected)
+    one, two, three = expected.float()
+    sums = [weights[0, 0] * two + weights[0, 1] * one, weights[1, 1] * three]
+    assert torch.equal(combine(there, weights.to(DEVICE), routing).cpu(), torch.stack(sums).half())
+
+
+def test_sizes_of_batches() -> None:
+    """Room for 1.5 times what an expert gets on average, as far as the kernel goes; then experts multiply alone."""
+    stack, tokens = stack_of_experts(16), (1, 2, 42, 43, 170, 171, 1024, 1025)
+    assert [batch_size(count, 2, 16, [stack] * 2) for count in tokens] == [1, 8, 8, 16, 32, 64, 64, None]
+    assert [batch_size(count, 2, 16, [stack_of_experts(16, 8), stack]) for count in (256, 512, 513)] == [32, 32, None]
+    assert batch_size(256, 2, 16, [stack_of_experts(16, midrise=True)]) == 32
+    assert batch_size(170, 2, 64, [stack]) == 8  # three quarters of the experts are on other ranks
+
+
+def test_one_token_is_not_copied() -> None:
+    x = torch.randn(1, 64, device=DEVICE).half()
+    rows = gather(x, None, route(torch.tensor([[1, 0, 2]], device=DEVICE), 1, [stack_of_experts(3)]))
+    assert rows.data_ptr() == x.data_ptr()
+    assert torch.equal(rows.cpu(), x.cpu().expand(3, 64))
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activation(activation: str, scaled: bool) -> None:
+    """Rounded once; gates so large that a product of what is not yet small would overflow."""
+    if EMULATED and activation == "gelu":
+        pytest.skip("the threads of CUDA's erf take different branches, which the emulator refuses")
+    cols, ids = COLUMNS + 3, torch.tensor([[1, 0], [5, 1]], dtype=torch.int32)
+    gate, up = (3 * torch.randn(4, cols)).bfloat16(), torch.randn(4, cols).bfloat16()
+    gate[:, 0], up[:, 0] = -1e30, 1e30
+    gate[:, 1], up[:, 1] = 1e30, 1e-30
+    scales = 2.0 ** torch.randint(-3, 3, (2, cols)) if scaled else None
+    routing = route(ids.to(DEVICE), 8, [stack_of_experts(2)])
+    gate_up, there = torch.cat([gate, up], 1).to(DEVICE), None if scales is None else scales.to(DEVICE)
+    found = activate(gate_up, activation, there, routing)
+    expected = expert_op.ACTIVATIONS[activation](gate.double()) * up.double()
+    if scales is not None:
+        expected[:3] *= scales[[0, 1, 1]]
+    tolerance = 2**-7  # the interpreter truncates
+    torch.testing.assert_close(found.cpu()[:3].double(), expected[:3], rtol=tolerance, atol=1e-6)
+
+
+def test_an_activation_that_no_kernel_has_is_refused() -> None:
+    assert set(ACTIVATIONS) == set(expert_op.ACTIVATIONS)
+    routing = route(torch.tensor([[0]], device=DEVICE), 1, [stack_of_experts(1)])
+    with pytest.raises(KernelInputError, match=r"activation: expected one of .*gelu_tanh.*found relu"):
+        activate(torch.zeros(1, 8, device=DEVICE).half(), "relu", None, routing)
