@@ -33,7 +33,8 @@ def test_correlated_inputs_rank_as_in_the_paper():
     inputs = torch.randn(300, 60, generator=generator) @ torch.randn(60, 60, generator=generator)
     inputs *= torch.linspace(0.2, 2, 60)
     (row,) = trace_table([("layer", inputs.T @ inputs)])
-    assert row["lll"] <= row["min-pivot"] < row["act"] < row["random"]
+    assert row["lll"] <= row["min-pivot"] * (1 + 1e-12)  # here it finds no better one, but for rounding
+    assert row["min-pivot"] < row["act"] < row["random"]
 
 
 def test_kinds_are_geometric_means_relative_to_act_order():
