@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
 from vllm_latq.config import LayerScheme
-from vllm_latq.expert_op import expert_constants, run_experts
+from vllm_latq.expert_op import ACTIVATIONS, expert_constants, run_experts
 from vllm_latq.operands import make_operands, stack_operands
 from vllm_latq.packed_weight import PackedWeight
 from vllm_latq.weights import RansWeight
@@ -34,6 +34,7 @@ class Mixture:
             self.stacks.append([torch.stack(scales) if scales else None, *stack.tensors.values()])
             operands.append(stack)
         self.constants = expert_constants(*operands, EXPERTS, activation)
+        self.activation = ACTIVATIONS[activation]
 
     @staticmethod
     def _packed(scheme: LayerScheme, rows: int, cols: int, seed: int) -> PackedWeight:
@@ -48,7 +49,7 @@ class Mixture:
     def run(self, x: torch.Tensor, expert: int) -> torch.Tensor:
         """One dense expert."""
         gate, up = functional.linear(x, self.dense[0][expert]).chunk(2, -1)
-        return functional.linear(functional.silu(gate) * up, self.dense[1][expert])
+        return functional.linear(self.activation(gate) * up, self.dense[1][expert])
 
     def reference(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         y = torch.zeros(x.shape)

@@ -1,6 +1,7 @@
 """Experts through the kernels: grouped, and expert by expert, the sum is the dense experts'."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -8,10 +9,14 @@ from kernel_device import DEVICE
 from mixtures import EXPERTS, HIDDEN, Mixture, routing
 from random_weights import RANS
 from stacks import stack_of_experts
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm_latq import expert_op, kernel_path
 from vllm_latq.config import LayerScheme
 from vllm_latq.expert_op import by_all, by_expert
+from vllm_latq.kernels import grouped
+from vllm_latq.kernels import routing as kernel_routing
+from vllm_latq.kernels.emulation.launch import KERNELS
 from vllm_latq.kernels.errors import KernelInputError
 from vllm_latq.kernels.grouped import grouped_matmul
 from vllm_latq.kernels.routing import route
@@ -32,8 +37,10 @@ def strided(tensor: torch.Tensor) -> torch.Tensor:
     return torch.stack([tensor, torch.full_like(tensor, -1)], -1)[..., 0]
 
 
-def assert_equals_dense_experts(scheme: str, tokens: int, k: int, dtype: torch.dtype = torch.int32) -> None:
-    mixture = Mixture(SCHEMES[scheme], torch.float16, device=DEVICE)
+def assert_equals_dense_experts(
+    scheme: str, tokens: int, k: int, dtype: torch.dtype = torch.int32, activation: str = "silu"
+) -> None:
+    mixture = Mixture(SCHEMES[scheme], torch.float16, activation, DEVICE)
     assert mixture.constants[3] == ["ssqr_tiled", "ssqr_tiled"]
     x, weights, ids = routing(tokens, k, dtype)
     x *= 0.01  # float16 overflows at 65504
@@ -53,6 +60,34 @@ def test_grouped(scheme: str, tokens: int, k: int, dtype: torch.dtype, monkeypat
     for way in ("by_expert", "by_all"):
         monkeypatch.delattr(expert_op, way)
     assert_equals_dense_experts(scheme, tokens, k, dtype)
+
+
+def test_activations_reach_the_kernels() -> None:
+    assert_equals_dense_experts("packed4-row", 3, 2, activation="gelu_tanh")
+
+
+@pytest.mark.parametrize(("scheme", "tokens", "count"), [("packed4-row", 1, 5), ("packed4-row", 2, 6), ("rans", 1, 6)])
+def test_launches(scheme: str, tokens: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of this package's kernels; torch makes views and memory only."""
+    mixture, launched = Mixture(SCHEMES[scheme], torch.float16, device=DEVICE), []
+
+    class Recorded:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            return lambda *arguments, **named: launched.append(grid)
+
+    class Operations(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            assert func.namespace == "latq" or func._opname in ("empty", "view", "expand", "split", "select", "slice")
+            return func(*args, **(kwargs or {}))
+
+    for module, name in KERNELS:
+        if module in (grouped, kernel_routing):
+            monkeypatch.setattr(module, name, Recorded())
+    x, weights, ids = (part.to(DEVICE) for part in routing(tokens, 2))
+    x = x.half()
+    with Operations():
+        mixture(x, weights, ids)
+    assert len(launched) == count
 
 
 def test_chunks_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
