@@ -181,7 +181,9 @@ def grouped_matmul(x: torch.Tensor, stack: KernelWeight, routing: Routing) -> to
     weight, size, batches = replace(stack, tickets=routing.tickets), routing.size, len(routing.expert)
     check_activations(x, weight)
     pairs = routing.ids.numel()
-    require(x.stride(1) == 1 and len(x) == pairs, "x", f"{pairs} rows without gaps between columns", tuple(x.shape))
+    dense = x.stride(1) == 1 or x.shape[1] == 1
+    require(dense and len(x) == pairs, "x", f"{pairs} rows without gaps between columns",
+            f"{tuple(x.shape)} of strides {x.stride()}")  # fmt: skip
     config = decode_config(size, weight.bits, weight.arch, weight.group_size)
     parts, partials, transposed = scratch(x, weight, config, size, batches)
     y = torch.empty(pairs, weight.rows, dtype=x.dtype, device=x.device)

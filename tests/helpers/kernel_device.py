@@ -31,6 +31,7 @@ def emulated_gpu(arch: str) -> Iterator[None]:
 
 
 if EMULATED:
+    assert not INTERPRETED, "choose one of TRITON_INTERPRET and EMULATED_GPU"
     _whole_process = emulated_gpu(EMULATED)
     _whole_process.__enter__()
 DEVICE = torch.device("cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu")

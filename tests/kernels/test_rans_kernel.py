@@ -76,6 +76,6 @@ def test_corrupt_streams_are_refused_and_read_nothing_outside() -> None:
     with pytest.raises(KernelInputError, match="sums of classes"):
         decode_rans(stream, chunk_words, rows + 16, cols, ranges, frequencies)
     with pytest.raises(KernelInputError, match="sums of 4096"):
-        slot_table(ranges, frequencies.to(torch.int32).clamp(min=1).to(torch.uint16) * 2)
+        slot_table(ranges, (2 * frequencies.to(torch.int32).clamp(min=1)).to(torch.uint16))
     with pytest.raises(KernelInputError, match="tables of"):
         slot_table(ranges, frequencies[:-1])
