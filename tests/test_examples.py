@@ -16,6 +16,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from engine_probe import NO_EXPERTS, OLD_VLLM
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import vllm_latq  # noqa: F401 - makes transformers read latq checkpoints
@@ -140,7 +141,9 @@ def test_lm_eval_latq(ssqr_checkpoint: Path, tasks_folder: Path, capsys: pytest.
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("shape", ["tiny", "tiny-mixture"])
+@pytest.mark.parametrize(
+    "shape", ["tiny", pytest.param("tiny-mixture", marks=pytest.mark.skipif(OLD_VLLM, reason=NO_EXPERTS))]
+)
 def test_decode_latency(tmp_path: Path, shape: str) -> None:
     """A tiny model through the whole script: what it takes on a CPU says nothing, but it is a time per token."""
     engine = {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 25, "max_num_batched_tokens": 256}

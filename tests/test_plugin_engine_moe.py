@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_probe import OLD_VLLM, PROMPTS, assert_same, probe
+from engine_probe import NO_EXPERTS, OLD_VLLM, PROMPTS, assert_same, probe
 from transformers import AutoModelForCausalLM
 
 from vllm_latq.config import CheckpointConfig, LayerScheme
@@ -17,7 +17,7 @@ from vllm_latq.quantize.recipe import Recipe
 
 pytestmark = [
     pytest.mark.engine,
-    pytest.mark.skipif(OLD_VLLM, reason="the CPU build of vLLM 0.25 has no operator that chooses experts"),
+    pytest.mark.skipif(OLD_VLLM, reason=NO_EXPERTS),
 ]
 
 # Both sides multiply by the same float32 numbers.

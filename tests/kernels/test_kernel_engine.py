@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from engine_probe import OLD_VLLM, assert_same, probe
+from engine_probe import NO_EXPERTS, OLD_VLLM, assert_same, probe
 
 from vllm_latq.config import CheckpointConfig, LayerScheme
 
@@ -33,7 +33,7 @@ def generations(random_model: Any, make_checkpoint: Any) -> list[Any]:
     return probe([*dense, served | {"operators": True}])
 
 
-@pytest.mark.skipif(OLD_VLLM, reason="the CPU build of vLLM 0.25 has no operator that chooses experts")
+@pytest.mark.skipif(OLD_VLLM, reason=NO_EXPERTS)
 def test_experts(random_model: Any, make_checkpoint: Any) -> None:
     """Grouped in float16; in float32, which the kernels do not take, expert by expert through dense weights."""
     mixture = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
