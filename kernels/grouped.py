@@ -16,12 +16,13 @@ import triton.language as tl
 from vllm_latq.kernels.configs import COMPILER, decode_config
 from vllm_latq.kernels.dispatch import check_activations, scratch
 from vllm_latq.kernels.errors import require
-from vllm_latq.kernels.routing import Routing
+from vllm_latq.kernels.routing import Routing, batch_size, route
 from vllm_latq.kernels.ssqr import launch_arguments, ssqr_tensor_core
 from vllm_latq.kernels.weight import KernelWeight
 
 COLUMNS = 1024  # of a row, that a program handles which is no product
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+MOST_PAIRS = 4096  # that are multiplied at once: bounds the scratch memory of a layer
 
 
 @triton.jit(do_not_specialize=("k",))
@@ -208,3 +209,43 @@ def combine(y: torch.Tensor, weights: torch.Tensor, routing: Routing) -> torch.T
             y, weights, routing.place, out, y.shape[1], k, COLUMNS=COLUMNS, **COMPILER
         )
     return out
+
+
+def routed_experts(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    stacks: tuple[KernelWeight, KernelWeight],
+    scales: tuple[torch.Tensor | None, torch.Tensor | None],
+    experts: int,
+    activation: str,
+) -> torch.Tensor | None:
+    """For each token the weighted sum of its experts' outputs; None for more tokens than the decode kernel is for.
+
+    Args:
+        x: [tokens, hidden], bfloat16 or float16.
+        weights: [tokens, k], of the outputs.
+        ids: integers [tokens, k]; any number outside the stacks is an expert that is not here, and adds nothing.
+        stacks: experts' weights of gate above up, [2 * intermediate, hidden], and of down, [hidden, intermediate].
+        scales: of their columns, float32 [experts here, columns], contiguous, or None.
+        experts: from which the ids are chosen, those of other ranks included.
+        activation: one of ACTIVATIONS.
+
+    Returns:
+        [tokens, hidden], dtype of x.
+    """
+    k = ids.shape[1]
+    if not ids.numel() or batch_size(len(x), k, experts, stacks) is None:
+        return None
+
+    def chunk(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        size = batch_size(len(x), k, experts, stacks)
+        assert size is not None, "it was not for more tokens"
+        routing = route(ids.contiguous(), size, stacks)
+        gate_up = grouped_matmul(gather(x, scales[0], routing), stacks[0], routing)
+        hidden = activate(gate_up, activation, scales[1], routing)
+        return combine(grouped_matmul(hidden, stacks[1], routing), weights.contiguous(), routing)
+
+    chunks = zip(*(part.split(max(1, MOST_PAIRS // k)) for part in (x, weights, ids)), strict=True)
+    outputs = [chunk(*parts) for parts in chunks]
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)

@@ -6,6 +6,7 @@ The numbers of batches and places follow from shapes alone, so a CUDA graph may 
 routing leaves empty have no rows.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -92,7 +93,7 @@ class Routing:
     tickets: torch.Tensor
 
 
-def batch_size(tokens: int, k: int, experts: int, stacks: list[KernelWeight]) -> int | None:
+def batch_size(tokens: int, k: int, experts: int, stacks: Sequence[KernelWeight]) -> int | None:
     """Most rows of a batch; None if there are too many pairs for the decode kernel, as for a single matrix.
 
     A token alone gets a batch for each expert. Else batches have room for half as much again as an expert gets on
@@ -110,7 +111,7 @@ def batch_size(tokens: int, k: int, experts: int, stacks: list[KernelWeight]) ->
     return next((rows for rows in REGIMES if rows < widest and 2 * rows * experts >= 3 * tokens * k), widest)
 
 
-def route(ids: torch.Tensor, size: int, stacks: list[KernelWeight]) -> Routing:
+def route(ids: torch.Tensor, size: int, stacks: Sequence[KernelWeight]) -> Routing:
     """Put every (token, expert) pair into a batch of its expert.
 
     Args:

@@ -1,8 +1,10 @@
 """The weight as the kernels want it, made once at load."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from vllm_latq.kernels.configs import HIP
 from vllm_latq.kernels.errors import require
@@ -59,6 +61,13 @@ class KernelWeight:
         if self.entries is not None and self.slice_ptr is not None:
             parts += [self.order, self.entries[: int(self.slice_ptr[-1])]]
         return sum(part.numel() * part.element_size() for part in parts if part is not None)
+
+
+def stack_weights(weights: Sequence[KernelWeight]) -> KernelWeight:
+    """The weights of several experts, of one scheme and shape, as one; outliers are padded to one length."""
+    names = [name for name, part in vars(weights[0]).items() if isinstance(part, torch.Tensor)]
+    parts = {name: [getattr(weight, name) for weight in weights] for name in names}
+    return replace(weights[0], **{name: pad_sequence(part, batch_first=True) for name, part in parts.items()})
 
 
 def _in_tile_order(vector: torch.Tensor, order: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,6 @@ KERNEL_ARGUMENTS = (
     "words", "order", "scale_pairs", "flat_scales", "row_scales", "entries", "slice_ptr", "tickets",
 )  # fmt: skip
 SMALLEST_CAPACITY = 64  # outlier slots, of 64 bytes each
-MOST_PAIRS = 4096  # of tokens and experts, that are multiplied at once: bounds the scratch memory of a layer
 CONSTANTS = ("bits", "group_size", "rows", "cols", "midrise", "processors", "arch")
 
 _SCHEMA = (
@@ -174,27 +173,12 @@ def grouped_experts(
         products: of gate and up, and of down: stacks (column scales first) and constants, as for the operator.
         others: as for the operator.
     """
-    from vllm_latq.kernels.grouped import activate, combine, gather, grouped_matmul
-    from vllm_latq.kernels.routing import batch_size, route
+    from vllm_latq.kernels.grouped import routed_experts
     from vllm_latq.kernels.weight import KernelWeight
 
     stacks = []
     for (_, *tensors), numbers in products:
         known: dict[str, Any] = dict(zip(KERNEL_ARGUMENTS + CONSTANTS, (*tensors, *numbers, arch), strict=True))
         stacks.append(KernelWeight(**known | {"midrise": bool(known["midrise"])}))
-    scales = [stack[0] for stack, _ in products]
-    tokens, k = ids.shape
-    if not ids.numel() or batch_size(tokens, k, experts, stacks) is None:
-        return None
-
-    def chunk(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        size = batch_size(len(x), k, experts, stacks)
-        assert size is not None, "it was not for more tokens"
-        routing = route(ids.contiguous(), size, stacks)
-        gate_up = grouped_matmul(gather(x, scales[0], routing), stacks[0], routing)
-        hidden = activate(gate_up, activation, scales[1], routing)
-        return combine(grouped_matmul(hidden, stacks[1], routing), weights.contiguous(), routing)
-
-    chunks = zip(*(part.split(max(1, MOST_PAIRS // k)) for part in (x, weights, ids)), strict=True)
-    outputs = [chunk(*parts) for parts in chunks]
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    (gate_up, _), (down, _) = products
+    return routed_experts(x, weights, ids, (stacks[0], stacks[1]), (gate_up[0], down[0]), experts, activation)

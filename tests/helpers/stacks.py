@@ -3,13 +3,10 @@
 import torch
 from kernel_device import DEVICE
 
-from vllm_latq.kernels.weight import KernelWeight, prepare
+from vllm_latq.kernels.weight import KernelWeight, prepare, stack_weights
 
 
 def stack_of_experts(experts: int, bits: int = 3, midrise: bool = False) -> KernelWeight:
-    """Shapes only: the first expert's tensors stand for all."""
+    """64 by 64 each, all the same."""
     codes = torch.zeros(64, 64 * bits // 32, dtype=torch.int32, device=DEVICE)
-    weight = prepare(codes, bits, -1, 64, midrise=midrise)
-    parts = {name: part for name, part in vars(weight).items() if isinstance(part, torch.Tensor)}
-    stacks = {name: part.expand(experts, *part.shape) for name, part in parts.items()}
-    return KernelWeight(**vars(weight) | stacks)
+    return stack_weights([prepare(codes, bits, -1, 64, midrise=midrise)] * experts)

@@ -10,11 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from kernel_device import emulated_gpu
+from pretend_gpu import DEVICE as PRETENDED
 
 from vllm_latq.kernels import peers
-from vllm_latq.kernels.bench import Bench, environment, main, report, table_row
-from vllm_latq.kernels.cases import SHAPES, Case, all_cases, make_layer, relative_error
+from vllm_latq.kernels.bench import environment, main, report, table_row
+from vllm_latq.kernels.cases import SHAPES, Case, Layer, all_cases, make_layer, relative_error
 from vllm_latq.kernels.configs import AMPERE, SIMT, DecodeConfig
+from vllm_latq.kernels.measure import Bench
+from vllm_latq.kernels.measure_experts import ExpertBench
 from vllm_latq.kernels.reference import matmul_reference
 from vllm_latq.kernels.roofline import GPUS, INSTRUCTIONS, bytes_per_weight, least_microseconds, print_tables
 from vllm_latq.kernels.timing import Timing, copies_beyond_cache, summary
@@ -75,12 +79,38 @@ def test_a_wrong_product_is_not_timed(bench: Bench, tmp_path: Path, monkeypatch:
         layer.weight.words[0, 0, 0, 3] ^= 0x7FFFFFFF
         return layer
 
-    monkeypatch.setattr("vllm_latq.kernels.bench.make_layer", damaged)
+    monkeypatch.setattr("vllm_latq.kernels.measure.make_layer", damaged)
     case = Case(64, 256, 4, 0.0, 1, "tensor_core")
     assert report(bench, [case], {}, tmp_path / "out.json") == 1
     rows = json.loads((tmp_path / "out.json").read_text())["results"]
     assert [row["timing"] is None for row in rows] == [False, True]  # bf16 does not read the words
     assert rows[1]["gb_per_s"] is None
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("damage", [0, 0x7FFFFFFF])
+def test_layers_of_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: int) -> None:
+    """Timed where they are right; their bytes are those of the experts that are asked for."""
+    bench, made = ExpertBench(PRETENDED, five_microseconds, 1, 100.0, {}, experts=4, chosen=2), []
+
+    def damaged(case: Case, device: torch.device, seed: int) -> Layer:
+        layer = make_layer(case, device, seed)
+        layer.weight.words[0, 0, 0, 3] ^= damage
+        made.append(layer.weight.storage_bytes())
+        return layer
+
+    monkeypatch.setattr("vllm_latq.kernels.measure_experts.make_layer", damaged)
+    monkeypatch.setattr("vllm_latq.kernels.measure_experts.ROUTINGS", 2)
+    cases = [Case(128, 256, 3, 0.05, tokens, "experts") for tokens in (1, 20)]
+    with emulated_gpu("sm_80"):
+        assert report(bench, cases, {}, tmp_path / "out.json") == (2 if damage else 0)
+    one, many = json.loads((tmp_path / "out.json").read_text())["results"]
+    if damage:
+        assert one["timing"] is many["timing"] is None
+        return
+    assert many["bytes"] == sum(made) + 2 * 2 * 20 * 128
+    assert 0.9 * sum(made) / 2 < one["bytes"] < 1.1 * sum(made) / 2
+    assert all(row["error"] < 2**-6 and row["speedup"] is None for row in (one, many))
 
 
 def test_failures_are_printed_without_a_time(bench: Bench) -> None:
@@ -106,7 +136,7 @@ def test_a_row_that_raises_does_not_take_the_others_with_it(
             raise RuntimeError("as if this did not compile")
         return five_microseconds(launches)
 
-    monkeypatch.setattr("vllm_latq.kernels.bench.make_layer", too_large)
+    monkeypatch.setattr("vllm_latq.kernels.measure.make_layer", too_large)
     bench.timer = no_simt
     cases = list(all_cases(shapes=((64, 256),), bits=(2, 3), rates=(0.0,), rows=(1,)))
     assert report(bench, cases, {}, tmp_path / "out.json") == 2 + 1

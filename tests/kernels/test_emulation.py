@@ -12,7 +12,6 @@ import pytest
 import torch
 from kernel_device import emulated_gpu
 from pretend_gpu import DEVICE
-from torch.nn.utils.rnn import pad_sequence
 from triton.backends.compiler import GPUTarget
 
 from vllm_latq.huffman import encode as huffman_encode
@@ -29,7 +28,7 @@ from vllm_latq.kernels.rans import decode_rans
 from vllm_latq.kernels.reference import matmul_reference
 from vllm_latq.kernels.routing import batch_size, route
 from vllm_latq.kernels.ssqr import launch_ssqr, ssqr_tensor_core
-from vllm_latq.kernels.weight import KernelWeight
+from vllm_latq.kernels.weight import stack_weights
 from vllm_latq.rans import encode as rans_encode
 
 pytestmark = pytest.mark.compiler
@@ -40,12 +39,6 @@ PREFILL_FACTOR = 2  # the weights are rounded, too
 
 def on(arch: str, layer: Any, processors: int = 1) -> Any:
     return replace(layer.weight, arch=arch, processors=processors)
-
-
-def stacked(weights: list[KernelWeight]) -> KernelWeight:
-    tensors = [name for name, part in vars(weights[0]).items() if isinstance(part, torch.Tensor)]
-    parts = {name: [getattr(weight, name) for weight in weights] for name in tensors}
-    return replace(weights[0], **{name: pad_sequence(part, batch_first=True) for name, part in parts.items()})
 
 
 def activations(m: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
@@ -262,7 +255,7 @@ def test_grouped_experts(
     experts, x = 5, activations(tokens, cols, dtype)
     options = {"group_size": group_size, "outliers": 0.02 if tokens != 9 else 0.0, "row_scales": tokens == 2}
     layers = [make_layer(bits, 131, cols, seed=seed, midrise=tokens == 5, **options) for seed in range(experts)]
-    stack = stacked([on(arch, layer, processors=108) for layer in layers])
+    stack = stack_weights([on(arch, layer, processors=108) for layer in layers])
     generator = torch.Generator().manual_seed(tokens)
     ids = torch.tensor([0, 1, 3, 4, -1, 5])[torch.randint(6, (tokens, k), generator=generator)].int()
     weights = torch.rand(tokens, k, generator=generator)

@@ -11,7 +11,7 @@ from random_weights import RANS
 from stacks import stack_of_experts
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vllm_latq import expert_op, kernel_path
+from vllm_latq import expert_op
 from vllm_latq.config import LayerScheme
 from vllm_latq.expert_op import by_all, by_expert
 from vllm_latq.kernels import grouped
@@ -91,7 +91,7 @@ def test_launches(scheme: str, tokens: int, count: int, monkeypatch: pytest.Monk
 
 
 def test_chunks_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_path, "MOST_PAIRS", 9)  # four tokens with two experts each, and three
+    monkeypatch.setattr(grouped, "MOST_PAIRS", 9)  # four tokens with two experts each, and three
     test_grouped("rans", 7, 2, torch.int32, monkeypatch)
 
 

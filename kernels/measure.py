@@ -1,0 +1,150 @@
+"""Rows of the benchmark: a product is compared with float64, then timed beside bf16 and the peers that are there."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from vllm_latq.kernels import peers
+from vllm_latq.kernels.cases import GROUP_SIZE, Case, Layer, copy_weight, gate, make_layer, product, relative_error
+from vllm_latq.kernels.errors import KernelInputError
+from vllm_latq.kernels.timing import Launch, Timing, copies_beyond_cache
+from vllm_latq.kernels.weight import KernelWeight
+
+Timer = Callable[[Sequence[Launch]], Timing]
+
+
+@dataclass(frozen=True)
+class Result:
+    """One row. Times in microseconds; bytes are what one product has to read and write at least.
+
+    kernel: a path of `Case`, "bf16", or a peer. error: over the largest output, against float64. roofline: fraction of
+    the plain copy's rate. speedup: over bf16 of the same shape and m in this run. timing: None if the error is too big,
+    or if it does not run here: `reason` says why.
+    """
+
+    case: Case
+    kernel: str
+    error: float
+    bytes: int
+    timing: Timing | None
+    gb_per_s: float | None = None
+    roofline: float | None = None
+    speedup: float | None = None
+    reason: str = ""
+
+
+def moved(case: Case, weight_bytes: int) -> int:
+    """Bytes that a product has to read and write at least."""
+    return weight_bytes + 2 * case.m * (case.rows + case.cols)
+
+
+@dataclass
+class Bench:
+    """Runs cases on a device with a timer, and remembers the bf16 times that speedups refer to."""
+
+    device: torch.device
+    timer: Timer
+    cache: int
+    copy_rate: float
+    peer_bits: dict[str, tuple[int, ...]]
+
+    def __post_init__(self) -> None:
+        self.bf16: dict[tuple[int, int, int], float] = {}
+        self.peers_done: set[tuple[str, int, int, int, int]] = set()
+        self.peers: dict[str, peers.Peer] = {}  # of the layer at hand
+
+    def run(self, cases: Iterable[Case]) -> Iterator[Result]:
+        """Results in order, baselines before the cases that they are for; cases of one layer share its weight."""
+        for _, group in groupby(cases, key=lambda case: case.layer):
+            group = list(group)
+            self.peers.clear()
+            try:
+                made = self._make(group[0])
+            except Exception as failure:
+                yield from [self._failed(case, case.path, failure) for case in group]
+                continue
+            for case in group:
+                yield from self._baselines(case, made)
+                yield self._attempt(case, case.path, partial(self._ours, case, made))
+
+    def _make(self, case: Case) -> Any:
+        """What the cases of one layer share: it, and copies of its weight that exceed the cache."""
+        layer = make_layer(case, self.device)
+        copies = copies_beyond_cache(layer.weight.storage_bytes(), self.cache)
+        return layer, [layer.weight, *(copy_weight(layer.weight) for _ in range(copies - 1))]
+
+    def _attempt(self, case: Case, kernel: str, measure: Callable[[], Result]) -> Result:
+        """A measurement that raises is a row that says so: it must not take the others with it."""
+        try:
+            return measure()
+        except Exception as failure:
+            return self._failed(case, kernel, failure)
+
+    def _failed(self, case: Case, kernel: str, failure: Exception) -> Result:
+        """The row of a failure; raises if that broke the GPU's context, in which nothing would run any more."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        reason = f"{type(failure).__name__}: {failure}".splitlines()[0]
+        return Result(case, kernel, float("inf"), 0, None, reason=reason)
+
+    def _activations(self, case: Case) -> torch.Tensor:
+        generator = torch.Generator(device=self.device).manual_seed(case.m)
+        return torch.randn(case.m, case.cols, generator=generator, device=self.device).bfloat16()
+
+    def _ours(self, case: Case, made: tuple[Layer, list[KernelWeight]]) -> Result:
+        layer, weights = made
+        x, ours = self._activations(case), product(case)
+        error = relative_error(ours(x, layer.weight), x, layer.dense)
+        launches = [partial(ours, x, weight) for weight in weights]
+        return self._result(case, case.path, error, moved(case, layer.weight.storage_bytes()), launches)
+
+    def _baselines(self, case: Case, made: tuple[Layer, list[KernelWeight]]) -> Iterator[Result]:
+        """bf16, and the peers that serve these bits, once for each shape and m."""
+        layer, _ = made
+        x = self._activations(case)
+        key = (case.rows, case.cols, case.m)
+        if key not in self.bf16:
+            dense = replace(case, bits=16, outlier_rate=0.0)
+            result = self._attempt(dense, "bf16", partial(self._bf16, dense, layer, x))
+            if result.timing:
+                self.bf16[key] = result.timing.median
+            yield replace(result, speedup=1.0 if result.timing else None)
+        for name, bits in self.peer_bits.items():
+            mark = (name, *key, case.bits)
+            if case.bits in bits and mark not in self.peers_done:
+                self.peers_done.add(mark)
+                plain = replace(case, outlier_rate=0.0)
+                yield self._attempt(plain, name, partial(self._peer, name, plain, x, layer))
+
+    def _bf16(self, case: Case, layer: Layer, x: torch.Tensor) -> Result:
+        dense = layer.dense.bfloat16()
+        weights = [dense, *(dense.clone() for _ in range(copies_beyond_cache(dense.nbytes, self.cache) - 1))]
+        launches = [partial(torch.nn.functional.linear, x, weight) for weight in weights]
+        error = relative_error(launches[0](), x, dense.float())
+        return self._result(case, "bf16", error, moved(case, dense.nbytes), launches)
+
+    def _peer(self, name: str, case: Case, x: torch.Tensor, layer: Layer) -> Result:
+        if name not in self.peers:
+            self.peers[name] = peers.make(name, layer.dense, case.bits, GROUP_SIZE, self.cache)
+        peer = self.peers[name]
+        error = relative_error(peer.products[0](x), x, peer.reference)
+        launches = [partial(theirs, x) for theirs in peer.products]
+        return self._result(case, name, error, moved(case, peer.bytes), launches, peer.tolerance)
+
+    def _result(
+        self, case: Case, kernel: str, error: float, size: int, launches: Sequence[Launch],
+        tolerance: float | None = None,
+    ) -> Result:  # fmt: skip
+        try:
+            gate(case, error, tolerance)
+        except KernelInputError:
+            return Result(case, kernel, error, size, None)
+        timing = self.timer(launches)
+        rate = size / timing.median / 1e3
+        bf16 = self.bf16.get((case.rows, case.cols, case.m))
+        speedup = bf16 / timing.median if bf16 else None
+        return Result(case, kernel, error, size, timing, rate, rate / self.copy_rate, speedup)
