@@ -15,7 +15,7 @@ from vllm_latq.checkpoint import verify
 
 # 16 blocks of 2.4 M weights in float32, in files of two blocks: 155 MB.
 BLOCKS, PER_FILE, HIDDEN, INTERMEDIATE, VOCABULARY = 16, 2, 512, 1024, 2048
-SHARE = 0.6
+SHARE = 0.7
 # Whatever is loaded the first time it is used is there before the limit is set: a first model goes through, a tiny one.
 LIMITED = """
 import resource, sys
@@ -81,11 +81,13 @@ def write_model(directory: Path, tokenizer: Path, blocks: int) -> int:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits and /proc are Linux's")
 def test_a_model_larger_than_the_address_space(mini_model: Path, calibration_text: Path, tmp_path: Path) -> None:
-    """Beyond what libraries take, the process may map 0.6 times the model's bytes."""
+    """Beyond what libraries take, the process may map 0.7 times the model's bytes."""
     write_model(tmp_path / "first", mini_model, 1)
     size = write_model(tmp_path / "large", mini_model, BLOCKS)
-    # An arena per thread would reserve 64 MB of addresses each.
-    environment = {**os.environ, "MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    # An arena per thread would reserve 64 MB of addresses each. Without a fixed threshold it is chance whether freed
+    # tensors stay mapped: the peak was 70 to 137 MB then, and is 87 MB so.
+    environment = os.environ | {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
+    environment |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
     def run(task: str) -> subprocess.CompletedProcess[str]:
         arguments = [tmp_path / "first", tmp_path / "large", tmp_path / "out", calibration_text, int(SHARE * size)]
