@@ -96,8 +96,9 @@ def report(bench: Bench, cases: Iterable[Case], facts: dict[str, Any], path: Pat
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line; exits with 1 if a product was wrong, with 2 on a machine without a GPU."""
     parser = argparse.ArgumentParser(prog="python -m vllm_latq.kernels.bench", description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="three shapes, five numbers of rows: a first look")
-    parser.add_argument("--experts", action="store_true", help="layers of routed experts instead of linears")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--quick", action="store_true", help="three shapes, six numbers of rows: a first look")
+    what.add_argument("--experts", action="store_true", help="layers of routed experts instead of linears")
     parser.add_argument("--bits", nargs="+", type=int, choices=BITS, help="these widths only")
     parser.add_argument(
         "--tune",

@@ -102,12 +102,6 @@ def _experts(
     arch: str,
     activation: str,
 ) -> torch.Tensor:
-    act = ACTIVATIONS[activation]
-
-    def between(rows: torch.Tensor) -> torch.Tensor:
-        gate, up = rows.chunk(2, dim=-1)
-        return act(gate) * up
-
     products = ((gate_up, gate_up_constants), (down, down_constants))
     tiled = [operator == ssqr_tiled.__name__ for operator in operators]
     if all(tiled):
@@ -120,7 +114,8 @@ def _experts(
     )
 
     def run(tokens: torch.Tensor, expert: int) -> torch.Tensor:
-        return second(between(first(tokens, expert)), expert)
+        gate, up = first(tokens, expert).chunk(2, dim=-1)
+        return second(ACTIVATIONS[activation](gate) * up, expert)
 
     local = next(len(stack) for stack in first.tensors if stack is not None)
     way = by_all if x.is_cuda and torch.cuda.is_current_stream_capturing() else by_expert
