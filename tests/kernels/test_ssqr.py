@@ -14,7 +14,8 @@ from vllm_latq.kernels.ssqr import launch_ssqr
 
 pytestmark = pytest.mark.kernel
 
-# Of the largest output: float32 sums, with a bias of at most 143 units removed per group; tensor cores truncate.
+# Of three standard deviations of an output: float32 sums, with a bias of at most 143 units removed per group; tensor
+# cores truncate.
 FLOAT32_TOLERANCE = 4e-6 if INTERPRETED else 2e-5
 
 
@@ -39,7 +40,9 @@ def run(layer: Any, m: int, dtype: torch.dtype, parts: int = 1, config: DecodeCo
         else:
             launch_ssqr(x.to(DEVICE), weight, y, partials, transposed, config, parts)
         expected = matmul_reference(x, layer.dense)
-        assert (y.cpu() - expected).abs().max() <= FLOAT32_TOLERANCE * expected.abs().max()
+        # Over random signs of x: one output, which may happen to be small, is no measure of what it is a sum of.
+        deviation = matmul_reference(x.double().square(), layer.dense.square()).sqrt().max()
+        assert (y.cpu() - expected).abs().max() <= FLOAT32_TOLERANCE * 3 * deviation
     assert not weight.tickets.any()
 
 
