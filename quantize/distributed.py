@@ -1,14 +1,15 @@
 """One quantization run shared by several processes, as torchrun starts them.
 
-    samples ──split──> each rank's own activations ──> its Hessians ──all-reduce──> the same Hessians everywhere
+    samples ──split──> each rank's own activations ──> its Hessians ──sum────> the same Hessians everywhere
     linears ──split──> each rank quantizes some    ──gather──> the same weights everywhere, written by rank 0
 
 Invariant: whatever a rank decides on is the same on all ranks, so none waits for a collective that another never
 enters; an error on one rank is raised on all, at the next exchange.
 """
 
+import io
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -19,47 +20,49 @@ from vllm_latq.errors import CalibrationError
 from vllm_latq.quantize.hessian import InputHessian
 
 T = TypeVar("T")
+Key = TypeVar("Key", bound=Hashable)
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class World:
-    """The processes of a run: this one's rank among `size`. A size of 1 needs no torch.distributed."""
+    """The processes of a run. A size of 1 needs no torch.distributed.
+
+    Attributes:
+        rank: of this one, among `size`.
+        device: where this one computes.
+    """
 
     rank: int = 0
     size: int = 1
+    device: torch.device = _CPU
 
     @classmethod
     def join(cls, device: torch.device) -> "World":
-        """The world that torchrun's environment describes; gloo where blocks are computed on a CPU, else nccl."""
+        """The world that torchrun's environment describes, one GPU for each process of a machine with several; gloo
+        where blocks are computed on a CPU, else nccl."""
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-            return cls()
+            return cls(device=device)
+        if device.type != "cpu" and device.index is None:
+            device = torch.device(device.type, int(os.environ.get("LOCAL_RANK", "0")))
+            torch.cuda.set_device(device)
         if not dist.is_initialized():
             # Collectives on plain objects need a CPU backend, those on Hessians the device's own.
             dist.init_process_group("gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl")
-        return cls(dist.get_rank(), dist.get_world_size())
+        return cls(dist.get_rank(), dist.get_world_size(), device)
 
     @property
     def first(self) -> bool:
         """Whether this rank writes and reports."""
         return self.rank == 0
 
-    def device(self, device: torch.device) -> torch.device:
-        """This rank's device: on a machine with several GPUs, one each."""
-        if self.size == 1 or device.type == "cpu" or device.index is not None:
-            return device
-        local = torch.device(device.type, int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(local)
-        return local
-
     def leave(self) -> None:
         """End the process group, if there is one."""
         if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
 
-    def split(self, samples: torch.Tensor | None) -> torch.Tensor | None:
-        """This rank's samples, of [n, tokens]."""
-        if samples is None or self.size == 1:
-            return samples
+    def split(self, samples: torch.Tensor) -> torch.Tensor:
+        """This rank's samples, of [n, ...]."""
         if len(samples) < self.size:
             hint = "Use more samples, or fewer processes."
             expected = f"at least one for each of {self.size} processes"
@@ -76,8 +79,12 @@ class World:
         # Whatever it is: the other ranks wait for this one.
         except Exception as error:
             outcome = error
-        outcomes: list[Any] = [None] * self.size
-        dist.all_gather_object(outcomes, outcome)
+        # As a file, which holds tensors of every dtype: what torch.distributed pickles may not be uint16.
+        file = io.BytesIO()
+        torch.save(outcome, file)
+        files: list[Any] = [None] * self.size
+        dist.all_gather_object(files, file.getvalue())
+        outcomes = [torch.load(io.BytesIO(one), weights_only=False) for one in files]
         for found in outcomes:
             if isinstance(found, Exception):
                 raise found
@@ -87,38 +94,43 @@ class World:
         """What `make` returns on the first rank, on every rank; it is called there only."""
         return self.gather(lambda: make() if self.first else None)[0]  # type: ignore[return-value]
 
-    def mine(self, work: Sequence[InputHessian]) -> list[InputHessian]:
-        """This rank's share of a block's linears: each in turn to the rank with the least to do, biggest first."""
+    def mine(self, work: Sequence[T], effort: Callable[[T], int]) -> list[T]:
+        """This rank's share of some work: each piece in turn to the rank with the least to do, biggest first."""
+        efforts = [effort(piece) for piece in work]
         loads = [0] * self.size
-        owner = {}
-        # Rounding takes outputs * channels^2; the outputs do not matter for who gets what as much as the channels do.
-        for hessian in sorted(work, key=lambda hessian: -_effort(hessian)):
-            rank = loads.index(min(loads))
-            loads[rank] += _effort(hessian)
-            owner[id(hessian)] = rank
-        # In the order in which the block reads its inputs, so that an error names the first one that is wrong.
-        return [hessian for hessian in work if owner[id(hessian)] == self.rank]
+        owners = [0] * len(work)
+        for index in sorted(range(len(work)), key=lambda index: -efforts[index]):
+            owners[index] = loads.index(min(loads))
+            loads[owners[index]] += efforts[index]
+        # In the order of the work, so that an error names the first piece that is wrong.
+        return [piece for piece, owner in zip(work, owners, strict=True) if owner == self.rank]
+
+    def sum(self, tensors: Mapping[Key, torch.Tensor]) -> dict[Key, torch.Tensor]:
+        """Sums over all ranks, in place, in the same order on each; those that only other ranks have are added."""
+        if self.size == 1:
+            return dict(tensors)
+        heads = self.gather(lambda: {key: (tensor.shape, tensor.dtype) for key, tensor in tensors.items()})
+        sums = {}
+        for key, (shape, dtype) in {key: head for rank in heads for key, head in rank.items()}.items():
+            sums[key] = tensors[key] if key in tensors else torch.zeros(shape, dtype=dtype, device=self.device)
+            dist.all_reduce(sums[key])
+        return sums
 
     def reduce(self, hessians: list[InputHessian]) -> list[InputHessian]:
         """Sum the Hessians of all ranks, in place; those of linears that only other ranks' tokens reached are added."""
         if self.size == 1:
             return hessians
         own = {tuple(hessian.linears): hessian for hessian in hessians}
-        heads = [(tuple(h.linears), len(h.matrix), h.tokens, h.drift is not None) for h in hessians]
-        everyone = self.gather(lambda: heads)
-        sizes = {linears: (channels, drift) for rank in everyone for linears, channels, _, drift in rank}
+        matrices = self.sum({linears: hessian.matrix for linears, hessian in own.items()})
+        counts = self.gather(lambda: {linears: hessian.tokens for linears, hessian in own.items()})
         reduced = []
-        for linears, (channels, _) in sizes.items():
-            device = hessians[0].matrix.device
-            hessian = own.get(linears) or InputHessian(list(linears), torch.zeros(channels, channels, device=device))
-            dist.all_reduce(hessian.matrix)
+        for linears, matrix in matrices.items():
+            hessian = own.get(linears) or InputHessian(list(linears), matrix)
             if hessian.drift is not None:
                 dist.all_reduce(hessian.drift.cross)
                 dist.all_reduce(hessian.drift.energy)
-            tokens = sum(tokens for rank in everyone for other, _, tokens, _ in rank if other == linears)
-            reduced.append(replace(hessian, tokens=tokens))
+            reduced.append(replace(hessian, tokens=sum(rank.get(linears, 0) for rank in counts)))
         return reduced
 
 
-def _effort(hessian: InputHessian) -> int:
-    return len(hessian.linears) * max(1, len(hessian.matrix)) ** 2
+ALONE = World()

@@ -5,18 +5,21 @@
     lattices    of the linears of one input, with the damping that this step asks for
 
 Invariant: everything depends on the model, the samples and the recipe only. A quantization and the certificate of its
-checkpoint get the same.
+checkpoint get the same, and so do the processes that share a run.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import nn
 
+from vllm_latq.errors import ConfigError
 from vllm_latq.quantize.allocation import Allocation, RateCurve, allocate, rate_curve
 from vllm_latq.quantize.decoder import Decoder
+from vllm_latq.quantize.distributed import ALONE, World
 from vllm_latq.quantize.latq import InputLattice, OutputLattice, input_lattice, output_lattice, rate_aware_damping
 from vllm_latq.quantize.offload import Place
 from vllm_latq.quantize.recipe import Recipe
@@ -25,6 +28,7 @@ from vllm_latq.quantize.statistics import LayerStatistics, StatisticsFiles, coll
 
 # Names of the linears that read one input -> their weights, float32 [r, c], and their statistics.
 InputGroup = tuple[dict[str, torch.Tensor], dict[str, LayerStatistics]]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -35,13 +39,15 @@ class ModelLattice:
         decoder: the model.
         quantized: full name -> linear of everything that the recipe quantizes.
         recipe: for order, damping, target and the parts that are switched off.
-        folder: where the statistics go.
+        folder: where the statistics go; all processes see it.
+        world: the processes that share the work.
     """
 
     decoder: Decoder
     quantized: Mapping[str, nn.Linear]
     recipe: Recipe
     folder: Path
+    world: World = ALONE
 
     @property
     def shards(self) -> list[int]:
@@ -51,37 +57,56 @@ class ModelLattice:
 
     def collect(self, samples: torch.Tensor, place: Place, starting: Callable[[], None] = lambda: None) -> None:
         """Collect the statistics, unless an interrupted run left them all; `starting` is called first if not."""
-        files = StatisticsFiles(self.folder)
-        if not files.complete(self.shards):
+        files, shards = StatisticsFiles(self.folder), self.shards
+        if not self.world.from_first(lambda: files.complete(shards)):
             starting()
-            collect_statistics(self.decoder, samples, self.quantized, files, self.recipe.seed, place)
+            collect_statistics(self.decoder, samples, self.quantized, files, self.recipe.seed, place, self.world)
 
-    def groups(self, shard: int) -> Iterator[dict[str, LayerStatistics]]:
+        def check() -> None:
+            if not files.complete(shards):
+                expected, found = "a folder that all processes see", f"nothing there for process {self.world.rank}"
+                raise ConfigError(str(self.folder), expected, found, "Put OUT where all machines of the run mount it.")
+
+        self.world.gather(check)
+
+    def groups(self, shard: int) -> list[dict[str, LayerStatistics]]:
         """The statistics of a shard's linears, those of one input together."""
         statistics = StatisticsFiles(self.folder).read(shard)
         names = list(shard_linears(self.decoder, self.quantized, shard))
-        for leader in dict.fromkeys(statistics[name].group for name in names):
-            members = [name for name in names if statistics[name].group == leader]
-            yield {name: statistics[name].to(self.decoder.device) for name in members}
+        leaders = dict.fromkeys(statistics[name].group for name in names)
+        return [{name: statistics[name] for name in names if statistics[name].group == leader} for leader in leaders]
 
-    def inputs(self) -> Iterator[InputGroup]:
-        """Weights and statistics of the linears of one input after the other, through the whole model."""
-        for shard in self.shards:
+    def inputs(self, shards: Sequence[int]) -> Iterator[InputGroup]:
+        """Weights and statistics of the linears of one input after the other, where the model computes."""
+        for shard in shards:
             linears = shard_linears(self.decoder, self.quantized, shard)
             with shard_weights(self.decoder, shard):
                 for members in self.groups(shard):
-                    yield {name: full_weight(linears[name]) for name in members}, members
+                    yield {name: full_weight(linears[name]) for name in members}, self.moved(members)
+
+    def moved(self, members: Mapping[str, LayerStatistics]) -> dict[str, LayerStatistics]:
+        """Statistics where the model computes."""
+        return {name: layer.to(self.decoder.device) for name, layer in members.items()}
+
+    def of_inputs(self, make: Callable[[dict[str, torch.Tensor], dict[str, LayerStatistics]], T]) -> list[T]:
+        """What `make` makes of the weights and statistics of every input, in the model's order; the processes share
+        the shards, and all get everything."""
+        mine = self.shards[self.world.rank :: self.world.size]
+        parts = self.world.gather(lambda: {shard: [make(*group) for group in self.inputs([shard])] for shard in mine})
+        made = {shard: of_shard for part in parts for shard, of_shard in part.items()}
+        return [one for shard in self.shards for one in made[shard]]
 
     def allocation(self) -> Allocation:
         """The model's step, and the bits of each layer."""
         target = self.recipe.target_bits
         assert target is not None
-        curves: dict[str, RateCurve] = {}
-        for weights, members in self.inputs():
+
+        def curves(weights: Mapping[str, torch.Tensor], members: Mapping[str, LayerStatistics]) -> dict[str, RateCurve]:
             inputs, outputs = self.lattices(weights, members, None)
-            for name, weight in weights.items():
-                curves[name] = rate_curve(weight, inputs, outputs[name], target)
-        return allocate(curves, target, "allocation" not in self.recipe.without)
+            return {name: rate_curve(weight, inputs, outputs[name], target) for name, weight in weights.items()}
+
+        every = {name: curve for some in self.of_inputs(curves) for name, curve in some.items()}
+        return allocate(every, target, "allocation" not in self.recipe.without)
 
     def lattices(
         self, weights: Mapping[str, torch.Tensor], members: Mapping[str, LayerStatistics], step: float | None

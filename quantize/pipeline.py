@@ -61,11 +61,10 @@ def quantize_checkpoint(
     Raises:
         LatqError: anything wrong with recipe, model, calibration data or destination.
     """
-    chosen = torch_device(device)
-    world = World.join(chosen)
+    world = World.join(torch_device(device))
     emit = on_event if on_event and world.first else (lambda event: None)
     try:
-        decoder = Decoder(source, world.device(chosen), recipe.compute_dtype)
+        decoder = Decoder(source, world.device, recipe.compute_dtype)
         return _quantize_checkpoint(recipe, decoder, Path(destination), calibration, resume, emit, world, offload)
     finally:
         world.leave()
@@ -101,7 +100,7 @@ def _quantize_checkpoint(
         return read_json(destination / REPORT_FILE)
     emit({"event": "start", "blocks": len(decoder), "linears": len(quantized), "samples": sizes(samples)})
     run = _run_class(recipe)(decoder, recipe, quantized, writer, emit, world)
-    run.blocks(world.split(samples), placer(offload, writer.partial))
+    run.blocks(samples, placer(offload, writer.partial))
     report = run.report(samples, time.perf_counter() - started)
     config = CheckpointConfig(recipe.scheme, ignored_modules(decoder, recipe), run.overrides(), recipe=recipe.to_dict())
     world.from_first(lambda: writer.finish(source, config, report, model_card(source, recipe, report)))

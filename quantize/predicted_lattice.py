@@ -28,6 +28,7 @@ from vllm_latq.quantize.statistics import (
     StatisticsFiles,
     block_gradients,
     head_gradients,
+    label_seeds,
 )
 from vllm_latq.quantize.whole_model import layer_record
 
@@ -85,7 +86,7 @@ def _statistics(
     files = StatisticsFiles(folder)
     if kind.shard == len(decoder):
         # Costs what any head does; what it leaves is read by the stages that follow.
-        head_gradients(decoder, [batch.hidden.clone() for batch in batches], quantized, files, recipe.seed)
+        _head_gradients(decoder, batches, quantized, files, recipe)
         return Stage(0.0, 0.0)
     with decoder.block(kind.shard) as block, torch.no_grad():
         _, seconds = timed(lambda: [decoder.run(kind.shard, block, batch) for batch in batches])
@@ -102,13 +103,16 @@ def _head(decoder: Decoder, batches: list[Batch], recipe: Recipe, folder: Path, 
         with decoder.head():
             pass
 
-    def work() -> None:
-        hidden = [batch.hidden.clone() for batch in batches]
-        head_gradients(decoder, hidden, {}, StatisticsFiles(folder), recipe.seed)
-
     _, loading = timed(load)
-    _, both = measured(work)
+    _, both = measured(lambda: _head_gradients(decoder, batches, {}, StatisticsFiles(folder), recipe))
     return Stage(loading + share * max(0.0, both.seconds - loading), both.peak)
+
+
+def _head_gradients(
+    decoder: Decoder, batches: list[Batch], wanted: Mapping[str, nn.Linear], files: StatisticsFiles, recipe: Recipe
+) -> None:
+    hidden = [batch.hidden.clone() for batch in batches]
+    head_gradients(decoder, hidden, wanted, files, label_seeds(recipe.seed, range(sum(map(len, hidden)))))
 
 
 @dataclass(frozen=True)
@@ -128,7 +132,7 @@ def _layers(model: ModelLattice, kind: Kind) -> tuple[Stage, Stage]:
     inputs: dict[int, Cost] = {}
     priced = rounded = largest = grams = stored = 0.0
     with shard_weights(model.decoder, kind.shard), torch.no_grad():
-        for members in model.groups(kind.shard):
+        for members in map(model.moved, model.groups(kind.shard)):
             first = next(iter(members.values()))
             cols = first.inputs.shape[1]
             if cols not in inputs:

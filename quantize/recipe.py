@@ -76,7 +76,7 @@ class Recipe:
         dtype: that the model computes with while it is quantized, its weights included: auto (float32 on a CPU, the
             model's own elsewhere), float32, bfloat16 or float16. Hessians are float32 sums, the algorithms compute
             in float32 and float64, whatever it is.
-        seed: picks the calibration sequences; of stochastic rounding.
+        seed: picks the calibration sequences; of stochastic rounding, and of the labels that latq draws.
         ignore: linears that stay unquantized, by name or ending.
         block_size: columns per lazy batch of the recursion; a matter of speed.
         outliers: which weights ssqr keeps: those that overflow the grid (the paper's), or those whose rounding would

@@ -123,7 +123,7 @@ def whole_model(
         model = ModelLattice(decoder, quantized_linears(decoder, recipe), recipe, Path(folder))
         model.collect(samples, placer("disk", Path(folder)))
         step = model.allocation().step
-        for weights, members in model.inputs():
+        for weights, members in model.inputs(model.shards):
             inputs, outputs = model.lattices(weights, members, step)
             for name, weight in weights.items():
                 stored = reader.weight(name)

@@ -8,9 +8,9 @@ Invariant: what the next block sees is computed with the weights that were writt
 back, goes on exactly where an uninterrupted one would be.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -39,6 +39,9 @@ from vllm_latq.quantize.writer import CheckpointWriter
 from vllm_latq.spec import tensor_specs
 
 Listener = Callable[[Mapping[str, Any]], None]
+# Of the linears of one input: name -> record, and the tensors to be stored, on the CPU.
+Quantized = tuple[dict[str, dict[str, Any]], dict[str, torch.Tensor]]
+T = TypeVar("T")
 
 
 class Run:
@@ -58,8 +61,9 @@ class Run:
         self.layers: list[dict[str, Any]] = []
 
     def prepare(self, samples: torch.Tensor | None, place: Place) -> Stream:
-        """Whatever comes before the first block; returns what passes through the blocks."""
-        return Stream(self.decoder, samples, self.recipe.target == "original", self.world, place)
+        """Whatever comes before the first block; returns what passes through the blocks. Samples of all processes."""
+        mine = None if samples is None else self.world.split(samples)
+        return Stream(self.decoder, mine, self.recipe.target == "original", self.world, place)
 
     def recipe_for(self, name: str) -> Recipe:
         """The recipe of one linear."""
@@ -106,26 +110,28 @@ class Run:
     ) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
         """Records in the order of the linears, and the tensors to store; leaves the quantized weights in the block."""
         hessians = stream.inputs(shard, block, linears)
-        parts = self.world.gather(
-            lambda: [self._quantize_input(hessian, linears) for hessian in self.world.mine(hessians)]
-        )
         records, tensors = {}, {}
-        for rank, part in enumerate(parts):
-            for found, stored in part:
-                for name, record in found.items():
-                    records[name] = record
-                    if rank != self.world.rank:
-                        linears[name].weight.copy_(
-                            dense_weight(stored, self.recipe_for(name).scheme, name, linears[name])
-                        )
-                        self.emit({"event": "layer", **record})
-                tensors.update(stored)
+        for mine, (found, stored) in self._shared(hessians, _effort, lambda one: self._quantize_input(one, linears)):
+            records.update(found)
+            tensors.update(stored)
+            for name in () if mine else found:
+                linears[name].weight.copy_(dense_weight(stored, self.recipe_for(name).scheme, name, linears[name]))
         return [records[name] for name in linears], tensors
 
-    def _quantize_input(
-        self, hessian: InputHessian, linears: Mapping[str, nn.Linear]
-    ) -> tuple[dict[str, dict[str, Any]], dict[str, torch.Tensor]]:
-        """Quantize the linears that read one input: their records, and the tensors to be stored."""
+    def _shared(
+        self, work: Sequence[T], effort: Callable[[T], int], quantize: Callable[[T], Quantized]
+    ) -> Iterator[tuple[bool, Quantized]]:
+        """Quantize a shard's inputs: the results of all processes, and whether each is from this one, which has told
+        of its own layers."""
+        parts = self.world.gather(lambda: [quantize(one) for one in self.world.mine(work, effort)])
+        for rank, part in enumerate(parts):
+            for found, stored in part:
+                for record in found.values() if rank != self.world.rank else ():
+                    self.emit({"event": "layer", **record})
+                yield rank == self.world.rank, (found, stored)
+
+    def _quantize_input(self, hessian: InputHessian, linears: Mapping[str, nn.Linear]) -> Quantized:
+        """Quantize the linears that read one input."""
         records, tensors = {}, {}
         known = self._factorized(hessian)
         for name in hessian.linears:
@@ -174,6 +180,11 @@ class Run:
             "totals": totals(self.layers),
             "layers": self.layers,
         }
+
+
+def _effort(hessian: InputHessian) -> int:
+    # Rounding takes outputs * channels^2; the outputs do not matter for who gets what as much as the channels do.
+    return len(hessian.linears) * max(1, len(hessian.matrix)) ** 2
 
 
 def sizes(samples: torch.Tensor | None) -> dict[str, int] | None:

@@ -4,6 +4,8 @@
     labels are drawn from the model's own distribution; then
     backward:  head -> ... -> block 1 -> block 0                 each block is run again, with gradients, and freed
 
+Several processes have a share of the tokens each, and the grams of all.
+
     H = E[x x^T],  x: input of a linear;   G = E[g g^T],  g: gradient of the log-likelihood with respect to its output
 
 An expert's H is a mean over the tokens that are routed to it; its G is one over all tokens, with g = 0 for the others,
@@ -15,7 +17,7 @@ KL divergence from the original model (Martens and Grosse, 2015). Everything ref
 Invariant: one block is in memory at a time, and its grams; they go to disk, a file per block, last block first.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,6 +29,7 @@ from torch import nn
 
 from vllm_latq.errors import NumericalError
 from vllm_latq.quantize.decoder import Batch, Decoder
+from vllm_latq.quantize.distributed import ALONE, World
 from vllm_latq.quantize.hessian import HessianCollector
 from vllm_latq.quantize.offload import Place, return_freed_memory
 from vllm_latq.quantize.routing import complete_experts, complete_gradients
@@ -114,22 +117,26 @@ def collect_statistics(
     files: StatisticsFiles,
     seed: int,
     place: Place = lambda hidden: hidden,
+    world: World = ALONE,
 ) -> None:
     """Run the model forward and backward once, and write the statistics of the wanted linears.
 
     Args:
         decoder: the model.
-        samples: token ids int64 [n, tokens].
+        samples: token ids int64 [n, tokens], of all processes.
         wanted: full name -> linear.
-        files: where they go; files that are there already, from an interrupted run, are left as they are.
+        files: where the first process writes them; those there already, from an interrupted run, are left as they are.
         seed: of the labels.
         place: moves hidden states to where they wait, the inputs of all blocks and the last one's outputs at once;
             gradients take the place of the latter.
+        world: the processes that share the run.
 
     Raises:
+        CalibrationError: fewer samples than processes.
         NumericalError: activations or gradients that are not finite, or a linear that was never called.
     """
-    batches = decoder.embed(samples, max(1, TOKENS_PER_BATCH // samples.shape[1]), place)
+    windows = world.split(torch.arange(len(samples)))
+    batches = decoder.embed(samples[windows], max(1, TOKENS_PER_BATCH // samples.shape[1]), place)
     inputs = [[batch.hidden for batch in batches]]
     for index in range(len(decoder)):
         with decoder.block(index) as block, torch.no_grad():
@@ -138,10 +145,16 @@ def collect_statistics(
             batch.hidden = hidden
         return_freed_memory()
     gradients = inputs.pop()
-    head_gradients(decoder, gradients, wanted, files, seed)
+    head_gradients(decoder, gradients, wanted, files, label_seeds(seed, windows.tolist()), world)
     for index in reversed(range(len(decoder))):
         return_freed_memory()
-        block_gradients(decoder, index, batches, inputs.pop(), gradients, wanted, files)
+        block_gradients(decoder, index, batches, inputs.pop(), gradients, wanted, files, world)
+
+
+def label_seeds(seed: int, windows: Iterable[int]) -> list[int]:
+    """What the labels of each window are drawn with, whichever process and batch it is in: the recipe's seed, and the
+    window's index among those of all processes."""
+    return [(seed << 32) + window for window in windows]
 
 
 def head_gradients(
@@ -149,19 +162,28 @@ def head_gradients(
     hidden: list[torch.Tensor],
     wanted: Mapping[str, nn.Linear],
     files: StatisticsFiles,
-    seed: int,
+    seeds: Sequence[int],
+    world: World = ALONE,
 ) -> None:
-    """Turn the last hidden states into the gradients of sampled labels' log-likelihood with respect to them."""
-    generator = torch.Generator(device=decoder.device).manual_seed(seed)
+    """Turn the last hidden states into the gradients of sampled labels' log-likelihood with respect to them; a seed
+    for each window."""
     linears = {name: linear for name, linear in decoder.head_linears.items() if name in wanted}
-    with decoder.head() as head, _watching(linears) as grams:
+    remaining = iter(seeds)
+    with decoder.head() as head, _watching(linears, world) as grams:
         for place in hidden:
             states = place.to(decoder.device).detach().requires_grad_(True)
-            logits = head(states).float().flatten(0, -2)
-            labels = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator).squeeze(1)
-            torch.nn.functional.cross_entropy(logits, labels, reduction="sum").backward()
+            logits = head(states).float()
+            labels = torch.stack([_draw(window, next(remaining)) for window in logits.detach()])
+            torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").backward()
             place.copy_(_gradient(states))
-    _finish(files, len(decoder), grams, linears, sum(states.shape[:-1].numel() for states in hidden))
+    total = grams.reduce(hidden)
+    _finish(files, len(decoder), grams, linears, total)
+
+
+def _draw(logits: torch.Tensor, seed: int) -> torch.Tensor:
+    """Labels [n] from the distributions of [n, vocabulary]."""
+    generator = torch.Generator(device=logits.device).manual_seed(seed)
+    return torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(1)
 
 
 def block_gradients(
@@ -172,11 +194,12 @@ def block_gradients(
     gradients: list[torch.Tensor],
     wanted: Mapping[str, nn.Linear],
     files: StatisticsFiles,
+    world: World = ALONE,
 ) -> None:
     """Turn the gradients of the hidden states behind a block into those of the hidden states before it, in place."""
     linears = {name: linear for name, linear in decoder.linears(index).items() if name in wanted}
     with decoder.block(index) as block:
-        with _watching(linears) as grams:
+        with _watching(linears, world) as grams:
             for batch, states, behind in zip(batches, hidden, gradients, strict=True):
                 # Detached: the gradient must not live as long as the states, which are kept for the whole block.
                 states = states.to(decoder.device).detach().requires_grad_(True)
@@ -187,9 +210,10 @@ def block_gradients(
             for batch, states in zip(batches, hidden, strict=True):
                 decoder.forward(index, block, states.to(decoder.device), batch)
 
+        total = grams.reduce(hidden)
         with torch.no_grad():
             grams.complete(block, linears, run)
-    _finish(files, index, grams, linears, sum(states.shape[:-1].numel() for states in hidden))
+    _finish(files, index, grams, linears, total)
 
 
 def _gradient(states: torch.Tensor) -> torch.Tensor:
@@ -198,16 +222,32 @@ def _gradient(states: torch.Tensor) -> torch.Tensor:
 
 
 class _Grams:
-    """Sums of a block's grams while it runs."""
+    """Sums of a block's grams while it runs.
 
-    def __init__(self) -> None:
+    Attributes:
+        inputs: of each input, over the tokens that reach it.
+        outputs: linear -> diagonal blocks, over the same tokens.
+        world: whose processes have a part of the sums each, until `reduce`.
+    """
+
+    def __init__(self, world: World) -> None:
         self.inputs = HessianCollector()
         self.outputs: dict[str, list[torch.Tensor]] = {}
+        self.world = world
+
+    def reduce(self, hidden: list[torch.Tensor]) -> int:
+        """Sum over the processes, of which this one saw `hidden` [n, tokens, h]; how many tokens all of them saw."""
+        self.inputs.hessians = self.world.reduce(self.inputs.hessians)
+        parts = {(name, index): part for name, parts in self.outputs.items() for index, part in enumerate(parts)}
+        self.outputs = {}
+        for (name, _), part in self.world.sum(parts).items():
+            self.outputs.setdefault(name, []).append(part)
+        return sum(self.world.gather(lambda: sum(states.shape[:-1].numel() for states in hidden)))
 
     def complete(self, block: nn.Module, linears: Mapping[str, nn.Linear], run: Callable[[], None]) -> None:
         """Add to those of experts with fewer tokens than channels; `run` passes all tokens through the block."""
         routed = {name: hessian.tokens for hessian in self.inputs.hessians for name in hessian.linears}
-        self.inputs.hessians = complete_experts(block, linears, self.inputs.hessians, run)
+        self.inputs.hessians = complete_experts(block, linears, self.inputs.hessians, run, self.world.reduce)
         counted = {name: hessian.tokens for hessian in self.inputs.hessians for name in hessian.linears}
         complete_gradients(block, linears, self.outputs, routed, counted)
 
@@ -227,8 +267,8 @@ class _Grams:
 
 
 @contextmanager
-def _watching(linears: Mapping[str, nn.Linear]) -> Iterator[_Grams]:
-    grams = _Grams()
+def _watching(linears: Mapping[str, nn.Linear], world: World) -> Iterator[_Grams]:
+    grams = _Grams(world)
     handles = [linear.register_forward_hook(grams.hook(name)) for name, linear in linears.items()]
     try:
         with grams.inputs.watching(linears):
@@ -254,5 +294,5 @@ def _finish(files: StatisticsFiles, block: int, grams: _Grams, linears: Mapping[
     missing = sorted(linears.keys() - statistics.keys())
     if missing:
         raise NumericalError(missing[0], "a linear that is called while the model runs", "no call")
-    if statistics and not files.path(block).exists():
-        files.write(block, statistics)
+    if statistics:
+        grams.world.from_first(lambda: None if files.path(block).exists() else files.write(block, statistics))

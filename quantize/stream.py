@@ -14,7 +14,7 @@ from torch import nn
 from vllm_latq.errors import CalibrationError, ConfigError
 from vllm_latq.experts import Experts
 from vllm_latq.quantize.decoder import Batch, Decoder
-from vllm_latq.quantize.distributed import World
+from vllm_latq.quantize.distributed import ALONE, World
 from vllm_latq.quantize.hessian import HessianCollector, InputHessian, recording
 from vllm_latq.quantize.offload import Place
 from vllm_latq.quantize.routing import complete_experts
@@ -41,7 +41,7 @@ class Stream:
         decoder: Decoder,
         samples: torch.Tensor | None,
         original: bool = False,
-        world: World = World(),  # noqa: B008 (frozen)
+        world: World = ALONE,
         place: Place = lambda hidden: hidden,
     ) -> None:
         if original and any(isinstance(module, Experts) for module in decoder.model.modules()):

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from vllm_latq.errors import ConfigError
 from vllm_latq.quantize.budget import choose, price, together
 from vllm_latq.quantize.latq import InputLattice, LatqResult, OutputLattice, latq
 from vllm_latq.quantize.methods import BOUND_SLACK, LayerRecord
@@ -24,7 +23,7 @@ from vllm_latq.quantize.model_lattice import ModelLattice, full_weight
 from vllm_latq.quantize.offload import Place
 from vllm_latq.quantize.recipe import Recipe
 from vllm_latq.quantize.routing import expert_stacks
-from vllm_latq.quantize.run import Run
+from vllm_latq.quantize.run import Quantized, Run
 from vllm_latq.quantize.statistics import LayerStatistics
 from vllm_latq.quantize.stream import Stream
 from vllm_latq.quantize.target import output_energy
@@ -36,10 +35,7 @@ class StatisticsRun(Run):
     def collect(self, samples: torch.Tensor | None, place: Place) -> None:
         """Collect what is not there from an interrupted run."""
         assert samples is not None
-        if self.world.size > 1:
-            expected, found = "one process for a run that looks at the whole model", f"{self.world.size}"
-            raise ConfigError("torchrun", expected, found, "Start it without torchrun, or use ssqr or hptq.")
-        self.model = ModelLattice(self.decoder, self.quantized, self.recipe, self.writer.scratch)
+        self.model = ModelLattice(self.decoder, self.quantized, self.recipe, self.writer.scratch, self.world)
         started = {"event": "stage", "stage": "statistics", "samples": len(samples)}
         self.model.collect(samples, place, lambda: self.emit(started))
 
@@ -58,18 +54,27 @@ class WholeModelRun(StatisticsRun):
         self, shard: int, block: nn.Module, linears: Mapping[str, nn.Linear], stream: Stream
     ) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
         records, tensors = {}, {}
-        step, without = self.allocation.step, self.recipe.without
-        for members in self.model.groups(shard):
-            weights = {name: full_weight(linears[name]) for name in members}
-            inputs, outputs = self.model.lattices(weights, members, step)
-            for name, weight in weights.items():
-                started = time.perf_counter()
-                result = latq(weight, inputs, outputs[name], step, self.allocation.bits[name], without, name)
-                record = layer_record(name, weight, result, inputs, outputs[name], members[name], self.recipe)
-                records[name] = asdict(record) | {"seconds": time.perf_counter() - started}
-                tensors.update({f"{name}.{suffix}": tensor for suffix, tensor in result.weight.to_tensors().items()})
-                self.emit({"event": "layer", **records[name]})
+        groups = self.model.groups(shard)
+        for _, (found, stored) in self._shared(groups, _effort, lambda one: self._quantize_group(one, linears)):
+            records.update(found)
+            tensors.update(stored)
         return [records[name] for name in linears], tensors
+
+    def _quantize_group(self, group: Mapping[str, LayerStatistics], linears: Mapping[str, nn.Linear]) -> Quantized:
+        """Quantize the linears that read one input."""
+        records, tensors = {}, {}
+        step, without = self.allocation.step, self.recipe.without
+        members, weights = self.model.moved(group), {name: full_weight(linears[name]) for name in group}
+        inputs, outputs = self.model.lattices(weights, members, step)
+        for name, weight in weights.items():
+            started = time.perf_counter()
+            result = latq(weight, inputs, outputs[name], step, self.allocation.bits[name], without, name)
+            record = layer_record(name, weight, result, inputs, outputs[name], members[name], self.recipe)
+            records[name] = asdict(record) | {"seconds": time.perf_counter() - started}
+            stored = result.weight.to_tensors()
+            tensors.update({f"{name}.{suffix}": tensor.cpu() for suffix, tensor in stored.items()})
+            self.emit({"event": "layer", **records[name]})
+        return records, tensors
 
 
 class BudgetRun(StatisticsRun):
@@ -78,7 +83,7 @@ class BudgetRun(StatisticsRun):
     def prepare(self, samples: torch.Tensor | None, place: Place) -> Stream:
         self.collect(samples, place)
         assert self.recipe.budget is not None
-        offers = [price(weights, members, self.recipe) for weights, members in self.model.inputs()]
+        offers = self.model.of_inputs(lambda weights, members: price(weights, members, self.recipe))
         stacks = expert_stacks(self.decoder.model, self.quantized)
         self.chosen = choose(together(offers, stacks), self.recipe.budget)
         self.emit({"event": "plan", "bits": {name: choice.bits for name, choice in self.chosen.items()}})
@@ -87,6 +92,15 @@ class BudgetRun(StatisticsRun):
     def recipe_for(self, name: str) -> Recipe:
         choice = self.chosen[name]
         return replace(self.recipe, budget=None, bits=choice.width, outlier_rate=choice.outlier_rate)
+
+
+def _effort(group: Mapping[str, LayerStatistics]) -> int:
+    # Rounding takes outputs * channels * (outputs + channels), of outputs those whose gradients are correlated.
+    efforts = []
+    for layer in group.values():
+        channels = len(layer.inputs)
+        efforts += [len(gram) * channels * (len(gram) + channels) for gram in layer.outputs]
+    return sum(efforts)
 
 
 def layer_record(

@@ -14,7 +14,7 @@ def test_commands(mini_model: Path, evaluation_text: Path, tmp_path: Path) -> No
     text = tmp_path / "text.txt"
     text.write_text(evaluation_text.read_text()[:8000])
     script = "".join(re.findall(r"^```bash run\n(.*?)^```", TEXT, flags=re.MULTILINE | re.DOTALL))
-    assert script.count("latq ") == 6
+    assert script.count("latq ") == 7
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = os.environ | {"MODEL": str(mini_model), "TEXT": str(text), "PATH": path, "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
@@ -24,6 +24,7 @@ def test_commands(mini_model: Path, evaluation_text: Path, tmp_path: Path) -> No
     assert done.returncode == 0, done.stderr
     assert "out: valid" in done.stdout
     assert "top1_agreement" in done.stdout
+    assert (tmp_path / "shared" / "config.json").exists()
     assert (tmp_path / "report.html").stat().st_size > 10_000
 
 

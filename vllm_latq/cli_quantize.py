@@ -88,7 +88,9 @@ def _add_recipe(command: argparse.ArgumentParser) -> None:
     recipe.add_argument("--num-samples", type=int, help="calibration windows (default 256)")
     recipe.add_argument("--seq-len", type=int, help="tokens per calibration window (default 2048)")
     recipe.add_argument("--dtype", help="of the model meanwhile: auto (float32 on a CPU), float32, bfloat16, float16")
-    recipe.add_argument("--seed", type=int, help="of the choice of windows and of stochastic rounding (default 0)")
+    recipe.add_argument(
+        "--seed", type=int, help="of the choice of windows, of stochastic rounding and of latq's labels (default 0)"
+    )
     recipe.add_argument("--ignore", nargs="*", help="modules to leave unquantized (default lm_head)")
 
 

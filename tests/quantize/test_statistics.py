@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from drawn import drawn_labels
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -44,9 +45,9 @@ def expected(mini_model: Path, samples: torch.Tensor) -> dict[str, tuple[torch.T
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
             watch(name, module)
-    logits = model(samples).logits.flatten(0, 1)
-    labels = torch.multinomial(logits.detach().softmax(-1), 1, generator=torch.Generator().manual_seed(SEED))
-    nn.functional.cross_entropy(logits, labels.squeeze(1), reduction="sum").backward()
+    logits = model(samples).logits
+    labels = drawn_labels(logits.detach(), SEED)
+    nn.functional.cross_entropy(logits.flatten(0, 1), labels, reduction="sum").backward()
     return {name: (x.detach().flatten(0, 1), y.grad.flatten(0, 1)) for name, (x, y) in seen.items()}
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from drawn import drawn_labels
 from mixtures import never_choose
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -58,9 +59,9 @@ def routed_gradients(model: Any, directory: Path, samples: torch.Tensor) -> dict
             linear.register_forward_hook(keep(f"{BLOCK}.{number}.{leaf}"))
     own, model.model.layers[0].mlp.experts = fused, experts
     try:
-        logits = model(samples).logits.flatten(0, 1)
-        labels = torch.multinomial(logits.detach().softmax(-1), 1, generator=torch.Generator().manual_seed(SEED))
-        nn.functional.cross_entropy(logits, labels.squeeze(1), reduction="sum").backward()
+        logits = model(samples).logits
+        labels = drawn_labels(logits.detach(), SEED)
+        nn.functional.cross_entropy(logits.flatten(0, 1), labels, reduction="sum").backward()
     finally:
         model.model.layers[0].mlp.experts = own
     return {name: output.grad for name, output in seen.items() if output.grad is not None}
