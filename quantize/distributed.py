@@ -1,6 +1,6 @@
 """One quantization run shared by several processes, as torchrun starts them.
 
-    samples ──split──> each rank's own activations ──> its Hessians ──sum────> the same Hessians everywhere
+    samples ──split──> each rank's own activations ──> its Hessians ──all-reduce──> the same Hessians everywhere
     linears ──split──> each rank quantizes some    ──gather──> the same weights everywhere, written by rank 0
 
 Invariant: whatever a rank decides on is the same on all ranks, so none waits for a collective that another never

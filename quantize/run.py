@@ -111,7 +111,8 @@ class Run:
         """Records in the order of the linears, and the tensors to store; leaves the quantized weights in the block."""
         hessians = stream.inputs(shard, block, linears)
         records, tensors = {}, {}
-        for mine, (found, stored) in self._shared(hessians, _effort, lambda one: self._quantize_input(one, linears)):
+        shared = self._shared(lambda: hessians, _effort, lambda hessian: self._quantize_input(hessian, linears))
+        for mine, (found, stored) in shared:
             records.update(found)
             tensors.update(stored)
             for name in () if mine else found:
@@ -119,11 +120,11 @@ class Run:
         return [records[name] for name in linears], tensors
 
     def _shared(
-        self, work: Sequence[T], effort: Callable[[T], int], quantize: Callable[[T], Quantized]
+        self, work: Callable[[], Sequence[T]], effort: Callable[[T], int], quantize: Callable[[T], Quantized]
     ) -> Iterator[tuple[bool, Quantized]]:
         """Quantize a shard's inputs: the results of all processes, and whether each is from this one, which has told
         of its own layers."""
-        parts = self.world.gather(lambda: [quantize(one) for one in self.world.mine(work, effort)])
+        parts = self.world.gather(lambda: [quantize(one) for one in self.world.mine(work(), effort)])
         for rank, part in enumerate(parts):
             for found, stored in part:
                 for record in found.values() if rank != self.world.rank else ():

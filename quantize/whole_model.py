@@ -11,6 +11,7 @@ interrupted run goes on with the next block.
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,8 +55,8 @@ class WholeModelRun(StatisticsRun):
         self, shard: int, block: nn.Module, linears: Mapping[str, nn.Linear], stream: Stream
     ) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
         records, tensors = {}, {}
-        groups = self.model.groups(shard)
-        for _, (found, stored) in self._shared(groups, _effort, lambda one: self._quantize_group(one, linears)):
+        groups = partial(self.model.groups, shard)
+        for _, (found, stored) in self._shared(groups, _effort, lambda group: self._quantize_group(group, linears)):
             records.update(found)
             tensors.update(stored)
         return [records[name] for name in linears], tensors
