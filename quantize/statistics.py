@@ -17,6 +17,7 @@ KL divergence from the original model (Martens and Grosse, 2015). Everything ref
 Invariant: one block is in memory at a time, and its grams; they go to disk, a file per block, last block first.
 """
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -88,7 +89,7 @@ class StatisticsFiles:
         rename_durably(temporary, self.path(block))
 
     def read(self, block: int) -> dict[str, LayerStatistics]:
-        """Linear name -> its statistics, in the order in which a block reads its inputs; CheckpointError if damaged."""
+        """Linear name -> its statistics, in no particular order; CheckpointError if damaged."""
         with (
             readable(self.path(block), "Remove it and go on with --resume: it is collected again."),
             safe_open(self.path(block), framework="pt", device="cpu") as file,
@@ -152,9 +153,11 @@ def collect_statistics(
 
 
 def label_seeds(seed: int, windows: Iterable[int]) -> list[int]:
-    """What the labels of each window are drawn with, whichever process and batch it is in: the recipe's seed, and the
-    window's index among those of all processes."""
-    return [(seed << 32) + window for window in windows]
+    """What the labels of each window are drawn with, whichever process and batch it is in: from the recipe's seed, and
+    the window's index among those of all processes."""
+    # A digest, because torch's generator on the CPU takes the low 32 bits only.
+    digests = (hashlib.sha256(f"{seed} {window}".encode()).digest() for window in windows)
+    return [int.from_bytes(digest[:8], "big") >> 1 for digest in digests]
 
 
 def head_gradients(
@@ -168,14 +171,16 @@ def head_gradients(
     """Turn the last hidden states into the gradients of sampled labels' log-likelihood with respect to them; a seed
     for each window."""
     linears = {name: linear for name, linear in decoder.head_linears.items() if name in wanted}
-    remaining = iter(seeds)
+    windows = 0
     with decoder.head() as head, _watching(linears, world) as grams:
-        for place in hidden:
-            states = place.to(decoder.device).detach().requires_grad_(True)
+        for waiting in hidden:
+            states = waiting.to(decoder.device).detach().requires_grad_(True)
             logits = head(states).float()
-            labels = torch.stack([_draw(window, next(remaining)) for window in logits.detach()])
+            drawn_with = seeds[windows : windows + len(logits)]
+            labels = torch.stack([_draw(*each) for each in zip(logits.detach(), drawn_with, strict=True)])
             torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").backward()
-            place.copy_(_gradient(states))
+            waiting.copy_(_gradient(states))
+            windows += len(logits)
     total = grams.reduce(hidden)
     _finish(files, len(decoder), grams, linears, total)
 

@@ -91,3 +91,16 @@ def test_files_that_are_there_are_left_alone(collected: StatisticsFiles, mini_mo
     assert list(files.read(1)) == [name]
     assert files.complete([1, 3])
     assert not files.complete([1, 2])
+
+
+def test_another_seed_draws_other_labels(
+    collected: StatisticsFiles, samples: torch.Tensor, mini_model: Path, tmp_path: Path
+) -> None:
+    decoder, files = Decoder(mini_model, "cpu"), StatisticsFiles(tmp_path)
+    name = "model.layers.3.mlp.down_proj"
+    for seed, same in ((SEED, True), (SEED + 1, False), (2**63, False)):
+        files.path(3).unlink(missing_ok=True)
+        collect_statistics(decoder, samples, {name: decoder.linears(3)[name]}, files, seed)
+        found, expected = files.read(3)[name], collected.read(3)[name]
+        assert torch.equal(found.inputs, expected.inputs)
+        assert torch.allclose(found.outputs[0], expected.outputs[0], rtol=1e-3) is same
