@@ -1,14 +1,16 @@
 """One quantization run shared by several processes, as torchrun starts them.
 
-    samples ──split──> each rank's own activations ──> its Hessians ──all-reduce──> the same Hessians everywhere
-    linears ──split──> each rank quantizes some    ──gather──> the same weights everywhere, written by rank 0
+    samples ──split──> each rank's own activations ──> its sums of Hessians, gradients ──sum──> the same everywhere
+    inputs  ──mine───> each rank quantizes some    ──gather──> the same weights everywhere, written by rank 0
 
 Invariant: whatever a rank decides on is the same on all ranks, so none waits for a collective that another never
-enters; an error on one rank is raised on all, at the next exchange.
+enters. An error of what is gathered is raised on all; elsewhere, as in a forward pass, it ends one rank, and torchrun
+the others.
 """
 
 import io
 import os
+import pickle
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -41,7 +43,7 @@ class World:
     def join(cls, device: torch.device) -> "World":
         """The world that torchrun's environment describes, one GPU for each process of a machine with several; gloo
         where blocks are computed on a CPU, else nccl."""
-        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        if world_size() == 1:
             return cls(device=device)
         if device.type != "cpu" and device.index is None:
             device = torch.device(device.type, int(os.environ.get("LOCAL_RANK", "0")))
@@ -62,7 +64,7 @@ class World:
             dist.destroy_process_group()
 
     def split(self, samples: torch.Tensor) -> torch.Tensor:
-        """This rank's samples, of [n, ...]."""
+        """This rank's samples, of [n, ...]; CalibrationError if there are fewer than ranks."""
         if len(samples) < self.size:
             hint = "Use more samples, or fewer processes."
             expected = f"at least one for each of {self.size} processes"
@@ -73,26 +75,18 @@ class World:
         """What `make` returns on each rank, by rank, on every rank; the first error that one of them met."""
         if self.size == 1:
             return [make()]
-        outcome: Any
-        try:
-            outcome = make()
-        # Whatever it is: the other ranks wait for this one.
-        except Exception as error:
-            outcome = error
-        # As a file, which holds tensors of every dtype: what torch.distributed pickles may not be uint16.
-        file = io.BytesIO()
-        torch.save(outcome, file)
         files: list[Any] = [None] * self.size
-        dist.all_gather_object(files, file.getvalue())
-        outcomes = [torch.load(io.BytesIO(one), weights_only=False) for one in files]
-        for found in outcomes:
-            if isinstance(found, Exception):
-                raise found
-        return outcomes
+        dist.all_gather_object(files, _attempt(make))
+        return [_outcome(file) for file in files]
 
     def from_first(self, make: Callable[[], T]) -> T:
-        """What `make` returns on the first rank, on every rank; it is called there only."""
-        return self.gather(lambda: make() if self.first else None)[0]  # type: ignore[return-value]
+        """What `make` returns on the first rank, or the error that it met, on every rank; it is called there only."""
+        if self.size == 1:
+            return make()
+        files = [_attempt(make) if self.first else None]
+        dist.broadcast_object_list(files)
+        assert files[0] is not None
+        return _outcome(files[0])
 
     def mine(self, work: Sequence[T], effort: Callable[[T], int]) -> list[T]:
         """This rank's share of some work: each piece in turn to the rank with the least to do, biggest first."""
@@ -106,7 +100,7 @@ class World:
         return [piece for piece, owner in zip(work, owners, strict=True) if owner == self.rank]
 
     def sum(self, tensors: Mapping[Key, torch.Tensor]) -> dict[Key, torch.Tensor]:
-        """Sums over all ranks, in place, in the same order on each; those that only other ranks have are added."""
+        """Sums over all ranks, in the same order on each, of what any rank has; this one's tensors become the sums."""
         if self.size == 1:
             return dict(tensors)
         heads = self.gather(lambda: {key: (tensor.shape, tensor.dtype) for key, tensor in tensors.items()})
@@ -131,6 +125,35 @@ class World:
                 dist.all_reduce(hessian.drift.energy)
             reduced.append(replace(hessian, tokens=sum(rank.get(linears, 0) for rank in counts)))
         return reduced
+
+
+def world_size() -> int:
+    """How many processes torchrun says there are."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _attempt(make: Callable[[], Any]) -> bytes:
+    """What `make` returns or raises, as a file: unlike a pickle, it may hold tensors of any dtype (uint16)."""
+    outcome: Any
+    try:
+        outcome = make()
+    # Whatever it is: the other ranks wait for this one.
+    except Exception as error:
+        outcome = error
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:
+            outcome = RuntimeError(repr(error))
+    file = io.BytesIO()
+    torch.save(outcome, file)
+    return file.getvalue()
+
+
+def _outcome(file: bytes) -> Any:
+    outcome = torch.load(io.BytesIO(file), weights_only=False)
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
 
 
 ALONE = World()

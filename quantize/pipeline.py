@@ -85,6 +85,8 @@ def _quantize_checkpoint(
     check_budget(quantized.values(), recipe)
     world.from_first(lambda: free_destination(destination, resume))  # before data are read, which takes a while
     samples = calibration_samples(decoder, recipe, calibration)
+    if samples is not None:
+        world.split(samples)  # where they are too few, before anything is written
     identity = {
         "recipe": recipe.to_dict(),
         "source": str(source.resolve()),

@@ -34,7 +34,8 @@ OPTIONS = {
 }
 # Hessians are summed in another order, in float32: of the integers, only those within its rounding of a tie may move.
 SAME_INTEGERS = 0.999
-EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+# Fewer tokens for each than a Hessian needs: what stands in for them is summed over the processes, too.
+EXPERTS = {"num_local_experts": 6, "num_experts_per_tok": 1}
 PATIENCE = 240.0
 
 
@@ -88,6 +89,8 @@ def assert_same_result(shared: Path, alone: Path, recipe: Recipe) -> None:
         if recipe.method == "latq" or mine["name"].startswith("model.layers.0."):
             assert mine["bits"] == pytest.approx(theirs["bits"], rel=1e-2)
             assert mine["error"] == pytest.approx(theirs["error"], rel=1e-2)
+            if recipe.method == "latq":
+                assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-2)
             # The step of a whole model is a sum, too: steps may differ in their last bits.
             pair = one.weight(mine["name"]).dequantize(), many.weight(mine["name"]).dequantize()
             assert torch.isclose(*pair, rtol=1e-4).float().mean() >= SAME_INTEGERS
@@ -116,6 +119,8 @@ def test_equals_one_process(
         assert [process.exitcode for process in started] == [0] * processes, logs
         printed = "".join(logs)
     assert_same_result(tmp_path / "shared", tmp_path / "alone", recipe)
+    notes = [layer["note"] for layer in CheckpointReader(tmp_path / "shared").report()["layers"]]
+    assert any("stand in" in note for note in notes) == (model_type == "mixtral")
     lines = [line.strip() for line in printed.splitlines()]
     names = [line.split()[0] for line in lines if " bits " in line and line.startswith("model.layers")]
     assert sorted(names) == sorted(CheckpointReader(tmp_path / "alone").shapes), "each once, by the first process"
@@ -135,7 +140,7 @@ def test_an_error_is_said_once(random_model: Any, calibration_text: Path, tmp_pa
     assert first.exitcode == 1
     assert log.with_suffix(".0").read_text().count(message) == 1
     assert message not in log.with_suffix(".1").read_text()
-    assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.glob("out*")), "nothing that the next attempt would have to remove"
 
 
 def test_statistics_are_where_all_processes_see_them(mini_model: Path, tmp_path: Path) -> None:
