@@ -121,8 +121,8 @@ class World:
         for linears, matrix in matrices.items():
             hessian = own.get(linears) or InputHessian(list(linears), matrix)
             if hessian.drift is not None:
-                dist.all_reduce(hessian.drift.cross)
-                dist.all_reduce(hessian.drift.energy)
+                for part in hessian.drift.sums:
+                    dist.all_reduce(part)
             reduced.append(replace(hessian, tokens=sum(rank.get(linears, 0) for rank in counts)))
         return reduced
 

@@ -41,6 +41,11 @@ class InputHessian:
             self.drift = self.drift or Drift.zeros(rows.shape[1], rows.device)
             self.drift.add(rows, _rows(original))
 
+    def add_residual(self, inputs: torch.Tensor, missed: torch.Tensor) -> None:
+        """Accumulate what the residual stream misses behind these inputs [..., c], which were added: [..., r]."""
+        assert self.drift is not None
+        self.drift.add_residual(_rows(inputs), _rows(missed))
+
 
 class _AllSeen(Exception):
     """Ends a forward pass."""
@@ -60,6 +65,10 @@ class HessianCollector:
     _watched: set[str] = field(default_factory=set)
     _called: list[str] = field(default_factory=list)
     _stop_at: str | None = None
+
+    def of(self, name: str) -> InputHessian:
+        """The Hessian of a linear that was called."""
+        return self._by_linear[name]
 
     def stop_early(self) -> None:
         """After a first whole pass: let later ones end at the input of the last linear, what follows is not needed.

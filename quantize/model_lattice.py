@@ -8,8 +8,8 @@ Invariant: everything depends on the model, the samples and the recipe only. A q
 checkpoint get the same, and so do the processes that share a run.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,11 +20,14 @@ from vllm_latq.errors import ConfigError
 from vllm_latq.quantize.allocation import Allocation, RateCurve, allocate, rate_curve
 from vllm_latq.quantize.decoder import Decoder
 from vllm_latq.quantize.distributed import ALONE, World
+from vllm_latq.quantize.hessian import InputHessian
 from vllm_latq.quantize.latq import InputLattice, OutputLattice, input_lattice, output_lattice, rate_aware_damping
+from vllm_latq.quantize.lattice import require_finite
 from vllm_latq.quantize.offload import Place
 from vllm_latq.quantize.recipe import Recipe
 from vllm_latq.quantize.shards import shard_linears, shard_weights
 from vllm_latq.quantize.statistics import LayerStatistics, StatisticsFiles, collect_statistics
+from vllm_latq.quantize.target import Drift, corrected_target
 
 # Names of the linears that read one input -> their weights, float32 [r, c], and their statistics.
 InputGroup = tuple[dict[str, torch.Tensor], dict[str, LayerStatistics]]
@@ -58,12 +61,17 @@ class ModelLattice:
     def collect(self, samples: torch.Tensor, place: Place, starting: Callable[[], None] = lambda: None) -> None:
         """Collect the statistics, unless an interrupted run left them all; `starting` is called first if not."""
         files, shards = StatisticsFiles(self.folder), self.shards
+        self._require_everywhere(self.folder.parent.is_dir)
         if not self.world.from_first(lambda: files.complete(shards)):
             starting()
             collect_statistics(self.decoder, samples, self.quantized, files, self.recipe.seed, place, self.world)
+        self._require_everywhere(lambda: files.complete(shards))
+
+    def _require_everywhere(self, there: Callable[[], bool]) -> None:
+        """Raise ConfigError on all processes if one does not see in the folder what is there."""
 
         def check() -> None:
-            if not files.complete(shards):
+            if not there():
                 expected, found = "a folder that all processes see", f"nothing there for process {self.world.rank}"
                 raise ConfigError(str(self.folder), expected, found, "Put OUT where all machines of the run mount it.")
 
@@ -76,13 +84,12 @@ class ModelLattice:
         leaders = dict.fromkeys(statistics[name].group for name in names)
         return [{name: statistics[name] for name in names if statistics[name].group == leader} for leader in leaders]
 
-    def inputs(self, shards: Sequence[int]) -> Iterator[InputGroup]:
-        """Weights and statistics of the linears of one input after the other, where the model computes."""
-        for shard in shards:
-            linears = shard_linears(self.decoder, self.quantized, shard)
-            with shard_weights(self.decoder, shard):
-                for members in self.groups(shard):
-                    yield {name: full_weight(linears[name]) for name in members}, self.moved(members)
+    def inputs(self, shard: int) -> Iterator[InputGroup]:
+        """Weights and statistics of a shard's linears, one input after the other, where the model computes."""
+        linears = shard_linears(self.decoder, self.quantized, shard)
+        with shard_weights(self.decoder, shard):
+            for members in self.groups(shard):
+                yield {name: full_weight(linears[name]) for name in members}, self.moved(members)
 
     def moved(self, members: Mapping[str, LayerStatistics]) -> dict[str, LayerStatistics]:
         """Statistics where the model computes."""
@@ -92,7 +99,7 @@ class ModelLattice:
         """What `make` makes of the weights and statistics of every input, in the model's order; the processes share
         the shards, and all get everything."""
         mine = self.shards[self.world.rank :: self.world.size]
-        parts = self.world.gather(lambda: {shard: [make(*group) for group in self.inputs([shard])] for shard in mine})
+        parts = self.world.gather(lambda: {shard: [make(*group) for group in self.inputs(shard)] for shard in mine})
         made = {shard: of_shard for part in parts for shard, of_shard in part.items()}
         return [one for shard in self.shards for one in made[shard]]
 
@@ -118,6 +125,51 @@ class ModelLattice:
         if step is not None and "rate-damping" not in without:
             damping = rate_aware_damping(step, list(weights.values()), first.inputs, list(outputs.values()))
         return input_lattice(first, order, damping, without, leader), outputs
+
+
+@dataclass(frozen=True)
+class Aim:
+    """What a linear is rounded towards.
+
+    Attributes:
+        weight: its own, float32 [r, c].
+        target: what is rounded, float32 [r, c]; the weight itself unless targets are corrected.
+        drift: what the target is corrected for, means over tokens.
+    """
+
+    weight: torch.Tensor
+    target: torch.Tensor
+    drift: Drift | None = None
+
+
+def behind_prefix(
+    members: Mapping[str, LayerStatistics], seen: Mapping[str, InputHessian]
+) -> dict[str, LayerStatistics]:
+    """The statistics, with the inputs that the quantized prefix gives where they were seen."""
+    return {
+        name: replace(layer, inputs=seen[name].matrix / seen[name].tokens) if name in seen else layer
+        for name, layer in members.items()
+    }
+
+
+def aimed(weight: torch.Tensor, inputs: InputLattice, seen: InputHessian | None, recipe: Recipe) -> Aim:
+    """What a linear is rounded towards.
+
+    Args:
+        weight: float32 [r, c].
+        inputs: of the linear, behind the quantized prefix.
+        seen: of its input; None or without drift if targets are not corrected.
+        recipe: for the correction.
+
+    Raises:
+        NumericalError: the original model's activations are not finite.
+    """
+    if seen is None or seen.drift is None:
+        return Aim(weight, weight)
+    drift = seen.drift.mean(seen.tokens)
+    for part in drift.sums:
+        require_finite(part, "drift of the activations", seen.linears[0])
+    return Aim(weight, corrected_target(weight, inputs.factor, drift, recipe.correction), drift)
 
 
 def full_weight(linear: nn.Linear) -> torch.Tensor:

@@ -17,7 +17,7 @@ from torch import nn
 from vllm_latq.quantize.allocation import allocate, rate_curve
 from vllm_latq.quantize.decoder import Batch, Decoder
 from vllm_latq.quantize.latq import InputLattice, OutputLattice, latq
-from vllm_latq.quantize.model_lattice import ModelLattice, full_weight
+from vllm_latq.quantize.model_lattice import Aim, ModelLattice, full_weight
 from vllm_latq.quantize.recipe import Recipe
 from vllm_latq.quantize.rehearsal import Cost, Rehearsal, measured, timed
 from vllm_latq.quantize.shards import shard_linears, shard_weights, untouched_names
@@ -212,7 +212,7 @@ def _rounding(model: ModelLattice, weight: torch.Tensor, statistics: LayerStatis
     def work(rows: int, cols: int) -> object:
         cut, step = sides[rows, cols], steps[rows, cols]
         result = latq(cut.weight, cut.inputs, cut.outputs, step, target, model.recipe.without, name)
-        layer_record(name, cut.weight, result, cut.inputs, cut.outputs, cut.statistics, model.recipe)
+        layer_record(name, Aim(cut.weight, cut.weight), result, cut.inputs, cut.outputs, cut.statistics, model.recipe)
         return result, result.weight.to_tensors()
 
     return priced, rehearsal.cost(work, *weight.shape)

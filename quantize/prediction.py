@@ -22,8 +22,10 @@ import torch
 from torch import nn
 
 from vllm_latq.config import WHOLE_ROW
+from vllm_latq.errors import ConfigError
 from vllm_latq.memory import peak_memory, resident_memory
 from vllm_latq.quantize.decoder import Decoder
+from vllm_latq.quantize.distributed import world_size
 from vllm_latq.quantize.hessian import InputHessian
 from vllm_latq.quantize.loading import torch_device
 from vllm_latq.quantize.methods import layer_factor, quantize_layer
@@ -64,7 +66,13 @@ class Prediction:
 def predict_run(
     recipe: Recipe, source: str | Path, calibration: str | None = None, device: str | None = None
 ) -> Prediction:
-    """Predict what `quantize_checkpoint` takes with these arguments; random tokens stand in for calibration data."""
+    """Predict what `quantize_checkpoint` takes in one process; random tokens stand in for calibration data.
+
+    Raises:
+        LatqError: whatever the run would raise on the first block, and torchrun's several processes.
+    """
+    if world_size() > 1:
+        raise ConfigError("--dry-run", "one process", str(world_size()), "Start it without torchrun.")
     decoder = Decoder(source, torch_device(device), recipe.compute_dtype)
     quantized = quantized_linears(decoder, recipe)
     if calibration is None and recipe.needs_calibration:
@@ -97,8 +105,9 @@ def predict(
         assert samples is not None
         with tempfile.TemporaryDirectory() as folder:
             stages |= lattice_stages(decoder, recipe, quantized, samples, Path(folder))
-    if recipe.method != "latq":
-        stages |= _stages(decoder, replace(recipe, budget=None), quantized, samples)
+    if recipe.method != "latq" or recipe.target != "quantized":
+        passing = _stages(decoder, replace(recipe, budget=None), quantized, samples)
+        stages |= {name: stage for name, stage in passing.items() if name not in stages}
     stages["writing"] = Stage(0.0, stored_bytes(decoder, untouched_names(decoder, len(decoder), quantized)))
     return_freed_memory()
     baseline = resident_memory()
@@ -116,9 +125,8 @@ def _stages(
     if samples is not None:
         few = samples[: samples_per_batch(decoder.device, samples.shape[1])]
         share = len(samples) / len(few)
-    original = recipe.target == "original"
-    stream, embedding = measured(lambda: Stream(decoder, few, original))
-    rest = share * sum(batch.hidden.nbytes for batch in stream.batches) * (2 if original else 1)
+    stream, embedding = measured(lambda: Stream(decoder, few, recipe.target))
+    rest = share * sum(batch.hidden.nbytes for batch in stream.batches) * (1 if recipe.target == "quantized" else 2)
     embedded = stored_bytes(decoder, untouched_names(decoder, len(decoder), quantized)) if few is not None else 0
     stages = {"embedding": Stage(share * embedding.seconds, rest + embedded + embedding.peak)}
     forward, rounding = Stage(0.0, 0.0), Stage(0.0, 0.0)
@@ -149,7 +157,8 @@ def _kind(
         costs: dict[tuple[int, int, bool], Cost] = {}
         seconds = largest = 0.0
         stored = sum(recipe.planned_bits(*linear.weight.shape) / 8 for linear in linears.values())
-        for hessian in hessians:
+        # What latq does was rehearsed where its statistics were.
+        for hessian in hessians if recipe.method != "latq" else ():
             factor = _factor(recipe, hessian, linears, rehearsal) if hessian.tokens else Cost(0.0, 0.0, 0.0)
             seconds += factor.seconds
             largest = max(largest, factor.peak)
@@ -159,7 +168,9 @@ def _kind(
                     costs[shape] = _layer(recipe, hessian, linears[name].weight, name, rehearsal)
                 seconds += costs[shape].seconds
                 largest = max(largest, factor.kept + costs[shape].peak)
-        grams = sum(hessian.matrix.nbytes * (1 if hessian.drift is None else 3) for hessian in hessians)
+        sums = [hessian.matrix for hessian in hessians]
+        sums += [part for hessian in hessians if hessian.drift is not None for part in hessian.drift.sums]
+        grams = sum(part.nbytes for part in sums)
         return passes, Stage(seconds, held + grams + stored + largest)
 
 
@@ -185,7 +196,7 @@ def _layer(recipe: Recipe, hessian: InputHessian, weight: torch.Tensor, name: st
             assert known[cols].propagation32 is not None
 
     def work(rows: int, cols: int) -> object:
-        drift = hessian.drift and Drift(hessian.drift.cross[:cols, :cols], hessian.drift.energy[:cols, :cols])
+        drift = hessian.drift and Drift(*(part[:cols, :cols] for part in hessian.drift.sums[:2]))
         result = quantize_layer(weight[:rows, :cols], known.get(cols), recipe, name, drift)
         return result, result.weight.to_tensors()
 

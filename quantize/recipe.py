@@ -31,7 +31,7 @@ _UNUSED = {
     "ssqr": ("target_bits", "without", "reduction"),
     "hptq": ("without", "sweeps", *_GRID),
     "hrtn": ("without", "reduction", *_GRID, *_RECURSION),
-    "latq": ("block_size", "rounding", "condition", "target", "correction", "beam", "sweeps", "reduction", *_GRID),
+    "latq": ("block_size", "rounding", "condition", "beam", "sweeps", "reduction", *_GRID),
 }
 # Parts of latq that can be switched off, see `latq`: the model's one step, column and row scales, feedback between
 # outputs, and damping that charges for bits.
@@ -43,6 +43,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 OUTLIER_CHOICES = ("overflow", "saving")
 MAX_OUTLIER_RATE = 0.5
 MAX_TARGET_BITS = 16.0
+MAX_SEED = 2**64
 
 
 @dataclass(frozen=True)
@@ -69,8 +70,9 @@ class Recipe:
         grid: midtread (the multiples of the scale, zero among them) or midrise (those and half a scale, symmetric
             around zero: the better one for dense weights in 2 bits).
         target: what a layer's output should be: quantized (of its own weights, on the inputs that the quantized prefix
-            gives it) or original (of the original model).
-        correction: share of the way to the corrected weights that target "original" goes, in (0, 1].
+            gives it), original (of the original model), or residual (the same, and what a block adds last to the
+            residual stream brings that to where it is in the original model).
+        correction: share of the way to the corrected weights that the other two targets go, in (0, 1].
         num_samples: calibration sequences.
         seq_len: tokens in each.
         dtype: that the model computes with while it is quantized, its weights included: auto (float32 on a CPU, the
@@ -135,6 +137,8 @@ class Recipe:
             _check_integer(name, getattr(self, name), 1)
         for name in ("seed", "sweeps"):
             _check_integer(name, getattr(self, name), 0)
+        if self.seed >= MAX_SEED:
+            raise _error("seed", f"an integer below {MAX_SEED}, which torch can draw with", self.seed)
         _check_number("outlier_rate", self.outlier_rate, 0.0, MAX_OUTLIER_RATE)
         _check_number("damping", self.damping, 0.0, math.inf)
         _check_number("correction", self.correction, 0.0, 1.0)
@@ -179,7 +183,7 @@ class Recipe:
         if self.grid == "midrise" and self.scales == "signed":
             raise _error("scales", "scales without signs", self.scales, "A mid-rise grid is the same on both sides.")
         if self.target == "quantized" and self.correction != 1.0:
-            raise _error("correction", "the default 1.0", self.correction, "Only target original is corrected.")
+            raise _error("correction", "the default 1.0", self.correction, "Set a target, original or residual.")
 
     @property
     def scheme(self) -> LayerScheme:

@@ -24,13 +24,13 @@ from vllm_latq.quantize.kept import Overflow, kept_excess
 from vllm_latq.quantize.latq import InputLattice, OutputLattice
 from vllm_latq.quantize.lattice import Factor
 from vllm_latq.quantize.methods import BOUND_SLACK, BOUND_TO_MEAN, layer_factor
-from vllm_latq.quantize.model_lattice import ModelLattice
+from vllm_latq.quantize.model_lattice import Aim, ModelLattice, aimed, behind_prefix, full_weight
 from vllm_latq.quantize.offload import placer
 from vllm_latq.quantize.pipeline import quantized_linears
 from vllm_latq.quantize.recipe import Recipe
 from vllm_latq.quantize.shards import all_shard_linears, shard_weights
 from vllm_latq.quantize.statistics import LayerStatistics
-from vllm_latq.quantize.stream import Stream
+from vllm_latq.quantize.stream import Stream, hessians_of
 from vllm_latq.quantize.target import corrected_target, measure_errors
 from vllm_latq.quantize.whole_model import expected_error
 from vllm_latq.report import LayerReport
@@ -41,22 +41,33 @@ def layer_by_layer(
     reader: CheckpointReader, decoder: Decoder, recipe: Recipe, samples: torch.Tensor
 ) -> Iterator[LayerReport]:
     """The records of every linear, in the order of the model; `samples` int64 [n, tokens]."""
-    stream = Stream(decoder, samples, original=recipe.target == "original")
+    stream = Stream(decoder, samples, recipe.target)
+    for shard, block, linears in _shards(reader, decoder, stream):
+        for hessian in stream.inputs(shard, block, linears):
+            factor = None
+            if recipe.needs_calibration:
+                factor = layer_factor(hessian.matrix, recipe, hessian.linears[0])
+            for name in hessian.linears:
+                stored, linear = reader.weight(name), linears[name]
+                yield _measured(name, linear, stored, hessian, factor, recipe)
+                linear.weight.copy_(stored.dequantize())
+
+
+def _shards(
+    reader: CheckpointReader, decoder: Decoder, stream: Stream
+) -> Iterator[tuple[int, nn.Module, dict[str, nn.Linear]]]:
+    """Shard, its block with weights in memory, and its quantized linears; one after the other, until none is left.
+
+    What passes through the blocks sees the weights that are in a block when the next one is asked for.
+    """
     shards = all_shard_linears(decoder, reader.shapes)
     for shard, linears in enumerate(shards):
-        if not any(shards[shard:]):
-            return
-        with shard_weights(decoder, shard) as block, torch.no_grad():
-            for hessian in stream.inputs(shard, block, linears):
-                factor = None
-                if recipe.needs_calibration:
-                    factor = layer_factor(hessian.matrix, recipe, hessian.linears[0])
-                for name in hessian.linears:
-                    stored, linear = reader.weight(name), linears[name]
-                    yield _measured(name, linear, stored, hessian, factor, recipe)
-                    linear.weight.copy_(stored.dequantize())
-            if any(shards[shard + 1 :]):
-                stream.advance(shard, block)
+        advance = bool(stream) and any(shards[shard + 1 :])
+        if linears or advance:
+            with shard_weights(decoder, shard) as block, torch.no_grad():
+                yield shard, block, linears
+                if advance:
+                    stream.advance(shard, block)
 
 
 def _measured(
@@ -123,17 +134,24 @@ def whole_model(
         model = ModelLattice(decoder, quantized_linears(decoder, recipe), recipe, Path(folder))
         model.collect(samples, placer("disk", Path(folder)))
         step = model.allocation().step
-        for weights, members in model.inputs(model.shards):
-            inputs, outputs = model.lattices(weights, members, step)
-            for name, weight in weights.items():
-                stored = reader.weight(name)
-                assert isinstance(stored, RansWeight)
-                yield _measured_on_loss(name, weight, stored, members[name], inputs, outputs[name], recipe)
+        stream = Stream(decoder, None if recipe.target == "quantized" else samples, recipe.target)
+        for shard, block, linears in _shards(reader, decoder, stream):
+            seen = hessians_of(stream, shard, block, linears)
+            for group in model.groups(shard) if linears else ():
+                weights = {name: full_weight(linears[name]) for name in group}
+                members = behind_prefix(model.moved(group), seen)
+                inputs, outputs = model.lattices(weights, members, step)
+                for name, weight in weights.items():
+                    stored, aim = reader.weight(name), aimed(weight, inputs, seen.get(name), recipe)
+                    assert isinstance(stored, RansWeight)
+                    yield _measured_on_loss(name, aim, stored, members[name], inputs, outputs[name], recipe)
+                    if stream:
+                        linears[name].weight.copy_(stored.dequantize())
 
 
 def _measured_on_loss(
     name: str,
-    weight: torch.Tensor,
+    aim: Aim,
     stored: RansWeight,
     statistics: LayerStatistics,
     inputs: InputLattice,
@@ -141,12 +159,14 @@ def _measured_on_loss(
     recipe: Recipe,
 ) -> LayerReport:
     """As `whole_model.layer_record` states it, with H and G in float64 and every step as it is stored."""
+    weight = aim.weight
     rows, cols = stored.row_scales.to(weight.device), stored.column_scales.to(weight.device)
     quantized = stored.dequantize().to(weight.device)
-    errors = measure_errors(quantized, weight, weight, statistics.inputs, None, name)
+    errors = measure_errors(quantized, weight, aim.target, statistics.inputs, aim.drift, name)
     assert errors.total is not None
-    error = errors.total * statistics.tokens
-    moved = quantized.double() - weight.double()
+    assert errors.rounding is not None
+    error = errors.rounding * statistics.tokens
+    moved = quantized.double() - aim.target.double()
     seen = (moved @ statistics.inputs.double()).split([len(gram) for gram in statistics.outputs])
     parts = moved.split([len(gram) for gram in statistics.outputs])
     loss = sum(
@@ -160,7 +180,7 @@ def _measured_on_loss(
         name,
         bits=stored.storage_bits() / weight.numel(),
         outlier_density=0.0,
-        error=error,
+        error=errors.total * statistics.tokens,
         relative_error=errors.relative,
         rounding_error=error,
         bound=bound,

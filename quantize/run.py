@@ -8,7 +8,7 @@ Invariant: what the next block sees is computed with the weights that were writt
 back, goes on exactly where an uninterrupted one would be.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, TypeVar
 
@@ -63,7 +63,7 @@ class Run:
     def prepare(self, samples: torch.Tensor | None, place: Place) -> Stream:
         """Whatever comes before the first block; returns what passes through the blocks. Samples of all processes."""
         mine = None if samples is None else self.world.split(samples)
-        return Stream(self.decoder, mine, self.recipe.target == "original", self.world, place)
+        return Stream(self.decoder, mine, self.recipe.target, self.world, place)
 
     def recipe_for(self, name: str) -> Recipe:
         """The recipe of one linear."""
@@ -110,26 +110,30 @@ class Run:
     ) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
         """Records in the order of the linears, and the tensors to store; leaves the quantized weights in the block."""
         hessians = stream.inputs(shard, block, linears)
-        records, tensors = {}, {}
-        shared = self._shared(lambda: hessians, _effort, lambda hessian: self._quantize_input(hessian, linears))
-        for mine, (found, stored) in shared:
-            records.update(found)
-            tensors.update(stored)
-            for name in () if mine else found:
-                linears[name].weight.copy_(dense_weight(stored, self.recipe_for(name).scheme, name, linears[name]))
-        return [records[name] for name in linears], tensors
+        return self._shared(lambda: hessians, _effort, lambda one: self._quantize_input(one, linears), linears, stream)
 
     def _shared(
-        self, work: Callable[[], Sequence[T]], effort: Callable[[T], int], quantize: Callable[[T], Quantized]
-    ) -> Iterator[tuple[bool, Quantized]]:
-        """Quantize a shard's inputs: the results of all processes, and whether each is from this one, which has told
-        of its own layers."""
+        self,
+        work: Callable[[], Sequence[T]],
+        effort: Callable[[T], int],
+        quantize: Callable[[T], Quantized],
+        linears: Mapping[str, nn.Linear],
+        stream: Stream,
+    ) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
+        """Quantize the inputs of a shard's linears, shared out over the processes; `quantize` tells of its layers, and
+        leaves their weights in the block if anything passes through it."""
+        records, tensors = {}, {}
         parts = self.world.gather(lambda: [quantize(one) for one in self.world.mine(work(), effort)])
         for rank, part in enumerate(parts):
             for found, stored in part:
-                for record in found.values() if rank != self.world.rank else ():
+                records.update(found)
+                tensors.update(stored)
+                for name, record in found.items() if rank != self.world.rank else ():
+                    if stream:
+                        scheme = self.recipe_for(name).scheme
+                        linears[name].weight.copy_(dense_weight(stored, scheme, name, linears[name]))
                     self.emit({"event": "layer", **record})
-                yield rank == self.world.rank, (found, stored)
+        return [records[name] for name in linears], tensors
 
     def _quantize_input(self, hessian: InputHessian, linears: Mapping[str, nn.Linear]) -> Quantized:
         """Quantize the linears that read one input."""

@@ -17,6 +17,7 @@ from vllm_latq.quantize.decoder import Batch, Decoder
 from vllm_latq.quantize.distributed import ALONE, World
 from vllm_latq.quantize.hessian import HessianCollector, InputHessian, recording
 from vllm_latq.quantize.offload import Place
+from vllm_latq.quantize.residual import LastWriter, last_writer
 from vllm_latq.quantize.routing import complete_experts
 
 # Tokens that pass through a block at a time: enough to keep the matmuls busy, small beside the block itself. On a CPU
@@ -31,7 +32,7 @@ class Stream:
     Args:
         decoder: whose blocks they pass.
         samples: token ids int64 [n, tokens]; None for no calibration, when there is nothing to see.
-        original: whether the original model's hidden states are carried along.
+        target: of the recipe; but for "quantized", the original model's hidden states are carried along.
         world: the processes that share the run; `samples` are this one's.
         place: moves hidden states to where they wait between two blocks.
     """
@@ -40,14 +41,15 @@ class Stream:
         self,
         decoder: Decoder,
         samples: torch.Tensor | None,
-        original: bool = False,
+        target: str = "quantized",
         world: World = ALONE,
         place: Place = lambda hidden: hidden,
     ) -> None:
+        original = target != "quantized"
         if original and any(isinstance(module, Experts) for module in decoder.model.modules()):
             expected, found = "a model whose linears see the same tokens as the original's", "routed experts"
             raise ConfigError("recipe.target", expected, found, 'Use target "quantized".')
-        self.decoder, self.world = decoder, world
+        self.decoder, self.target, self.world = decoder, target, world
         self.batches: list[Batch] = []
         if samples is not None:
             self.batches = decoder.embed(samples, samples_per_batch(decoder.device, samples.shape[1]), place)
@@ -61,11 +63,17 @@ class Stream:
         if not self.batches:
             return [InputHessian([name], torch.empty(0)) for name in linears]
         collector, routed = HessianCollector(), any(isinstance(module, Experts) for module in block.modules())
+        writer = self._last_writer(shard, block, linears)
+        last = {writer.name: linears[writer.name]} if writer else {}
         for position, batch in enumerate(self.batches):
             seen = self._original(position, shard, block, linears)
-            with collector.watching(linears, seen):
-                self._run(shard, block, batch)
-            if not routed and position == 0:
+            with collector.watching(linears, seen), recording(last) as inputs:
+                behind = self._run(shard, block, batch)
+            if writer:
+                assert self.originals is not None
+                away = self.originals[position].to(behind.device) - behind
+                collector.of(writer.name).add_residual(inputs[writer.name], away / writer.factor)
+            elif not routed and position == 0:
                 collector.stop_early()
         hessians = self.world.reduce(collector.hessians)
         hessians = complete_experts(block, linears, hessians, lambda: self._all(shard, block), self.world.reduce)
@@ -85,6 +93,12 @@ class Stream:
         for batch in self.batches:
             batch.hidden.copy_(self._run(shard, block, batch))
             batch.arguments[shard] = {}
+
+    def _last_writer(self, shard: int, block: nn.Module, linears: Mapping[str, nn.Linear]) -> LastWriter | None:
+        if self.target != "residual" or shard == len(self.decoder):
+            return None
+        # Found by the first process for all: it is a matter of a tolerance.
+        return self.world.from_first(lambda: last_writer(linears, lambda: self._run(shard, block, self.batches[0])))
 
     def _all(self, shard: int, block: nn.Module) -> None:
         for batch in self.batches:
@@ -107,6 +121,14 @@ class Stream:
         # Nothing follows the head: its logits are not kept.
         block(batch.hidden.to(self.decoder.device))
         return batch.hidden
+
+
+def hessians_of(
+    stream: Stream, shard: int, block: nn.Module, linears: Mapping[str, nn.Linear]
+) -> dict[str, InputHessian]:
+    """Linear -> the Hessian of its input; none where nothing passes through the blocks."""
+    hessians = stream.inputs(shard, block, linears) if stream else []
+    return {name: hessian for hessian in hessians for name in hessian.linears}
 
 
 def samples_per_batch(device: torch.device, tokens: int) -> int:

@@ -82,6 +82,7 @@ def recipes(bits: float, num_samples: int, seq_len: int) -> Iterator[tuple[str, 
         yield "gptq", make("gptq", bits=width)
         yield "gptq, min-pivot", make("gptq", bits=width, order="min-pivot")
         yield "gptq, original target", make("gptq", bits=width, target="original", correction=0.5)
+        yield "gptq, residual target", make("gptq", bits=width, target="residual", correction=0.5)
         for name, options in grids.items():
             yield f"gptq, {name}", make("gptq", bits=width, **options)
         yield "gptq, 4 sweeps", make("gptq", bits=width, sweeps=4)
@@ -91,6 +92,7 @@ def recipes(bits: float, num_samples: int, seq_len: int) -> Iterator[tuple[str, 
             yield f"gptq, all of these, {name}", make("gptq", bits=width, **options)
         yield "ssqr 1%", make("ssqr", bits=width)
         yield "ssqr 1%, original target", make("ssqr", bits=width, target="original", correction=0.5)
+        yield "ssqr 1%, residual target", make("ssqr", bits=width, target="residual", correction=0.5)
         yield "ssqr 1%, by saving", make("ssqr", bits=width, outliers="saving")
         yield "ssqr 1%, mid-rise grid", make("ssqr", bits=width, grid="midrise")
         for name in ("signed scales", "mid-rise grid"):
@@ -102,6 +104,7 @@ def recipes(bits: float, num_samples: int, seq_len: int) -> Iterator[tuple[str, 
         yield "hptq", make("hptq", target_bits=bits)
         yield "hptq, min-pivot", make("hptq", target_bits=bits, order="min-pivot")
         yield "hptq, original target", make("hptq", target_bits=bits, target="original", correction=0.5)
+        yield "hptq, residual target", make("hptq", target_bits=bits, target="residual", correction=0.5)
         yield "hptq, LLL", make("hptq", target_bits=bits, reduction="lll")
         yield "hptq, counting bits", make("hptq", target_bits=bits, rounding="rate")
         yield "hptq, beam of 4", make("hptq", target_bits=bits, beam=4)
@@ -111,6 +114,8 @@ def recipes(bits: float, num_samples: int, seq_len: int) -> Iterator[tuple[str, 
         yield f"latq, only {part}", make("latq", target_bits=bits, without=others)
     yield "latq, min-pivot", make("latq", target_bits=bits, order="min-pivot")
     yield "latq", make("latq", target_bits=bits)
+    yield "latq, original target", make("latq", target_bits=bits, target="original", correction=0.5)
+    yield "latq, residual target", make("latq", target_bits=bits, target="residual", correction=0.5)
 
 
 def measure(name: str, recipe: Recipe, options: argparse.Namespace, folder: Path) -> Row:

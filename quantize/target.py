@@ -8,6 +8,10 @@ give Y Q^T = X W^T. The lattice is that of Y; the target, in the coordinates of 
 (Birnick, "The Lattice Geometry of Neural Network Quantization", section 3; Remark 5.3 of Zhang et al., "Provable
 Post-Training Quantization: Theoretical Analysis of OPTQ and Qronos").
 
+The linear that writes last to the residual stream of its block can do more: with R the block's outputs in the original
+model, and S those of the block with its own weights behind the quantized prefix, Y Q^T should give Y W^T + R - S. Then
+Y^T (R - S) takes the place of Y^T (X - Y) W^T: what the prefix has done to the stream is taken back, as far as Y tells.
+
 Invariant: only Y and the difference X - Y enter, never a difference of large Gram matrices; without drift W' is W.
 """
 
@@ -17,7 +21,7 @@ import torch
 
 from vllm_latq.quantize.lattice import Factor, require_finite
 
-TARGETS = ("quantized", "original")
+TARGETS = ("quantized", "original", "residual")
 _ROWS_AT_ONCE = 1024
 
 
@@ -28,10 +32,13 @@ class Drift:
     Attributes:
         cross: Y^T (X - Y).
         energy: (X - Y)^T (X - Y).
+        residual: Y^T (R - S), [c, r], of the one linear that reads this input and writes last to the residual stream;
+            None where X W^T is what a linear has to hit.
     """
 
     cross: torch.Tensor
     energy: torch.Tensor
+    residual: torch.Tensor | None = None
 
     @classmethod
     def zeros(cls, channels: int, device: torch.device) -> "Drift":
@@ -44,6 +51,27 @@ class Drift:
         self.cross.addmm_(inputs.T, moved)
         self.energy.addmm_(moved.T, moved)
 
+    def add_residual(self, inputs: torch.Tensor, missed: torch.Tensor) -> None:
+        """Accumulate tokens of Y, float32 [n, c], and of R - S, [n, r]."""
+        if self.residual is None:
+            self.residual = inputs.new_zeros(inputs.shape[1], missed.shape[1])
+        self.residual.addmm_(inputs.T, missed)
+
+    @property
+    def sums(self) -> list[torch.Tensor]:
+        """All that was accumulated."""
+        return [part for part in (self.cross, self.energy, self.residual) if part is not None]
+
+    def mean(self, tokens: int) -> "Drift":
+        """Over so many tokens."""
+        return Drift(*(part / tokens for part in self.sums))
+
+    def pull(self, weight: torch.Tensor) -> torch.Tensor:
+        """What a linear's outputs miss, correlated with its inputs: float64 [r, c]."""
+        if self.residual is not None:
+            return self.residual.to(torch.float64).T
+        return weight.to(torch.float64) @ self.cross.to(torch.float64).T
+
 
 def corrected_target(weight: torch.Tensor, factor: Factor, drift: Drift, correction: float = 1.0) -> torch.Tensor:
     """W + correction * (W' - W), in the dtype of the weight.
@@ -54,7 +82,7 @@ def corrected_target(weight: torch.Tensor, factor: Factor, drift: Drift, correct
         drift: of the same inputs.
         correction: 1 for the minimiser W', 0 for W; in between guards against fitting the calibration tokens.
     """
-    pull = weight.to(torch.float64) @ drift.cross.to(torch.float64).T
+    pull = drift.pull(weight)
     # H[order][:, order]^-1 = U^T U.
     moved = torch.empty_like(pull)
     moved[:, factor.order] = pull[:, factor.order] @ factor.upper.T @ factor.upper

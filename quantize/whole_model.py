@@ -4,8 +4,11 @@
     allocate            one step size for the model         -> bits of every layer
     latq                each linear, from its statistics    -> shard on disk, records
 
-Invariant: a layer's result depends on the model, the samples and the recipe only, not on other layers' results; so an
-interrupted run goes on with the next block.
+With corrected targets the text then passes through the quantized blocks, as in `run`: inputs, and targets, are those
+behind the quantized prefix; gradients, step and bits stay those of the original model.
+
+Invariant: a layer's result depends on the model, the samples, the recipe and, with corrected targets, the weights that
+were written before; so an interrupted run goes on with the next block.
 """
 
 import time
@@ -18,16 +21,17 @@ import torch
 from torch import nn
 
 from vllm_latq.quantize.budget import choose, price, together
+from vllm_latq.quantize.hessian import InputHessian
 from vllm_latq.quantize.latq import InputLattice, LatqResult, OutputLattice, latq
 from vllm_latq.quantize.methods import BOUND_SLACK, LayerRecord
-from vllm_latq.quantize.model_lattice import ModelLattice, full_weight
+from vllm_latq.quantize.model_lattice import Aim, ModelLattice, aimed, behind_prefix, full_weight
 from vllm_latq.quantize.offload import Place
 from vllm_latq.quantize.recipe import Recipe
 from vllm_latq.quantize.routing import expert_stacks
 from vllm_latq.quantize.run import Quantized, Run
 from vllm_latq.quantize.statistics import LayerStatistics
-from vllm_latq.quantize.stream import Stream
-from vllm_latq.quantize.target import output_energy
+from vllm_latq.quantize.stream import Stream, hessians_of
+from vllm_latq.quantize.target import measure_errors
 
 
 class StatisticsRun(Run):
@@ -49,29 +53,40 @@ class WholeModelRun(StatisticsRun):
         self.emit({"event": "stage", "stage": "allocation"})
         self.allocation = self.model.allocation()
         self.emit({"event": "plan", "step": self.allocation.step, "bits": dict(self.allocation.bits)})
-        return Stream(self.decoder, None)
+        return Stream(self.decoder, None) if self.recipe.target == "quantized" else super().prepare(samples, place)
 
     def _quantize(
         self, shard: int, block: nn.Module, linears: Mapping[str, nn.Linear], stream: Stream
     ) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
-        records, tensors = {}, {}
-        groups = partial(self.model.groups, shard)
-        for _, (found, stored) in self._shared(groups, _effort, lambda group: self._quantize_group(group, linears)):
-            records.update(found)
-            tensors.update(stored)
-        return [records[name] for name in linears], tensors
+        seen = hessians_of(stream, shard, block, linears)
+        return self._shared(
+            partial(self.model.groups, shard),
+            _effort,
+            lambda group: self._quantize_group(group, linears, seen),
+            linears,
+            stream,
+        )
 
-    def _quantize_group(self, group: Mapping[str, LayerStatistics], linears: Mapping[str, nn.Linear]) -> Quantized:
+    def _quantize_group(
+        self,
+        group: Mapping[str, LayerStatistics],
+        linears: Mapping[str, nn.Linear],
+        seen: Mapping[str, InputHessian],
+    ) -> Quantized:
         """Quantize the linears that read one input."""
         records, tensors = {}, {}
         step, without = self.allocation.step, self.recipe.without
-        members, weights = self.model.moved(group), {name: full_weight(linears[name]) for name in group}
+        weights = {name: full_weight(linears[name]) for name in group}
+        members = behind_prefix(self.model.moved(group), seen)
         inputs, outputs = self.model.lattices(weights, members, step)
         for name, weight in weights.items():
             started = time.perf_counter()
-            result = latq(weight, inputs, outputs[name], step, self.allocation.bits[name], without, name)
-            record = layer_record(name, weight, result, inputs, outputs[name], members[name], self.recipe)
+            aim = aimed(weight, inputs, seen.get(name), self.recipe)
+            result = latq(aim.target, inputs, outputs[name], step, self.allocation.bits[name], without, name)
+            record = layer_record(name, aim, result, inputs, outputs[name], members[name], self.recipe)
             records[name] = asdict(record) | {"seconds": time.perf_counter() - started}
+            if seen:
+                linears[name].weight.copy_(result.weight.dequantize())
             stored = result.weight.to_tensors()
             tensors.update({f"{name}.{suffix}": tensor.cpu() for suffix, tensor in stored.items()})
             self.emit({"event": "layer", **records[name]})
@@ -106,7 +121,7 @@ def _effort(group: Mapping[str, LayerStatistics]) -> int:
 
 def layer_record(
     name: str,
-    weight: torch.Tensor,
+    aim: Aim,
     result: LatqResult,
     inputs: InputLattice,
     outputs: OutputLattice,
@@ -118,10 +133,15 @@ def layer_record(
     `bound` is twice that of the loss, divided by the smallest eigenvalue that the damped G can have: with E H E^T >= 0,
     tr(E H E^T) <= tr(G E H E^T) / min eig(G). `expected_error` is exact for uniformly distributed residuals.
     """
+    weight = aim.weight
     rows, cols = result.weight.row_scales.to(weight.device), result.weight.column_scales.to(weight.device)
-    moved = result.rounding.z.to(torch.float32) * rows[:, None] * cols - weight
-    error = output_energy(moved, statistics.inputs) * statistics.tokens
-    energy = output_energy(weight, statistics.inputs) * statistics.tokens
+    quantized = result.rounding.z.to(torch.float32) * rows[:, None] * cols
+    errors = measure_errors(quantized, weight, aim.target, statistics.inputs, aim.drift, name)
+    assert errors.total is not None
+    assert errors.relative is not None
+    assert errors.rounding is not None
+    error = errors.rounding * statistics.tokens
+    moved = quantized - aim.target
     loss, start = 0.0, 0
     for gram in statistics.outputs:
         part = moved[start : start + len(gram)].to(torch.float64)
@@ -136,8 +156,8 @@ def layer_record(
         shape=(weight.shape[0], weight.shape[1]),
         bits=result.bits,
         outlier_density=0.0,
-        error=error,
-        relative_error=error / energy if energy else 0.0,
+        error=errors.total * statistics.tokens,
+        relative_error=errors.relative,
         rounding_error=error,
         bound=bound,
         expected_error=expected_error(rows, cols, inputs, outputs) * statistics.tokens,

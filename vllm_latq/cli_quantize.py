@@ -65,11 +65,11 @@ def _add_recipe(command: argparse.ArgumentParser) -> None:
         help="of packed methods (default midtread; midrise: better for dense weights in 2 bits)",
     )
     recipe.add_argument(
-        "--target", choices=("quantized", "original"), help="whose layer outputs to match (default quantized)"
+        "--target",
+        choices=("quantized", "original", "residual"),
+        help="whose layer outputs to match (default quantized), or those and the residual stream",
     )
-    recipe.add_argument(
-        "--correction", type=float, help="share of the correction that --target original makes (default 1)"
-    )
+    recipe.add_argument("--correction", type=float, help="share of the correction that --target makes (default 1)")
     recipe.add_argument("--budget", type=float, help="stored bits per weight of the model, which ssqr plans for")
     recipe.add_argument(
         "--outliers", choices=("overflow", "saving"), help="which weights ssqr keeps (default overflow)"

@@ -28,8 +28,9 @@ RECIPES = {
     "saving": Recipe("ssqr", 2, outliers="saving", outlier_coding="integer", scales="signed", beam=2, sweeps=1, **FEW),
     "gptq": Recipe("gptq", 3, order="min-pivot", scales="fitted", dtype="bfloat16", **FEW),
     "latq": Recipe("latq", target_bits=3.0, **FEWER),
+    "latq-residual": Recipe("latq", target_bits=3.0, target="residual", correction=0.5, **FEWER),
     "latq-parts": Recipe("latq", target_bits=3.0, without=("rate-damping", "feedback", "columns"), **FEWER),
-    "midrise": Recipe("ssqr", 2, grid="midrise", **FEW),
+    "midrise": Recipe("ssqr", 2, grid="midrise", target="residual", **FEW),
     "budget": Recipe("ssqr", budget=3.6, outlier_coding="integer", **FEW),
 }
 # What sums in float32 differ by where the certificate takes another way than the quantizer.

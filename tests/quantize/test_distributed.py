@@ -19,18 +19,19 @@ from vllm_latq.quantize.distributed import World
 from vllm_latq.quantize.hessian import InputHessian
 from vllm_latq.quantize.model_lattice import ModelLattice
 from vllm_latq.quantize.pipeline import quantize_checkpoint
+from vllm_latq.quantize.prediction import predict_run
 from vllm_latq.quantize.recipe import Recipe
 
 SAMPLES = {"num_samples": 7, "seq_len": 32}
 GPTQ = Recipe("gptq", 4, group_size=16, **SAMPLES)
 HPTQ = Recipe("hptq", target_bits=3.5, **SAMPLES)
 LATQ = Recipe("latq", target_bits=3.5, **SAMPLES)
-BUDGET = Recipe("ssqr", budget=4.5, group_size=16, **SAMPLES)
+BUDGET = Recipe("ssqr", budget=4.5, group_size=16, target="residual", **SAMPLES)
 OPTIONS = {
     GPTQ: ["--method", "gptq", "--bits", "4", "--group-size", "16"],
     HPTQ: ["--method", "hptq", "--target-bits", "3.5"],
     LATQ: ["--method", "latq", "--target-bits", "3.5"],
-    BUDGET: ["--method", "ssqr", "--budget", "4.5", "--group-size", "16"],
+    BUDGET: ["--method", "ssqr", "--budget", "4.5", "--group-size", "16", "--target", "residual"],
 }
 # Hessians are summed in another order, in float32: of the integers, only those within its rounding of a tie may move.
 SAME_INTEGERS = 0.999
@@ -143,7 +144,8 @@ def test_an_error_is_said_once(random_model: Any, calibration_text: Path, tmp_pa
     assert not list(tmp_path.glob("out*")), "nothing that the next attempt would have to remove"
 
 
-def test_statistics_are_where_all_processes_see_them(mini_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("folder", ["scratch", "elsewhere/scratch"])
+def test_statistics_are_where_all_processes_see_them(mini_model: Path, tmp_path: Path, folder: str) -> None:
     class SecondMachine(World):
         """The first process has collected everything, where this one does not see it."""
 
@@ -155,9 +157,15 @@ def test_statistics_are_where_all_processes_see_them(mini_model: Path, tmp_path:
 
     decoder = Decoder(mini_model, "cpu")
     quantized = dict(decoder.linears(0))
-    lattice = ModelLattice(decoder, quantized, LATQ, tmp_path / "scratch", SecondMachine(1, 2))
+    lattice = ModelLattice(decoder, quantized, LATQ, tmp_path / folder, SecondMachine(1, 2))
     with pytest.raises(ConfigError, match="a folder that all processes see, found nothing there for process 1"):
         lattice.collect(torch.zeros(2, 8, dtype=torch.int64), lambda hidden: hidden)
+
+
+def test_a_dry_run_is_of_one_process(mini_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="--dry-run: expected one process, found 2"):
+        predict_run(GPTQ, mini_model)
 
 
 def test_each_linear_goes_to_one_rank() -> None:

@@ -106,7 +106,7 @@ BAD = [
     ("hrtn", "condition", [100.0]),
     ("gptq", "num_samples", [0, -1, 1.5, True, None]),
     ("gptq", "seq_len", [0, -1, 2048.0, None]),
-    ("gptq", "seed", [-1, 0.5, True, None]),
+    ("gptq", "seed", [-1, 2**64, 0.5, True, None]),
     ("gptq", "block_size", [0, -128, None]),
     ("gptq", "ignore", ["lm_head", None, ("",), (1,), {"lm_head"}]),
     ("gptq", "target_bits", [3.0]),

@@ -51,6 +51,18 @@ def test_corrected_target_is_the_ridge_regression(order):
     torch.testing.assert_close(half, (weight + expected) / 2, rtol=0, atol=FLOAT64_TOLERANCE)
 
 
+def test_residual_target_is_the_regression_on_what_the_stream_misses():
+    weight, original, inputs = layer()
+    missed = torch.randn(len(inputs), len(weight), generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    factor, drift = factorize(inputs.T @ inputs, damping=0.05), drift_of(original, inputs)
+    drift.add_residual(inputs[:50], missed[:50])
+    drift.add_residual(inputs[50:], missed[50:])
+    root = factor.ridge**0.5 * torch.eye(weight.shape[1], dtype=torch.float64)
+    aim = torch.cat([inputs @ weight.T + missed, root @ weight.T])
+    expected = torch.linalg.lstsq(torch.cat([inputs, root]), aim).solution.T
+    torch.testing.assert_close(corrected_target(weight, factor, drift), expected, rtol=0, atol=FLOAT64_TOLERANCE)
+
+
 def test_without_drift_the_target_is_the_weight():
     weight, _, inputs = layer()
     factor = factorize(inputs.T @ inputs)
@@ -205,5 +217,5 @@ def _missed_output(checkpoint: Path, source: Path, text: Path) -> float:
 
 
 def test_correction_needs_the_original_target():
-    with pytest.raises(ConfigError, match="Only target original is corrected"):
+    with pytest.raises(ConfigError, match="Set a target, original or residual"):
         Recipe("gptq", correction=0.5)

@@ -70,8 +70,11 @@ def test_kl_is_far_below_hptqs_and_near_what_the_report_predicts(
     assert 0.3 < predicted / found < 3
 
 
-def test_an_interrupted_run_resumes_to_the_same_bytes(mini_model: Path, calibration_text: Path, tmp_path: Path) -> None:
-    recipe = Recipe("latq", target_bits=TARGET, **ATTENTION)
+@pytest.mark.parametrize("target", ["quantized", "residual"])
+def test_an_interrupted_run_resumes_to_the_same_bytes(
+    target: str, mini_model: Path, calibration_text: Path, tmp_path: Path
+) -> None:
+    recipe = Recipe("latq", target_bits=TARGET, target=target, **ATTENTION)
 
     def interrupt(event: Mapping[str, Any]) -> None:
         if event["event"] == "block" and event["block"] == 1:
