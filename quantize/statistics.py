@@ -133,7 +133,6 @@ def collect_statistics(
         world: the processes that share the run.
 
     Raises:
-        CalibrationError: fewer samples than processes.
         NumericalError: activations or gradients that are not finite, or a linear that was never called.
     """
     windows = world.split(torch.arange(len(samples)))
@@ -153,8 +152,7 @@ def collect_statistics(
 
 
 def label_seeds(seed: int, windows: Iterable[int]) -> list[int]:
-    """What the labels of each window are drawn with, whichever process and batch it is in: from the recipe's seed, and
-    the window's index among those of all processes."""
+    """Of the labels of each window, from its index among those of all processes, whichever batch it is in."""
     # A digest, because torch's generator on the CPU takes the low 32 bits only.
     digests = (hashlib.sha256(f"{seed} {window}".encode()).digest() for window in windows)
     return [int.from_bytes(digest[:8], "big") >> 1 for digest in digests]
@@ -168,8 +166,7 @@ def head_gradients(
     seeds: Sequence[int],
     world: World = ALONE,
 ) -> None:
-    """Turn the last hidden states into the gradients of sampled labels' log-likelihood with respect to them; a seed
-    for each window."""
+    """Turn the last hidden states into the gradients of labels' log-likelihood, drawn with a seed for each window."""
     linears = {name: linear for name, linear in decoder.head_linears.items() if name in wanted}
     windows = 0
     with decoder.head() as head, _watching(linears, world) as grams:
