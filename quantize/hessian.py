@@ -44,7 +44,7 @@ class InputHessian:
     def add_residual(self, inputs: torch.Tensor, missed: torch.Tensor) -> None:
         """Accumulate what the residual stream misses behind these inputs [..., c], which were added: [..., r]."""
         assert self.drift is not None
-        self.drift.add_residual(_rows(inputs), _rows(missed))
+        self.drift.add_residual(_rows(inputs), _rows(missed.to(inputs.device)))
 
 
 class _AllSeen(Exception):

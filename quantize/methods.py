@@ -43,7 +43,8 @@ class LayerRecord:
         bits: stored bits per weight, everything counted.
         outlier_density: share of weights in the CSR part.
         error: ||Y Q^T - X W^T||^2 summed over outputs and calibration tokens; Y are the inputs after the quantized
-            prefix, X is the same, or with corrected targets the original model's inputs.
+            prefix, X is the same, or with corrected targets the original model's inputs (`target` says what it is of
+            the last linear of a block).
         relative_error: error / ||X W^T||^2.
         rounding_error: ||Y (Q - W')^T||^2, W' being what was rounded: the part of the error that the bound covers;
             all of it unless targets are corrected.
@@ -56,8 +57,8 @@ class LayerRecord:
         seconds: wall time, the factorisation excluded if it was given.
         clipped: number of weights whose integer the grid cut; 0 for plain rounding, where it voids no bound.
         note: anything that did not go as asked, in words; empty if nothing.
-        loss: what the layer adds to KL(original || quantized), nats per token, to second order (`kronecker`); only
-            measured by latq.
+        loss: what rounding the layer adds to KL(original || quantized), nats per token, to second order (`kronecker`);
+            only measured by latq.
         loss_bound: its worst case.
     """
 

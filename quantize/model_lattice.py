@@ -79,8 +79,8 @@ class ModelLattice:
 
     def groups(self, shard: int) -> list[dict[str, LayerStatistics]]:
         """The statistics of a shard's linears, those of one input together."""
-        statistics = StatisticsFiles(self.folder).read(shard)
         names = list(shard_linears(self.decoder, self.quantized, shard))
+        statistics = StatisticsFiles(self.folder).read(shard) if names else {}
         leaders = dict.fromkeys(statistics[name].group for name in names)
         return [{name: statistics[name] for name in names if statistics[name].group == leader} for leader in leaders]
 

@@ -16,6 +16,7 @@ import vllm_latq
 from vllm_latq.checkpoint import REPORT_FILE
 from vllm_latq.config import CheckpointConfig
 from vllm_latq.errors import ConfigError, UnsupportedModelError
+from vllm_latq.experts import Experts
 from vllm_latq.quantize.budget import check_budget
 from vllm_latq.quantize.calibration import load_samples
 from vllm_latq.quantize.card import model_card
@@ -121,6 +122,9 @@ def quantized_linears(decoder: Decoder, recipe: Recipe) -> dict[str, nn.Linear]:
     if decoder.encoder and (recipe.method == "latq" or recipe.budget is not None):
         expected = "a language model: method latq and budgets look at its loss on the next token"
         raise UnsupportedModelError(str(decoder.source), expected, "an encoder", "Use --method ssqr, hptq or gptq.")
+    if recipe.target != "quantized" and any(isinstance(module, Experts) for module in decoder.model.modules()):
+        expected, found = "a model whose linears see the same tokens as the original's", "routed experts"
+        raise ConfigError("recipe.target", expected, found, 'Use target "quantized".')
     linears = {name: linear for index in range(len(decoder)) for name, linear in decoder.linears(index).items()}
     linears |= decoder.head_linears
     config = CheckpointConfig(recipe.scheme, ignored_modules(decoder, recipe))

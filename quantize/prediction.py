@@ -107,7 +107,9 @@ def predict(
             stages |= lattice_stages(decoder, recipe, quantized, samples, Path(folder))
     if recipe.method != "latq" or recipe.target != "quantized":
         passing = _stages(decoder, replace(recipe, budget=None), quantized, samples)
-        stages |= {name: stage for name, stage in passing.items() if name not in stages}
+        for name, stage in passing.items():
+            lattice = stages.get(name, Stage(0.0, 0.0))
+            stages[name] = Stage(lattice.seconds + stage.seconds, lattice.memory + stage.memory)
     stages["writing"] = Stage(0.0, stored_bytes(decoder, untouched_names(decoder, len(decoder), quantized)))
     return_freed_memory()
     baseline = resident_memory()

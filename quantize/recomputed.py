@@ -137,7 +137,7 @@ def whole_model(
         stream = Stream(decoder, None if recipe.target == "quantized" else samples, recipe.target)
         for shard, block, linears in _shards(reader, decoder, stream):
             seen = hessians_of(stream, shard, block, linears)
-            for group in model.groups(shard) if linears else ():
+            for group in model.groups(shard):
                 weights = {name: full_weight(linears[name]) for name in group}
                 members = behind_prefix(model.moved(group), seen)
                 inputs, outputs = model.lattices(weights, members, step)

@@ -41,15 +41,22 @@ def last_writer(linears: Mapping[str, nn.Linear], run: Callable[[], torch.Tensor
     name, read = list(inputs.items())[-1]
     if linears[name].out_features != behind.shape[-1] or sum(other is read for other in inputs.values()) > 1:
         return None
-    generator = torch.Generator().manual_seed(0)
-    noise = torch.randn(behind.shape[-1], generator=generator).to(behind) * behind.float().square().mean().sqrt()
-    noise = noise.to(behind.dtype)
-    handle = linears[name].register_forward_hook(lambda _module, _inputs, output: output + noise)
+    # As large as most of a token's channels: beside the few huge ones that some tokens have, a norm would hide it.
+    usual = behind.float().abs().median(dim=-1, keepdim=True).values
+    noise = torch.randn(behind.shape, generator=torch.Generator().manual_seed(0)).to(behind.device) * usual
+    noise, calls = noise.to(behind.dtype), 0
+
+    def add(_module: nn.Module, _inputs: object, output: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return output + noise.to(output.device).reshape(output.shape)
+
+    handle = linears[name].register_forward_hook(add)
     try:
-        moved = (run() - behind).flatten(0, -2).float()
+        moved = run().float() - behind.float()
     finally:
         handle.remove()
     noise = noise.float()
-    factor = float((moved @ noise).median() / noise.square().sum())
-    missed = float((moved - factor * noise).norm(dim=1).median())
-    return LastWriter(name, factor) if factor > 0 and missed <= TOLERANCE * factor * float(noise.norm()) else None
+    factor = float(((moved * noise).sum(-1) / noise.square().sum(-1)).median())
+    missed = float(((moved - factor * noise).norm(dim=-1) / noise.norm(dim=-1)).median())
+    return LastWriter(name, factor) if calls == 1 and factor > 0 and missed <= TOLERANCE * factor else None

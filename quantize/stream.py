@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import nn
 
-from vllm_latq.errors import CalibrationError, ConfigError
+from vllm_latq.errors import CalibrationError
 from vllm_latq.experts import Experts
 from vllm_latq.quantize.decoder import Batch, Decoder
 from vllm_latq.quantize.distributed import ALONE, World
@@ -45,15 +45,11 @@ class Stream:
         world: World = ALONE,
         place: Place = lambda hidden: hidden,
     ) -> None:
-        original = target != "quantized"
-        if original and any(isinstance(module, Experts) for module in decoder.model.modules()):
-            expected, found = "a model whose linears see the same tokens as the original's", "routed experts"
-            raise ConfigError("recipe.target", expected, found, 'Use target "quantized".')
         self.decoder, self.target, self.world = decoder, target, world
         self.batches: list[Batch] = []
         if samples is not None:
             self.batches = decoder.embed(samples, samples_per_batch(decoder.device, samples.shape[1]), place)
-        self.originals = [place(batch.hidden.clone()) for batch in self.batches] if original else None
+        self.originals = [place(batch.hidden.clone()) for batch in self.batches] if target != "quantized" else None
 
     def __bool__(self) -> bool:
         return bool(self.batches)
@@ -71,7 +67,7 @@ class Stream:
                 behind = self._run(shard, block, batch)
             if writer:
                 assert self.originals is not None
-                away = self.originals[position].to(behind.device) - behind
+                away = self.originals[position].float() - behind.float()
                 collector.of(writer.name).add_residual(inputs[writer.name], away / writer.factor)
             elif not routed and position == 0:
                 collector.stop_early()
@@ -95,7 +91,7 @@ class Stream:
             batch.arguments[shard] = {}
 
     def _last_writer(self, shard: int, block: nn.Module, linears: Mapping[str, nn.Linear]) -> LastWriter | None:
-        if self.target != "residual" or shard == len(self.decoder):
+        if self.target != "residual" or shard == len(self.decoder) or not linears:
             return None
         # Found by the first process for all: it is a matter of a tolerance.
         return self.world.from_first(lambda: last_writer(linears, lambda: self._run(shard, block, self.batches[0])))

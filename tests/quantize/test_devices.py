@@ -20,6 +20,8 @@ RECIPES: dict[str, Recipe] = {
     "ssqr": Recipe(method="ssqr", outliers="saving", scales="signed", **GROUPS, **FEW),
     "hptq": Recipe(method="hptq", target_bits=3.125, **FEW),
     "latq": Recipe(method="latq", target_bits=3.125, **FEW),
+    "gptq-residual": Recipe(method="gptq", bits=4, target="residual", **GROUPS, **FEW),
+    "latq-residual": Recipe(method="latq", target_bits=3.125, target="residual", **FEW),
 }
 
 

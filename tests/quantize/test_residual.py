@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from vllm_latq.checkpoint import CheckpointReader
 from vllm_latq.quantize.calibration import load_samples
 from vllm_latq.quantize.decoder import Decoder
 from vllm_latq.quantize.evaluate import evaluate
@@ -59,10 +60,28 @@ def test_found_in_half_precision(mini_model: Path) -> None:
     assert (writer.name, writer.factor) == (DOWN, pytest.approx(1.0, rel=1e-2))
 
 
-def test_the_stream_asks_for_what_the_block_misses(mini_model: Path, calibration_text: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_huge_channels_do_not_hide_an_mlp(mini_model: Path, dtype: torch.dtype) -> None:
+    """Where the MLP's linears are ignored, the last one is o_proj, which an MLP follows."""
+    decoder = Decoder(mini_model, "cpu", dtype)
+    (batch,) = decoder.embed(TOKENS, len(TOKENS))
+    batch.hidden[:, 0, 7], batch.hidden[:, 0, 11] = 3000.0, -2000.0
+    with decoder.block(1) as block, torch.no_grad():
+        attention = {name: linear for name, linear in decoder.linears(1).items() if "self_attn" in name}
+        assert last_writer(attention, lambda: decoder.run(1, block, batch)) is None
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "granite"])
+def test_the_stream_asks_for_what_the_block_misses(
+    random_model: Any, mini_model: Path, calibration_text: Path, model_type: str
+) -> None:
     """Against both models run in one piece; the first block of one has other weights."""
+    directory, factor = mini_model, 1.0
+    if model_type == "granite":
+        factor = 0.25
+        directory, _ = random_model("granite", "granite-residual", residual_multiplier=factor)
     samples = load_samples(AutoTokenizer.from_pretrained(mini_model), str(calibration_text), 6, 64)
-    original, changed = (AutoModelForCausalLM.from_pretrained(mini_model, dtype=torch.float32) for _ in range(2))
+    original, changed = (AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32) for _ in range(2))
     blunt = "model.layers.0.self_attn.o_proj"
     with torch.no_grad():
         changed.get_submodule(blunt).weight.mul_(0.5)
@@ -73,10 +92,10 @@ def test_the_stream_asks_for_what_the_block_misses(mini_model: Path, calibration
         model.model.layers[1].register_forward_hook(lambda _, __, output, label=label: seen.update({label: output}))
         with torch.no_grad():
             model(samples)
-    missed = (seen["original"] - seen["changed"]).flatten(0, -2)
+    missed = (seen["original"] - seen["changed"]).flatten(0, -2) / factor
     expected = seen["inputs"].flatten(0, -2).T @ missed
 
-    decoder = Decoder(mini_model, "cpu")
+    decoder = Decoder(directory, "cpu")
     stream = Stream(decoder, samples, "residual")
     with torch.no_grad():
         with decoder.block(0) as block:
@@ -84,14 +103,42 @@ def test_the_stream_asks_for_what_the_block_misses(mini_model: Path, calibration
             decoder.linears(0)[blunt].weight.mul_(0.5)
             stream.advance(0, block)
         with decoder.block(1) as block:
-            drifts = {
-                linear: hessian.drift
-                for hessian in stream.inputs(1, block, decoder.linears(1))
-                for linear in hessian.linears
-            }
+            hessians = stream.inputs(1, block, decoder.linears(1))
+    drifts = {linear: hessian.drift for hessian in hessians for linear in hessian.linears}
     residual = drifts[name].residual
     assert (residual - expected).norm() < 1e-3 * expected.norm()
+    assert float(drifts[name].missed) == pytest.approx(float(missed.square().sum()), rel=1e-3)
     assert all(drift.residual is None for linear, drift in drifts.items() if linear != name)
+
+
+def test_latq_hits_what_it_was_asked_for(mini_model: Path, calibration_text: Path, tmp_path: Path) -> None:
+    """Where only the last writers are rounded, a report's error is that of a block's outputs, by transformers."""
+    name = f"model.layers.3.{DOWN}"
+    decoder = Decoder(mini_model, "cpu")
+    every = [linear for block in range(len(decoder)) for linear in decoder.linears(block)]
+    # The first block has nothing to round.
+    ignore = ("lm_head", *(linear for linear in every if not linear.endswith(DOWN) or "layers.0." in linear))
+    options = {"target_bits": 2.5, "target": "residual", "ignore": ignore, "num_samples": 8, "seq_len": 128}
+    errors = {}
+    for correction in (0.5, 1.0):
+        out = tmp_path / str(correction)
+        quantize_checkpoint(
+            Recipe("latq", correction=correction, **options), mini_model, out, calibration=str(calibration_text)
+        )
+        records = {layer["name"]: layer for layer in CheckpointReader(out).report()["layers"]}
+        errors[correction] = records[name]["error"]
+        assert all(record["bound_holds"] for record in records.values())
+    samples = load_samples(AutoTokenizer.from_pretrained(mini_model), str(calibration_text), 8, 128)
+    behind = []
+    for path in (mini_model, tmp_path / "1.0"):
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        # What the last block hands on, before the last norm.
+        model.model.layers[3].register_forward_hook(lambda _, __, output: behind.append(output))
+        with torch.no_grad():
+            model(samples)
+    missed = float((behind[0].double() - behind[1].double()).square().sum())
+    assert errors[1.0] == pytest.approx(missed, rel=1e-3)
+    assert errors[1.0] < errors[0.5]
 
 
 def test_divergence_falls_at_the_same_bits(

@@ -61,6 +61,11 @@ def test_residual_target_is_the_regression_on_what_the_stream_misses():
     aim = torch.cat([inputs @ weight.T + missed, root @ weight.T])
     expected = torch.linalg.lstsq(torch.cat([inputs, root]), aim).solution.T
     torch.testing.assert_close(corrected_target(weight, factor, drift), expected, rtol=0, atol=FLOAT64_TOLERANCE)
+    quantized = (weight / STEP).round() * STEP
+    left = float((inputs @ (quantized - weight).T - missed).square().sum())
+    assert output_error(quantized, weight, inputs.T @ inputs, drift) == pytest.approx(left, rel=1e-9)
+    wanted = float((inputs @ weight.T + missed).square().sum())
+    assert output_energy(weight, inputs.T @ inputs, drift) == pytest.approx(wanted, rel=1e-9)
 
 
 def test_without_drift_the_target_is_the_weight():
@@ -216,6 +221,6 @@ def _missed_output(checkpoint: Path, source: Path, text: Path) -> float:
     return float((outputs[0].double() - outputs[1].double()).square().sum())
 
 
-def test_correction_needs_the_original_target():
+def test_correction_needs_a_target():
     with pytest.raises(ConfigError, match="Set a target, original or residual"):
         Recipe("gptq", correction=0.5)
