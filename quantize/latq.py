@@ -88,6 +88,13 @@ class LatqResult:
     bits: float
     note: str
 
+    @property
+    def dequantized(self) -> torch.Tensor:
+        """What `weight` decodes to, bit for bit, float32 [r, c] where it was rounded; nothing is decoded for it."""
+        z = self.rounding.z
+        rows, cols = self.weight.row_scales.to(z.device), self.weight.column_scales.to(z.device)
+        return z.to(torch.float32) * rows[:, None] * cols
+
 
 def output_lattice(statistics: LayerStatistics, order: str, without: Sequence[str], where: str) -> OutputLattice:
     """Factorise G, block by block, and derive the row exponents.

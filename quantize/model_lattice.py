@@ -144,32 +144,26 @@ class Aim:
 
 def behind_prefix(
     members: Mapping[str, LayerStatistics], seen: Mapping[str, InputHessian]
-) -> dict[str, LayerStatistics]:
-    """The statistics, with the inputs that the quantized prefix gives where they were seen."""
-    return {
-        name: replace(layer, inputs=seen[name].matrix / seen[name].tokens) if name in seen else layer
-        for name, layer in members.items()
-    }
-
-
-def aimed(weight: torch.Tensor, inputs: InputLattice, seen: InputHessian | None, recipe: Recipe) -> Aim:
-    """What a linear is rounded towards.
-
-    Args:
-        weight: float32 [r, c].
-        inputs: of the linear, behind the quantized prefix.
-        seen: of its input; None or without drift if targets are not corrected.
-        recipe: for the correction.
+) -> tuple[dict[str, LayerStatistics], Drift | None]:
+    """The statistics of the linears of one input, with what the quantized prefix gives for it, and how far that is from
+    the original model's, means over tokens; as they were, and None, where it was not seen.
 
     Raises:
         NumericalError: the original model's activations are not finite.
     """
-    if seen is None or seen.drift is None:
-        return Aim(weight, weight)
-    drift = seen.drift.mean(seen.tokens)
+    hessian = seen.get(next(iter(members)))
+    if hessian is None or hessian.drift is None:
+        return dict(members), None
+    inputs, drift = hessian.matrix / hessian.tokens, hessian.drift.mean(hessian.tokens)
     for part in drift.sums:
-        require_finite(part, "drift of the activations", seen.linears[0])
-    return Aim(weight, corrected_target(weight, inputs.factor, drift, recipe.correction), drift)
+        require_finite(part, "drift of the activations", hessian.linears[0])
+    return {name: replace(layer, inputs=inputs) for name, layer in members.items()}, drift
+
+
+def aimed(weight: torch.Tensor, inputs: InputLattice, drift: Drift | None, recipe: Recipe) -> Aim:
+    """What a linear, float32 [r, c], is rounded towards, given the lattice and the drift of its input."""
+    target = weight if drift is None else corrected_target(weight, inputs.factor, drift, recipe.correction)
+    return Aim(weight, target, drift)
 
 
 def full_weight(linear: nn.Linear) -> torch.Tensor:

@@ -139,10 +139,10 @@ def whole_model(
             seen = hessians_of(stream, shard, block, linears)
             for group in model.groups(shard):
                 weights = {name: full_weight(linears[name]) for name in group}
-                members = behind_prefix(model.moved(group), seen)
+                members, drift = behind_prefix(model.moved(group), seen)
                 inputs, outputs = model.lattices(weights, members, step)
                 for name, weight in weights.items():
-                    stored, aim = reader.weight(name), aimed(weight, inputs, seen.get(name), recipe)
+                    stored, aim = reader.weight(name), aimed(weight, inputs, drift, recipe)
                     assert isinstance(stored, RansWeight)
                     yield _measured_on_loss(name, aim, stored, members[name], inputs, outputs[name], recipe)
                     if stream:

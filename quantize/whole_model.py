@@ -14,7 +14,6 @@ were written before; so an interrupted run goes on with the next block.
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -60,7 +59,7 @@ class WholeModelRun(StatisticsRun):
     ) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
         seen = hessians_of(stream, shard, block, linears)
         return self._shared(
-            partial(self.model.groups, shard),
+            lambda: self.model.groups(shard),
             _effort,
             lambda group: self._quantize_group(group, linears, seen),
             linears,
@@ -77,16 +76,16 @@ class WholeModelRun(StatisticsRun):
         records, tensors = {}, {}
         step, without = self.allocation.step, self.recipe.without
         weights = {name: full_weight(linears[name]) for name in group}
-        members = behind_prefix(self.model.moved(group), seen)
+        members, drift = behind_prefix(self.model.moved(group), seen)
         inputs, outputs = self.model.lattices(weights, members, step)
         for name, weight in weights.items():
             started = time.perf_counter()
-            aim = aimed(weight, inputs, seen.get(name), self.recipe)
+            aim = aimed(weight, inputs, drift, self.recipe)
             result = latq(aim.target, inputs, outputs[name], step, self.allocation.bits[name], without, name)
             record = layer_record(name, aim, result, inputs, outputs[name], members[name], self.recipe)
             records[name] = asdict(record) | {"seconds": time.perf_counter() - started}
             if seen:
-                linears[name].weight.copy_(result.weight.dequantize())
+                linears[name].weight.copy_(result.dequantized)
             stored = result.weight.to_tensors()
             tensors.update({f"{name}.{suffix}": tensor.cpu() for suffix, tensor in stored.items()})
             self.emit({"event": "layer", **records[name]})
@@ -133,9 +132,8 @@ def layer_record(
     `bound` is twice that of the loss, divided by the smallest eigenvalue that the damped G can have: with E H E^T >= 0,
     tr(E H E^T) <= tr(G E H E^T) / min eig(G). `expected_error` is exact for uniformly distributed residuals.
     """
-    weight = aim.weight
+    weight, quantized = aim.weight, result.dequantized
     rows, cols = result.weight.row_scales.to(weight.device), result.weight.column_scales.to(weight.device)
-    quantized = result.rounding.z.to(torch.float32) * rows[:, None] * cols
     errors = measure_errors(quantized, weight, aim.target, statistics.inputs, aim.drift, name)
     assert errors.total is not None
     assert errors.relative is not None
