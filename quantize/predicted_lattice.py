@@ -17,7 +17,7 @@ from torch import nn
 from vllm_latq.quantize.allocation import allocate, rate_curve
 from vllm_latq.quantize.decoder import Batch, Decoder
 from vllm_latq.quantize.latq import InputLattice, OutputLattice, latq
-from vllm_latq.quantize.model_lattice import Aim, ModelLattice, full_weight
+from vllm_latq.quantize.model_lattice import ModelLattice, aimed, full_weight
 from vllm_latq.quantize.recipe import Recipe
 from vllm_latq.quantize.rehearsal import Cost, Rehearsal, measured, timed
 from vllm_latq.quantize.shards import shard_linears, shard_weights, untouched_names
@@ -30,6 +30,7 @@ from vllm_latq.quantize.statistics import (
     head_gradients,
     label_seeds,
 )
+from vllm_latq.quantize.target import Drift
 from vllm_latq.quantize.whole_model import layer_record
 
 
@@ -211,8 +212,11 @@ def _rounding(model: ModelLattice, weight: torch.Tensor, statistics: LayerStatis
 
     def work(rows: int, cols: int) -> object:
         cut, step = sides[rows, cols], steps[rows, cols]
-        result = latq(cut.weight, cut.inputs, cut.outputs, step, target, model.recipe.without, name)
-        layer_record(name, Aim(cut.weight, cut.weight), result, cut.inputs, cut.outputs, cut.statistics, model.recipe)
+        # A correction takes as long wherever it leads: here to the weights themselves.
+        drift = None if model.recipe.target == "quantized" else Drift.zeros(cols, cut.weight.device)
+        aim = aimed(cut.weight, cut.inputs, drift, model.recipe)
+        result = latq(aim.target, cut.inputs, cut.outputs, step, target, model.recipe.without, name)
+        layer_record(name, aim, result, cut.inputs, cut.outputs, cut.statistics, model.recipe)
         return result, result.weight.to_tensors()
 
     return priced, rehearsal.cost(work, *weight.shape)
