@@ -8,14 +8,14 @@ Invariant: the shares of the layers average to the target, weighted by their siz
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 
 from vllm_latq.quantize.hptq import GAUSSIAN_BITS
-from vllm_latq.quantize.latq import InputLattice, OutputLattice, rounded_bits
+from vllm_latq.quantize.latq import InputLattice, OutputLattice, Share, rounded_bits
 from vllm_latq.quantize.search import sample_rows
 
 _OCTAVES = (-3.0, -2.0, -1.25, -0.5, 0.25, 1.0, 2.0, 3.0)
@@ -39,24 +39,12 @@ class RateCurve:
         first, last = self.points[0], self.points[-1]
         if octaves <= first[0]:
             return first[1] + first[0] - octaves
-        for left, right in pairwise(self.points):
-            if octaves <= right[0]:
-                share = (octaves - left[0]) / (right[0] - left[0])
-                return left[1] + share * (right[1] - left[1])
-        return last[1]
-
-
-@dataclass(frozen=True)
-class Allocation:
-    """Who gets what.
-
-    Attributes:
-        step: the model's step, in units of sqrt(nats) per token.
-        bits: layer name -> bits per weight.
-    """
-
-    step: float
-    bits: Mapping[str, float]
+        if octaves >= last[0]:
+            return last[1]
+        index = bisect_left(self.points, (octaves,))
+        left, right = self.points[index - 1], self.points[index]
+        share = (octaves - left[0]) / (right[0] - left[0])
+        return left[1] + share * (right[1] - left[1])
 
 
 def rate_curve(weight: torch.Tensor, inputs: InputLattice, outputs: OutputLattice, target_bits: float) -> RateCurve:
@@ -70,8 +58,8 @@ def rate_curve(weight: torch.Tensor, inputs: InputLattice, outputs: OutputLattic
     return RateCurve(count, tuple(points))
 
 
-def allocate(curves: Mapping[str, RateCurve], target_bits: float, shared_step: bool = True) -> Allocation:
-    """Find the step at which the layers' bits average to the target.
+def allocate(curves: Mapping[str, RateCurve], target_bits: float, shared_step: bool = True) -> dict[str, Share]:
+    """Find the step at which the layers' bits average to the target; layer name -> its share.
 
     Args:
         curves: layer name -> its curve.
@@ -89,8 +77,7 @@ def allocate(curves: Mapping[str, RateCurve], target_bits: float, shared_step: b
         middle = (low + high) / 2
         low, high = (middle, high) if average(middle) > target_bits else (low, middle)
     if not shared_step:
-        return Allocation(2.0**high, dict.fromkeys(curves, target_bits))
-    bits = {name: curve.bits(high) for name, curve in curves.items()}
+        return dict.fromkeys(curves, Share(2.0**high, target_bits))
     # Where curves are flat the bisection cannot meet the target; spread what is left.
     slack = target_bits - average(high)
-    return Allocation(2.0**high, {name: value + slack for name, value in bits.items()})
+    return {name: Share(2.0**high, curve.bits(high) + slack) for name, curve in curves.items()}

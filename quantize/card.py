@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from vllm_latq.console import bits
 from vllm_latq.quantize.recipe import Recipe
 
 
@@ -25,7 +26,8 @@ tags:
 # {name}, quantized with {recipe.method}
 
 {totals["weights"]:,} weights at {totals["bits_per_weight"]:.3f} bits each, everything stored counted
-({totals["bytes"]:,} bytes). Per-layer errors and bounds are in `latq_report.json`.
+({totals["bytes"]:,} bytes); in memory, while served, {bits(totals["served_bits_per_weight"])}. Per-layer errors and
+bounds are in `latq_report.json`.
 
 Serve it: `pip install vllm-latq vllm`, then `vllm serve PATH --quantization latq`.
 

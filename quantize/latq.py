@@ -24,7 +24,7 @@ from vllm_latq.quantize.lattice import Factor, factorize
 from vllm_latq.quantize.search import Outcome, search_target
 from vllm_latq.quantize.statistics import LayerStatistics
 from vllm_latq.rans import encoded_bits
-from vllm_latq.weights import RansWeight, octave_eighths
+from vllm_latq.weights import RansWeight, octave_eighths, served_bits
 
 # G is estimated from one sampled label per token and only holds near the original weights: damped more than H is.
 # KL on the models measured is flat from 0.03 to 0.3.
@@ -77,6 +77,27 @@ class InputLattice:
     def weights(self) -> torch.Tensor:
         """DH_j as the rounded exponents have it, float64 [c]."""
         return _squared_weights(self.exponents, self.level)
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a layer gets of the model's bits.
+
+    Attributes:
+        step: of its lattice, in sqrt(nats) per token: what damping goes by, and where the search for a scale starts.
+        bits: per weight, to be met: of what is stored, or with a width of what is served.
+        width: of the codes that integers become while they are served; None where stored bits are counted.
+    """
+
+    step: float
+    bits: float
+    width: int | None = None
+
+    def spent(self, integers: torch.Tensor) -> float:
+        """Bits per weight of int32 [r, c], everything counted."""
+        if self.width is None:
+            return _stored_bits(integers)
+        return served_bits(integers, self.width) / integers.numel()
 
 
 @dataclass(frozen=True)
@@ -152,23 +173,21 @@ def latq(
     weight: torch.Tensor,
     inputs: InputLattice,
     outputs: OutputLattice,
-    step: float,
-    target_bits: float,
+    share: Share,
     without: Sequence[str] = (),
     where: str = "",
 ) -> LatqResult:
-    """The finest scale whose encoded bits lie in [target - 0.005, target].
+    """The finest scale whose bits lie in [share.bits - 0.005, share.bits].
 
     Args:
         weight: [r, c].
         inputs, outputs: its lattice.
-        step: the model's s, where the search starts.
-        target_bits: stored bits per weight, everything counted.
+        share: what it gets of the model's bits.
         without: parts that are switched off.
         where: name of the layer, for errors.
 
     Raises:
-        NumericalError: not even the coarsest scale meets the target.
+        NumericalError: not even the coarsest scale meets it.
     """
     # The factors that are stored, so that the steps rounded with are the steps read back.
     rows, cols = (octave_eighths(side.exponents).to(weight.device) for side in (outputs, inputs))
@@ -181,20 +200,20 @@ def latq(
         where=where,
         feedback="feedback" not in without,
     )
-    start = math.log2(step) - inputs.level - outputs.level
-    found = _search(lambda scale: plane(row_steps=rows * scale.to(rows.device)), start, target_bits, where)
+    start = math.log2(share.step) - inputs.level - outputs.level
+    found = _search(lambda scale: plane(row_steps=rows * scale.to(rows.device)), start, share, where)
     scale, rounding = found.best.payload
     # A copy: a file cannot hold one tensor under the names of several linears.
     stored = RansWeight.from_integers(rounding.z, scale, outputs.exponents, inputs.exponents.clone())
     bits = stored.storage_bits() / weight.numel()
-    note = "" if found.met else f"{bits:.4f} bits per weight, the nearest found to {target_bits:g}"
+    note = "" if found.met else f"{found.best.value:.4f} bits per weight, the nearest found to {share.bits:g}"
     return LatqResult(stored, rounding, bits, note)
 
 
 def _search(
-    plane: Callable[[torch.Tensor], TwoSided], start: float, target_bits: float, where: str
+    plane: Callable[[torch.Tensor], TwoSided], start: float, share: Share, where: str
 ) -> Outcome[tuple[torch.Tensor, TwoSided]]:
-    """The scale, float32 [1], at which the code of what `plane` rounds to meets the target; and that rounding.
+    """The scale, float32 [1], at which what `plane` rounds to spends the share; and that rounding.
 
     Raises:
         NumericalError: not even the coarsest scale meets it.
@@ -203,11 +222,11 @@ def _search(
     def probe(octaves: float) -> tuple[float, tuple[torch.Tensor, TwoSided]]:
         scale = torch.tensor([2.0**octaves], dtype=torch.float32)
         rounding = plane(scale)
-        return _stored_bits(rounding.z), (scale, rounding)
+        return share.spent(rounding.z), (scale, rounding)
 
     found: Outcome[tuple[torch.Tensor, TwoSided]] = search_target(
         probe,
-        target=target_bits,
+        target=share.bits,
         tolerance=BITS_TOLERANCE,
         start=start,
         slope=USUAL_SLOPE,
@@ -218,7 +237,7 @@ def _search(
     if not found.feasible:
         raise NumericalError(
             where or "target_bits",
-            f"a code of at most {target_bits:g} bits per weight",
+            f"at most {share.bits:g} bits per weight",
             f"{found.best.value:.4f}, the fewest found",
             "What is stored beside the integers weighs on small layers: raise target_bits, or ignore this layer.",
         )

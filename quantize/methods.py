@@ -25,7 +25,7 @@ from vllm_latq.quantize.refine import refine
 from vllm_latq.quantize.scales import SCALE_DTYPE, grid, group_scales
 from vllm_latq.quantize.ssqr import ssqr, ssqr_by_saving
 from vllm_latq.quantize.target import Drift, LayerErrors, corrected_target, measure_errors
-from vllm_latq.weights import HuffmanWeight, PackedWeight, Weight
+from vllm_latq.weights import HuffmanWeight, PackedWeight, Weight, served_bits
 
 # The recursion runs in float32: a bound met with equality may be missed by its rounding.
 BOUND_SLACK = 1e-6
@@ -41,6 +41,8 @@ class LayerRecord:
         name: of the layer.
         shape: (r, c).
         bits: stored bits per weight, everything counted.
+        served_bits: per weight, in memory while it is served by itself; linears that are served as one matrix share a
+            width, and may take more.
         outlier_density: share of weights in the CSR part.
         error: ||Y Q^T - X W^T||^2 summed over outputs and calibration tokens; Y are the inputs after the quantized
             prefix, X is the same, or with corrected targets the original model's inputs (`target` says what it is of
@@ -65,6 +67,7 @@ class LayerRecord:
     name: str
     shape: tuple[int, int]
     bits: float
+    served_bits: float
     outlier_density: float
     error: float | None
     relative_error: float | None
@@ -97,11 +100,13 @@ class LayerResult:
 
 @dataclass(frozen=True)
 class _Quantized:
-    """What a method hands back. bound: total over the rows, None for plain rounding; clipped: weights the grid cut."""
+    """What a method hands back. bound: total over the rows, None for plain rounding; clipped: weights the grid cut;
+    served_bits: of the weight, where it would have to be decoded for them."""
 
     weight: Weight
     dequantized: torch.Tensor
     bound: float | None = None
+    served_bits: int | None = None
     clipped: int = 0
     note: str = ""
 
@@ -181,6 +186,7 @@ def _record(
         name=where,
         shape=(rows, cols),
         bits=done.weight.storage_bits() / max(weight.numel(), 1),
+        served_bits=(done.served_bits or done.weight.served_bits()) / max(weight.numel(), 1),
         outlier_density=done.weight.outlier_density() if weight.numel() else 0.0,
         error=errors.total,
         relative_error=errors.relative,
@@ -216,7 +222,8 @@ def _gptq(weight: torch.Tensor, factor: Factor | None, recipe: Recipe, where: st
     rounding = refine(weight, factor, rounding, low, high, recipe.sweeps)
     stored = _packed(rounding.z, rounding.scales, recipe)
     dequantized = rounding.dequantized.to(torch.float32)
-    return _Quantized(stored, dequantized, float(rounding.bound.sum()), int(rounding.outlier_mask.sum()))
+    clipped = int(rounding.outlier_mask.sum())
+    return _Quantized(stored, dequantized, float(rounding.bound.sum()), clipped=clipped)
 
 
 def _ssqr(weight: torch.Tensor, factor: Factor | None, recipe: Recipe, where: str) -> _Quantized:
@@ -262,7 +269,8 @@ def _hrtn(weight: torch.Tensor, _factor: Factor | None, recipe: Recipe, where: s
 def _huffman(found: HPTQResult) -> _Quantized:
     stored = HuffmanWeight(found.scale.reshape(1), encode(found.integers))
     bound = None if found.rounding is None else float(found.rounding.bound.sum())
-    return _Quantized(stored, found.integers.to(torch.float32) * found.scale, bound, note=found.note)
+    served = served_bits(found.integers, column_scales=False)
+    return _Quantized(stored, found.integers.to(torch.float32) * found.scale, bound, served, note=found.note)
 
 
 _METHODS: dict[str, Callable[[torch.Tensor, Factor | None, Recipe, str], _Quantized]] = {

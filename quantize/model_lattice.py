@@ -1,30 +1,39 @@
 """The lattices of all linears of a model, and the step they share: from statistics on disk, one input after the other.
 
     collect     one pass forward and one backward  -> FOLDER/statistics-*.safetensors
-    allocation  one step size for the model        -> bits of every layer
+    allocation  what each step would take          -> step and bits of every layer
     lattices    of the linears of one input, with the damping that this step asks for
 
 Invariant: everything depends on the model, the samples and the recipe only. A quantization and the certificate of its
 checkpoint get the same, and so do the processes that share a run.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from vllm_latq.errors import ConfigError
-from vllm_latq.quantize.allocation import Allocation, RateCurve, allocate, rate_curve
+from vllm_latq.quantize.allocation import allocate, rate_curve
 from vllm_latq.quantize.decoder import Decoder
 from vllm_latq.quantize.distributed import ALONE, World
 from vllm_latq.quantize.hessian import InputHessian
-from vllm_latq.quantize.latq import InputLattice, OutputLattice, input_lattice, output_lattice, rate_aware_damping
+from vllm_latq.quantize.latq import (
+    InputLattice,
+    OutputLattice,
+    Share,
+    input_lattice,
+    output_lattice,
+    rate_aware_damping,
+)
 from vllm_latq.quantize.lattice import require_finite
 from vllm_latq.quantize.offload import Place
 from vllm_latq.quantize.recipe import Recipe
+from vllm_latq.quantize.routing import expert_stacks
+from vllm_latq.quantize.served_allocation import allocate_served, served_curves, served_lattices
 from vllm_latq.quantize.shards import shard_linears, shard_weights
 from vllm_latq.quantize.statistics import LayerStatistics, StatisticsFiles, collect_statistics
 from vllm_latq.quantize.target import Drift, corrected_target
@@ -32,6 +41,8 @@ from vllm_latq.quantize.target import Drift, corrected_target
 # Names of the linears that read one input -> their weights, float32 [r, c], and their statistics.
 InputGroup = tuple[dict[str, torch.Tensor], dict[str, LayerStatistics]]
 T = TypeVar("T")
+# Names of the linears that read one input -> a RateCurve, or where served bits are counted a ServedCurve per width.
+Prices = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -103,17 +114,40 @@ class ModelLattice:
         made = {shard: of_shard for part in parts for shard, of_shard in part.items()}
         return [one for shard in self.shards for one in made[shard]]
 
-    def allocation(self) -> Allocation:
-        """The model's step, and the bits of each layer."""
+    def allocation(self) -> dict[str, Share]:
+        """Layer name -> what it gets of the model's bits."""
+        return self.share_out(
+            self.of_inputs(lambda weights, members: self.price(weights, *self.lattices(weights, members, None)))
+        )
+
+    def price(
+        self, weights: Mapping[str, torch.Tensor], inputs: InputLattice, outputs: Mapping[str, OutputLattice]
+    ) -> Prices:
+        """What the linears of one input would take at some steps."""
         target = self.recipe.target_bits
         assert target is not None
+        if self.recipe.count == "served":
+            return served_curves(weights, inputs, outputs, target)
+        return {name: rate_curve(weight, inputs, outputs[name], target) for name, weight in weights.items()}
 
-        def curves(weights: Mapping[str, torch.Tensor], members: Mapping[str, LayerStatistics]) -> dict[str, RateCurve]:
-            inputs, outputs = self.lattices(weights, members, None)
-            return {name: rate_curve(weight, inputs, outputs[name], target) for name, weight in weights.items()}
+    def share_out(self, inputs: Sequence[Prices]) -> dict[str, Share]:
+        """The target, shared out over the linears of some inputs: layer name -> its share."""
+        target = self.recipe.target_bits
+        assert target is not None
+        if self.recipe.count == "served":
+            return allocate_served(inputs, expert_stacks(self.decoder.model, self.quantized), target)
+        curves = {name: curve for linears in inputs for name, curve in linears.items()}
+        return allocate(curves, target, "allocation" not in self.recipe.without)
 
-        every = {name: curve for some in self.of_inputs(curves) for name, curve in some.items()}
-        return allocate(every, target, "allocation" not in self.recipe.without)
+    def fitted(
+        self,
+        weights: Mapping[str, torch.Tensor],
+        inputs: InputLattice,
+        outputs: dict[str, OutputLattice],
+        share: Share,
+    ) -> tuple[InputLattice, dict[str, OutputLattice]]:
+        """The lattices with the steps that the linears of one input, which have one share, are rounded with."""
+        return (inputs, outputs) if share.width is None else served_lattices(weights, inputs, outputs, share)
 
     def lattices(
         self, weights: Mapping[str, torch.Tensor], members: Mapping[str, LayerStatistics], step: float | None

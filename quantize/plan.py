@@ -10,7 +10,7 @@ from vllm_latq.quantize.recipe import Recipe
 from vllm_latq.quantize.totals import totals
 
 # Of the totals: what only a run can measure.
-NOT_PLANNED = ("error", "bound", "loss", "loss_bound")
+NOT_PLANNED = ("served_bits_per_weight", "error", "bound", "loss", "loss_bound")
 
 
 def plan(recipe: Recipe, source: str | Path) -> dict[str, Any]:

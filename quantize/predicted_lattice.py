@@ -14,9 +14,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from vllm_latq.quantize.allocation import allocate, rate_curve
 from vllm_latq.quantize.decoder import Batch, Decoder
-from vllm_latq.quantize.latq import InputLattice, OutputLattice, latq
+from vllm_latq.quantize.latq import InputLattice, OutputLattice, Share, latq
 from vllm_latq.quantize.model_lattice import ModelLattice, aimed, full_weight
 from vllm_latq.quantize.recipe import Recipe
 from vllm_latq.quantize.rehearsal import Cost, Rehearsal, measured, timed
@@ -190,9 +189,7 @@ def _side(model: ModelLattice, weight: torch.Tensor, statistics: LayerStatistics
 
 
 def _rounding(model: ModelLattice, weight: torch.Tensor, statistics: LayerStatistics, name: str) -> tuple[Cost, Cost]:
-    """The rate curve of a linear, and its quantization at the step that meets the target on its own."""
-    target = model.recipe.target_bits
-    assert target is not None
+    """What prices a linear, and its quantization at the step that meets the target on its own."""
     rehearsal = Rehearsal(1)
     sides: dict[tuple[int, int], _Sides] = {}
     for size in rehearsal.sizes(*weight.shape):
@@ -201,21 +198,22 @@ def _rounding(model: ModelLattice, weight: torch.Tensor, statistics: LayerStatis
         sides[size] = _Sides(small, layer, inputs, outputs[name])
         _ = inputs.factor.unit_triangle32, [factor.unit_triangle32 for factor in outputs[name].factors]
 
-    steps: dict[tuple[int, int], float] = {}
+    shares: dict[tuple[int, int], Share] = {}
 
     def curve(rows: int, cols: int) -> None:
         cut = sides[rows, cols]
-        found = rate_curve(cut.weight, cut.inputs, cut.outputs, target)
-        steps[rows, cols] = allocate({name: found}, target).step
+        prices = model.price({name: cut.weight}, cut.inputs, {name: cut.outputs})
+        shares[rows, cols] = model.share_out([prices])[name]
 
     priced = rehearsal.cost(curve, *weight.shape)
 
     def work(rows: int, cols: int) -> object:
-        cut, step = sides[rows, cols], steps[rows, cols]
+        cut, share = sides[rows, cols], shares[rows, cols]
         # A correction takes as long wherever it leads: here to the weights themselves.
         drift = None if model.recipe.target == "quantized" else Drift.zeros(cols, cut.weight.device)
         aim = aimed(cut.weight, cut.inputs, drift, model.recipe)
-        result = latq(aim.target, cut.inputs, cut.outputs, step, target, model.recipe.without, name)
+        inputs, outputs = model.fitted({name: cut.weight}, cut.inputs, {name: cut.outputs}, share)
+        result = latq(aim.target, inputs, outputs[name], share, model.recipe.without, name)
         layer_record(name, aim, result, cut.inputs, cut.outputs, cut.statistics, model.recipe)
         return result, result.weight.to_tensors()
 

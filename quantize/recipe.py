@@ -26,11 +26,11 @@ _RECURSION = ("order", "damping", "block_size", "rounding", "condition", "target
 _OUTLIERS = ("outlier_rate", "outliers", "outlier_coding", "budget")
 _GRID = ("bits", "group_size", "scales", "grid", *_OUTLIERS)
 _UNUSED = {
-    "rtn": (*_OUTLIERS, "target_bits", "without", "reduction", *_RECURSION),
-    "gptq": (*_OUTLIERS, "target_bits", "without", "reduction"),
-    "ssqr": ("target_bits", "without", "reduction"),
-    "hptq": ("without", "sweeps", *_GRID),
-    "hrtn": ("without", "reduction", *_GRID, *_RECURSION),
+    "rtn": (*_OUTLIERS, "target_bits", "count", "without", "reduction", *_RECURSION),
+    "gptq": (*_OUTLIERS, "target_bits", "count", "without", "reduction"),
+    "ssqr": ("target_bits", "count", "without", "reduction"),
+    "hptq": ("count", "without", "sweeps", *_GRID),
+    "hrtn": ("count", "without", "reduction", *_GRID, *_RECURSION),
     "latq": ("block_size", "rounding", "condition", "beam", "sweeps", "reduction", *_GRID),
 }
 # Parts of latq that can be switched off, see `latq`: the model's one step, column and row scales, feedback between
@@ -41,6 +41,7 @@ HUFFMAN_METHODS = ("hptq", "hrtn")
 CODED_METHODS = (*HUFFMAN_METHODS, "latq")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 OUTLIER_CHOICES = ("overflow", "saving")
+COUNTS = ("stored", "served")
 MAX_OUTLIER_RATE = 0.5
 MAX_TARGET_BITS = 16.0
 MAX_SEED = 2**64
@@ -57,7 +58,9 @@ class Recipe:
         bits: code width of rtn, gptq and ssqr: 2, 3, 4 or 8.
         group_size: input channels per scale, -1 for the whole row.
         outlier_rate: share of the weights that ssqr may keep as outliers, in (0, 0.5].
-        target_bits: average stored bits per weight, of each layer (hptq, hrtn) or of the model (latq), in (1, 16].
+        target_bits: average bits per weight, of each layer (hptq, hrtn) or of the model (latq), in (1, 16].
+        count: which bits these are (latq): stored, or served, in memory while the model runs, which is what decoding
+            reads: codes of 2, 3, 4 or 8 bits, and 32 for each integer beyond them.
         order: rounding order: natural, act or min-pivot.
         damping: lambda relative to the mean diagonal of the Hessian.
         condition: chooses the damping of each layer instead: the least that brings the condition number of the damped
@@ -96,6 +99,7 @@ class Recipe:
     group_size: int = 128
     outlier_rate: float = 0.01
     target_bits: float | None = None
+    count: Literal["stored", "served"] = "stored"
     order: str = "act"
     damping: float = 0.01
     condition: float | None = None
@@ -120,6 +124,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         _check_choice("method", self.method, METHODS)
+        _check_choice("count", self.count, COUNTS)
         _check_choice("order", self.order, ORDERS)
         _check_choice("reduction", self.reduction, REDUCTIONS)
         _check_choice("rounding", self.rounding, ROUNDINGS)
@@ -182,6 +187,8 @@ class Recipe:
             raise _error("reduction", "none", self.reduction, "A reduced basis is rounded on by nearest plane only.")
         if self.grid == "midrise" and self.scales == "signed":
             raise _error("scales", "scales without signs", self.scales, "A mid-rise grid is the same on both sides.")
+        if self.count == "served" and {"allocation", "columns", "rows"} & set(self.without):
+            raise _error("without", "feedback, rate-damping", list(self.without), "Served bits are met by the others.")
         if self.target == "quantized" and self.correction != 1.0:
             raise _error("correction", "the default 1.0", self.correction, "Set a target, original or residual.")
 

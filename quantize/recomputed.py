@@ -83,6 +83,7 @@ def _measured(
     return LayerReport(
         name,
         bits=stored.storage_bits() / weight.numel(),
+        served_bits=stored.served_bits() / weight.numel(),
         outlier_density=stored.outlier_density(),
         error=errors.total,
         relative_error=errors.relative,
@@ -133,14 +134,14 @@ def whole_model(
     with tempfile.TemporaryDirectory(prefix="latq-certificate-") as folder:
         model = ModelLattice(decoder, quantized_linears(decoder, recipe), recipe, Path(folder))
         model.collect(samples, placer("disk", Path(folder)))
-        step = model.allocation().step
+        shares = model.allocation()
         stream = Stream(decoder, None if recipe.target == "quantized" else samples, recipe.target)
         for shard, block, linears in _shards(reader, decoder, stream):
             seen = hessians_of(stream, shard, block, linears)
             for group in model.groups(shard):
                 weights = {name: full_weight(linears[name]) for name in group}
                 members, drift = behind_prefix(model.moved(group), seen)
-                inputs, outputs = model.lattices(weights, members, step)
+                inputs, outputs = model.lattices(weights, members, shares[next(iter(group))].step)
                 for name, weight in weights.items():
                     stored, aim = reader.weight(name), aimed(weight, inputs, drift, recipe)
                     assert isinstance(stored, RansWeight)
@@ -179,6 +180,7 @@ def _measured_on_loss(
     return LayerReport(
         name,
         bits=stored.storage_bits() / weight.numel(),
+        served_bits=stored.served_bits() / weight.numel(),
         outlier_density=0.0,
         error=errors.total * statistics.tokens,
         relative_error=errors.relative,

@@ -26,7 +26,7 @@ from vllm_latq.quantize.recipe import PARTS, Recipe
 
 GROUP_SIZE = 128
 SCALE_BITS = 16 / GROUP_SIZE
-COLUMNS = ("method", "bits", "KL", "perplexity", "log2 error", "seconds")
+COLUMNS = ("method", "bits", "served", "KL", "perplexity", "log2 error", "seconds")
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ class Row:
     Attributes:
         name: of the row.
         bits: stored bits per weight, everything counted.
+        served: bits per weight in memory, while it is served.
         kl: mean KL(original || quantized) of the next-token distributions, nats per token.
         perplexity: of the quantized model.
         log2_error: mean over layers of log2 of the relative squared output error.
@@ -44,6 +45,7 @@ class Row:
 
     name: str
     bits: float
+    served: float
     kl: float
     perplexity: float
     log2_error: float
@@ -53,6 +55,7 @@ class Row:
         return (
             self.name,
             f"{self.bits:.3f}",
+            f"{self.served:.3f}",
             f"{self.kl:.2e}",
             f"{self.perplexity:.3f}",
             f"{self.log2_error:.2f}",
@@ -114,6 +117,7 @@ def recipes(bits: float, num_samples: int, seq_len: int) -> Iterator[tuple[str, 
         yield f"latq, only {part}", make("latq", target_bits=bits, without=others)
     yield "latq, min-pivot", make("latq", target_bits=bits, order="min-pivot")
     yield "latq", make("latq", target_bits=bits)
+    yield "latq, half a bit more in memory", make("latq", target_bits=bits + 0.5, count="served")
     yield "latq, original target", make("latq", target_bits=bits, target="original", correction=0.5)
     yield "latq, residual target", make("latq", target_bits=bits, target="residual", correction=0.5)
 
@@ -128,8 +132,8 @@ def measure(name: str, recipe: Recipe, options: argparse.Namespace, folder: Path
     result = evaluate(folder, options.text, baseline=str(model), **how)
     assert result.kl is not None
     errors = [math.log2(max(layer["relative_error"], 1e-30)) for layer in report["layers"]]
-    bits = report["totals"]["bits_per_weight"]
-    return Row(name, bits, result.kl, result.perplexity, sum(errors) / len(errors), seconds)
+    bits, served = (report["totals"][key] for key in ("bits_per_weight", "served_bits_per_weight"))
+    return Row(name, bits, served, result.kl, result.perplexity, sum(errors) / len(errors), seconds)
 
 
 def summary(measured: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -31,6 +31,7 @@ from vllm_latq.quantize.run import Quantized, Run
 from vllm_latq.quantize.statistics import LayerStatistics
 from vllm_latq.quantize.stream import Stream, hessians_of
 from vllm_latq.quantize.target import measure_errors
+from vllm_latq.weights import served_bits
 
 
 class StatisticsRun(Run):
@@ -51,7 +52,7 @@ class WholeModelRun(StatisticsRun):
         self.collect(samples, place)
         self.emit({"event": "stage", "stage": "allocation"})
         self.allocation = self.model.allocation()
-        self.emit({"event": "plan", "step": self.allocation.step, "bits": dict(self.allocation.bits)})
+        self.emit({"event": "plan", "bits": {name: share.bits for name, share in self.allocation.items()}})
         return Stream(self.decoder, None) if self.recipe.target == "quantized" else super().prepare(samples, place)
 
     def _quantize(
@@ -74,14 +75,15 @@ class WholeModelRun(StatisticsRun):
     ) -> Quantized:
         """Quantize the linears that read one input."""
         records, tensors = {}, {}
-        step, without = self.allocation.step, self.recipe.without
         weights = {name: full_weight(linears[name]) for name in group}
         members, drift = behind_prefix(self.model.moved(group), seen)
-        inputs, outputs = self.model.lattices(weights, members, step)
+        share = self.allocation[next(iter(group))]
+        inputs, outputs = self.model.lattices(weights, members, share.step)
+        inputs, outputs = self.model.fitted(weights, inputs, outputs, share)
         for name, weight in weights.items():
             started = time.perf_counter()
             aim = aimed(weight, inputs, drift, self.recipe)
-            result = latq(aim.target, inputs, outputs[name], step, self.allocation.bits[name], without, name)
+            result = latq(aim.target, inputs, outputs[name], self.allocation[name], self.recipe.without, name)
             record = layer_record(name, aim, result, inputs, outputs[name], members[name], self.recipe)
             records[name] = asdict(record) | {"seconds": time.perf_counter() - started}
             if seen:
@@ -153,6 +155,7 @@ def layer_record(
         name=name,
         shape=(weight.shape[0], weight.shape[1]),
         bits=result.bits,
+        served_bits=served_bits(result.rounding.z) / weight.numel(),
         outlier_density=0.0,
         error=errors.total * statistics.tokens,
         relative_error=errors.relative,

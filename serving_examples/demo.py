@@ -22,6 +22,7 @@ from vllm_latq.console import print_table
 from vllm_latq.inspection import inspect_checkpoint
 from vllm_latq.quantize.evaluate import Evaluation, evaluate
 from vllm_latq.quantize.pipeline import quantize_checkpoint
+from vllm_latq.quantize.plan import plan
 from vllm_latq.quantize.recipe import Recipe
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -43,28 +44,31 @@ def main() -> None:
     shutil.rmtree(options.output, ignore_errors=True)
     rows = [row("bf16", None, options.model, options)]
     for bits in options.bits:
-        for name, recipe in recipes(bits).items():
+        for name, recipe in recipes(bits, options.model).items():
             checkpoint = options.output / f"{name}-{bits}"
             print(f"quantizing: {name}, {bits} bits", file=sys.stderr)
             quantize_checkpoint(recipe, options.model, checkpoint, calibration=options.calibration)
             rows.append(row(name, bits, checkpoint, options))
-    columns = ("method", "bits per weight", "KL to bf16", "top-1 agreement", "perplexity", "bytes")
+    columns = ("method", "bits per weight", "in memory", "KL to bf16", "top-1 agreement", "perplexity", "bytes")
     print_table(f"{options.model.name}: {Path(options.text).name}, windows of 256 tokens", columns, rows)
     if not options.no_serve:
         print(completion(options.output / f"ssqr-{options.bits[0]}"))
 
 
-def recipes(bits: int) -> dict[str, Recipe]:
-    """Every method at about the same stored size."""
+def recipes(bits: int, model: Path) -> dict[str, Recipe]:
+    """Every method at about the same stored size, and latq with the memory of ssqr."""
     shared = {"num_samples": 256, "seq_len": 256}
     target = bits + SCALE_BITS
+    ssqr = Recipe("ssqr", bits, outlier_rate=0.01, **shared)
+    memory = plan(ssqr, model)["totals"]["bits_per_weight"]
     return {
         "rtn": Recipe("rtn", bits, **shared),
         "gptq": Recipe("gptq", bits, **shared),
-        "ssqr": Recipe("ssqr", bits, outlier_rate=0.01, **shared),
+        "ssqr": ssqr,
         "hptq": Recipe("hptq", target_bits=target, **shared),
         "hrtn": Recipe("hrtn", target_bits=target, **shared),
         "latq": Recipe("latq", target_bits=target, **shared),
+        "latq-served": Recipe("latq", target_bits=memory, count="served", **shared),
     }
 
 
@@ -73,12 +77,13 @@ def row(name: str, bits: int | None, model: Path, options: argparse.Namespace) -
     baseline = None if bits is None else options.model
     result: Evaluation = evaluate(model, options.text, seq_len=256, baseline=baseline, batch_size=16, dtype="float32")
     if bits is None:
-        return name, "16", "0", "1", f"{result.perplexity:.3f}", f"{bf16_bytes(options):,}"
+        return name, "16", "16", "0", "1", f"{result.perplexity:.3f}", f"{bf16_bytes(options):,}"
     summary = inspect_checkpoint(model)
-    label = f"{name} {bits}" + (" 1%" if name == "ssqr" else "")
+    label = {"ssqr": f"ssqr {bits} 1%", "latq-served": f"latq, memory of ssqr {bits}"}.get(name, f"{name} {bits}")
     return (
         label,
         f"{summary['bits_per_weight']:.3f}",
+        f"{summary['served_bits_per_weight']:.3f}",
         f"{result.kl:.2e}",
         f"{result.top1_agreement:.4f}",
         f"{result.perplexity:.3f}",
@@ -88,8 +93,6 @@ def row(name: str, bits: int | None, model: Path, options: argparse.Namespace) -
 
 def bf16_bytes(options: argparse.Namespace) -> int:
     """Bytes of the linears that the methods quantize, in bf16."""
-    from vllm_latq.quantize.plan import plan
-
     return 2 * plan(Recipe("rtn", 4), options.model)["totals"]["weights"]
 
 

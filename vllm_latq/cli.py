@@ -139,6 +139,7 @@ def _inspect(options: argparse.Namespace) -> int:
             f"{layer['shape'][0]}x{layer['shape'][1]}",
             layer["encoding"],
             f"{layer['bits']:.3f}",
+            console.bits(layer["served_bits"]),
             f"{100 * layer['outlier_density']:.2f}%",
             console.number(layer["relative_error"]),
             console.number(layer["error"]),
@@ -146,9 +147,10 @@ def _inspect(options: argparse.Namespace) -> int:
         )
         for layer in summary["layers"]
     ]
-    weights, bits = f"{summary['weights']:,}", f"{summary['bits_per_weight']:.3f}"
-    rows.append(("total", weights, f"{summary['bytes']:,} bytes", bits, "", "", console.number(summary["error"]), ""))
-    columns = ("linear", "shape", "encoding", "bits", "outliers", "relative error", "error", "bound")
+    bits, served = (console.bits(summary[key]) for key in ("bits_per_weight", "served_bits_per_weight"))
+    size, error = f"{summary['bytes']:,} bytes", console.number(summary["error"])
+    rows.append(("total", f"{summary['weights']:,}", size, bits, served, "", "", error, ""))
+    columns = ("linear", "shape", "encoding", "bits", "served", "outliers", "relative error", "error", "bound")
     console.print_table(options.checkpoint, columns, rows)
     if summary["loss"] is not None:
         print(console.prediction(summary["loss"], summary["loss_bound"]))

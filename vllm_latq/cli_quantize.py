@@ -47,6 +47,11 @@ def _add_recipe(command: argparse.ArgumentParser) -> None:
         type=float,
         help="stored bits per weight to meet, of the model (latq; default 4) or of each layer",
     )
+    recipe.add_argument(
+        "--count",
+        choices=("stored", "served"),
+        help="which bits --target-bits are (latq): of the files (default), or of memory while served",
+    )
     recipe.add_argument("--order", choices=("natural", "act", "min-pivot"), help="rounding order (default act)")
     recipe.add_argument("--damping", type=float, help="of the Hessian, relative to its mean diagonal (default 0.01)")
     recipe.add_argument(

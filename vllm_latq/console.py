@@ -24,6 +24,11 @@ def number(value: float | None, digits: int = 4) -> str:
     return "-" if value is None else f"{value:.{digits}g}"
 
 
+def bits(value: float | None) -> str:
+    """Bits per weight; a dash for None."""
+    return "-" if value is None else f"{value:.3f}"
+
+
 def claim(bound: float | None, holds: bool | None) -> str:
     """A bound and whether it holds, which is None where it is not claimed: weights were clipped."""
     said = {True: "holds", False: "VIOLATED", None: "not claimed"}[holds]
@@ -95,13 +100,14 @@ class ProgressDisplay:
         self.console.print(f"{event['stage']} ...", highlight=False)
 
     def _plan(self, event: Mapping[str, Any]) -> None:
-        bits = sorted((value, name) for name, value in event["bits"].items())
-        (least, fewest), (most, richest) = bits[0], bits[-1]
+        planned = sorted((value, name) for name, value in event["bits"].items())
+        (least, fewest), (most, richest) = planned[0], planned[-1]
         self.console.print(f"from {least:.3f} bits ({fewest}) to {most:.3f} ({richest})", highlight=False)
 
     def _layer(self, event: Mapping[str, Any]) -> None:
         self.console.print(
-            f"{event['name']}  {event['shape'][0]}x{event['shape'][1]}  {event['bits']:.3f} bits  "
+            f"{event['name']}  {event['shape'][0]}x{event['shape'][1]}  {bits(event['bits'])} bits "
+            f"({bits(event['served_bits'])} served)  "
             f"outliers {100 * event['outlier_density']:.2f}%  relative error {number(event['relative_error'])}  "
             f"error {number(event['error'])}  bound {claim(event['bound'], event['bound_holds'])}  "
             f"{event['seconds']:.2f} s" + (f"  {event['note']}" if event["note"] else ""),
@@ -123,7 +129,8 @@ class ProgressDisplay:
 
     def _done(self, event: Mapping[str, Any]) -> None:
         self.console.print(
-            f"{event['destination']}: {event['bits_per_weight']:.4f} bits per weight, {event['bytes']:,} bytes"
+            f"{event['destination']}: {event['bits_per_weight']:.4f} bits per weight, {event['bytes']:,} bytes, "
+            f"{bits(event['served_bits_per_weight'])} bits in memory while served"
             + (f", {prediction(event['loss'], event['loss_bound'])}" if event["loss"] is not None else ""),
             highlight=False,
             markup=False,

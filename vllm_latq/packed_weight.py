@@ -13,7 +13,7 @@ from vllm_latq import validate
 from vllm_latq.config import SUPPORTED_BITS, WHOLE_ROW, LayerScheme
 from vllm_latq.csr import CSR
 from vllm_latq.overflow import read_overflow, stored_overflow, values_on_lattice
-from vllm_latq.packing import pack_codes, unpack_codes, zero_point
+from vllm_latq.packing import pack_codes, packed_words, unpack_codes, zero_point
 from vllm_latq.spec import SHAPE, stored_bits
 
 OUTLIER_BITS = 32
@@ -117,6 +117,14 @@ class PackedWeight:
     def storage_bits(self) -> int:
         return stored_bits(self.to_tensors())
 
+    def served_bits(self) -> int:
+        """Bits in memory while it is served: codes, scales, row pointers, and 32 for each outlier."""
+        held = [self.qweight, self.scales, self.row_scales, self.column_scales]
+        if self.outliers is not None:
+            held.append(self.outliers.row_ptr)
+        bits = 8 * sum(part.nbytes for part in held if part is not None)
+        return bits + (OUTLIER_BITS * self.outliers.nnz if self.outliers is not None else 0)
+
     @classmethod
     def from_integers(
         cls,
@@ -179,11 +187,26 @@ def best_bits(*matrices: torch.Tensor) -> int:
     count = sum(integers.numel() for integers in matrices)
 
     def cost(bits: int) -> float:
-        half = 1 << (bits - 1)
-        overflow = sum(int(torch.count_nonzero((z < -half) | (z >= half))) for z in matrices)
-        return bits + OUTLIER_BITS * overflow / max(count, 1)
+        return bits + OUTLIER_BITS * sum(_overflow(z, bits) for z in matrices) / max(count, 1)
 
     return min(SUPPORTED_BITS, key=cost)
+
+
+def served_bits(integers: torch.Tensor, bits: int | None = None, column_scales: bool = True) -> int:
+    """`PackedWeight.served_bits` of what `pack_integers` makes of integers [rows, cols], with column scales or not."""
+    rows, cols = integers.shape
+    bits = bits or best_bits(integers)
+    return served_overhead(rows, cols, bits, column_scales) + OUTLIER_BITS * _overflow(integers, bits)
+
+
+def served_overhead(rows: int, cols: int, bits: int, column_scales: bool = True) -> int:
+    """Of those, all but the outliers: codes in whole words, row pointers, scales of rows and of columns."""
+    return 32 * (rows * packed_words(cols, bits) + (rows + 1) + rows + (cols if column_scales else 0))
+
+
+def _overflow(integers: torch.Tensor, bits: int) -> int:
+    half = 1 << (bits - 1)
+    return int(torch.count_nonzero((integers < -half) | (integers >= half)))
 
 
 def pack_integers(

@@ -13,6 +13,7 @@ from vllm_latq.errors import CheckpointError
 # What the report says of a layer in numbers.
 NUMBERS = (
     "bits",
+    "served_bits",
     "outlier_density",
     "error",
     "relative_error",
@@ -36,6 +37,7 @@ class LayerReport:
 
     name: str
     bits: float | None = None
+    served_bits: float | None = None
     outlier_density: float | None = None
     error: float | None = None
     relative_error: float | None = None
@@ -72,10 +74,13 @@ def layer_reports(report: Mapping[str, Any], where: str) -> list[LayerReport]:
     return [LayerReport.from_dict(layer, f"{where}: layers[{index}]") for index, layer in enumerate(layers)]
 
 
-def summed(layers: Sequence[LayerReport], key: str) -> float | None:
-    """The sum of one of `NUMBERS` over layers, None if one of them lacks it or there are none."""
+def summed(layers: Sequence[LayerReport], key: str, sizes: Sequence[int] | None = None) -> float | None:
+    """The sum of one of `NUMBERS` over layers, of so many weights each where it is one per weight; None if one of them
+    lacks it or there are none."""
     values = [getattr(layer, key) for layer in layers]
-    return sum(values) if values and None not in values else None
+    if not values or None in values:
+        return None
+    return sum(value * size for value, size in zip(values, sizes or [1] * len(values), strict=True))
 
 
 def finite_number(value: Any, where: str) -> float | None:

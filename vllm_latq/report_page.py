@@ -102,14 +102,16 @@ def _view(name: str, weight: Weight, measured: LayerReport | None) -> LayerView:
 
 def _summary(layers: Sequence[LayerView], report: Mapping[str, Any]) -> dict[str, str]:
     records = [layer.measured for layer in layers]
-    weights = sum(layer.shape[0] * layer.shape[1] for layer in layers)
-    bits = sum(layer.bits * layer.shape[0] * layer.shape[1] for layer in layers)
+    sizes = [layer.shape[0] * layer.shape[1] for layer in layers]
+    weights, bits = sum(sizes), sum(layer.bits * size for layer, size in zip(layers, sizes, strict=True))
+    served = summed(records, "served_bits", sizes)
     error, loss, loss_bound = (summed(records, key) for key in ("error", "loss", "loss_bound"))
     held = [record.bound_holds for record in records]
     return {
         "Quantized linears": str(len(layers)),
         "Weights": f"{weights:,}",
         "Stored bits per weight, all counted": f"{bits / max(weights, 1):.4f}",
+        "Bits per weight in memory while served": "not measured" if served is None else f"{served / weights:.4f}",
         "Bytes": f"{round(bits / 8):,}",
         "Summed error": "not measured" if error is None else number(error),
         **({} if loss is None else {"Whole model": prediction(loss, loss_bound)}),

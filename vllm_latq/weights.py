@@ -14,7 +14,7 @@ from vllm_latq.config import LayerScheme
 from vllm_latq.huffman import HuffmanStream, HuffmanTable
 from vllm_latq.huffman_decode import decode_stream
 from vllm_latq.kernel_path import decode_rans_on_device, has_kernels
-from vllm_latq.packed_weight import PackedWeight, best_bits, pack_integers, shape_tensor
+from vllm_latq.packed_weight import PackedWeight, best_bits, pack_integers, served_bits, shape_tensor
 from vllm_latq.rans import RansStream
 from vllm_latq.spec import SHAPE, stored_bits
 
@@ -28,6 +28,7 @@ __all__ = [
     "decode_checked",
     "octave_eighths",
     "pack_integers",
+    "served_bits",
     "weight_from_tensors",
 ]
 
@@ -85,6 +86,10 @@ class HuffmanWeight:
 
     def storage_bits(self) -> int:
         return stored_bits(self.to_tensors())
+
+    def served_bits(self) -> int:
+        """Bits in memory while it is served, by itself; decodes it."""
+        return served_bits(self.integers(), column_scales=False)
 
     def to_packed(self, bits: int | None = None) -> PackedWeight:
         """The same integers as b-bit inliers and CSR overflow, without loss; `bits` None picks the fewest bytes."""
@@ -154,6 +159,10 @@ class RansWeight:
 
     def storage_bits(self) -> int:
         return stored_bits(self.to_tensors())
+
+    def served_bits(self) -> int:
+        """Bits in memory while it is served, by itself; decodes it."""
+        return served_bits(self.integers())
 
     def to_packed(self, bits: int | None = None) -> PackedWeight:
         """The same integers as b-bit inliers and CSR overflow, without loss; `bits` None picks the fewest bytes."""

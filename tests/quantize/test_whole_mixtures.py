@@ -1,5 +1,6 @@
 """Mixtures of experts seen by the loss of the whole model: gradients of routed tokens, latq, and budgets."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from vllm_latq.checkpoint import CheckpointReader, verify
+from vllm_latq.packed_weight import best_bits, served_bits
 from vllm_latq.quantize.budget import Choice, Offer, together
 from vllm_latq.quantize.certificate import verify_certificate
 from vllm_latq.quantize.decoder import Decoder
@@ -136,6 +138,25 @@ def test_a_budget_gives_the_experts_of_a_layer_one_width(
         where = f"model.layers.{block}.block_sparse_moe.experts"
         for leaves in (("w1", "w3"), ("w2",)):
             assert len({config.scheme_for(f"{where}.{e}.{leaf}").bits for e in range(4) for leaf in leaves}) == 1
+
+
+def test_experts_of_one_width_take_the_memory_they_were_asked_to(
+    random_model: Any, calibration_text: Path, tmp_path: Path
+) -> None:
+    directory, _ = random_model("mixtral", "whole-mixtral", **EXPERTS)
+    attention = ("q_proj", "k_proj", "v_proj", "o_proj")
+    recipe = Recipe("latq", target_bits=6.5, count="served", ignore=("lm_head", *attention), **SAMPLES)
+    quantize_checkpoint(recipe, directory, tmp_path / "out", calibration=str(calibration_text))
+    assert list(verify(tmp_path / "out")) == []
+    reader = CheckpointReader(tmp_path / "out")
+    taken = 0
+    for block in range(2):
+        where = f"model.layers.{block}.block_sparse_moe.experts"
+        for leaves in (("w1", "w3"), ("w2",)):
+            stack = [reader.weight(f"{where}.{e}.{leaf}").integers() for e in range(4) for leaf in leaves]
+            width = best_bits(*stack)
+            taken += sum(served_bits(z, width) for z in stack)
+    assert 6.3 < taken / sum(math.prod(shape) for shape in reader.shapes.values()) <= 6.5
 
 
 def test_offers_joined_weigh_bits_by_size_and_add_losses() -> None:

@@ -1,0 +1,251 @@
+"""Bits while a model is served: codes of one width for the linears of an input, and steps that make use of them.
+
+Served, an integer takes a code of w bits, and 32 more where it does not fit one. An entropy code charges a weight for
+its size, which is why one step serves the whole model; these codes do not, until it overflows. So rows and columns with
+small weights, as the loss counts them, get finer steps than the model's s, and those with large ones coarser steps:
+each the one with the least
+
+    sum of their squared steps / 12 + price * bits,    price = 2 ln2 s^2 / 12
+
+which is what a bit is worth to an entropy code of step s. Rows and columns take turns. At every s an input gets the
+width for which the sum is least, and s is where the model meets its target. How many integers overflow is estimated by
+rounding without feedback; the layer's own search for a scale then meets its share.
+
+Invariant: the linears of one input get one width, because they are served as one matrix, and so do the experts of a
+layer; the shares of the layers average to the target, weighted by their sizes.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import TypeVar
+
+import torch
+
+from vllm_latq.config import SUPPORTED_BITS
+from vllm_latq.errors import NumericalError
+from vllm_latq.packed_weight import OUTLIER_BITS, served_overhead
+from vllm_latq.quantize.allocation import RateCurve
+from vllm_latq.quantize.hptq import GAUSSIAN_BITS
+from vllm_latq.quantize.latq import OCTAVE, InputLattice, OutputLattice, Share
+from vllm_latq.quantize.search import sample_rows
+
+# The model's steps that are tried, in octaves around the one at which an entropy code would take the target.
+_TRIED = range(-5, 5)
+# Steps of rows and columns, in eighths of an octave around the model's.
+_FINEST, _COARSEST = -6 * OCTAVE, 7 * OCTAVE
+_ROUNDS = 2
+_BISECTIONS = 40
+# Of a bit, in units of s^2 / 12.
+_PRICE = 2 * math.log(2)
+# Weights whose steps are counted at once, so that the intermediates stay small.
+_BAND_WEIGHTS = 1 << 20
+
+
+@dataclass(frozen=True)
+class ServedCurve:
+    """Of one linear, with codes of one width, at some of the model's steps.
+
+    Attributes:
+        bits: served bits per weight.
+        loss: log2 of the loss, in units of step^2 / 12.
+    """
+
+    bits: RateCurve
+    loss: RateCurve
+
+    def cost(self, octaves: float) -> float:
+        """What loss and bits come to at a step, given by its log2; in the same units."""
+        (finest, _), *_, (coarsest, _) = self.bits.points
+        octaves = min(max(octaves, finest), coarsest)
+        return 2.0 ** self.loss.bits(octaves) + _PRICE * self.bits.weights * self.bits.bits(octaves)
+
+
+# Name of a linear -> width -> its curve; the linears of one input.
+ServedCurves = Mapping[str, Mapping[int, ServedCurve]]
+
+
+def served_curves(
+    weights: Mapping[str, torch.Tensor],
+    inputs: InputLattice,
+    outputs: Mapping[str, OutputLattice],
+    target_bits: float,
+) -> ServedCurves:
+    """What the linears of one input would take and lose, for every width.
+
+    Args:
+        weights: name -> [r, c].
+        inputs, outputs: their lattices.
+        target_bits: of the model: where the steps are.
+    """
+    samples = {name: _sample(weight, outputs[name]) for name, weight in weights.items()}
+    exact = _as_the_loss_counts(samples.values(), inputs)
+    size = max(float(exact.to(torch.float64).square().mean().sqrt()), 1e-150)
+    octaves = [math.log2(size) + GAUSSIAN_BITS - target_bits + tried for tried in _TRIED]
+    found: dict[str, dict[int, ServedCurve]] = {name: {} for name in weights}
+    for width in SUPPORTED_BITS:
+        limits = _limits(exact, width)
+        steps = [_fit(limits, octave) for octave in octaves]
+        start = 0
+        for name, weight in weights.items():
+            part = slice(start, start + len(samples[name][0]))
+            start, (rows, cols) = part.stop, weight.shape
+            share = rows / (part.stop - part.start)
+            overflow = [share * float(of_rows[part].sum()) for *_, of_rows in steps]
+            bits = [(served_overhead(rows, cols, width) + OUTLIER_BITS * some) / (rows * cols) for some in overflow]
+            squares = [share * float(_squared(row[part]).sum() * _squared(column).sum()) for row, column, _ in steps]
+            curves = (bits, [math.log2(square) for square in squares])
+            points = (tuple(zip(octaves, values, strict=True)) for values in curves)
+            found[name][width] = ServedCurve(*(RateCurve(rows * cols, some) for some in points))
+    return found
+
+
+def allocate_served(inputs: Sequence[ServedCurves], stacks: Mapping[str, str], target_bits: float) -> dict[str, Share]:
+    """The model's step, and the widths, with which the bits average to the target; layer name -> its share.
+
+    Args:
+        inputs: what their linears take.
+        stacks: name of a linear -> what it is served as a part of; for those that are part of more than their input's.
+        target_bits: served bits per weight, averaged over all weights.
+
+    Raises:
+        NumericalError: the narrowest codes take more.
+    """
+    units: dict[str, dict[str, Mapping[int, ServedCurve]]] = {}
+    for linears in inputs:
+        leader = next(iter(linears))
+        units.setdefault(stacks.get(leader, leader), {}).update(linears)
+
+    def chosen(octaves: float) -> dict[str, tuple[int, RateCurve]]:
+        found = {}
+        for unit in units.values():
+            width = min(SUPPORTED_BITS, key=lambda width: sum(of[width].cost(octaves) for of in unit.values()))
+            found.update({name: (width, of[width].bits) for name, of in unit.items()})
+        return found
+
+    def average(curves: Mapping[str, tuple[int, RateCurve]], octaves: float) -> float:
+        total = sum(curve.weights for _, curve in curves.values())
+        return sum(curve.weights * curve.bits(octaves) for _, curve in curves.values()) / total
+
+    points = [of[SUPPORTED_BITS[0]].bits.points for unit in units.values() for of in unit.values()]
+    low, high = min(each[0][0] for each in points), max(each[-1][0] for each in points)
+    if (least := average(chosen(high), high)) > target_bits:
+        expected = f"at least {least:.3f}, which the narrowest codes, scales and row pointers take"
+        raise NumericalError("target_bits, served", expected, f"{target_bits:g}", "Raise target_bits.")
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if average(chosen(middle), middle) > target_bits else (low, middle)
+    # Where the widths change the bits leap: what that leaves goes into finer steps.
+    curves, finest = chosen(high), high - len(_TRIED)
+    for _ in range(_BISECTIONS):
+        middle = (finest + high) / 2
+        finest, high = (middle, high) if average(curves, middle) > target_bits else (finest, middle)
+    return {name: Share(2.0**high, curve.bits(high), width) for name, (width, curve) in curves.items()}
+
+
+def served_lattices(
+    weights: Mapping[str, torch.Tensor],
+    inputs: InputLattice,
+    outputs: Mapping[str, OutputLattice],
+    share: Share,
+) -> tuple[InputLattice, dict[str, OutputLattice]]:
+    """The lattices of one input's linears with exponents that make use of codes of `share.width` at `share.step`."""
+    assert share.width is not None
+    exact = _as_the_loss_counts([(weight, outputs[name]) for name, weight in weights.items()], inputs)
+    rows, cols, _ = _fit(_limits(exact, share.width), math.log2(share.step))
+    of_linears = rows.split([len(weight) for weight in weights.values()])
+    fitted = {name: _moved(outputs[name], some) for name, some in zip(weights, of_linears, strict=True)}
+    return _moved(inputs, cols), fitted
+
+
+Side = TypeVar("Side", InputLattice, OutputLattice)
+
+
+def _moved(side: Side, eighths: torch.Tensor) -> Side:
+    """One side of a lattice with other steps: so many eighths of an octave coarser."""
+    wanted = side.exponents.to(torch.int64) + eighths.to(side.exponents.device)
+    middle = int(wanted.median())
+    return replace(
+        side, exponents=(wanted - middle).clamp(-128, 127).to(torch.int8), level=side.level - middle / OCTAVE
+    )
+
+
+def _sample(weight: torch.Tensor, outputs: OutputLattice) -> tuple[torch.Tensor, OutputLattice]:
+    rows = sample_rows(weight)
+    if rows is None:
+        return weight, outputs
+    return weight[rows], OutputLattice([], outputs.exponents[rows.to(outputs.exponents.device)], outputs.level)
+
+
+def _as_the_loss_counts(linears: Iterable[tuple[torch.Tensor, OutputLattice]], inputs: InputLattice) -> torch.Tensor:
+    """Weights in units in which the squared error of each is a loss: float32 [all r, c]."""
+    return torch.cat(
+        [
+            weight.to(torch.float32) * outputs.weights.sqrt().to(weight)[:, None] * inputs.weights.sqrt().to(weight)
+            for weight, outputs in linears
+        ]
+    )
+
+
+def _limits(exact: torch.Tensor, width: int) -> torch.Tensor:
+    """The step below which each weight overflows the codes of a width, in eighths of an octave, float32 [r, c]."""
+    half = 1 << (width - 1)
+    return torch.where(exact < 0, exact / (-half - 0.5), exact / (half - 0.5)).log2_().mul_(OCTAVE)
+
+
+def _fit(limits: torch.Tensor, octaves: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Steps of rows and columns with the least cost.
+
+    Args:
+        limits: [r, c], of the codes' width.
+        octaves: log2 of the model's step.
+
+    Returns:
+        int64 [r], int64 [c]: eighths of an octave coarser than that step; int64 [r]: weights that overflow.
+    """
+    model = OCTAVE * octaves
+    cols = torch.zeros(limits.shape[1], dtype=torch.int64, device=limits.device)
+    rows, overflow = _best(_counts_of_rows(limits, cols + model), cols)
+    for _ in range(_ROUNDS):
+        cols, _ = _best(_counts_of_columns(limits, rows + model), rows)
+        rows, overflow = _best(_counts_of_rows(limits, cols + model), cols)
+    return rows, cols, overflow
+
+
+def _best(counts: torch.Tensor, others: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of counts [n, steps + 1] the cheapest step, int64 [n], and what overflows there; the steps of the other side are
+    `others`, int64 [m]."""
+    steps = torch.arange(_FINEST, _COARSEST + 1, device=counts.device)
+    overflow = len(others) - counts.cumsum(1)[:, :-1]
+    cost = _squared(steps) * _squared(others).sum() + _PRICE * OUTLIER_BITS * overflow
+    best = cost.argmin(1)
+    return steps[best], overflow.gather(1, best[:, None])[:, 0]
+
+
+def _counts_of_rows(limits: torch.Tensor, cols: torch.Tensor) -> torch.Tensor:
+    """How many weights of each row begin to fit at each step, and at none, int64 [r, steps + 1]."""
+    return torch.cat([_counts(band - cols) for band in limits.split(_band(limits))])
+
+
+def _counts_of_columns(limits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """The same of each column, [c, steps + 1]."""
+    size = _band(limits)
+    bands = zip(limits.split(size), rows.split(size), strict=True)
+    return reduce(torch.add, (_counts((band - of_rows[:, None]).T) for band, of_rows in bands))
+
+
+def _counts(limits: torch.Tensor) -> torch.Tensor:
+    steps = _COARSEST - _FINEST + 1
+    index = (limits.ceil() - _FINEST).clamp_(0, steps).to(torch.int64)
+    index += torch.arange(len(index), device=index.device)[:, None] * (steps + 1)
+    return torch.bincount(index.flatten(), minlength=len(index) * (steps + 1)).view(len(index), -1)
+
+
+def _band(limits: torch.Tensor) -> int:
+    return max(1, _BAND_WEIGHTS // limits.shape[1])
+
+
+def _squared(eighths: torch.Tensor) -> torch.Tensor:
+    """The squares of steps, float64."""
+    return torch.exp2(2 / OCTAVE * eighths.to(torch.float64))

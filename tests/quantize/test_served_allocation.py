@@ -1,0 +1,148 @@
+"""Bits in memory: counted as they are held, met by a run, and spent better than by an entropy code's steps."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from vllm_latq.checkpoint import CheckpointReader, verify
+from vllm_latq.config import SUPPORTED_BITS
+from vllm_latq.errors import ConfigError, NumericalError
+from vllm_latq.merging import decode, merge
+from vllm_latq.packed_weight import OUTLIER_BITS, pack_integers, served_bits
+from vllm_latq.quantize.allocation import RateCurve
+from vllm_latq.quantize.evaluate import evaluate
+from vllm_latq.quantize.pipeline import quantize_checkpoint
+from vllm_latq.quantize.recipe import Recipe
+from vllm_latq.quantize.served_allocation import _COARSEST, _FINEST, _PRICE, ServedCurve, _fit, _limits, allocate_served
+
+TARGET = 3.6
+# Attention alone: what is served as one matrix is there.
+FEW = {"num_samples": 32, "seq_len": 128, "ignore": ("lm_head", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")}
+SERVED = Recipe("latq", target_bits=TARGET, count="served", **FEW)
+
+
+@pytest.mark.parametrize("columns", [True, False])
+@pytest.mark.parametrize("bits", [*SUPPORTED_BITS, None])
+def test_served_bits_are_those_of_the_tensors(bits: int | None, columns: bool) -> None:
+    z = torch.randn(37, 101).mul(3).round().to(torch.int32)
+    packed = pack_integers(z, torch.ones(37), bits, torch.ones(101) if columns else None)
+    assert served_bits(z, bits, columns) == packed.served_bits()
+    held = [packed.qweight, packed.row_scales, packed.outliers.row_ptr, *([packed.column_scales] if columns else [])]
+    assert packed.served_bits() == sum(8 * part.nbytes for part in held) + 32 * packed.outliers.nnz
+    assert packed.dequantize().equal(z.float())
+
+
+def cost(exact: torch.Tensor, width: int, rows: torch.Tensor, cols: torch.Tensor) -> torch.Tensor:
+    """By rounding, in units of the squared model's step / 12; float64 scalar."""
+    steps = torch.exp2((rows[:, None] + cols).to(torch.float64) / 8)
+    z = (exact.double() / steps).round()
+    overflow = ((z < -(2 ** (width - 1))) | (z >= 2 ** (width - 1))).sum()
+    return steps.square().sum() + _PRICE * OUTLIER_BITS * overflow
+
+
+@pytest.mark.parametrize("width", [2, 3, 4])
+def test_no_row_has_a_better_step(width: int) -> None:
+    exact = torch.randn(12, 40) * torch.logspace(-1, 2, 12)[:, None] * torch.logspace(-1, 1, 40)
+    rows, cols, overflow = _fit(_limits(exact, width), 0.0)
+    found = cost(exact, width, rows, cols)
+    beyond = found - torch.exp2((rows[:, None] + cols).to(torch.float64) / 4).sum()
+    assert float(beyond) == pytest.approx(_PRICE * OUTLIER_BITS * int(overflow.sum()))
+    for row in range(12):
+        for step in range(_FINEST, _COARSEST + 1):
+            moved = rows.clone()
+            moved[row] = step
+            assert found <= cost(exact, width, moved, cols) * (1 + 1e-12)
+    # And both sides together are better than one step for all.
+    alone = min(cost(exact, width, torch.full((12,), step), torch.zeros(40)) for step in range(_FINEST, _COARSEST + 1))
+    assert found < 0.9 * alone
+
+
+def test_rows_and_columns_of_zeros_get_a_step() -> None:
+    rows, cols, overflow = _fit(_limits(torch.zeros(3, 5), 3), 0.0)
+    assert overflow.sum() == 0
+    assert rows.abs().max() <= _COARSEST
+    assert cols.abs().max() <= _COARSEST
+
+
+def served(shift: float) -> dict[int, ServedCurve]:
+    """A linear whose codes overflow from some step on, sooner where they are narrow."""
+    curves = {}
+    for width in SUPPORTED_BITS:
+        octaves = [float(octave) for octave in range(-10, 11)]
+        bits = [width + 0.1 + min(32.0, 2.0 ** (shift - octave - width)) for octave in octaves]
+        loss = [math.log2(1000.0)] * len(octaves)
+        curves[width] = ServedCurve(*(RateCurve(1000, tuple(zip(octaves, part, strict=True))) for part in (bits, loss)))
+    return curves
+
+
+def test_shares_average_to_the_target_and_what_is_served_together_gets_one_width() -> None:
+    inputs = [{"q": served(3.0), "k": served(2.0)}, {"a": served(0.0)}, {"b": served(6.0)}, {"c": served(2.0)}]
+    apart = allocate_served(inputs, {}, 4.0)
+    assert sum(share.bits for share in apart.values()) / 5 == pytest.approx(4.0)
+    assert len({share.step for share in apart.values()}) == 1
+    assert apart["q"].width == apart["k"].width
+    assert apart["b"].width > apart["a"].width
+    alike = allocate_served(inputs, {"a": "experts", "b": "experts"}, 4.0)
+    assert alike["a"].width == alike["b"].width
+    assert sum(share.bits for share in alike.values()) / 5 == pytest.approx(4.0)
+    with pytest.raises(NumericalError, match=r"target_bits, served: expected at least 2\.1"):
+        allocate_served(inputs, {}, 2.0)
+
+
+def test_recipes_that_cannot_count_what_is_served() -> None:
+    with pytest.raises(ConfigError, match="hptq does not use count"):
+        Recipe("hptq", target_bits=4.0, count="served")
+    with pytest.raises(ConfigError, match=r"recipe\.without: expected feedback, rate-damping"):
+        Recipe("latq", target_bits=4.0, count="served", without=("rows",))
+    with pytest.raises(ConfigError, match=r"recipe\.count: expected one of stored, served"):
+        Recipe("latq", target_bits=4.0, count="memory")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(mini_model: Path, calibration_text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("served") / "checkpoint"
+    quantize_checkpoint(SERVED, mini_model, path, calibration=str(calibration_text))
+    return path
+
+
+def test_a_model_takes_the_memory_it_was_asked_to(checkpoint: Path) -> None:
+    assert list(verify(checkpoint)) == []
+    report = CheckpointReader(checkpoint).report()
+    assert TARGET - 0.02 < report["totals"]["served_bits_per_weight"] <= TARGET
+    assert report["totals"]["bits_per_weight"] < TARGET - 0.5
+    assert all(layer["bound_holds"] for layer in report["layers"])
+
+
+def test_merged_as_they_are_served_the_linears_take_no_more(checkpoint: Path) -> None:
+    reader = CheckpointReader(checkpoint)
+    records = {record.name: record for record in reader.measured()}
+    total, weights = 0, 0
+    for block in range(4):
+        for parts in ("qkv", "o"):
+            linears = [f"model.layers.{block}.self_attn.{part}_proj" for part in parts]
+            shards = [(name, reader.weight(name)) for name in linears]
+            merged = merge(shards, decode(shards, torch.device("cpu")), torch.device("cpu"))
+            alone = sum(records[name].served_bits * math.prod(reader.shapes[name]) for name in linears)
+            # Column scales and the first row pointer are there once.
+            saved = (len(linears) - 1) * 32 * (merged.cols + 1)
+            assert merged.served_bits() >= alone - saved - 1
+            total, weights = total + merged.served_bits(), weights + merged.shape[0] * merged.cols
+    assert total / weights <= TARGET
+
+
+def test_at_equal_memory_it_loses_less_than_a_model_that_counts_what_is_stored(
+    checkpoint: Path, mini_model: Path, calibration_text: Path, evaluation_text: Path, tmp_path: Path
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(evaluation_text.read_text(encoding="utf-8")[:24_000], encoding="utf-8")
+    # By stored bits as many as here take more memory, and lose more nevertheless.
+    stored = CheckpointReader(checkpoint).report()["totals"]["bits_per_weight"] - 0.3
+    report = quantize_checkpoint(
+        Recipe("latq", target_bits=stored, **FEW), mini_model, tmp_path / "stored", calibration=str(calibration_text)
+    )
+    assert report["totals"]["served_bits_per_weight"] > TARGET
+    options = {"seq_len": 256, "baseline": str(mini_model), "batch_size": 8, "dtype": "float32"}
+    found, other = (evaluate(path, str(text), **options).kl for path in (checkpoint, tmp_path / "stored"))
+    assert found < 0.9 * other
