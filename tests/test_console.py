@@ -9,7 +9,8 @@ from rich.console import Console
 from vllm_latq.console import JsonEvents, ProgressDisplay, claim, print_table
 
 LAYER = {
-    "event": "layer", "name": "model.layers.0.[bold]q", "shape": [4, 8], "bits": 3.5, "outlier_density": 0.01,
+    "event": "layer", "name": "model.layers.0.[bold]q", "shape": [4, 8], "bits": 3.5, "served_bits": 3.6,
+    "outlier_density": 0.01,
     "relative_error": 0.002, "error": 1.0, "bound": 4.0, "bound_holds": True, "seconds": 0.5, "note": "outlier rate 2%",
 }  # fmt: skip
 EVENTS = [
@@ -17,7 +18,8 @@ EVENTS = [
     LAYER,
     {"event": "block", "block": 0, "linears": 1, "resumed": False},
     {"event": "block", "block": 1, "linears": 3, "resumed": True},
-    {"event": "done", "destination": "[out]", "bits_per_weight": 3.5, "bytes": 100, "loss": 1e-3, "loss_bound": None},
+    {"event": "done", "destination": "[out]", "bits_per_weight": 3.5, "served_bits_per_weight": None,
+     "bytes": 100, "loss": 1e-3, "loss_bound": None},
 ]
 
 
@@ -31,10 +33,10 @@ def shown(terminal: bool) -> str:
 
 def test_plain_lines_where_there_is_no_terminal() -> None:
     lines = shown(False).splitlines()
-    assert lines[0].startswith("model.layers.0.[bold]q  4x8  3.500 bits  outliers 1.00%")
+    assert lines[0].startswith("model.layers.0.[bold]q  4x8  3.500 bits (3.600 served)  outliers 1.00%")
     assert lines[0].endswith("bound 4 (holds)  0.50 s  outlier rate 2%")
     assert "\x1b" not in "".join(lines)
-    assert lines[-1].startswith("[out]: 3.5000 bits per weight")
+    assert lines[-1].startswith("[out]: 3.5000 bits per weight, 100 bytes, - bits in memory while served")
     assert lines[-1].endswith("predicted KL divergence 0.001 nats per token, bound -")
 
 

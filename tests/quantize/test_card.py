@@ -5,7 +5,7 @@ from pathlib import Path
 from vllm_latq.quantize.card import model_card
 from vllm_latq.quantize.recipe import Recipe
 
-REPORT = {"totals": {"weights": 1000, "bits_per_weight": 3.0, "bytes": 375}}
+REPORT = {"totals": {"weights": 1000, "bits_per_weight": 3.0, "bytes": 375, "served_bits_per_weight": 3.25}}
 
 
 def test_base_model(tmp_path: Path, monkeypatch) -> None:
@@ -15,6 +15,7 @@ def test_base_model(tmp_path: Path, monkeypatch) -> None:
     for source, name in ((tmp_path / "pydoc-mini", "pydoc-mini"), (Path(), "pydoc-mini"), (cached, "org/some-model")):
         card = model_card(source, Recipe("latq", target_bits=3.0), REPORT)
         assert f"base_model: {name}\n" in card
+        assert "(375 bytes); in memory, while served, 3.250." in card
         assert f"# {name}, quantized with latq\n" in card
 
 
