@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from vllm_latq.errors import ConfigError
+from vllm_latq.packed_weight import served_overhead
 from vllm_latq.quantize.lattice import factorize
 from vllm_latq.quantize.recipe import Recipe
 from vllm_latq.quantize.scales import grid, group_scales
@@ -80,11 +81,19 @@ def price(weights: Mapping[str, torch.Tensor], statistics: Mapping[str, LayerSta
 
 
 def check_budget(linears: Iterable[nn.Linear], recipe: Recipe) -> None:
-    """Raise ConfigError if the linears' cheapest choices cost more than the recipe's budget, or the dearest less."""
-    if recipe.budget is None:
-        return
+    """Raise ConfigError if the linears' cheapest choices cost more than the recipe's budget, or the dearest less; likewise
+    if the narrowest codes take more than its served bits."""
     shapes = [(linear.out_features, linear.in_features) for linear in linears]
     total = sum(rows * cols for rows, cols in shapes)
+    if recipe.target_bits is not None and recipe.count == "served":
+        least = sum(served_overhead(rows, cols, WIDTHS[0]) for rows, cols in shapes) / total
+        if recipe.target_bits <= least:
+            expected = f"more than {least:.3f} served bits per weight, which codes of 2 bits and their scales take"
+            raise ConfigError(
+                "recipe.target_bits", expected, f"{recipe.target_bits:g}", "Counted as stored, less can do."
+            )
+    if recipe.budget is None:
+        return
     prices = [_bits(shapes, recipe, width, rate) / total for width in WIDTHS for rate in OUTLIER_RATES]
     if not min(prices) <= recipe.budget <= max(prices):
         expected = f"bits per weight from {min(prices):.3f} to {max(prices):.3f}, the cheapest and the dearest choices"

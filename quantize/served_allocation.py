@@ -131,7 +131,7 @@ def allocate_served(inputs: Sequence[ServedCurves], stacks: Mapping[str, str], t
     points = [of[SUPPORTED_BITS[0]].bits.points for unit in units.values() for of in unit.values()]
     low, high = min(each[0][0] for each in points), max(each[-1][0] for each in points)
     if (least := average(chosen(high), high)) > target_bits:
-        expected = f"at least {least:.3f}, which the narrowest codes, scales and row pointers take"
+        expected = f"at least {least:.3f} bits per weight, which the coarsest steps take"
         raise NumericalError("target_bits, served", expected, f"{target_bits:g}", "Raise target_bits.")
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
@@ -191,7 +191,10 @@ def _as_the_loss_counts(linears: Iterable[tuple[torch.Tensor, OutputLattice]], i
 def _limits(exact: torch.Tensor, width: int) -> torch.Tensor:
     """The step below which each weight overflows the codes of a width, in eighths of an octave, float32 [r, c]."""
     half = 1 << (width - 1)
-    return torch.where(exact < 0, exact / (-half - 0.5), exact / (half - 0.5)).log2_().mul_(OCTAVE)
+    limits = torch.empty_like(exact)
+    for some, found in zip(exact.split(_band(exact)), limits.split(_band(exact)), strict=True):
+        found.copy_(torch.where(some < 0, some / (-half - 0.5), some / (half - 0.5)).log2_().mul_(OCTAVE))
+    return limits
 
 
 def _fit(limits: torch.Tensor, octaves: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -18,8 +18,15 @@ EVENTS = [
     LAYER,
     {"event": "block", "block": 0, "linears": 1, "resumed": False},
     {"event": "block", "block": 1, "linears": 3, "resumed": True},
-    {"event": "done", "destination": "[out]", "bits_per_weight": 3.5, "served_bits_per_weight": None,
-     "bytes": 100, "loss": 1e-3, "loss_bound": None},
+    {
+        "event": "done",
+        "destination": "[out]",
+        "bits_per_weight": 3.5,
+        "served_bits_per_weight": None,
+        "bytes": 100,
+        "loss": 1e-3,
+        "loss_bound": None,
+    },
 ]
 
 

@@ -21,7 +21,7 @@ RECIPES: dict[str, Recipe] = {
     "hptq": Recipe(method="hptq", target_bits=3.125, **FEW),
     "latq": Recipe(method="latq", target_bits=3.125, **FEW),
     "gptq-residual": Recipe(method="gptq", bits=4, target="residual", **GROUPS, **FEW),
-    "latq-residual": Recipe(method="latq", target_bits=3.125, target="residual", **FEW),
+    "latq-residual": Recipe(method="latq", target_bits=6.0, count="served", target="residual", **FEW),
 }
 
 

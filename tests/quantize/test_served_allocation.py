@@ -12,6 +12,7 @@ from vllm_latq.errors import ConfigError, NumericalError
 from vllm_latq.merging import decode, merge
 from vllm_latq.packed_weight import OUTLIER_BITS, pack_integers, served_bits
 from vllm_latq.quantize.allocation import RateCurve
+from vllm_latq.quantize.budget import check_budget
 from vllm_latq.quantize.evaluate import evaluate
 from vllm_latq.quantize.pipeline import quantize_checkpoint
 from vllm_latq.quantize.recipe import Recipe
@@ -89,6 +90,13 @@ def test_shares_average_to_the_target_and_what_is_served_together_gets_one_width
     assert sum(share.bits for share in alike.values()) / 5 == pytest.approx(4.0)
     with pytest.raises(NumericalError, match=r"target_bits, served: expected at least 2\.1"):
         allocate_served(inputs, {}, 2.0)
+
+
+def test_a_target_below_the_narrowest_codes_is_refused_by_shapes() -> None:
+    linears = [torch.nn.Linear(64, 48, device="meta")] * 2
+    check_budget(linears, Recipe("latq", target_bits=4.0, count="served"))
+    with pytest.raises(ConfigError, match=r"target_bits: expected more than 3\.\d+ served bits per weight"):
+        check_budget(linears, Recipe("latq", target_bits=3.0, count="served"))
 
 
 def test_recipes_that_cannot_count_what_is_served() -> None:
