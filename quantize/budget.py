@@ -81,17 +81,16 @@ def price(weights: Mapping[str, torch.Tensor], statistics: Mapping[str, LayerSta
 
 
 def check_budget(linears: Iterable[nn.Linear], recipe: Recipe) -> None:
-    """Raise ConfigError if the linears' cheapest choices cost more than the recipe's budget, or the dearest less; likewise
-    if the narrowest codes take more than its served bits."""
+    """Raise ConfigError if the linears' cheapest choices cost more than the recipe's budget, or the dearest less; or if
+    the narrowest codes take more than its served bits."""
     shapes = [(linear.out_features, linear.in_features) for linear in linears]
     total = sum(rows * cols for rows, cols in shapes)
     if recipe.target_bits is not None and recipe.count == "served":
         least = sum(served_overhead(rows, cols, WIDTHS[0]) for rows, cols in shapes) / total
         if recipe.target_bits <= least:
             expected = f"more than {least:.3f} served bits per weight, which codes of 2 bits and their scales take"
-            raise ConfigError(
-                "recipe.target_bits", expected, f"{recipe.target_bits:g}", "Counted as stored, less can do."
-            )
+            hint = "Of stored bits, fewer can do: leave out count."
+            raise ConfigError("recipe.target_bits", expected, f"{recipe.target_bits:g}", hint)
     if recipe.budget is None:
         return
     prices = [_bits(shapes, recipe, width, rate) / total for width in WIDTHS for rate in OUTLIER_RATES]

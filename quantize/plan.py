@@ -18,7 +18,8 @@ def plan(recipe: Recipe, source: str | Path) -> dict[str, Any]:
 
     `unquantized` lists the matrices inside the blocks, and the head, that the recipe ignores or that are no linears.
 
-    Bits are exact for schemes without outliers, at the outlier rate for SSQR, and the target for entropy coding.
+    Bits are exact for schemes without outliers, at the outlier rate for SSQR, and the target for entropy coding: of
+    what is in memory where the recipe counts that.
     """
     decoder = Decoder(source, "cpu")
     layers = []

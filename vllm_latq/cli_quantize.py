@@ -134,7 +134,8 @@ def _show(planned: Mapping[str, Any]) -> None:
     ]
     total = planned["totals"]
     rows.append(("total", f"{total['weights']:,}", f"{total['bits_per_weight']:.3f}", f"{total['bytes']:,}"))
-    title = f"{planned['recipe']['method']}: what would be quantized"
+    served = planned["recipe"].get("count") == "served"
+    title = f"{planned['recipe']['method']}: what would be quantized" + (", in memory" if served else "")
     console.print_table(title, ("linear", "shape", "bits", "bytes"), rows)
     for left in planned["unquantized"]:
         print(f"stays as it is: {left['name']}  {'x'.join(map(str, left['shape']))}")
