@@ -33,6 +33,8 @@ from vllm_latq.store import read_json
 # and in bfloat16 where the model is: errors then move by parts of a percent.
 TOLERANCE = 0.01
 _RECOMPUTED = tuple(name for name in NUMBERS if name != "seconds")
+# Reports of earlier versions lack them.
+_NOT_ALWAYS_CLAIMED = ("served_bits", "served_bits_per_weight")
 _HINT = "Report or weights were changed, or model or calibration text are not the ones of this checkpoint."
 
 
@@ -155,6 +157,8 @@ class _Certificate:
     def _compare(self, claim: LayerReport, found: LayerReport) -> Iterator[LatqError]:
         where = f"{self._report}: {claim.name}"
         for key in _RECOMPUTED:
+            if key in _NOT_ALWAYS_CLAIMED and getattr(claim, key) is None:
+                continue
             yield from self._same(f"{where}.{key}", getattr(claim, key), getattr(found, key))
         if claim.bound_holds and not found.bound_holds:
             on_loss = found.loss_bound is not None
@@ -171,6 +175,8 @@ class _Certificate:
             yield CheckpointError(f"{self._report}: totals", "an object", type(claimed).__name__)
             return
         for key, value in found.items():
+            if key in _NOT_ALWAYS_CLAIMED and claimed.get(key) is None:
+                continue
             where = f"{self._report}: totals.{key}"
             yield from self._same(where, finite_number(claimed.get(key), where), value)
 

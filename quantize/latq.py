@@ -56,7 +56,7 @@ class OutputLattice:
 
     @property
     def weights(self) -> torch.Tensor:
-        """DG_i as the rounded exponents have it, float64 [r]."""
+        """DG_i as the rounded exponents have it, float64 [r], unless they were fitted to served codes."""
         return _squared_weights(self.exponents, self.level)
 
     @property
@@ -75,7 +75,7 @@ class InputLattice:
 
     @property
     def weights(self) -> torch.Tensor:
-        """DH_j as the rounded exponents have it, float64 [c]."""
+        """DH_j as the rounded exponents have it, float64 [c], unless they were fitted to served codes."""
         return _squared_weights(self.exponents, self.level)
 
 

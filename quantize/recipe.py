@@ -44,6 +44,7 @@ OUTLIER_CHOICES = ("overflow", "saving")
 COUNTS = ("stored", "served")
 MAX_OUTLIER_RATE = 0.5
 MAX_TARGET_BITS = 16.0
+MAX_SERVED_BITS = 9.0  # codes have at most 8
 MAX_SEED = 2**64
 
 
@@ -60,7 +61,7 @@ class Recipe:
         outlier_rate: share of the weights that ssqr may keep as outliers, in (0, 0.5].
         target_bits: average bits per weight, of each layer (hptq, hrtn) or of the model (latq), in (1, 16].
         count: which bits these are (latq): stored, or served, in memory while the model runs, which is what decoding
-            reads: codes of 2, 3, 4 or 8 bits, and 32 for each integer beyond them.
+            reads: codes of 2, 3, 4 or 8 bits, and 32 for each integer beyond them; at most 9.
         order: rounding order: natural, act or min-pivot.
         damping: lambda relative to the mean diagonal of the Hessian.
         condition: chooses the damping of each layer instead: the least that brings the condition number of the damped
@@ -151,7 +152,8 @@ class Recipe:
             _check_number("condition", self.condition, 1.0, math.inf)
         if self.target_bits is not None:
             # A Huffman code takes at least a bit per weight; rANS does not.
-            _check_number("target_bits", self.target_bits, 0.0 if self.method == "latq" else 1.0, MAX_TARGET_BITS)
+            highest = MAX_TARGET_BITS if self.count == "stored" else MAX_SERVED_BITS
+            _check_number("target_bits", self.target_bits, 0.0 if self.method == "latq" else 1.0, highest)
         elif self.method in CODED_METHODS:
             hint = f"{self.method} searches for the step that meets it."
             raise _error("target_bits", "average bits per weight, at most 16", None, hint)

@@ -37,6 +37,8 @@ _TRIED = range(-5, 5)
 _FINEST, _COARSEST = -6 * OCTAVE, 7 * OCTAVE
 _ROUNDS = 2
 _BISECTIONS = 40
+# By how much a leap of the widths can leave the steps too coarse.
+_OCTAVES_LEFT = 8.0
 # Of a bit, in units of s^2 / 12.
 _PRICE = 2 * math.log(2)
 # Weights whose steps are counted at once, so that the intermediates stay small.
@@ -49,7 +51,7 @@ class ServedCurve:
 
     Attributes:
         bits: served bits per weight.
-        loss: log2 of the loss, in units of step^2 / 12.
+        loss: not bits, but log2 of the loss, in units of step^2 / 12.
     """
 
     bits: RateCurve
@@ -86,7 +88,7 @@ def served_curves(
     found: dict[str, dict[int, ServedCurve]] = {name: {} for name in weights}
     for width in SUPPORTED_BITS:
         limits = _limits(exact, width)
-        steps = [_fit(limits, octave) for octave in octaves]
+        steps = [_fit(limits, octave, width) for octave in octaves]
         start = 0
         for name, weight in weights.items():
             part = slice(start, start + len(samples[name][0]))
@@ -137,7 +139,7 @@ def allocate_served(inputs: Sequence[ServedCurves], stacks: Mapping[str, str], t
         middle = (low + high) / 2
         low, high = (middle, high) if average(chosen(middle), middle) > target_bits else (low, middle)
     # Where the widths change the bits leap: what that leaves goes into finer steps.
-    curves, finest = chosen(high), high - len(_TRIED)
+    curves, finest = chosen(high), high - _OCTAVES_LEFT
     for _ in range(_BISECTIONS):
         middle = (finest + high) / 2
         finest, high = (middle, high) if average(curves, middle) > target_bits else (finest, middle)
@@ -153,7 +155,7 @@ def served_lattices(
     """The lattices of one input's linears with exponents that make use of codes of `share.width` at `share.step`."""
     assert share.width is not None
     exact = _as_the_loss_counts([(weight, outputs[name]) for name, weight in weights.items()], inputs)
-    rows, cols, _ = _fit(_limits(exact, share.width), math.log2(share.step))
+    rows, cols, _ = _fit(_limits(exact, share.width), math.log2(share.step), share.width)
     of_linears = rows.split([len(weight) for weight in weights.values()])
     fitted = {name: _moved(outputs[name], some) for name, some in zip(weights, of_linears, strict=True)}
     return _moved(inputs, cols), fitted
@@ -197,17 +199,20 @@ def _limits(exact: torch.Tensor, width: int) -> torch.Tensor:
     return limits
 
 
-def _fit(limits: torch.Tensor, octaves: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _fit(limits: torch.Tensor, octaves: float, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Steps of rows and columns with the least cost.
 
     Args:
         limits: [r, c], of the codes' width.
         octaves: log2 of the model's step.
+        width: of the codes.
 
     Returns:
         int64 [r], int64 [c]: eighths of an octave coarser than that step; int64 [r]: weights that overflow.
     """
     model = OCTAVE * octaves
+    # Feedback moves every weight by steps of others: none is smaller than half a step of the model, not even a zero.
+    limits = limits.clamp(min=model - OCTAVE * math.log2((1 << width) - 1))
     cols = torch.zeros(limits.shape[1], dtype=torch.int64, device=limits.device)
     rows, overflow = _best(_counts_of_rows(limits, cols + model), cols)
     for _ in range(_ROUNDS):

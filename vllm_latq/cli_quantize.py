@@ -45,7 +45,7 @@ def _add_recipe(command: argparse.ArgumentParser) -> None:
     recipe.add_argument(
         "--target-bits",
         type=float,
-        help="stored bits per weight to meet, of the model (latq; default 4) or of each layer",
+        help="bits per weight to meet, of the model (latq; default 4) or of each layer",
     )
     recipe.add_argument(
         "--count",

@@ -10,13 +10,24 @@ from vllm_latq.checkpoint import CheckpointReader, verify
 from vllm_latq.config import SUPPORTED_BITS
 from vllm_latq.errors import ConfigError, NumericalError
 from vllm_latq.merging import decode, merge
-from vllm_latq.packed_weight import OUTLIER_BITS, pack_integers, served_bits
+from vllm_latq.packed_weight import OUTLIER_BITS, pack_integers, served_bits, served_overhead
 from vllm_latq.quantize.allocation import RateCurve
 from vllm_latq.quantize.budget import check_budget
 from vllm_latq.quantize.evaluate import evaluate
+from vllm_latq.quantize.latq import InputLattice, OutputLattice, Share
 from vllm_latq.quantize.pipeline import quantize_checkpoint
 from vllm_latq.quantize.recipe import Recipe
-from vllm_latq.quantize.served_allocation import _COARSEST, _FINEST, _PRICE, ServedCurve, _fit, _limits, allocate_served
+from vllm_latq.quantize.served_allocation import (
+    _COARSEST,
+    _FINEST,
+    _PRICE,
+    ServedCurve,
+    _fit,
+    _limits,
+    allocate_served,
+    served_curves,
+    served_lattices,
+)
 
 TARGET = 3.6
 # Attention alone: what is served as one matrix is there.
@@ -46,7 +57,8 @@ def cost(exact: torch.Tensor, width: int, rows: torch.Tensor, cols: torch.Tensor
 @pytest.mark.parametrize("width", [2, 3, 4])
 def test_no_row_has_a_better_step(width: int) -> None:
     exact = torch.randn(12, 40) * torch.logspace(-1, 2, 12)[:, None] * torch.logspace(-1, 1, 40)
-    rows, cols, overflow = _fit(_limits(exact, width), 0.0)
+    exact = exact.sign() * exact.abs().clamp(min=0.5)  # what feedback makes of them
+    rows, cols, overflow = _fit(_limits(exact, width), 0.0, width)
     found = cost(exact, width, rows, cols)
     beyond = found - torch.exp2((rows[:, None] + cols).to(torch.float64) / 4).sum()
     assert float(beyond) == pytest.approx(_PRICE * OUTLIER_BITS * int(overflow.sum()))
@@ -60,11 +72,45 @@ def test_no_row_has_a_better_step(width: int) -> None:
     assert found < 0.9 * alone
 
 
-def test_rows_and_columns_of_zeros_get_a_step() -> None:
-    rows, cols, overflow = _fit(_limits(torch.zeros(3, 5), 3), 0.0)
-    assert overflow.sum() == 0
-    assert rows.abs().max() <= _COARSEST
-    assert cols.abs().max() <= _COARSEST
+def test_rows_and_columns_of_zeros_can_take_what_feedback_adds() -> None:
+    exact = torch.randn(64, 32).mul(3)
+    exact[:20], exact[:, 5:11] = 0, 0
+    rows, cols, overflow = _fit(_limits(exact, 3), 0.0, 3)
+    # Half a step of the model fits the codes -4 to 3, which reach 3.5 of their own.
+    assert (torch.exp2((rows[:20, None] + cols) / 8) >= 0.5 / 3.5).all()
+    assert (torch.exp2((rows[:, None] + cols[5:11]) / 8) >= 0.5 / 3.5).all()
+    assert overflow[:20].sum() == 0
+
+
+def test_a_bit_is_worth_what_it_is_to_an_entropy_code() -> None:
+    # Loss s^2 / 12, and a bit for each octave: the slope at s = 1.
+    assert pytest.approx(_PRICE, rel=1e-6) == (4.0**1e-4 - 4.0**-1e-4) / 2e-4
+
+
+def test_fitted_exponents_are_steps_times_what_was_fitted() -> None:
+    weight = torch.randn(48, 32)
+    inputs = InputLattice(None, torch.randint(-9, 9, (32,)).to(torch.int8), 1.5)
+    outputs = OutputLattice([], torch.randint(-9, 9, (48,)).to(torch.int8), -2.25)
+    share = Share(2.0**-3, 3.5, 3)
+    moved, fitted = served_lattices({"a": weight}, inputs, {"a": outputs}, share)
+    exact = weight * outputs.weights.sqrt().float()[:, None] * inputs.weights.sqrt().float()
+    rows, cols, _ = _fit(_limits(exact, 3), -3.0, 3)
+    for before, after, eighths in ((inputs, moved, cols), (outputs, fitted["a"], rows)):
+        steps = [side.exponents.to(torch.float64) / 8 - side.level for side in (before, after)]
+        torch.testing.assert_close(steps[1], steps[0] + eighths.to(torch.float64) / 8)
+
+
+def test_a_sample_of_rows_stands_for_all() -> None:
+    weight = torch.randn(2304, 64, generator=torch.Generator().manual_seed(0))
+    inputs, outputs = (
+        InputLattice(None, torch.zeros(64, dtype=torch.int8), 0.0),
+        OutputLattice([], torch.zeros(2304, dtype=torch.int8), 0.0),
+    )
+    curve = served_curves({"a": weight}, inputs, {"a": outputs}, 2.0)["a"][3].bits
+    octave, bits = next(point for point in curve.points if point[1] > 3.7)
+    *_, overflow = _fit(_limits(weight, 3), octave, 3)
+    whole = (served_overhead(2304, 64, 3) + OUTLIER_BITS * int(overflow.sum())) / weight.numel()
+    assert bits == pytest.approx(whole, rel=0.05)
 
 
 def served(shift: float) -> dict[int, ServedCurve]:
@@ -88,6 +134,8 @@ def test_shares_average_to_the_target_and_what_is_served_together_gets_one_width
     alike = allocate_served(inputs, {"a": "experts", "b": "experts"}, 4.0)
     assert alike["a"].width == alike["b"].width
     assert sum(share.bits for share in alike.values()) / 5 == pytest.approx(4.0)
+    # The only width that is affordable leaves much of the target: it goes into finer steps.
+    assert allocate_served([{"q": served(3.0)}], {}, 3.9)["q"].bits == pytest.approx(3.9)
     with pytest.raises(NumericalError, match=r"target_bits, served: expected at least 2\.1"):
         allocate_served(inputs, {}, 2.0)
 
@@ -104,6 +152,8 @@ def test_recipes_that_cannot_count_what_is_served() -> None:
         Recipe("hptq", target_bits=4.0, count="served")
     with pytest.raises(ConfigError, match=r"recipe\.without: expected feedback, rate-damping"):
         Recipe("latq", target_bits=4.0, count="served", without=("rows",))
+    with pytest.raises(ConfigError, match=r"recipe\.target_bits: expected a finite number above 0 and at most 9"):
+        Recipe("latq", target_bits=9.5, count="served")
     with pytest.raises(ConfigError, match=r"recipe\.count: expected one of stored, served"):
         Recipe("latq", target_bits=4.0, count="memory")
 
