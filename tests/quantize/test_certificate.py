@@ -72,6 +72,18 @@ def test_every_claim_is_confirmed(
     assert list(verify_certificate(certified(method), mini_model, str(calibration_text), tolerance=EXACT)) == []
 
 
+def test_reports_of_before_served_bits_are_confirmed(
+    certified: Callable[[str], Path], mini_model: Path, calibration_text: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(certified("rtn"), tmp_path / "older")
+    path = tmp_path / "older" / "latq_report.json"
+    report = json.loads(path.read_text())
+    assert report["totals"].pop("served_bits_per_weight") > 4
+    assert all(layer.pop("served_bits") > 4 for layer in report["layers"])
+    path.write_text(json.dumps(report))
+    assert list(verify_certificate(tmp_path / "older", mini_model, str(calibration_text))) == []
+
+
 def test_from_the_command_line(
     certified: Callable[[str], Path], mini_model: Path, calibration_text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,11 +7,14 @@ import forked
 import pytest
 import torch
 
+from vllm_latq.quantize.prediction import predict_run
+from vllm_latq.quantize.recipe import Recipe
 from vllm_latq.quantize.rehearsal import LiveBytes, Rehearsal, measured
 
 TOLERANCE = 0.2
 # One core for CI: latq on two linears of each block.
 LATQ_IGNORES = ("lm_head", "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+LATQ_SERVED_IGNORES = ("lm_head", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 OPTIONS = {
     "gptq": (),
     "ssqr": (),
@@ -38,6 +41,12 @@ def test_memory_is_as_predicted(method: str, mini_model: Path, calibration_text:
     assert 5e6 < own < predicted["peak_memory"]
     assert predicted["seconds"] == pytest.approx(sum(stage["seconds"] for stage in predicted["stages"].values()))
     assert predicted["seconds"] > 0
+
+
+def test_linears_too_small_for_the_models_served_bits_are_rehearsed(mini_model: Path, calibration_text: Path) -> None:
+    # Of k and v, and of the half of q that is rehearsed, scales alone leave less than the codes of 2 bits take.
+    recipe = Recipe("latq", target_bits=2.45, count="served", ignore=LATQ_SERVED_IGNORES, num_samples=4, seq_len=64)
+    assert predict_run(recipe, mini_model, str(calibration_text)).stages["quantization"].seconds > 0
 
 
 def test_live_bytes_are_those_alive_at_once() -> None:
