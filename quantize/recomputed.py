@@ -162,7 +162,9 @@ def _measured_on_loss(
     """As `whole_model.layer_record` states it, with H and G in float64 and every step as it is stored."""
     weight = aim.weight
     rows, cols = stored.row_scales.to(weight.device), stored.column_scales.to(weight.device)
-    quantized = stored.dequantize().to(weight.device)
+    # The same numbers as the stored weight's own, decoded once.
+    packed = stored.to_packed()
+    quantized = packed.dequantize().to(weight.device)
     errors = measure_errors(quantized, weight, aim.target, statistics.inputs, aim.drift, name)
     assert errors.total is not None
     assert errors.rounding is not None
@@ -180,7 +182,7 @@ def _measured_on_loss(
     return LayerReport(
         name,
         bits=stored.storage_bits() / weight.numel(),
-        served_bits=stored.served_bits() / weight.numel(),
+        served_bits=packed.served_bits() / weight.numel(),
         outlier_density=0.0,
         error=errors.total * statistics.tokens,
         relative_error=errors.relative,
