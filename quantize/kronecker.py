@@ -30,6 +30,8 @@ from vllm_latq.errors import NumericalError
 from vllm_latq.quantize.lattice import Factor
 
 TILE = 64
+# Antidiagonals whose views are made at once: a view takes as long as an operation on it.
+STRETCH = 16
 
 
 @dataclass(frozen=True)
@@ -111,38 +113,35 @@ def _waves(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Round a permuted weight [r, c]; returns integers (float32) and target - q, both [r, c]."""
     rows, cols = weight.shape
-    row_tiles, col_tiles = -(-rows // TILE), -(-cols // TILE)
-    weight = _pad(weight, row_tiles, col_tiles)
-    left, right = _pad(left, row_tiles, row_tiles), _pad(right, col_tiles, col_tiles)
-    steps_all = _pad(torch.outer(*steps), row_tiles, col_tiles)
+    size = min(TILE, max(rows, cols))
+    row_tiles, col_tiles = -(-rows // size), -(-cols // size)
+    weight = _pad(weight, row_tiles * size, col_tiles * size)
+    left, right = (
+        _pad(triangle, tiles * size, tiles * size) for triangle, tiles in ((left, row_tiles), (right, col_tiles))
+    )
+    steps_all = _pad(torch.outer(*steps), row_tiles * size, col_tiles * size)
     steps_all[rows:], steps_all[:, cols:] = 1.0, 1.0
     error, moved = torch.zeros_like(weight), torch.zeros_like(weight)  # E, and F = E V_H
     integers, residual = torch.empty_like(weight), torch.empty_like(weight)
     for wave in range(row_tiles + col_tiles - 1):
         tiles = [
-            (slice(i * TILE, (i + 1) * TILE), slice(j * TILE, (j + 1) * TILE))
+            (slice(i * size, (i + 1) * size), slice(j * size, (j + 1) * size))
             for i in range(max(0, wave - col_tiles + 1), min(row_tiles, wave + 1))
             for j in (wave - i,)
         ]
-        beside = torch.stack([error[i, : j.start] @ right[: j.start, j] for i, j in tiles])
-        above = torch.stack([left[: i.start, i].T @ moved[: i.start, j] for i, j in tiles])
-        done = _round_tiles(
-            torch.stack([weight[tile] for tile in tiles]),
-            torch.stack([steps_all[tile] for tile in tiles]),
-            beside,
-            above,
-            torch.stack([left[i, i] for i, _ in tiles]),
-            torch.stack([right[j, j] for _, j in tiles]),
-        )
+        beside = [error[i, : j.start] @ right[: j.start, j] for i, j in tiles]
+        above = [left[: i.start, i].T @ moved[: i.start, j] for i, j in tiles]
+        triangles = [left[i, i] for i, _ in tiles], [right[j, j] for _, j in tiles]
+        parts = [weight[tile] for tile in tiles], [steps_all[tile] for tile in tiles], beside, above, *triangles
+        done = _round_tiles(*(torch.stack(part, -1) for part in parts))
         for result, whole in zip(done, (integers, error, moved, residual), strict=True):
-            for tile, values in zip(tiles, result, strict=True):
+            for tile, values in zip(tiles, result.unbind(-1), strict=True):
                 whole[tile] = values
     return integers[:rows, :cols], residual[:rows, :cols]
 
 
-def _pad(matrix: torch.Tensor, row_tiles: int, col_tiles: int) -> torch.Tensor:
-    rows, cols = row_tiles * TILE - matrix.shape[0], col_tiles * TILE - matrix.shape[1]
-    return torch.nn.functional.pad(matrix, (0, cols, 0, rows)).contiguous()
+def _pad(matrix: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
+    return torch.nn.functional.pad(matrix, (0, cols - matrix.shape[1], 0, rows - matrix.shape[0])).contiguous()
 
 
 def _round_tiles(
@@ -152,39 +151,58 @@ def _round_tiles(
     above: torch.Tensor,
     left: torch.Tensor,
     right: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Round the antidiagonals of independent tiles, all [tiles, TILE, TILE]; returns z, E, F and target - q.
+) -> tuple[torch.Tensor, ...]:
+    """Round the antidiagonals of independent tiles, all [size, size, tiles]; returns z, E, F and target - q.
 
-    Row i of `flipped[m]` belongs to column TILE - 1 - m, so that the columns which an antidiagonal touches, in the
-    order of its rows, are neighbours; an antidiagonal itself is a strided view.
+    Entry (i, j) lies at [i + j, i], so that an antidiagonal of all tiles is contiguous. Once it is rounded, it adds to
+    the entries k = 1, 2 ... antidiagonals behind it what they need of it:
+
+        to (i, j + k), at [i + j + k, i]        E_ij V_H[j, j + k]
+        to (i + k, j), at [i + j + k, i + k]    F_ij V_G[i, i + k]
     """
-    size = TILE
-    right_flipped = right.transpose(1, 2).tril(-1).flip(1).contiguous()
-    left_rows = left.transpose(1, 2).tril(-1).contiguous()
-    z, error, moved, residual = (torch.zeros_like(weight) for _ in range(4))
-    moved_flipped = torch.zeros_like(weight)
-    base = weight + beside + above
-    for diagonal in range(2 * size - 1):
-        low, high = max(0, diagonal - size + 1), min(size, diagonal + 1)
-        first = size - 1 - diagonal  # row i of the antidiagonal is column `first + i` of what is flipped
+    size, _, tiles = weight.shape
+    diagonals = 2 * size - 1
+    row = torch.arange(size, device=weight.device)
+    place = (row[:, None] + row, row[:, None])
 
-        def entries(tensor: torch.Tensor, d: int = diagonal, low: int = low, high: int = high) -> torch.Tensor:
-            shape, strides = (len(tensor), high - low), (size * size, size - 1)
-            return tensor.as_strided(shape, strides, tensor.storage_offset() + d + low * (size - 1))
+    def laid_out(tile: torch.Tensor, rows: int = diagonals, width: int = size, empty: float = 0.0) -> torch.Tensor:
+        skewed = tile.new_full((rows, width, tiles), empty)
+        skewed[place] = tile
+        return skewed
 
-        inner = (error[:, low:high] * right_flipped[:, first + low : first + high]).sum(-1)
-        upper = (moved_flipped[:, first + low : first + high] * left_rows[:, low:high]).sum(-1)
-        target = entries(base) + inner + upper
-        step = entries(steps)
-        integer = torch.round(target / step)
-        quantized = integer * step
-        missed = entries(weight) - quantized
-        carried = missed + inner + entries(beside)
-        entries(z).copy_(integer)
-        entries(error).copy_(missed)
-        entries(moved).copy_(carried)
-        entries(residual).copy_(target - quantized)
-        moved_flipped.as_strided(
-            (len(weight), high - low), (size * size, size + 1), first * size + low * (size + 1)
-        ).copy_(carried)
-    return z, error, moved, residual
+    # The target's parts W + E (V_H - I) and (V_G - I)^T F, with room for what is added beyond a tile's edges.
+    from_left, from_above = laid_out(weight + beside, diagonals + size), laid_out(above, diagonals + size, 2 * size)
+    weight, steps = laid_out(weight), laid_out(steps, empty=1.0)
+    z, error, moved, target = (torch.zeros_like(weight) for _ in range(4))
+    downward = _shifts(left)
+    # Along an antidiagonal columns fall: reversed, between zeros for the columns that a tile does not have.
+    rightward = torch.nn.functional.pad(_shifts(right).flip(1), (0, 0, size, size))
+    narrow, wide = size * tiles, 2 * size * tiles
+    for start in range(0, diagonals, STRETCH):
+        stop = min(start + STRETCH, diagonals)
+        low, high = max(0, start - size + 1), min(size, stop)
+        ahead = min(size - 1, diagonals - 1 - start)
+        window = (stop - start, ahead, high - low, tiles)
+        parts = [part[start:stop, low:high] for part in (weight, steps, from_left, from_above, z, error, moved, target)]
+        right_of = from_left.as_strided(window, (narrow, narrow, tiles, 1), (start + 1) * narrow + low * tiles)
+        below = from_above.as_strided(window, (wide, wide + tiles, tiles, 1), (start + 1) * wide + (low + 1) * tiles)
+        v_h = rightward.as_strided(window, (tiles, 3 * narrow, tiles, 1), (2 * size - stop + low) * tiles)
+        v_g = downward[:ahead, low:high]
+        views = zip(*(part.unbind() for part in (*parts, right_of, below)), reversed(v_h.unbind()), strict=True)
+        for value, step, left_sum, top_sum, integer, missed, carried, wanted, to_right, to_below, by in views:
+            torch.add(left_sum, top_sum, out=wanted)
+            torch.div(wanted, step, out=integer).round_()
+            quantized = integer * step
+            torch.sub(value, quantized, out=missed)
+            torch.sub(left_sum, quantized, out=carried)
+            to_right.addcmul_(missed, by)
+            to_below.addcmul_(carried, v_g)
+    residual = target.sub_(z * steps)
+    return tuple(part[place] for part in (z, error, moved, residual))
+
+
+def _shifts(triangle: torch.Tensor) -> torch.Tensor:
+    """Of upper triangles [size, size, tiles]: triangle[i, i + k] at [k - 1, i], zero beyond the edge."""
+    size, _, tiles = triangle.shape
+    padded = torch.nn.functional.pad(triangle, (0, 0, 0, size))
+    return padded.as_strided((size - 1, size, tiles), (tiles, (2 * size + 1) * tiles, 1), tiles).contiguous()
