@@ -197,22 +197,21 @@ class _State:
 
     def round_batch(self, start: int, stop: int) -> None:
         """Steps start .. stop - 1."""
-        self._receive(0, start, stop)
-        scales = self.steps.take(start, stop)
+        batch, scales = self.residual[start:stop], self.steps.take(start, stop)
+        if start:
+            batch.addmm_(self.propagation[:start, start:stop].T, self.residual[:start], alpha=-1)
         if self.offset:
-            self.residual[start:stop].sub_(scales, alpha=self.offset)
-        for t in range(start, stop):
-            self._receive(start, t, t + 1)
-            self._round_one(t, scales[t - start])
+            batch.sub_(scales, alpha=self.offset)
+        # What a step receives lies in one row, and the views that every step needs are made at once: on narrow layers
+        # they take as long as the arithmetic.
+        moves = self.propagation[start:stop, start:stop].T.contiguous()
+        views = (batch.split(1), moves.split(1), self.integers[start:stop].unbind(), scales.unbind())
+        for done, (current, move, integer, scale) in enumerate(zip(*views, strict=True)):
+            if done:
+                current.addmm_(move[:, :done], batch[:done], alpha=-1)
+            self._round_one(start + done, current[0], integer, scale)
 
-    def _receive(self, first: int, start: int, stop: int) -> None:
-        """Move rows start .. stop - 1 by the errors of rows first .. start - 1."""
-        if start > first:
-            moves = self.propagation[first:start, start:stop].T
-            self.residual[start:stop].addmm_(moves, self.residual[first:start], alpha=-1)
-
-    def _round_one(self, t: int, scale: torch.Tensor) -> None:
-        current, integer = self.residual[t], self.integers[t]
+    def _round_one(self, t: int, current: torch.Tensor, integer: torch.Tensor, scale: torch.Tensor) -> None:
         torch.div(current, scale, out=integer)
         if self.dither is None:
             integer.round_()
@@ -220,15 +219,17 @@ class _State:
             integer.add_(torch.rand(integer.shape, generator=self.dither, dtype=integer.dtype, device=integer.device))
             integer.floor_()
         if self.outliers is not None and self.kept is not None:
+            kept, outlier = self.kept[t], self.outliers[t]
             nearest = integer.clamp(self.low, self.high)
-            kept = nearest != integer
-            if self.limit is not None:
-                costly = (current - nearest * scale).square_() > self.limit[t]
-                kept = costly if self.keep == "exact" else kept & costly
-            self.kept[t] = kept
-            self.outliers[t] = torch.where(kept, kept_value(self.keep, current, integer, scale), 0.0)
+            if self.limit is None:
+                torch.ne(nearest, integer, out=kept)
+            else:
+                torch.gt((current - nearest * scale).square_(), self.limit[t], out=kept)
+                if self.keep == "integer":
+                    kept.logical_and_(nearest != integer)
+            torch.where(kept, kept_value(self.keep, current, integer, scale), outlier, out=outlier)
             nearest.masked_fill_(kept, 0)
-            current.sub_(self.outliers[t])
+            current.sub_(outlier)
         else:
             nearest = integer.clamp(self.low, self.high) if self.clip else integer
         current.addcmul_(nearest, scale, value=-1)
