@@ -1,7 +1,9 @@
 """A real `vllm serve` process, asked through the OpenAI client, against logits computed without vLLM."""
 
+import ast
 import json
 import os
+import runpy
 import signal
 import socket
 import subprocess
@@ -17,12 +19,14 @@ from typing import Any, NamedTuple
 import openai
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+EXAMPLES = Path(__file__).parents[1] / "serving_examples"
 PROMPTS = [list(range(5, 45)), [90, 17, 300, 2000, 45]]
 TOKENS = 6
 # float32 on both sides; vLLM's attention and norms are other kernels than transformers'.
 LOGPROB_TOLERANCE = 2e-3
+PROBABILITY_TOLERANCE = 1e-3  # of those printed with four decimals
 START_SECONDS = 240
 FAST = [
     *("--enforce-eager", "--max-model-len", "256", "--max-num-seqs", "4", "--max-num-batched-tokens", "256"),
@@ -126,6 +130,26 @@ def test_a_text_prompt_is_completed(client: openai.OpenAI) -> None:
     answer = client.completions.create(model="mini", prompt="The list method append", max_tokens=TOKENS, temperature=0)
     assert answer.usage.completion_tokens == TOKENS
     assert answer.choices[0].text
+
+
+def test_the_example_of_a_client(
+    client: openai.OpenAI, reference: Any, ssqr_pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It prints each token of a completion with its probability."""
+    prompt = "The following example shows how to"
+    program = runpy.run_path(str(EXAMPLES / "openai_client.py"))
+    program["main"](["--base-url", str(client.base_url), "--prompt", prompt, "--max-tokens", "4"])
+    first, *lines = capsys.readouterr().out.splitlines()
+    served, tokens = zip(*(line.split(maxsplit=1) for line in lines), strict=True)
+    completion = "".join(ast.literal_eval(token) for token in tokens)
+    assert first == f"{prompt!r} -> {completion!r}"
+    tokenizer = AutoTokenizer.from_pretrained(ssqr_pair[1])
+    asked, answered = (tokenizer(text)["input_ids"] for text in (prompt, completion))
+    assert len(answered) == 4
+    with torch.no_grad():
+        probabilities = reference(torch.tensor([asked + answered])).logits[0, len(asked) - 1 : -1].softmax(-1)
+    expected = [row[token].item() for row, token in zip(probabilities, answered, strict=True)]
+    assert [float(probability) for probability in served] == pytest.approx(expected, abs=PROBABILITY_TOLERANCE)
 
 
 def complete(client: openai.OpenAI, index: int) -> list[int]:

@@ -9,12 +9,14 @@ A process of its own keeps thread binding, distributed state and compilation cac
 
 import gc
 import json
-import os
-import subprocess
+import multiprocessing
 import sys
+from functools import partial
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
+import warm_vllm
 from packaging.version import Version
 
 # Tests are written for 0.32 and run with 0.25, too; what that one cannot do says what it lacks. Without any, the tests
@@ -38,19 +40,10 @@ ENGINE = {
 
 
 def probe(jobs: list[dict[str, Any]], **environment: str) -> list[list[Any]]:
-    """Run this file on the jobs; the error output is shown if it fails."""
-    # One unbound thread: two that wait for each other on a busy core are ten times slower.
-    quick = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    offline = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    done = subprocess.run(
-        [sys.executable, __file__, json.dumps(jobs, default=str)],
-        env=os.environ | quick | offline | environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
-    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith(RESULT)).removeprefix(RESULT))
+    """Run this file on the jobs; what it printed is shown if it fails."""
+    status, printed = warm_vllm.run(Path(__file__), json.dumps(jobs, default=str), **warm_vllm.QUICK, **environment)
+    assert status == 0, printed[-6000:]
+    return json.loads(next(line for line in printed.splitlines() if line.startswith(RESULT)).removeprefix(RESULT))
 
 
 def assert_same(got: list[dict[str, Any]], expected: list[dict[str, Any]], tolerance: float) -> None:
@@ -96,6 +89,19 @@ def operators(model: Any) -> list[str]:
     return sorted({method.multiply.__name__ for method in methods if hasattr(method, "multiply")})
 
 
+def spare_imports() -> None:
+    """What vLLM does in processes that import everything anew, it does in forked ones, or in this one."""
+    from vllm.model_executor.models import registry
+    from vllm.v1.executor import multiproc_executor
+
+    # Workers are spawned on a CPU for the sake of bound threads, and models inspected apart for the sake of CUDA.
+    multiproc_executor.get_mp_context = partial(multiprocessing.get_context, "fork")
+    registry._run_in_subprocess = lambda function: function()
+    # Garbage is collected many times per engine; what has been imported need not be searched each time.
+    gc.freeze()
+    gc.unfreeze = lambda: None
+
+
 def run(job: dict[str, Any]) -> Any:
     """Generations of a model and of each checkpoint then loaded into the running engine; the error where one is due.
 
@@ -105,8 +111,6 @@ def run(job: dict[str, Any]) -> Any:
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    # vLLM collects garbage many times per engine; what has been imported need not be searched each time.
-    gc.freeze()
     try:
         pooling = {"runner": "pooling", "pooler_config": {"task": "token_embed"}} if job.get("pooling") else {}
         answer = embed if pooling else generate
@@ -128,4 +132,5 @@ def run(job: dict[str, Any]) -> Any:
 
 
 if __name__ == "__main__":
+    spare_imports()
     print(RESULT + json.dumps([run(job) for job in json.loads(sys.argv[1])]), flush=True)
