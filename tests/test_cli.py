@@ -16,23 +16,28 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def test_quantize_verify_inspect_eval(
-    mini_model: Path, calibration_text: Path, evaluation_text: Path, tmp_path: Path
+    mini_model: Path, calibration_text: Path, evaluation_text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The long ones in processes of their own, as a user would."""
     out = tmp_path / "out"
     options = ["--method", "ssqr", "--bits", 4, "--num-samples", 16, "--seq-len", 128]
     done = run("quantize", mini_model, out, *options, "--calibration", calibration_text)
     assert done.returncode == 0, done.stderr
     assert "model.layers.3.mlp.down_proj" in done.stderr
     assert "(holds)" in done.stderr
-    verified = run("verify", out)
-    assert (verified.returncode, verified.stdout) == (0, f"{out}: valid\n")
-    summary = json.loads(run("inspect", out, "--json").stdout)
+    assert main(["verify", str(out)]) == 0
+    assert capsys.readouterr().out == f"{out}: valid\n"
+    assert main(["inspect", str(out), "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out)
     assert 4.3 < summary["bits_per_weight"] < 4.7
     assert {"name", "shape", "bits", "outlier_density", "relative_error", "error", "bound"} <= summary["layers"][
         0
     ].keys()
-    assert "model.layers.0.self_attn.q_proj" in run("inspect", out).stdout
-    text = ["--text", evaluation_text, "--seq-len", 256, "--baseline", mini_model, "--json"]
+    assert main(["inspect", str(out)]) == 0
+    assert "model.layers.0.self_attn.q_proj" in capsys.readouterr().out
+    part = tmp_path / "part.txt"
+    part.write_text(evaluation_text.read_text()[:20_000])
+    text = ["--text", part, "--seq-len", 256, "--baseline", mini_model, "--json"]
     result = json.loads(run("eval", out, *text).stdout)
     assert 20 < result["perplexity"] < 60
     assert 0 < result["kl"] < 0.01

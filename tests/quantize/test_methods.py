@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from functools import cache
 
 import pytest
 import torch
@@ -59,6 +60,7 @@ def layer(rows: int = 96, cols: int = 160, seed: int = 0) -> tuple[torch.Tensor,
     return weight, inputs
 
 
+@cache
 def quantize(method: str) -> tuple[torch.Tensor, torch.Tensor, LayerResult]:
     weight, inputs = layer()
     return weight, inputs, quantize_layer(weight, inputs.T @ inputs, RECIPES[method], "layers.0.q_proj")

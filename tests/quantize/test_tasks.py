@@ -2,12 +2,20 @@
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
+import lm_eval.tasks
 import pytest
 
 from vllm_latq.errors import ConfigError
 from vllm_latq.quantize.tasks import run_tasks
+
+
+@pytest.fixture(autouse=True)
+def _no_tasks_but_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Listing the thousands that lm-eval brings takes it long; test_examples.py does it once."""
+    monkeypatch.setattr(lm_eval.tasks, "TaskManager", partial(lm_eval.tasks.TaskManager, include_defaults=False))
 
 
 def test_a_task_of_ones_own(mini_model: Path, tasks_folder: Path) -> None:
