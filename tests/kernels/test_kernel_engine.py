@@ -7,7 +7,7 @@ from engine_probe import NO_EXPERTS, OLD_VLLM, assert_same, probe
 
 from vllm_latq.config import CheckpointConfig, LayerScheme
 
-pytestmark = [pytest.mark.interpreter, pytest.mark.engine]
+pytestmark = [pytest.mark.interpreter, pytest.mark.engine, pytest.mark.xdist_group("engine")]
 
 # The kernels take no float32 activations; the dense model is in float32, so logits differ by roundings to float16.
 LOGPROB_TOLERANCE = 1e-2

@@ -21,7 +21,9 @@ from vllm_latq.quantize.recipe import Recipe
 FEW = {"num_samples": 8, "seq_len": 64, "ignore": ("lm_head", "gate_proj", "up_proj", "down_proj")}
 # For latq, which searches long for every layer, without the widest.
 FEWER = FEW | {"ignore": (*FEW["ignore"], "q_proj")}
-LEAST = FEW | {"ignore": (*FEWER["ignore"], "k_proj", "v_proj")}
+LEAST = FEW | {
+    "ignore": (*FEWER["ignore"], "k_proj", "v_proj", "layers.0.self_attn.o_proj", "layers.2.self_attn.o_proj")
+}
 RECIPES = {
     "ssqr": Recipe("ssqr", 3, target="original", **FEW),
     "hptq": Recipe("hptq", target_bits=4.0, reduction="lll", rounding="stochastic", **FEW),

@@ -15,9 +15,11 @@ from vllm_latq.quantize.recipe import Recipe
 
 FEW: dict[str, Any] = {"num_samples": 4, "seq_len": 64, "dtype": "float32"}
 GROUPS = {"group_size": 32}
+FEWER = ("lm_head", "q_proj", "k_proj", "up_proj")
 RECIPES: dict[str, Recipe] = {
     "gptq": Recipe(method="gptq", grid="midrise", scales="fitted", target="original", **GROUPS, **FEW),
-    "ssqr": Recipe(method="ssqr", outliers="saving", scales="signed", **GROUPS, **FEW),
+    # It searches long: without those of the same inputs.
+    "ssqr": Recipe(method="ssqr", outliers="saving", scales="signed", ignore=FEWER, **GROUPS, **FEW),
     "hptq": Recipe(method="hptq", target_bits=3.125, **FEW),
     "latq": Recipe(method="latq", target_bits=3.125, **FEW),
     "gptq-residual": Recipe(method="gptq", bits=4, target="residual", **GROUPS, **FEW),

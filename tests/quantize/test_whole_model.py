@@ -70,11 +70,8 @@ def test_kl_is_far_below_hptqs_and_near_what_the_report_predicts(
     assert 0.3 < predicted / found < 3
 
 
-@pytest.mark.parametrize("target", ["quantized", "residual"])
-def test_an_interrupted_run_resumes_to_the_same_bytes(
-    target: str, mini_model: Path, calibration_text: Path, tmp_path: Path
-) -> None:
-    recipe = Recipe("latq", target_bits=TARGET, target=target, **ATTENTION)
+def test_an_interrupted_run_resumes_to_the_same_bytes(mini_model: Path, calibration_text: Path, tmp_path: Path) -> None:
+    recipe = Recipe("latq", target_bits=TARGET, target="residual", **ATTENTION)
 
     def interrupt(event: Mapping[str, Any]) -> None:
         if event["event"] == "block" and event["block"] == 1:
