@@ -41,7 +41,9 @@ def run(program: Path, *arguments: str, **environment: str) -> tuple[int, str]:
         request = {"program": str(program), "arguments": arguments, "environment": environment, "output": output.name}
         server = _server()
         print(json.dumps(request), file=server.stdin, flush=True)
-        return int(server.stdout.readline()), Path(output.name).read_text(errors="replace")
+        answer = server.stdout.readline()
+        assert answer, "vLLM cannot be imported: see the output above"
+        return int(answer), Path(output.name).read_text(errors="replace")
 
 
 @cache
@@ -56,12 +58,13 @@ def _server() -> subprocess.Popen[str]:
 
 
 def _serve() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # some releases say something when they are imported
     gc.disable()
     for name in PRELOADED:
         importlib.import_module(name)
     gc.freeze()
     gc.enable()
-    answers = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:
         child = os.fork()
         if not child:
