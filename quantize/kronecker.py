@@ -32,6 +32,8 @@ from vllm_latq.quantize.lattice import Factor
 TILE = 64
 # Antidiagonals whose views are made at once: a view takes as long as an operation on it.
 STRETCH = 16
+# Sums of larger multiples of a step would err by a visible part of it in float32.
+FLOAT32_INTEGERS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ def two_sided_plane(
     """Unclipped nearest plane on the lattice of G (x) H.
 
     Args:
-        weight: [r, c]; the recursion runs in float32.
+        weight: [r, c]; the recursion runs in float32, or in float64 where integers need it.
         inputs: factor of H, [c, c].
         outputs: factors of the diagonal blocks of G that cover the r rows; blocks do not see each other.
         row_steps, col_steps: positive, [r] and [c]; the step of weight (i, j) is their product.
@@ -72,15 +74,18 @@ def two_sided_plane(
     Raises:
         NumericalError: integers that float32 does not hold exactly, or values that are not finite.
     """
-    right = inputs.unit_triangle32
     z = torch.empty(weight.shape, dtype=torch.int32, device=weight.device)
     loss = bound = 0.0
     start = 0
     for factor in outputs:
         rows = start + factor.order
-        left = factor.unit_triangle32 if feedback else torch.eye(len(rows), device=weight.device)
-        steps = (row_steps[rows].to(torch.float32), col_steps[inputs.order].to(torch.float32))
-        integers, residual = _waves(weight[rows][:, inputs.order].to(torch.float32), left, right, steps)
+        for dtype in (torch.float32, torch.float64):
+            left = _triangle(factor, dtype) if feedback else torch.eye(len(rows), dtype=dtype, device=weight.device)
+            steps = (row_steps[rows].to(dtype), col_steps[inputs.order].to(dtype))
+            permuted = weight[rows][:, inputs.order].to(dtype)
+            integers, residual = _waves(permuted, left, _triangle(inputs, dtype), steps)
+            if not integers.numel() or float(integers.abs().max()) < FLOAT32_INTEGERS:
+                break
         loss += float(factor.diagonal @ (residual.to(torch.float64).square() @ inputs.diagonal))
         bound += _bound(factor, inputs, steps)
         _check(integers, loss, where)
@@ -89,6 +94,10 @@ def two_sided_plane(
         z[rows] = back.to(torch.int32)
         start += len(rows)
     return TwoSided(z, loss, bound)
+
+
+def _triangle(factor: Factor, dtype: torch.dtype) -> torch.Tensor:
+    return factor.unit_triangle32 if dtype == torch.float32 else factor.unit_triangle()
 
 
 def _bound(outputs: Factor, inputs: Factor, steps: tuple[torch.Tensor, torch.Tensor]) -> float:
@@ -111,9 +120,9 @@ def _check(integers: torch.Tensor, loss: float, where: str) -> None:
 def _waves(
     weight: torch.Tensor, left: torch.Tensor, right: torch.Tensor, steps: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round a permuted weight [r, c]; returns integers (float32) and target - q, both [r, c]."""
+    """Round a permuted weight [r, c]; returns integers and target - q, both [r, c] in its dtype."""
     rows, cols = weight.shape
-    size = min(TILE, max(rows, cols))
+    size = min(TILE, max(rows, cols, 1))
     row_tiles, col_tiles = -(-rows // size), -(-cols // size)
     weight = _pad(weight, row_tiles * size, col_tiles * size)
     left, right = (
@@ -170,8 +179,8 @@ def _round_tiles(
         skewed[place] = tile
         return skewed
 
-    # The target's parts W + E (V_H - I) and (V_G - I)^T F, with room for what is added beyond a tile's edges.
-    from_left, from_above = laid_out(weight + beside, diagonals + size), laid_out(above, diagonals + size, 2 * size)
+    # The target less W: E (V_H - I) and (V_G - I)^T F, with room for what is added beyond a tile's edges.
+    from_left, from_above = laid_out(beside, diagonals + size), laid_out(above, diagonals + size, 2 * size)
     weight, steps = laid_out(weight), laid_out(steps, empty=1.0)
     z, error, moved, target = (torch.zeros_like(weight) for _ in range(4))
     downward = _shifts(left)
@@ -190,11 +199,11 @@ def _round_tiles(
         v_g = downward[:ahead, low:high]
         views = zip(*(part.unbind() for part in (*parts, right_of, below)), reversed(v_h.unbind()), strict=True)
         for value, step, left_sum, top_sum, integer, missed, carried, wanted, to_right, to_below, by in views:
-            torch.add(left_sum, top_sum, out=wanted)
+            torch.add(left_sum, top_sum, out=wanted).add_(value)
             torch.div(wanted, step, out=integer).round_()
             quantized = integer * step
             torch.sub(value, quantized, out=missed)
-            torch.sub(left_sum, quantized, out=carried)
+            torch.add(missed, left_sum, out=carried)
             to_right.addcmul_(missed, by)
             to_below.addcmul_(carried, v_g)
     residual = target.sub_(z * steps)

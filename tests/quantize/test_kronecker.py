@@ -43,6 +43,17 @@ def test_loss_is_the_quadratic_form_and_below_its_bound(shape: tuple[int, int]) 
     assert found.loss <= found.bound
 
 
+@pytest.mark.parametrize("octaves", [12, 15, 18])
+def test_loss_of_huge_integers_too(octaves: int) -> None:
+    weight, inputs, outputs, rows, cols = problem(64, 70)
+    cols *= 2.0**-octaves
+    found = two_sided_plane(weight, inputs, [outputs], rows, cols)
+    moved = weight.double() - found.z * torch.outer(rows.double(), cols.double())
+    assert found.z.abs().max() > 2**octaves
+    assert found.loss == pytest.approx(kronecker_loss(moved, inputs, outputs), rel=1e-3)
+    assert found.loss <= found.bound
+
+
 def test_bound_is_that_of_the_product_lattice() -> None:
     weight, inputs, outputs, rows, cols = problem(5, 7)
     lattice = torch.kron(outputs.diagonal, inputs.diagonal)
