@@ -134,6 +134,30 @@ def test_exact_outliers_leave_only_the_rounding_to_bfloat16():
     assert torch.equal(rounding.dequantized, weight.to(torch.bfloat16).to(torch.float64))
 
 
+def test_a_threshold_keeps_what_is_costly_wherever_it_lies():
+    weight, _, scales = case(20, 33, 0)
+    factor = factorize(torch.eye(33, dtype=torch.float64), damping=1.0)  # D = 2 everywhere
+    cost = 2 * (weight - (weight / scales).round().clamp(-2, 1) * scales).square()
+    beyond = (weight / scales).round() != (weight / scales).round().clamp(-2, 1)
+    options = {"low": -2, "high": 1, "group_size": 1, "threshold": 0.05}
+    kept = nearest_plane(weight, factor, scales, keep_overflow="exact", **options).outlier_mask
+    assert torch.equal(kept, cost > 0.05)
+    assert (kept & ~beyond).any()
+    assert (~kept & beyond).any()
+    kept = nearest_plane(weight, factor, scales, keep_overflow="integer", **options).outlier_mask
+    assert torch.equal(kept, (cost > 0.05) & beyond)
+
+
+def test_an_offset_moves_the_grid():
+    weight, _, scales = case(20, 33, 0)
+    factor = factorize(torch.eye(33, dtype=torch.float64))
+    rounding = nearest_plane(weight, factor, scales, -4, 3, group_size=1, offset=0.5)
+    expected = (weight / scales - 0.5).round().clamp(-4, 3)
+    assert torch.equal(rounding.z, expected.to(torch.int32))
+    torch.testing.assert_close(rounding.dequantized, scales * (expected + 0.5))
+    torch.testing.assert_close(rounding.loss, true_loss(weight, rounding, factor))
+
+
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(("group_size", "groups"), [(1, 60), (20, 3), (60, 1), (-1, 1)])
 def test_group_scales_follow_the_original_columns(order, group_size, groups):
