@@ -35,7 +35,7 @@ def test_offline_batch(processes: int, ssqr_checkpoint: Path) -> None:
     arguments += ["--tensor-parallel-size", str(processes)]
     status, printed = warm_vllm.run(EXAMPLES / "offline_batch.py", str(ssqr_checkpoint), *arguments, **warm_vllm.QUICK)
     assert status == 0, printed[-6000:]
-    answers = [line for line in printed.splitlines() if " -> " in line]
+    answers = [line for line in printed.splitlines() if line.startswith(tuple(f"{prompt!r} -> " for prompt in prompts))]
     assert len(answers) == 2
     for prompt, answer in zip(prompts, answers, strict=True):
         assert re.fullmatch(re.escape(repr(prompt)) + r" -> ['\"].+['\"]", answer)

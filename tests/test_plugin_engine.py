@@ -1,5 +1,6 @@
 """The real engine: tokens and log-probabilities of a checkpoint equal those of its dequantized weights."""
 
+import math
 import shutil
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,8 @@ from safetensors.torch import load_file, save_file
 
 # Both sides multiply by the same float32 numbers; vLLM packs the dense ones for another matmul.
 LOGPROB_TOLERANCE = 2e-4
+# bfloat16 has 8 bits of mantissa.
+PROBABILITY_TOLERANCE = 0.02
 MISSING = "model.layers.2.mlp.gate_proj.outlier_col_idx"
 
 pytestmark = pytest.mark.engine
@@ -33,8 +36,15 @@ def generations(request: pytest.FixtureRequest) -> dict[str, Any]:
     jobs["biased"] = {"model": pairs["biased"].latq, "reload": [pairs["biased"].latq]}
     jobs["dummy-hptq"] = {"model": pairs["hptq"].latq, "engine": {"load_format": "dummy"}}
     jobs["dummy-biased"] = {"model": pairs["biased"].latq, "engine": {"load_format": "dummy"}}
+    jobs["bfloat16"] = {"model": request.getfixturevalue("ssqr_checkpoint"), "engine": {"dtype": "bfloat16"}}
+    jobs["bfloat16-dense"] = {"model": request.getfixturevalue("ssqr_dense_twin")}
     jobs["incomplete"] = {"model": without_tensor(pairs["ssqr"].latq, MISSING), "fails": True}
     return dict(zip(jobs, probe(list(jobs.values())), strict=True))
+
+
+@pytest.fixture(scope="module")
+def ssqr_dense_twin(ssqr_checkpoint: Path, make_dense_twin: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_dense_twin(ssqr_checkpoint, tmp_path_factory.mktemp("twin") / "dense")
 
 
 def without_tensor(source: Path, name: str) -> Path:
@@ -50,6 +60,16 @@ def without_tensor(source: Path, name: str) -> Path:
 @pytest.mark.parametrize("name", ["ssqr", "hptq", "mixed", "biased"])
 def test_equals_the_dequantized_model(name: str, generations: dict[str, Any]) -> None:
     assert_same(generations[name][0], generations[f"{name}-dense"][0])
+
+
+def test_bfloat16_has_the_probabilities_of_the_dequantized_model(generations: dict[str, Any]) -> None:
+    """A checkpoint of the quantizer; its first tokens, as later ones follow what was chosen."""
+    for ours, theirs in zip(generations["bfloat16"][0], generations["bfloat16-dense"][0], strict=True):
+        got, expected = ours["logprobs"][0], theirs["logprobs"][0]
+        common = got.keys() & expected.keys()
+        assert len(common) >= 3
+        for token in common:
+            assert math.exp(got[token]) == pytest.approx(math.exp(expected[token]), abs=PROBABILITY_TOLERANCE)
 
 
 def test_reload_weights(generations: dict[str, Any]) -> None:

@@ -133,4 +133,4 @@ def run(job: dict[str, Any]) -> Any:
 
 if __name__ == "__main__":
     spare_imports()
-    print(RESULT + json.dumps([run(job) for job in json.loads(sys.argv[1])]), flush=True)
+    print("\n" + RESULT + json.dumps([run(job) for job in json.loads(sys.argv[1])]), flush=True)

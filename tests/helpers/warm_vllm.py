@@ -1,9 +1,9 @@
 """Runs Python programs in processes forked from one that has imported vLLM: importing it takes most of a short run.
 
-    {"program": "engine_probe.py", "arguments": [...], "environment": {...}, "output": path}      one line per program
+    {"program": "engine_probe.py", "arguments": [...], "environment": {...}, "folder": path, "output": path}
 
-Each has a process, and an environment, of its own, as if it were started with `python program`. What vLLM itself
-spawns imports everything again.
+is a line of its input. Each has a process of its own, as if it were started with `python program`, but ends without
+taking down what was imported. What vLLM itself spawns imports everything again.
 """
 
 import atexit
@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -38,11 +39,17 @@ SECONDS = 600
 def run(program: Path, *arguments: str, **environment: str) -> tuple[int, str]:
     """Exit status of a program (negative: the signal that ended it) and what it printed, errors included."""
     with tempfile.NamedTemporaryFile() as output:
-        request = {"program": str(program), "arguments": arguments, "environment": environment, "output": output.name}
+        request = {
+            **{"program": str(program), "arguments": arguments, "folder": os.getcwd(), "output": output.name},
+            "environment": {**os.environ, **ENVIRONMENT, **environment},
+        }
         server = _server()
+        if server.poll() is not None:
+            _server.cache_clear()
+            server = _server()
         print(json.dumps(request), file=server.stdin, flush=True)
         answer = server.stdout.readline()
-        assert answer, "vLLM cannot be imported: see the output above"
+        assert answer, f"the process that had imported vLLM ended, status {server.wait()}: see what it printed"
         return int(answer), Path(output.name).read_text(errors="replace")
 
 
@@ -68,30 +75,37 @@ def _serve() -> None:
     for line in sys.stdin:
         child = os.fork()
         if not child:
+            answers.close()
             _child(**json.loads(line))
         _, status = os.waitpid(child, 0)
         print(os.waitstatus_to_exitcode(status), file=answers, flush=True)
 
 
-def _child(program: str, arguments: list[str], environment: dict[str, str], output: str) -> None:
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    for stream in (1, 2):
-        os.dup2(os.open(output, os.O_WRONLY | os.O_APPEND), stream)
-    os.environ.update(environment)
-    sys.argv = [program, *arguments]
-    sys.path[0] = str(Path(program).parent)
-    signal.alarm(SECONDS)
-    status = 0
+def _child(program: str, arguments: list[str], environment: dict[str, str], folder: str, output: str) -> None:
+    status = 1
     try:
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        for stream in (1, 2):
+            os.dup2(os.open(output, os.O_WRONLY | os.O_APPEND), stream)
+        os.environ.clear()
+        os.environ.update(environment)
+        os.chdir(folder)
+        sys.argv = [program, *arguments]
+        sys.path[0] = str(Path(program).parent)
+        signal.alarm(SECONDS)
         runpy.run_path(program, run_name="__main__")
+        status = 0
     except SystemExit as end:
-        status = end.code if isinstance(end.code, int) else bool(end.code)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        status = end.code & 0xFF if isinstance(end.code, int) else int(bool(end.code))
     except BaseException:
         traceback.print_exc()
-        status = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)  # without the seconds that taking down all that was imported takes
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(ValueError):
+                stream.flush()
+        os._exit(status)  # taking down all that was imported takes seconds
 
 
 if __name__ == "__main__":
