@@ -23,6 +23,7 @@ other; tiles are swept along antidiagonals, and inside them entries:
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 
 import torch
 
@@ -74,6 +75,7 @@ def two_sided_plane(
     Raises:
         NumericalError: integers that float32 does not hold exactly, or values that are not finite.
     """
+    right = cache(partial(_triangle, inputs))
     z = torch.empty(weight.shape, dtype=torch.int32, device=weight.device)
     loss = bound = 0.0
     start = 0
@@ -83,12 +85,13 @@ def two_sided_plane(
             left = _triangle(factor, dtype) if feedback else torch.eye(len(rows), dtype=dtype, device=weight.device)
             steps = (row_steps[rows].to(dtype), col_steps[inputs.order].to(dtype))
             permuted = weight[rows][:, inputs.order].to(dtype)
-            integers, residual = _waves(permuted, left, _triangle(inputs, dtype), steps)
-            if not integers.numel() or float(integers.abs().max()) < FLOAT32_INTEGERS:
+            integers, residual = _waves(permuted, left, right(dtype), steps)
+            largest = float(integers.abs().max()) if integers.numel() else 0.0
+            if largest < FLOAT32_INTEGERS:
                 break
         loss += float(factor.diagonal @ (residual.to(torch.float64).square() @ inputs.diagonal))
         bound += _bound(factor, inputs, steps)
-        _check(integers, loss, where)
+        _check(largest, loss, where)
         back = torch.empty_like(integers)
         back[:, inputs.order] = integers
         z[rows] = back.to(torch.int32)
@@ -105,8 +108,7 @@ def _bound(outputs: Factor, inputs: Factor, steps: tuple[torch.Tensor, torch.Ten
     return float((outputs.diagonal @ rows) * (inputs.diagonal @ cols)) / 4
 
 
-def _check(integers: torch.Tensor, loss: float, where: str) -> None:
-    largest = float(integers.abs().max()) if integers.numel() else 0.0
+def _check(largest: float, loss: float, where: str) -> None:
     if largest < 1 << 24 and loss < float("inf"):
         return
     raise NumericalError(

@@ -1,10 +1,9 @@
 """The serving examples, run as a user would, on a checkpoint of the pipeline; the client's is in test_serve.py."""
 
-import importlib.util
 import json
 import re
+import runpy
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import warm_vllm
@@ -15,15 +14,6 @@ PROMPT = "The following example shows how to"
 SCHEME = "ssqr 3 bits, 1%"
 # A small engine that starts fast on a CPU.
 SMALL = ["--enforce-eager", "--kv-cache-memory-bytes", "33554432"]
-
-
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.engine
@@ -43,7 +33,7 @@ def test_offline_batch(processes: int, ssqr_checkpoint: Path) -> None:
 
 def test_lm_eval_latq(ssqr_checkpoint: Path, tasks_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--tasks", "next_word", "--include-path", str(tasks_folder), "--device", "cpu"]
-    load("lm_eval_latq").main([str(ssqr_checkpoint), *arguments])
+    runpy.run_path(str(EXAMPLES / "lm_eval_latq.py"))["main"]([str(ssqr_checkpoint), *arguments])
     row = next(line for line in capsys.readouterr().out.splitlines() if "next_word" in line)
     assert re.search(r"\|acc *\| *. *\| *1\.?0* *\|", row), row
 

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import openai
 import pytest
 import torch
+import warm_vllm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 EXAMPLES = Path(__file__).parents[1] / "serving_examples"
@@ -77,12 +78,11 @@ def server(ssqr_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactor
     command = [Path(sys.executable).with_name("vllm"), "serve", ssqr_pair[0], "--quantization", "latq", *FAST]
     command += ["--host", "127.0.0.1", "--port", url.rpartition(":")[2], "--served-model-name", "mini"]
     # The developer mode has the end point that reloads weights.
-    offline = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_SERVER_DEV_MODE": "1"}
-    quick = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    environment = warm_vllm.ENVIRONMENT | warm_vllm.QUICK | {"VLLM_SERVER_DEV_MODE": "1"}
     with log.open("wb") as output:
         process = subprocess.Popen(
             [str(part) for part in command],
-            env=os.environ | offline | quick,
+            env=os.environ | environment,
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
