@@ -9,6 +9,7 @@ from typing import Any
 import engine_probe
 import pytest
 from engine_probe import probe
+from lora_adapter import RANK, write_adapter
 from safetensors.torch import load_file, save_file
 
 # Both sides multiply by the same float32 numbers; vLLM packs the dense ones for another matmul.
@@ -106,6 +107,35 @@ def test_tensor_parallel_equals_one_process(
     mixed, biased = probe([{"model": pair[0], "engine": split} for pair in (mixed_pair, biased_pair)])
     assert_same(mixed[0], generations["mixed"][0])
     assert_same(biased[0], generations["biased"][0])
+
+
+def test_pipeline_parallel_equals_one_process(mixed_pair: tuple[Path, Path], generations: dict[str, Any]) -> None:
+    """Each process has half of the blocks, and the last one the head."""
+    job = {"model": mixed_pair[0], "engine": {"pipeline_parallel_size": 2}}
+    (split,) = probe([job], VLLM_ALLOW_INSECURE_SERIALIZATION="1")
+    assert_same(split[0], generations["mixed"][0])
+
+
+def test_speculative_decoding_equals_one_token_at_a_time(
+    ssqr_pair: tuple[Path, Path], hptq_pair: tuple[Path, Path], generations: dict[str, Any]
+) -> None:
+    """A quantized model drafts for another: several tokens at once are verified by the same layers."""
+    speculation = {"model": str(hptq_pair[0]), "num_speculative_tokens": 3}
+    ((drafted,),) = probe([{"model": ssqr_pair[0], "engine": {"speculative_config": speculation}}])
+    assert_same(drafted, generations["ssqr"][0])
+
+
+def test_lora_adapters(mini_model: Path, mixed_pair: Any, generations: dict[str, Any], tmp_path: Path) -> None:
+    """On merged and on entropy-coded layers, beside a quantized head; gone in requests without them."""
+    adapter = write_adapter(tmp_path / "adapter", mini_model)
+    engine = {"enable_lora": True, "max_lora_rank": RANK}
+    (adapted, plain), (expected, _) = probe(
+        [{"model": model, "engine": engine, "adapter": str(adapter)} for model in mixed_pair]
+    )
+    assert_same(plain, generations["mixed"][0])
+    assert_same(adapted, expected)
+    with pytest.raises(AssertionError):
+        assert_same(adapted, plain, tolerance=10 * LOGPROB_TOLERANCE)
 
 
 def test_compiled_equals_eager(ssqr_pair: tuple[Path, Path], generations: dict[str, Any], tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from vllm_latq.spec import SHAPE, tensor_specs
 from vllm_latq.weights import PackedWeight
 
 COLUMN_SCALES = "column_scales"
+KNOWN_NAMES = {"words": "qweight"}  # LoRA takes a quantized layer's device from a parameter whose name it knows
 ShardId = Hashable  # None, "q"/"k"/"v", the index of a merged matrix, or a tuple of indices
 
 
@@ -130,7 +131,7 @@ class LatqLinearMethod(LinearMethodBase):
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [.., cols] -> [.., rows] of this rank, dtype of x."""
         x = scale_columns(x, getattr(layer, COLUMN_SCALES))
-        tensors = {name: getattr(layer, name) for name in self.tensor_names}
+        tensors = {name: getattr(layer, parameter) for name, parameter in self.parameters.items()}
         y = self.multiply(x, **tensors, **self.constants)
         return y if bias is None else y + bias
 
@@ -205,12 +206,13 @@ class LatqLinearMethod(LinearMethodBase):
         weight = weight.to(device)
         operands = make_operands(weight, self.dtype, self.prefix, self.capacity)
         self.bits, self.capacity = weight.bits, operands.capacity
-        self.multiply, self.constants, self.tensor_names = (
-            operands.multiply,
-            operands.constants,
-            tuple(operands.tensors),
-        )
+        self.multiply, self.constants = operands.multiply, operands.constants
+        self.parameters = {name: KNOWN_NAMES.get(name, name) for name in operands.tensors}
         for suffix in self.suffixes:
             delattr(layer, suffix)
-        for name, tensor in (operands.tensors | {COLUMN_SCALES: weight.column_scales}).items():
+        tensors = {self.parameters[name]: tensor for name, tensor in operands.tensors.items()}
+        for name, tensor in (tensors | {COLUMN_SCALES: weight.column_scales}).items():
             layer.register_parameter(name, None if tensor is None else Parameter(tensor, requires_grad=False))
+        if isinstance(layer, VocabParallelEmbedding):
+            # LoRA asks it for dtype and device of a head; it equals nothing, not even another head's.
+            layer.weight = torch.full((1, self.cols), torch.nan, dtype=self.dtype, device=device)

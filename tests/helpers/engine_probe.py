@@ -1,7 +1,7 @@
 """Runs vLLM engines, one after another, in a process of its own and prints what they generated, as one JSON line.
 
-    python engine_probe.py '[{"model": ..., "engine": {LLM arguments}, "reload": [checkpoints], "fails": bool,
-                             "operators": bool, "pooling": bool}, ...]'
+    python engine_probe.py '[{"model": ..., "engine": {LLM arguments}, "reload": [checkpoints], "adapter": path,
+                             "images": [...], "fails": bool, "operators": bool, "pooling": bool}, ...]'
 
 A process of its own keeps thread binding, distributed state and compilation caches out of the tests, which start it by
 `probe` and compare what it found by `assert_same`.
@@ -58,14 +58,18 @@ def assert_same(got: list[dict[str, Any]], expected: list[dict[str, Any]], toler
                 assert abs(position[token] - reference[token]) <= tolerance
 
 
-def generate(llm: Any) -> list[dict[str, Any]]:
+def generate(llm: Any, adapter: str | None = None, prompts: Any = None) -> list[dict[str, Any]]:
     """Greedy token ids for each prompt and, at each of them, the log-probabilities of the 5 likeliest tokens."""
     from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
 
     parameters = SamplingParams(temperature=0, max_tokens=TOKENS, logprobs=5, ignore_eos=True)
-    outputs = llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], parameters, use_tqdm=False)
+    request = adapter and LoRARequest("adapter", 1, adapter)
+    prompts = prompts or [{"prompt_token_ids": ids} for ids in PROMPTS]
+    outputs = llm.generate(prompts, parameters, use_tqdm=False, lora_request=request)
     return [
         {
+            "prompt": list(output.prompt_token_ids),
             "tokens": list(output.outputs[0].token_ids),
             "logprobs": [
                 {str(token): entry.logprob for token, entry in position.items()}
@@ -89,6 +93,24 @@ def operators(model: Any) -> list[str]:
     return sorted({method.multiply.__name__ for method in methods if hasattr(method, "multiply")})
 
 
+def make_room(worker: Any) -> None:
+    """What a worker that is not the first of a pipeline receives is put where, on a CPU, vLLM 0.32 makes no room."""
+    runner = worker.model_runner
+    sizes = {"batch_size": runner.max_num_tokens, "dtype": runner.model_config.dtype, "device": runner.device}
+    runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(**sizes)
+
+
+def pictures(prompts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Prompts with an image each, of the numbers given."""
+    import numpy as np
+    from PIL import Image
+
+    return [
+        {"prompt": prompt["text"], "multi_modal_data": {"image": Image.fromarray(np.array(prompt["image"], "uint8"))}}
+        for prompt in prompts
+    ]
+
+
 def spare_imports() -> None:
     """What vLLM does in processes that import everything anew, it does in forked ones, or in this one."""
     from vllm.model_executor.models import registry
@@ -105,8 +127,8 @@ def spare_imports() -> None:
 def run(job: dict[str, Any]) -> Any:
     """Generations of a model and of each checkpoint then loaded into the running engine; the error where one is due.
 
-    States instead of generations where the job is `pooling`. Behind them, where the job asks for `operators`, what
-    multiplies in that engine.
+    States instead of generations where the job is `pooling`; where it names a LoRA adapter, generations with it before
+    those without. Behind them, where the job asks for it: those of prompts with images; what multiplies in that engine.
     """
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
@@ -115,10 +137,15 @@ def run(job: dict[str, Any]) -> Any:
         pooling = {"runner": "pooling", "pooler_config": {"task": "token_embed"}} if job.get("pooling") else {}
         answer = embed if pooling else generate
         llm = LLM(job["model"], **(ENGINE | pooling | job.get("engine", {})))
-        results = [answer(llm)]
+        if job.get("engine", {}).get("pipeline_parallel_size"):
+            llm.collective_rpc(make_room)
+        adapter = job.get("adapter")
+        results = [answer(llm)] if adapter is None else [generate(llm, adapter), generate(llm)]
         for path in job.get("reload", []):
             llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
             results.append(answer(llm))
+        if job.get("images"):
+            results.append(generate(llm, prompts=pictures(job["images"])))
         if job.get("operators"):
             results.append(llm.apply_model(operators)[0])
         del llm

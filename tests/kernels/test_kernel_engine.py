@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 from engine_probe import NO_EXPERTS, OLD_VLLM, assert_same, probe
+from lora_adapter import RANK, write_adapter
 
 from vllm_latq.config import CheckpointConfig, LayerScheme
 
@@ -21,16 +22,28 @@ SIZES = {
 
 
 @pytest.fixture(scope="module")
-def generations(random_model: Any, make_checkpoint: Any) -> list[Any]:
-    """Of two dense models, and of the first one's checkpoint that turns into the second's and back again."""
+def generations(random_model: Any, make_checkpoint: Any, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """Of two dense models, and of the first one's checkpoint that turns into the second's and back again.
+
+    The first ones with a LoRA adapter, too.
+    """
     source, _ = random_model("qwen3", "engine", **SIZES)
     maker = type(make_checkpoint)(source, source.parent)
     config = CheckpointConfig(LayerScheme("packed", 3, 32, True), ("lm_head",))
     first, second = maker("first", config), maker("second", config, noise_seed=1)
     short = {"max_model_len": 64}
+    lora = {"enable_lora": True, "max_lora_rank": RANK}
+    adapter = write_adapter(tmp_path_factory.mktemp("lora") / "adapter", first.dense)
     served = {"model": first.latq, "engine": short | {"dtype": "float16"}, "reload": [second.latq, first.latq]}
-    dense = [{"model": pair.dense, "engine": short} for pair in (first, second)]
-    return probe([*dense, served | {"operators": True}])
+    adapted = {"model": first.latq, "engine": short | lora | {"dtype": "float16"}, "adapter": str(adapter)}
+    return probe(
+        [
+            {"model": first.dense, "engine": short | lora, "adapter": str(adapter)},
+            {"model": second.dense, "engine": short},
+            served | {"operators": True},
+            adapted,
+        ]
+    )
 
 
 @pytest.mark.skipif(OLD_VLLM, reason=NO_EXPERTS)
@@ -46,15 +59,24 @@ def test_experts(random_model: Any, make_checkpoint: Any) -> None:
 
 
 def test_equals_the_dense_model(generations: list[Any]) -> None:
-    (dense,), _, (served, *_, operators) = generations
+    (_, dense), _, (served, *_, operators), _ = generations
     assert operators == ["ssqr_tiled"]
     assert_same(served, dense, LOGPROB_TOLERANCE)
 
 
 def test_reload_weights(generations: list[Any]) -> None:
     """To other weights and back; the other ones do differ."""
-    (first,), (second,), (served, other, back, _) = generations
+    (_, first), (second,), (served, other, back, _), _ = generations
     with pytest.raises(AssertionError):
         assert_same(first, second, 10 * LOGPROB_TOLERANCE)
     assert_same(other, second, LOGPROB_TOLERANCE)
     assert back == served
+
+
+def test_lora_adapter(generations: list[Any]) -> None:
+    """Its products are added to those of the kernels; gone in requests without it."""
+    (expected, dense), _, _, (adapted, plain) = generations
+    assert_same(adapted, expected, LOGPROB_TOLERANCE)
+    assert_same(plain, dense, LOGPROB_TOLERANCE)
+    with pytest.raises(AssertionError):
+        assert_same(adapted, plain, 10 * LOGPROB_TOLERANCE)
