@@ -2,14 +2,15 @@
 
     model ── base ── blocks[0..n-1] ── each: linears, norms, ...
          │       └── everything else: embeddings, final norm, rotary tables
-         └── head (of a language model)
+         ├── head (of a language model)
+         └── towers (of a multimodal one): what makes embeddings of images or sound
 
 Invariant: an Anatomy is only made of a model whose blocks form one list and hand nothing but hidden states from one to
 the next; whatever does not fit is refused by name, not guessed at.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,16 +24,18 @@ class Anatomy:
     """Full module names of the parts of a causal language model or of an encoder.
 
     Attributes:
-        base: the model without its head; "" where the model has none.
+        base: the language model without its head, or the encoder; "" where that is the whole model.
         blocks: the ModuleList of blocks.
         embedding: the token embedding.
         head: the linear that makes logits; None for an encoder.
+        towers: modules beside the language model, of which text makes no use.
     """
 
     base: str
     blocks: str
     embedding: str
     head: str | None
+    towers: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, model: Any, where: str, encoder: bool = False) -> "Anatomy":
@@ -44,16 +47,39 @@ class Anatomy:
         if model.config.is_encoder_decoder:
             raise UnsupportedModelError(where, "a decoder-only model", "an encoder and a decoder")
         names = {module: name for name, module in model.named_modules()}
-        base, embedding, head = model.base_model, model.get_input_embeddings(), model.get_output_embeddings()
+        depth = model.config.get_text_config().num_hidden_layers
+        multimodal = model.config.get_text_config() is not model.config
+        base = model.get_decoder() if multimodal else model.base_model
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         if base is model and not encoder:
             raise UnsupportedModelError(where, "a head on top of a base model", f"{type(model).__name__} in one piece")
         if not isinstance(embedding, nn.Embedding):
             raise UnsupportedModelError(where, "a token embedding (nn.Embedding)", type(embedding).__name__)
         if encoder:
-            return cls(names[base], names[_block_list(model, where)], names[embedding], None)
+            return cls(names[base], names[_block_list(base, names[base], depth, where)], names[embedding], None)
         if not isinstance(head, nn.Linear):
             raise UnsupportedModelError(where, "a language-model head (nn.Linear)", type(head).__name__)
-        return cls(names[base], names[_block_list(model, where)], names[embedding], names[head])
+        found = cls(names[base], names[_block_list(base, names[base], depth, where)], names[embedding], names[head])
+        tensors = {
+            holds: [name for name in model.state_dict() if found.holds(name) is holds] for holds in (True, False)
+        }
+        return replace(found, towers=outermost(tensors[False], tensors[True]))
+
+    def holds(self, tensor: str) -> bool:
+        """Whether a tensor of the model is one of the language model, or of the encoder."""
+        return not self.base or tensor.startswith(tuple(f"{part}." for part in (self.base, self.head) if part))
+
+
+def outermost(names: Iterable[str], others: Iterable[str]) -> tuple[str, ...]:
+    """The outermost modules that hold tensors among `names` and none of `others`."""
+    shared = {name[:end] for name in others for end in _ends(name)}
+    found = (next((name[:end] for end in _ends(name) if name[:end] not in shared), "") for name in names)
+    return tuple(dict.fromkeys(module for module in found if module))
+
+
+def _ends(tensor: str) -> list[int]:
+    """Where the name of each module ends that a tensor is in, the outermost first."""
+    return [index for index, character in enumerate(tensor) if character == "."]
 
 
 def parts_outside(module: nn.Module, prefix: str, excluded: tuple[str, ...]) -> Iterator[tuple[str, nn.Module]]:
@@ -95,12 +121,10 @@ def fill_computed_buffers(model: Any, name: str, module: nn.Module, device: torc
             raise UnsupportedModelError(f"{name}.{leaf}", expected, "one that it leaves undefined")
 
 
-def _block_list(model: Any, where: str) -> nn.ModuleList:
-    """The outermost ModuleList under `base` with one entry per hidden layer."""
-    depth = model.config.get_text_config().num_hidden_layers
+def _block_list(base: nn.Module, prefix: str, depth: int, where: str) -> nn.ModuleList:
+    """The outermost ModuleList under `base`, which is named `prefix`, with one entry for each of `depth` layers."""
     found: dict[str, nn.ModuleList] = {}
-    base = model.base_model
-    for name, module in base.named_modules(prefix="" if base is model else model.base_model_prefix):
+    for name, module in base.named_modules(prefix=prefix):
         inside = any(name.startswith(outer + ".") for outer in found)
         if isinstance(module, nn.ModuleList) and len(module) == depth and depth and not inside:
             found[name] = module

@@ -20,17 +20,13 @@ import torch
 from torch import nn
 
 from vllm_latq.errors import NumericalError, UnsupportedModelError
-from vllm_latq.experts import Experts
 from vllm_latq.quantize.anatomy import Anatomy, fill_computed_buffers, parts_outside
-from vllm_latq.quantize.meta_model import POOLER, is_encoder, load_config, meta_model
+from vllm_latq.quantize.meta_model import is_encoder, load_config, meta_model
 from vllm_latq.quantize.offload import Place
 from vllm_latq.quantize.recorder import Given, Recorder, check_recorded, shared
 from vllm_latq.quantize.sources import check_sources, check_tied, tensor_sources
 from vllm_latq.store import TensorStore
 from vllm_latq.tensor_names import stored_names
-
-# Modules beside the experts that weigh them: small, and no other layer can make good a wrong choice of expert.
-ROUTERS = ("gate", "router", "shared_expert_gate")
 
 
 @dataclass
@@ -70,14 +66,14 @@ class Decoder:
         self.model = meta_model(self.source, self.config, self.dtype)
         self.encoder = is_encoder(self.config)
         self.anatomy = Anatomy.of(self.model, f"{source}: {type(self.model).__name__}", self.encoder)
-        self._stored = stored_names(self.model, list(self.store.names()), str(source), unfuse=())
+        self.stored = stored_names(self.model, list(self.store.names()), str(source), unfuse=())
         embedding, table = self.model.get_input_embeddings().weight, f"{self.anatomy.embedding}.weight"
         tied = [f"{name}.weight" for name, head in self.head_linears.items() if head.weight is embedding]
         self.tied = bool(tied)
         self._as_tuple = False
-        self._sources = tensor_sources(self.model, self._stored, table, self.store)
+        self._sources = tensor_sources(self.model, self.stored, table, self.store)
         check_sources(self.model, self._sources, self.store)
-        check_tied(tied, self._stored[table], self.store)
+        check_tied(tied, self.stored[table], self.store)
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -86,7 +82,7 @@ class Decoder:
     def head_linears(self) -> dict[str, nn.Linear]:
         """Name in the checkpoint -> linear that makes logits; none for an encoder."""
         head = self.anatomy.head
-        return {} if head is None else {self._stored_module(head): self.model.get_submodule(head)}
+        return {} if head is None else {self.stored_module(head): self.model.get_submodule(head)}
 
     @property
     def vocabulary(self) -> int:
@@ -98,67 +94,31 @@ class Decoder:
     def linears(self, index: int) -> Mapping[str, nn.Linear]:
         """Name in the checkpoint -> linear of one block, in the block's own order."""
         modules = self._blocks[index].named_modules(prefix=self.block_name(index))
-        return {self._stored_module(name): module for name, module in modules if isinstance(module, nn.Linear)}
+        return {self.stored_module(name): module for name, module in modules if isinstance(module, nn.Linear)}
 
-    @property
-    def routers(self) -> tuple[str, ...]:
-        """Names in the checkpoint of what decides between experts: linears or not, they are never quantized."""
-        parents = {
-            name.rpartition(".")[0] for name, module in self.model.named_modules() if isinstance(module, Experts)
-        }
-        siblings = [
-            f"{parent}.{leaf}"
-            for parent in sorted(parents)
-            for leaf, module in self.model.get_submodule(parent).named_children()
-            if leaf in ROUTERS and f"{parent}.{leaf}.weight" in self._stored
-        ]
-        return tuple(dict.fromkeys(self._stored_module(name) for name in siblings))
+    def stored_module(self, name: str) -> str:
+        """Name in the checkpoint of a module with a weight."""
+        return self.stored[f"{name}.weight"].removesuffix(".weight")
 
     def stored_tensors(self, index: int) -> set[str]:
         """Names in the checkpoint of a block's tensors."""
         prefix = self.block_name(index) + "."
-        return {stored for name, stored in self._stored.items() if name.startswith(prefix)}
+        return {stored for name, stored in self.stored.items() if name.startswith(prefix)}
 
     @property
-    def behind(self) -> dict[str, tuple[int, ...]]:
-        """Name in the checkpoint -> shape of the matrices of an encoder's pooler and heads, which stay as they are."""
-        if not self.encoder:
-            return {}
-        known = set(self._stored.values())
-        shapes = {name: self.store.shape(name) for name in self.store.names() if name not in known}
-        return {name: shape for name, shape in shapes.items() if len(shape) > 1}
-
-    @property
-    def outside(self) -> tuple[str, ...]:
-        """Names of an encoder's linears outside its blocks, without the prefix that a model with a head adds."""
-        if not self.encoder:
-            return ()
-        blocks, prefix = f"{self.anatomy.blocks}.", f"{self.model.base_model_prefix}."
-        modules = self.model.named_modules()
-        own = [name for name, module in modules if isinstance(module, nn.Linear) and not name.startswith(blocks)]
-        heads = [name.removesuffix(".weight").removeprefix(prefix) for name in self.behind]
-        return tuple(dict.fromkeys((POOLER, *own, *heads)))
+    def known(self) -> set[str]:
+        """Names in the checkpoint of the tensors of the language model, or of the encoder."""
+        return {stored for name, stored in self.stored.items() if self.anatomy.holds(name)}
 
     @property
     def longest(self) -> int | None:
         """Tokens in the longest sequence that it has positions for; None where that is not known."""
-        limit = getattr(self.config, "max_position_embeddings", None)
+        limit = getattr(self.config.get_text_config(), "max_position_embeddings", None)
         for module in self.model.modules() if self.encoder else ():
             if isinstance(module, nn.Embedding) and module.num_embeddings == limit and module.padding_idx is not None:
                 # RoBERTa and its kin count positions from behind that of padding.
                 limit -= module.padding_idx + 1
         return limit
-
-    def matrices(self) -> dict[str, tuple[int, ...]]:
-        """Name in the checkpoint -> shape of everything with two or more dimensions in the blocks and behind them."""
-        prefixes = tuple(f"{part}." for part in (self.anatomy.blocks, self.anatomy.head) if part)
-        tensors = self.model.state_dict().items()
-        inside = {
-            self._stored[name]: tuple(tensor.shape)
-            for name, tensor in tensors
-            if name.startswith(prefixes) and tensor.dim() > 1
-        }
-        return inside | self.behind
 
     @torch.no_grad()
     def embed(self, samples: torch.Tensor, batch_size: int, place: Place = lambda hidden: hidden) -> list[Batch]:
@@ -167,7 +127,7 @@ class Decoder:
         `place` moves hidden states to where they wait.
         """
         batches: list[Batch] = []
-        with self._outside((self.anatomy.blocks, self.anatomy.head or self.anatomy.blocks)):
+        with self._outside(self.anatomy.head or self.anatomy.blocks):
             for tokens in samples.split(batch_size):
                 hidden, arguments = self._record(tokens.to(self.device))
                 if batches:
@@ -213,7 +173,7 @@ class Decoder:
     @contextmanager
     def head(self) -> Iterator[nn.Module]:
         """What turns the last block's hidden states into logits, with its weights in memory."""
-        with self._outside((self.anatomy.blocks, self.anatomy.embedding)):
+        with self._outside(self.anatomy.embedding):
             yield _Tail(self)
 
     @torch.no_grad()
@@ -225,9 +185,6 @@ class Decoder:
         """Output hidden states of a block for hidden states on its device, with the arguments of a batch."""
         output = block(hidden, **batch.arguments[index])
         return output[0] if isinstance(output, tuple) else output
-
-    def _stored_module(self, name: str) -> str:
-        return self._stored[f"{name}.weight"].removesuffix(".weight")
 
     @property
     def _blocks(self) -> Any:
@@ -244,9 +201,9 @@ class Decoder:
             self.model.set_submodule(self.anatomy.blocks, own)
 
     @contextmanager
-    def _outside(self, excluded: tuple[str, ...]) -> Iterator[None]:
-        """Everything but the modules named, with its weights in memory."""
-        parts = list(parts_outside(self.model, "", excluded))
+    def _outside(self, excluded: str) -> Iterator[None]:
+        """Everything but blocks, towers and the module named, with its weights in memory."""
+        parts = list(parts_outside(self.model, "", (excluded, self.anatomy.blocks, *self.anatomy.towers)))
         try:
             for name, module in parts:
                 self._materialize(name, module)

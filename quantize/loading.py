@@ -6,13 +6,13 @@ checkpoints of this package comes from importing `vllm_latq`.
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError
 
 from vllm_latq.errors import CheckpointError, ConfigError, LatqError
-from vllm_latq.quantize.meta_model import is_encoder
+from vllm_latq.quantize.meta_model import auto_class, is_encoder
 from vllm_latq.quantize.recipe import DTYPES
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def load_model(
         CheckpointError: a model that cannot be found or read, or lacks weights or its tokenizer.
         ConfigError: no such device or dtype.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     if dtype not in DTYPES:
         raise ConfigError("dtype", "auto, float32, bfloat16 or float16", repr(dtype))
@@ -114,15 +114,14 @@ def load_model(
     directory = model_directory(path)
     if dtype == "auto" and chosen.type == "cpu":
         dtype = "float32"
-    # transformers' own annotations of the auto classes do not know `output_loading_info`.
-    causal_lm: Any = AutoModelForCausalLM
     try:
-        if is_encoder(AutoConfig.from_pretrained(directory, trust_remote_code=False)):
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        if is_encoder(config):
             expected = "a causal language model, which predicts next tokens"
             raise CheckpointError(where, expected, "an encoder", "Compare its embeddings on your own task.")
         tokenizer = load_tokenizer(directory)
         # Explicit: otherwise transformers asks on the terminal whether to run a model's own code, and reads pickles.
-        model, info = causal_lm.from_pretrained(
+        model, info = auto_class(config).from_pretrained(
             directory, dtype=dtype, output_loading_info=True, trust_remote_code=False, use_safetensors=True
         )
     except LatqError:

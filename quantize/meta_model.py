@@ -1,4 +1,4 @@
-"""A model without weights, as transformers builds it from a config.json: a causal language model, or an encoder.
+"""A model without weights, as transformers builds it from a config.json: a language model, or an encoder.
 
 Invariant: no code of the model's own is run, and no weight is in memory.
 """
@@ -7,8 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
-from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMultimodalLM
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+)
 
 from vllm_latq.errors import UnsupportedModelError
 
@@ -35,16 +39,28 @@ def is_encoder(config: Any) -> bool:
     return type(config) in MODEL_FOR_MASKED_LM_MAPPING and not decodes
 
 
+def auto_class(config: Any) -> Any:
+    """transformers' class that makes the model of a configuration: below any head, of language, or of images, too."""
+    if is_encoder(config):
+        return AutoModel
+    multimodal: Any = MODEL_FOR_MULTIMODAL_LM_MAPPING.get(type(config), None)
+    # Of some configurations both are made: then the checkpoint says which of them it holds.
+    if multimodal is None or (
+        type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and multimodal.__name__ not in (config.architectures or ())
+    ):
+        return AutoModelForCausalLM
+    return AutoModelForMultimodalLM
+
+
 def meta_model(source: Path, config: Any, dtype: torch.dtype) -> Any:
     """The model of a configuration on the meta device, in evaluation mode: of an encoder, what stands below any head.
 
     Raises:
         UnsupportedModelError: transformers knows no such model.
     """
-    build = AutoModel if is_encoder(config) else AutoModelForCausalLM
     try:
         with torch.device("meta"):
-            model = build.from_config(config, dtype=dtype).eval()
+            model = auto_class(config).from_config(config, dtype=dtype).eval()
     except ValueError as error:
         reason = str(error).splitlines()[0]
         expected = "a causal language model or an encoder"

@@ -22,6 +22,7 @@ from vllm_latq.quantize.calibration import load_samples
 from vllm_latq.quantize.card import model_card
 from vllm_latq.quantize.decoder import Decoder
 from vllm_latq.quantize.distributed import World
+from vllm_latq.quantize.left_alone import never_quantized
 from vllm_latq.quantize.loading import load_tokenizer, torch_device
 from vllm_latq.quantize.offload import placer
 from vllm_latq.quantize.recipe import Recipe
@@ -140,12 +141,12 @@ def quantized_linears(decoder: Decoder, recipe: Recipe) -> dict[str, nn.Linear]:
 
 
 def ignored_modules(decoder: Decoder, recipe: Recipe) -> tuple[str, ...]:
-    """What stays unquantized: what the recipe names, routers of experts, an encoder's pooler and heads.
+    """What stays unquantized: what the recipe names, and what never is quantized.
 
     `lm_head` stands for any language model's head.
     """
     head = [name for name in decoder.head_linears if "lm_head" in recipe.ignore and name != "lm_head"]
-    return (*recipe.ignore, *head, *decoder.routers, *decoder.outside)
+    return (*recipe.ignore, *head, *never_quantized(decoder))
 
 
 def check_seq_len(decoder: Decoder, recipe: Recipe) -> None:

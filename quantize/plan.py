@@ -1,10 +1,12 @@
 """What a recipe will make of a model, from shapes alone: nothing is read but headers, nothing is computed."""
 
+import math
 from pathlib import Path
 from typing import Any
 
 from vllm_latq.quantize.budget import check_budget
 from vllm_latq.quantize.decoder import Decoder
+from vllm_latq.quantize.left_alone import beside, matrices
 from vllm_latq.quantize.pipeline import quantized_linears
 from vllm_latq.quantize.recipe import Recipe
 from vllm_latq.quantize.totals import totals
@@ -16,7 +18,8 @@ NOT_PLANNED = ("served_bits_per_weight", "error", "bound", "loss", "loss_bound")
 def plan(recipe: Recipe, source: str | Path) -> dict[str, Any]:
     """Per linear: name, shape, expected stored bits per weight and bytes; their totals; and what is left as it is.
 
-    `unquantized` lists the matrices inside the blocks, and the head, that the recipe ignores or that are no linears.
+    `unquantized` lists the matrices inside the blocks, and the head, that the recipe ignores or that are no linears;
+    `beside` the modules beside the language model.
 
     Bits are exact for schemes without outliers, at the outlier rate for SSQR, and the target for entropy coding: of
     what is in memory where the recipe counts that.
@@ -32,7 +35,11 @@ def plan(recipe: Recipe, source: str | Path) -> dict[str, Any]:
     summary = {key: value for key, value in totals(layers).items() if key not in NOT_PLANNED}
     left = [
         {"name": name, "shape": list(shape)}
-        for name, shape in decoder.matrices().items()
+        for name, shape in matrices(decoder).items()
         if name.removesuffix(".weight") not in quantized
     ]
-    return {"recipe": recipe.to_dict(), "totals": summary, "layers": layers, "unquantized": left}
+    others = [
+        {"name": name, "matrices": len(shapes), "weights": sum(map(math.prod, shapes))}
+        for name, shapes in beside(decoder).items()
+    ]
+    return {"recipe": recipe.to_dict(), "totals": summary, "layers": layers, "unquantized": left, "beside": others}

@@ -86,6 +86,14 @@ def test_ignore_matches_whole_components() -> None:
     assert config.scheme_for("my_lm_head") == PACKED
 
 
+def test_ignore_covers_what_a_module_holds() -> None:
+    config = CheckpointConfig(PACKED, ("vision_tower", "layers.1"))
+    assert config.scheme_for("vision_tower.layers.0.mlp.up_proj") is None
+    assert config.scheme_for("model.layers.1.mlp.up_proj") is None
+    assert config.scheme_for("model.layers.11.mlp.up_proj") == PACKED
+    assert config.scheme_for("vision_towers.up_proj") == PACKED
+
+
 def test_groups() -> None:
     assert PACKED.groups(256) == 2
     assert LayerScheme("packed", 4, -1).groups(33) == 1

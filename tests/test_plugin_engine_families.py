@@ -1,4 +1,5 @@
-"""The real engine on families whose layers it merges, or runs, differently: encoders, linears fused in the checkpoint.
+"""The real engine on families whose layers it merges, or runs, differently: encoders, linears fused in the checkpoint,
+linear and latent attention.
 
 What it answers is what transformers finds for the dense model.
 """
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from encoders import random_encoder
-from engine_probe import OLD_VLLM, PROMPTS, probe
+from engine_probe import NO_EXPERTS, OLD_VLLM, PROMPTS, probe
 from transformers import AutoModel, AutoModelForCausalLM
 
 from vllm_latq.quantize.pipeline import quantize_checkpoint
@@ -19,6 +20,7 @@ pytestmark = pytest.mark.engine
 
 # Both sides multiply by the same float32 numbers.
 LOGPROB_TOLERANCE = 2e-4
+BFLOAT16_TOLERANCE = 0.1  # in which vLLM runs these on a CPU, on both sides
 STATE_TOLERANCE = 1e-5
 QKV = tuple(f"0.attention.self.{leaf}" for leaf in ("query", "key", "value"))
 SAMPLES = {"num_samples": 8, "seq_len": 32}
@@ -31,6 +33,21 @@ RECIPES = {
 }
 # vLLM 0.25 does not tell ModernBERT's linears how they are quantized.
 ENCODERS = ("bert", "roberta", "modernbert")[: 2 if OLD_VLLM else 3]
+# The sizes that vLLM's attention takes on a CPU, where it is not that of Llama.
+ATTENTION = {
+    "qwen3_next": {  # a block of linear, one of softmax attention
+        **{"hidden_size": 128, "head_dim": 32, "layer_types": ["linear_attention", "full_attention"]},
+        **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
+        **{"linear_key_head_dim": 128, "linear_value_head_dim": 128},
+        **{"num_experts": 4, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64},
+    },
+    "glm4_moe_lite": {  # multi-head latent attention: one of its linears is dequantized by vLLM
+        **{"hidden_size": 128, "intermediate_size": 96, "num_key_value_heads": 4, "head_dim": 64, "v_head_dim": 128},
+        **{"q_lora_rank": 64, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64},
+        **{"n_routed_experts": 4, "moe_intermediate_size": 64, "n_shared_experts": 1, "n_group": 1, "topk_group": 1},
+        "first_k_dense_replace": 1,
+    },
+}
 PHI3 = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32, "sliding_window": None}
 
 
@@ -87,3 +104,26 @@ def test_linears_fused_in_the_checkpoint(answers: dict[str, Any], pairs: dict[st
         for row, found in zip(logits.log_softmax(-1), generation["logprobs"], strict=True):
             for number, logprob in found.items():
                 assert abs(row[int(number)] - logprob) <= LOGPROB_TOLERANCE
+
+
+@pytest.mark.skipif(OLD_VLLM, reason=NO_EXPERTS)
+@pytest.mark.parametrize("family", ATTENTION)
+def test_attention(
+    family: str, random_model: Any, make_dense_twin: Any, calibration_text: Path, tmp_path: Path
+) -> None:
+    """Of other kinds than Llama's, beside experts, shared and routed."""
+    source, _ = random_model(family, f"served-{family}", num_experts_per_tok=2, **ATTENTION[family])
+    recipe = Recipe("gptq", 8, group_size=32, **SAMPLES)
+    quantize_checkpoint(recipe, source, tmp_path / "out", calibration=str(calibration_text))
+    dense = make_dense_twin(tmp_path / "out", tmp_path / "dense")
+    engine = {"max_model_len": 64, "dtype": "bfloat16"}
+    (served, operators), (expected,) = probe(
+        [{"model": tmp_path / "out", "engine": engine, "operators": True}, {"model": dense, "engine": engine}]
+    )
+    assert operators == ["ssqr_linear"]
+    for ours, theirs in zip(served, expected, strict=True):
+        got, reference = ours["logprobs"][0], theirs["logprobs"][0]  # later tokens follow those chosen first
+        common = got.keys() & reference.keys()
+        assert len(common) >= 3
+        for token in common:
+            assert abs(got[token] - reference[token]) <= BFLOAT16_TOLERANCE

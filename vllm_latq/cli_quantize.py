@@ -96,7 +96,9 @@ def _add_recipe(command: argparse.ArgumentParser) -> None:
     recipe.add_argument(
         "--seed", type=int, help="of the choice of windows, of stochastic rounding and of latq's labels (default 0)"
     )
-    recipe.add_argument("--ignore", nargs="*", help="modules to leave unquantized (default lm_head)")
+    recipe.add_argument(
+        "--ignore", nargs="*", help="modules, or parts of their names, to leave unquantized (default lm_head)"
+    )
 
 
 def _quantize(options: argparse.Namespace) -> int:
@@ -139,6 +141,8 @@ def _show(planned: Mapping[str, Any]) -> None:
     console.print_table(title, ("linear", "shape", "bits", "bytes"), rows)
     for left in planned["unquantized"]:
         print(f"stays as it is: {left['name']}  {'x'.join(map(str, left['shape']))}")
+    for module in planned["beside"]:
+        print(f"stays as it is: {module['name']}  {module['matrices']} matrices, {module['weights']:,} weights")
 
 
 def _dry_run(recipe: Any, source: Any, options: argparse.Namespace) -> int:

@@ -1,0 +1,75 @@
+"""What of a model is never quantized: routers of experts, towers of images or sound, an encoder's pooler and heads."""
+
+from torch import nn
+
+from vllm_latq.experts import Experts
+from vllm_latq.quantize.anatomy import outermost
+from vllm_latq.quantize.decoder import Decoder
+from vllm_latq.quantize.meta_model import POOLER
+
+# Modules beside the experts that weigh them: small, and no other layer can make good a wrong choice of expert.
+ROUTERS = ("gate", "router", "shared_expert_gate")
+Shape = tuple[int, ...]
+
+
+def never_quantized(decoder: Decoder) -> tuple[str, ...]:
+    """Names in the checkpoint of modules that stay as they are, whatever the recipe.
+
+    Routers, linears outside the blocks, and all that is beside the language model. Those of an encoder, its pooler and
+    heads among them, are without the prefix that a model with a head adds.
+    """
+    inner = tuple(f"{part}." for part in (decoder.anatomy.blocks, *decoder.anatomy.towers))
+    outer = [
+        name
+        for name, module in decoder.model.named_modules()
+        if isinstance(module, nn.Linear) and name != decoder.anatomy.head and not name.startswith(inner)
+    ]
+    if decoder.encoder:
+        prefix = f"{decoder.model.base_model_prefix}."
+        heads = [name.removesuffix(".weight").removeprefix(prefix) for name in _others(decoder)]
+        return tuple(dict.fromkeys((POOLER, *outer, *heads)))
+    return (*_routers(decoder), *map(decoder.stored_module, outer), *beside(decoder))
+
+
+def beside(decoder: Decoder) -> dict[str, list[Shape]]:
+    """Name in the checkpoint of each module beside a language model -> shapes of its matrices.
+
+    The towers of a multimodal model, and what transformers leaves out, such as layers that predict further tokens.
+    """
+    others = {} if decoder.encoder else _others(decoder)
+    return {
+        module: [shape for name, shape in others.items() if name.startswith(f"{module}.")]
+        for module in outermost(others, decoder.known)
+    }
+
+
+def matrices(decoder: Decoder) -> dict[str, Shape]:
+    """Name in the checkpoint -> shape of everything with two or more dimensions in the blocks and behind them."""
+    prefixes = tuple(f"{part}." for part in (decoder.anatomy.blocks, decoder.anatomy.head) if part)
+    tensors = decoder.model.state_dict().items()
+    inside = {
+        decoder.stored[name]: tuple(tensor.shape)
+        for name, tensor in tensors
+        if name.startswith(prefixes) and tensor.dim() > 1
+    }
+    return inside | (_others(decoder) if decoder.encoder else {})
+
+
+def _others(decoder: Decoder) -> dict[str, Shape]:
+    """Name in the checkpoint -> shape of the matrices that are not of the language model, or of the encoder."""
+    known, store = decoder.known, decoder.store
+    shapes = {name: store.shape(name) for name in store.names() if name not in known}
+    return {name: shape for name, shape in shapes.items() if len(shape) > 1}
+
+
+def _routers(decoder: Decoder) -> tuple[str, ...]:
+    """Names in the checkpoint of what decides between experts, linears or not."""
+    modules = decoder.model.named_modules()
+    parents = {name.rpartition(".")[0] for name, module in modules if isinstance(module, Experts)}
+    siblings = [
+        f"{parent}.{leaf}"
+        for parent in sorted(parents)
+        for leaf, module in decoder.model.get_submodule(parent).named_children()
+        if leaf in ROUTERS and f"{parent}.{leaf}.weight" in decoder.stored
+    ]
+    return tuple(dict.fromkeys(decoder.stored_module(name) for name in siblings))

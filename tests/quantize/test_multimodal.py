@@ -1,0 +1,118 @@
+"""Models of images and text: their language models are walked block by block exactly, and quantized, nothing else."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from multimodal import random_multimodal
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForMultimodalLM
+
+from vllm_latq.checkpoint import CheckpointReader, verify
+from vllm_latq.quantize.certificate import verify_certificate
+from vllm_latq.quantize.decoder import Decoder
+from vllm_latq.quantize.left_alone import never_quantized
+from vllm_latq.quantize.loading import load_model
+from vllm_latq.quantize.pipeline import quantize_checkpoint
+from vllm_latq.quantize.plan import plan
+from vllm_latq.quantize.prediction import predict_run
+from vllm_latq.quantize.recipe import Recipe
+
+SAMPLES = {"num_samples": 4, "seq_len": 32}
+GPTQ = Recipe("gptq", 4, group_size=32, **SAMPLES)
+# Where the language model's blocks are stored, what stands beside it, and how it is quantized.
+FAMILIES = {
+    "gemma3": ("language_model.model.layers", {"vision_tower", "multi_modal_projector"}, GPTQ),
+    "mistral3": ("language_model.model.layers", {"vision_tower", "multi_modal_projector"}, GPTQ),
+    "qwen2_5_vl": ("model.layers", {"visual"}, Recipe("latq", target_bits=3.5, **SAMPLES)),
+    "qwen3_vl": ("model.language_model.layers", {"model.visual"}, Recipe("hptq", target_bits=3.5, **SAMPLES)),
+    "idefics3": ("model.text_model.layers", {"model.vision_model", "model.connector"}, GPTQ),
+}
+LEAVES = (*(f"self_attn.{leaf}_proj" for leaf in "qkvo"), "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+TOKENS = torch.randint(3, 2048, (3, 20), generator=torch.Generator().manual_seed(1))
+
+
+def walk(decoder: Decoder) -> torch.Tensor:
+    """Logits, computed one block at a time."""
+    (batch,) = decoder.embed(TOKENS, len(TOKENS))
+    for index in range(len(decoder)):
+        with decoder.block(index) as block:
+            batch.hidden = decoder.run(index, block, batch)
+    with decoder.head() as head, torch.no_grad():
+        parts = [decoder.model.get_submodule(tower) for tower in decoder.anatomy.towers]
+        assert parts
+        assert all(parameter.is_meta for part in parts for parameter in part.parameters()), "a tower is in memory"
+        return head(batch.hidden)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_quantized_and_loaded_again(
+    family: str, mini_model: Path, make_dense_twin: Any, calibration_text: Path, tmp_path: Path
+) -> None:
+    model = random_multimodal(tmp_path / "source", family, mini_model)
+    (tmp_path / "source" / "preprocessor_config.json").write_text("{}")
+    blocks, beside, recipe = FAMILIES[family]
+    with torch.no_grad():
+        torch.testing.assert_close(walk(Decoder(tmp_path / "source", "cpu")), model(TOKENS).logits, rtol=0, atol=0)
+    planned, linears = plan(recipe, tmp_path / "source"), {f"{blocks}.{n}.{leaf}" for n in range(2) for leaf in LEAVES}
+    assert {layer["name"] for layer in planned["layers"]} == linears
+    assert {module["name"] for module in planned["beside"]} == beside
+    assert predict_run(recipe, tmp_path / "source").seconds > 0
+
+    quantize_checkpoint(recipe, tmp_path / "source", tmp_path / "out", calibration=str(calibration_text))
+    assert list(verify(tmp_path / "out")) == []
+    assert list(verify_certificate(tmp_path / "out", tmp_path / "source", str(calibration_text))) == []
+    assert (tmp_path / "out" / "preprocessor_config.json").exists()
+    reader, original = CheckpointReader(tmp_path / "out"), load_file(tmp_path / "source" / "model.safetensors")
+    assert set(reader.shapes) == linears
+    assert all(reader.config.is_ignored(f"{module}.any.linear") for module in beside)
+    for name in original:
+        if name.removesuffix(".weight") not in linears:
+            torch.testing.assert_close(reader.store.get(name), original[name], rtol=0, atol=0)
+
+    make_dense_twin(tmp_path / "out", tmp_path / "dense")
+    loaded, _ = load_model(tmp_path / "out", "cpu")
+    dense = AutoModelForMultimodalLM.from_pretrained(tmp_path / "dense", dtype=torch.float32)
+    assert type(loaded) is type(dense) is type(model)
+    with torch.no_grad():
+        got, expected = loaded(TOKENS).logits, dense(TOKENS).logits
+    assert expected.std() > 0.01
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
+
+
+def test_the_language_model_alone(mini_model: Path, tmp_path: Path) -> None:
+    """Of Qwen3.5 transformers makes both; a checkpoint says in `architectures` which it holds."""
+    sizes = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8}
+    hybrid = {"layer_types": ["linear_attention", "full_attention"], "linear_value_head_dim": 8, **sizes}
+    random_multimodal(tmp_path / "both", "qwen3_5", mini_model, **hybrid)
+    assert Decoder(tmp_path / "both", "cpu").anatomy.towers == ("model.visual",)
+    shutil.copytree(tmp_path / "both", tmp_path / "text")
+    config = json.loads((tmp_path / "both" / "config.json").read_text())
+    config["architectures"] = ["Qwen3_5ForCausalLM"]
+    (tmp_path / "text" / "config.json").write_text(json.dumps(config))
+    stored = load_file(tmp_path / "both" / "model.safetensors")
+    named = {name.replace("model.language_model.", "model."): stored[name] for name in stored if "visual" not in name}
+    save_file(named, tmp_path / "text" / "model.safetensors", metadata={"format": "pt"})
+    alone = Decoder(tmp_path / "text", "cpu")
+    assert alone.anatomy.towers == ()
+    assert never_quantized(alone) == ()
+
+
+def test_what_predicts_further_tokens_stays(mini_model: Path, tmp_path: Path) -> None:
+    """Layers in the checkpoint that are no part of the model for transformers, but one for vLLM."""
+    shutil.copytree(mini_model, tmp_path / "source")
+    tensors = load_file(tmp_path / "source" / "model.safetensors")
+    added = {f"mtp.layers.0.{leaf}": tensors[f"model.layers.0.{leaf}"].clone() for leaf in ("mlp.up_proj.weight",)}
+    save_file(tensors | added, tmp_path / "source" / "model.safetensors", metadata={"format": "pt"})
+    recipe = Recipe("rtn", 4, group_size=128)
+    assert plan(recipe, tmp_path / "source")["beside"] == [{"name": "mtp", "matrices": 1, "weights": 768 * 256}]
+    quantize_checkpoint(recipe, tmp_path / "source", tmp_path / "out")
+    reader = CheckpointReader(tmp_path / "out")
+    assert reader.config.scheme_for("mtp.layers.0.mlp.up_proj") is None
+    assert reader.config.scheme_for("model.layers.0.mlp.up_proj") is not None
+    assert list(verify(tmp_path / "out")) == []
+    for name, tensor in added.items():
+        assert torch.equal(reader.store.get(name), tensor)

@@ -1,0 +1,72 @@
+"""The real engine on a model of images and text: what it answers, about an image too, is what transformers finds."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_probe import probe
+from multimodal import random_multimodal, save_image_processor
+from PIL import Image
+from transformers import AutoModelForMultimodalLM, Idefics3Processor
+
+from vllm_latq.quantize.pipeline import quantize_checkpoint
+from vllm_latq.quantize.recipe import Recipe
+
+pytestmark = pytest.mark.engine
+
+LOGPROB_TOLERANCE = 2e-4  # both sides multiply by the same float32 numbers
+TEXT = "<image>def f("
+PIXELS = np.random.default_rng(0).integers(0, 256, (2, 28, 28, 3))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(mini_model: Path, calibration_text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("multimodal")
+    random_multimodal(folder / "source", "idefics3", mini_model)
+    save_image_processor(folder / "source")
+    recipe = Recipe("ssqr", 3, group_size=32, outlier_rate=0.02, num_samples=8, seq_len=32)
+    quantize_checkpoint(recipe, folder / "source", folder / "out", calibration=str(calibration_text))
+    return folder / "out"
+
+
+@pytest.fixture(scope="module")
+def answers(checkpoint: Path) -> tuple[Any, Any, Any]:
+    """Of prompts without and with images, and what multiplied."""
+    images = [{"text": TEXT, "image": pixels.tolist()} for pixels in PIXELS]
+    ((text, pictured, operators),) = probe(
+        [{"model": checkpoint, "engine": {"max_model_len": 128}, "images": images, "operators": True}]
+    )
+    return text, pictured, operators
+
+
+def assert_transformers_agrees(checkpoint: Path, answer: dict[str, Any], **pixels: torch.Tensor) -> None:
+    model = AutoModelForMultimodalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    tokens = torch.tensor([answer["prompt"] + answer["tokens"]])
+    with torch.no_grad():
+        logits = model(tokens, attention_mask=torch.ones_like(tokens), **pixels).logits
+    found = logits[0, len(answer["prompt"]) - 1 : -1].log_softmax(-1)
+    for row, theirs in zip(found, answer["logprobs"], strict=True):
+        for number, logprob in theirs.items():
+            assert abs(row[int(number)] - logprob) <= LOGPROB_TOLERANCE
+
+
+def test_text(checkpoint: Path, answers: tuple[Any, Any, Any]) -> None:
+    text, _, operators = answers
+    assert operators == ["ssqr_linear"]
+    for answer in text:
+        assert_transformers_agrees(checkpoint, answer)
+
+
+def test_images(checkpoint: Path, answers: tuple[Any, Any, Any]) -> None:
+    """Two images behind the same words; the processor is the checkpoint's own."""
+    _, pictured, _ = answers
+    processor = Idefics3Processor.from_pretrained(checkpoint)
+    for answer, pixels in zip(pictured, PIXELS, strict=True):
+        inputs = processor(text=TEXT, images=[Image.fromarray(pixels.astype("uint8"))], return_tensors="pt")
+        assert inputs.pop("input_ids")[0].tolist() == answer["prompt"]
+        del inputs["attention_mask"]
+        assert_transformers_agrees(checkpoint, answer, **inputs)
+    first, second = (answer["logprobs"][0] for answer in pictured)
+    assert first != second
