@@ -10,11 +10,12 @@ the next; whatever does not fit is refused by name, not guessed at.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from vllm_latq.errors import UnsupportedModelError
 
@@ -47,10 +48,13 @@ class Anatomy:
         if model.config.is_encoder_decoder:
             raise UnsupportedModelError(where, "a decoder-only model", "an encoder and a decoder")
         names = {module: name for name, module in model.named_modules()}
-        depth = model.config.get_text_config().num_hidden_layers
-        multimodal = model.config.get_text_config() is not model.config
-        base = model.get_decoder() if multimodal else model.base_model
-        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        text = model.config.get_text_config()
+        multimodal = text is not model.config
+        try:
+            base = model.get_decoder() if multimodal else model.base_model
+            embedding, head, depth = model.get_input_embeddings(), model.get_output_embeddings(), text.num_hidden_layers
+        except (AttributeError, NotImplementedError) as error:
+            raise UnsupportedModelError(where, "one language model, its embedding and its head", str(error)) from None
         if base is model and not encoder:
             raise UnsupportedModelError(where, "a head on top of a base model", f"{type(model).__name__} in one piece")
         if not isinstance(embedding, nn.Embedding):
@@ -59,15 +63,16 @@ class Anatomy:
             return cls(names[base], names[_block_list(base, names[base], depth, where)], names[embedding], None)
         if not isinstance(head, nn.Linear):
             raise UnsupportedModelError(where, "a language-model head (nn.Linear)", type(head).__name__)
-        found = cls(names[base], names[_block_list(base, names[base], depth, where)], names[embedding], names[head])
-        tensors = {
-            holds: [name for name in model.state_dict() if found.holds(name) is holds] for holds in (True, False)
-        }
-        return replace(found, towers=outermost(tensors[False], tensors[True]))
+        towers: tuple[str, ...] = ()
+        if multimodal:
+            language = [name for name in model.state_dict() if name.startswith((f"{names[base]}.", f"{names[head]}."))]
+            towers = outermost(model.state_dict(), language)
+        blocks = names[_block_list(base, names[base], depth, where)]
+        return cls(names[base], blocks, names[embedding], names[head], towers)
 
-    def holds(self, tensor: str) -> bool:
-        """Whether a tensor of the model is one of the language model, or of the encoder."""
-        return not self.base or tensor.startswith(tuple(f"{part}." for part in (self.base, self.head) if part))
+    def in_tower(self, tensor: str) -> bool:
+        """Whether a tensor of the model, or a module, is in one of the towers."""
+        return tensor.startswith(tuple(f"{tower}." for tower in self.towers))
 
 
 def outermost(names: Iterable[str], others: Iterable[str]) -> tuple[str, ...]:
@@ -104,6 +109,9 @@ def fill_computed_buffers(model: Any, name: str, module: nn.Module, device: torc
     names = [leaf for leaf in module._non_persistent_buffers_set if module._buffers.get(leaf) is not None]
     if not names:
         return
+    # Of a multimodal model each part knows how to initialize its own.
+    above = (model.get_submodule(name[:end]) for end in (len(name), *reversed(_ends(name)), 0))
+    owner: Any = next(part for part in above if isinstance(part, PreTrainedModel))
     results = []
     for garbage in (0, 1):
         for leaf in names:
@@ -111,7 +119,7 @@ def fill_computed_buffers(model: Any, name: str, module: nn.Module, device: torc
             assert meta is not None
             module._buffers[leaf] = torch.full(meta.shape, garbage, dtype=meta.dtype, device=device)
         with torch.no_grad():
-            model._init_weights(module)
+            owner._init_weights(module)
         results.append([module._buffers[leaf] for leaf in names])
     for leaf, first, second in zip(names, *results, strict=True):
         assert first is not None

@@ -26,6 +26,7 @@ from vllm_latq.quantize.recipe import Recipe
 from vllm_latq.quantize.recomputed import bound_holds, layer_by_layer, whole_model
 from vllm_latq.quantize.shards import untouched_names
 from vllm_latq.quantize.totals import totals
+from vllm_latq.quantize.writer import model_config
 from vllm_latq.report import NUMBERS, LayerReport, finite_number
 from vllm_latq.store import read_json
 
@@ -102,7 +103,8 @@ class _Certificate:
     def foreign_parts(self) -> Iterator[LatqError]:
         """Where config.json and the unquantized tensors are not the model's own."""
         config = self.reader.directory / "config.json"
-        ours, theirs = read_json(self.decoder.source / "config.json"), read_json(config)
+        ours = model_config(self.decoder.source, self.decoder.unties(self.reader.shapes))
+        theirs = read_json(config)
         theirs.pop("quantization_config", None)
         for key in sorted(ours.keys() | theirs.keys()):
             if ours.get(key) != theirs.get(key):

@@ -9,7 +9,7 @@ or by stand-ins that hand in the hidden states. Nothing is computed behind an en
 `block(i)` and `head()` no weight is in memory.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vllm_latq.errors import NumericalError, UnsupportedModelError
+from vllm_latq.errors import NumericalError, UnsupportedModelError, summary
 from vllm_latq.quantize.anatomy import Anatomy, fill_computed_buffers, parts_outside
 from vllm_latq.quantize.meta_model import is_encoder, load_config, meta_model
 from vllm_latq.quantize.offload import Place
@@ -84,6 +84,10 @@ class Decoder:
         head = self.anatomy.head
         return {} if head is None else {self.stored_module(head): self.model.get_submodule(head)}
 
+    def unties(self, quantized: Collection[str]) -> bool:
+        """Whether a head that is the embedding is one of its own once the linears named are quantized."""
+        return self.tied and any(head in quantized for head in self.head_linears)
+
     @property
     def vocabulary(self) -> int:
         return int(self.model.get_input_embeddings().num_embeddings)
@@ -108,7 +112,7 @@ class Decoder:
     @property
     def known(self) -> set[str]:
         """Names in the checkpoint of the tensors of the language model, or of the encoder."""
-        return {stored for name, stored in self.stored.items() if self.anatomy.holds(name)}
+        return {stored for name, stored in self.stored.items() if not self.anatomy.in_tower(name)}
 
     @property
     def longest(self) -> int | None:
@@ -149,9 +153,9 @@ class Decoder:
                     if as_tuple is self._as_tuple:
                         continue
                     expected = "blocks that hand on hidden states, alone or first in a tuple"
-                    found = f"{type(error).__name__}: {error}".splitlines()[0]
-                    raise UnsupportedModelError(self.anatomy.blocks, expected, found) from error
-            if all(now.hidden is before.output for before, now in pairwise(recorders)):
+                    raise self._unable(self.anatomy.blocks, expected, error) from error
+            reached = all(recorder.called for recorder in recorders)
+            if not reached or all(now.hidden is before.output for before, now in pairwise(recorders)):
                 break
         self._as_tuple = as_tuple
         check_recorded(recorders, self.anatomy.blocks)
@@ -183,7 +187,10 @@ class Decoder:
 
     def forward(self, index: int, block: nn.Module, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Output hidden states of a block for hidden states on its device, with the arguments of a batch."""
-        output = block(hidden, **batch.arguments[index])
+        try:
+            output = block(hidden, **batch.arguments[index])
+        except (AttributeError, TypeError) as error:
+            raise self._unable(self.block_name(index), "a block that takes text alone", error) from error
         return output[0] if isinstance(output, tuple) else output
 
     @property
@@ -228,14 +235,21 @@ class Decoder:
             if buffer is not None and leaf not in module._non_persistent_buffers_set:
                 module._buffers[leaf] = self._load(prefix + leaf, buffer)
 
+    def read(self, stored: str) -> torch.Tensor:
+        """A tensor of the checkpoint on the CPU, by its name there; NumericalError unless it is finite."""
+        tensor = self.store.get(stored)
+        if not torch.isfinite(tensor).all():
+            found = f"{int((~torch.isfinite(tensor)).sum())} NaN or infinite values"
+            raise NumericalError(f"{self.source}: {stored}", "finite weights", found, "The model is damaged.")
+        return tensor
+
     def _load(self, name: str, like: torch.Tensor) -> torch.Tensor:
-        """A stored tensor in the dtype of `like`, on the device; checked for finite values."""
-        name = self._sources[name]
-        stored = self.store.get(name)
-        if not torch.isfinite(stored).all():
-            found = f"{int((~torch.isfinite(stored)).sum())} NaN or infinite values"
-            raise NumericalError(f"{self.source}: {name}", "finite weights", found, "The model is damaged.")
-        return stored.to(self.device, like.dtype, copy=True)
+        """What a tensor of the model is read from, in the dtype of `like`, on the device."""
+        return self.read(self._sources[name]).to(self.device, like.dtype, copy=True)
+
+    def _unable(self, where: str, expected: str, error: Exception) -> UnsupportedModelError:
+        """What transformers' own code raised, as an error that names the place."""
+        return UnsupportedModelError(f"{self.source}: {where}", expected, summary(error))
 
 
 class _Tail(nn.Module):
@@ -252,5 +266,8 @@ class _Tail(nn.Module):
         for stand_in in stand_ins:
             stand_in.given = hidden
         with decoder._replaced(stand_ins):
-            logits: torch.Tensor = decoder.model(inputs_embeds=hidden, use_cache=False).logits
+            try:
+                logits: torch.Tensor = decoder.model(inputs_embeds=hidden, use_cache=False).logits
+            except (AttributeError, TypeError, ValueError) as error:
+                raise decoder._unable(decoder.anatomy.base, "a model that takes text alone", error) from error
         return logits

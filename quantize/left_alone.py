@@ -18,17 +18,18 @@ def never_quantized(decoder: Decoder) -> tuple[str, ...]:
     Routers, linears outside the blocks, and all that is beside the language model. Those of an encoder, its pooler and
     heads among them, are without the prefix that a model with a head adds.
     """
-    inner = tuple(f"{part}." for part in (decoder.anatomy.blocks, *decoder.anatomy.towers))
+    anatomy = decoder.anatomy
     outer = [
         name
         for name, module in decoder.model.named_modules()
-        if isinstance(module, nn.Linear) and name != decoder.anatomy.head and not name.startswith(inner)
+        if isinstance(module, nn.Linear) and name != anatomy.head and not name.startswith(f"{anatomy.blocks}.")
     ]
     if decoder.encoder:
         prefix = f"{decoder.model.base_model_prefix}."
         heads = [name.removesuffix(".weight").removeprefix(prefix) for name in _others(decoder)]
         return tuple(dict.fromkeys((POOLER, *outer, *heads)))
-    return (*_routers(decoder), *map(decoder.stored_module, outer), *beside(decoder))
+    outer = [decoder.stored_module(name) for name in outer if not anatomy.in_tower(f"{name}.weight")]
+    return (*_routers(decoder), *outer, *beside(decoder))
 
 
 def beside(decoder: Decoder) -> dict[str, list[Shape]]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors import SafetensorError
 
-from vllm_latq.errors import CheckpointError, ConfigError, LatqError
+from vllm_latq.errors import CheckpointError, ConfigError, LatqError, summary
 from vllm_latq.quantize.meta_model import auto_class, is_encoder
 from vllm_latq.quantize.recipe import DTYPES
 
@@ -65,7 +65,7 @@ def model_directory(name: str | Path) -> Path:
         raise CheckpointError(
             where,
             "a model directory or a hub name that can be reached",
-            _summary(error),
+            summary(error),
             "Check the name and the connection to the hub.",
         ) from error
 
@@ -83,7 +83,7 @@ def load_tokenizer(directory: str | Path) -> "PreTrainedTokenizerBase":
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     # What the tokenizers library raises is a bare Exception.
     except Exception as error:
-        raise CheckpointError(where, "a tokenizer that transformers can load", _summary(error), hint) from error
+        raise CheckpointError(where, "a tokenizer that transformers can load", summary(error), hint) from error
     # Where there are no files, transformers makes a tokenizer without a vocabulary: it would read no text at all.
     if not tokenizer("text")["input_ids"]:
         raise CheckpointError(where, "a tokenizer", "none", hint)
@@ -130,15 +130,10 @@ def load_model(
         raise CheckpointError(
             where,
             "a model that transformers can load",
-            _summary(error),
+            summary(error),
             "Check that config.json, the weights and the tokenizer are there and whole.",
         ) from error
     # transformers only warns about these, and would evaluate random weights.
     if missing := sorted(info["missing_keys"]):
         raise CheckpointError(where, "all weights", f"{len(missing)} missing, such as {missing[0]}", "Copy it again.")
     return model.to(chosen).eval(), tokenizer
-
-
-def _summary(error: BaseException) -> str:
-    """An error of another library in one line."""
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MULTIMODAL_LM_MAPPING,
 )
 
-from vllm_latq.errors import UnsupportedModelError
+from vllm_latq.errors import UnsupportedModelError, summary
 
 # The linear with which encoders sum up a text in its first token's state.
 POOLER = "pooler.dense"
@@ -44,12 +44,12 @@ def auto_class(config: Any) -> Any:
     if is_encoder(config):
         return AutoModel
     multimodal: Any = MODEL_FOR_MULTIMODAL_LM_MAPPING.get(type(config), None)
-    # Of some configurations both are made: then the checkpoint says which of them it holds.
-    if multimodal is None or (
-        type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and multimodal.__name__ not in (config.architectures or ())
-    ):
+    if multimodal is None:
         return AutoModelForCausalLM
-    return AutoModelForMultimodalLM
+    # Of some configurations both are made: then the checkpoint says which of them it holds.
+    either = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    held = config.architectures if isinstance(config.architectures, list) else []
+    return AutoModelForCausalLM if either and multimodal.__name__ not in held else AutoModelForMultimodalLM
 
 
 def meta_model(source: Path, config: Any, dtype: torch.dtype) -> Any:
@@ -61,10 +61,9 @@ def meta_model(source: Path, config: Any, dtype: torch.dtype) -> Any:
     try:
         with torch.device("meta"):
             model = auto_class(config).from_config(config, dtype=dtype).eval()
-    except ValueError as error:
-        reason = str(error).splitlines()[0]
-        expected = "a causal language model or an encoder"
-        raise UnsupportedModelError(f"{source}/config.json", expected, reason) from None
+    except (AttributeError, ImportError, KeyError, NotImplementedError, TypeError, ValueError) as error:
+        expected = "a causal language model or an encoder, which transformers can make here"
+        raise UnsupportedModelError(f"{source}/config.json", expected, summary(error)) from None
     if is_encoder(config):
         # It stands behind the blocks, and is stored only where it was trained.
         model.pooler = None

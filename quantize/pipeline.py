@@ -6,6 +6,7 @@ Invariant: the checkpoint appears complete or not at all, and work that was done
 import hashlib
 import time
 import warnings
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,8 @@ def _quantize_checkpoint(
     run.blocks(samples, placer(offload, writer.partial))
     report = run.report(samples, time.perf_counter() - started)
     config = CheckpointConfig(recipe.scheme, ignored_modules(decoder, recipe), run.overrides(), recipe=recipe.to_dict())
-    world.from_first(lambda: writer.finish(source, config, report, model_card(source, recipe, report)))
+    card, untied = model_card(source, recipe, report), decoder.unties(quantized)
+    world.from_first(lambda: writer.finish(source, config, report, card, untied))
     emit({"event": "done", "destination": str(destination), **report["totals"]})
     return report
 
@@ -128,11 +130,10 @@ def quantized_linears(decoder: Decoder, recipe: Recipe) -> dict[str, nn.Linear]:
         raise ConfigError("recipe.target", expected, found, 'Use target "quantized".')
     linears = {name: linear for index in range(len(decoder)) for name, linear in decoder.linears(index).items()}
     linears |= decoder.head_linears
-    config = CheckpointConfig(recipe.scheme, ignored_modules(decoder, recipe))
+    ignored = ignored_modules(decoder, recipe)
+    config = CheckpointConfig(recipe.scheme, ignored)
     chosen = {name: linear for name, linear in linears.items() if not config.is_ignored(name)}
-    for head in decoder.head_linears.keys() & chosen.keys() if decoder.tied else ():
-        hint = f"Add {head} to --ignore: it shares its weight with the embedding."
-        raise ConfigError("ignore", f"{head} among the ignored modules", "a tied head to be quantized", hint)
+    _check_ignored(recipe, linears.keys(), ignored, str(decoder.source))
     if not chosen:
         raise ConfigError("ignore", "some linear left to quantize", "all of them ignored")
     for name, linear in chosen.items():
@@ -147,6 +148,25 @@ def ignored_modules(decoder: Decoder, recipe: Recipe) -> tuple[str, ...]:
     """
     head = [name for name in decoder.head_linears if "lm_head" in recipe.ignore and name != "lm_head"]
     return (*recipe.ignore, *head, *never_quantized(decoder))
+
+
+def _check_ignored(recipe: Recipe, linears: Collection[str], ignored: tuple[str, ...], source: str) -> None:
+    """Refuse to ignore what is not there, and a model of which more would be ignored than is meant."""
+    for entry in recipe.ignore:
+        own = CheckpointConfig(recipe.scheme, (entry,))
+        inner = any(entry.startswith(f"{module}.") for module in ignored)
+        if (
+            entry != "lm_head"
+            and not inner
+            and not any(map(own.is_ignored, (*linears, *ignored[len(recipe.ignore) :])))
+        ):
+            hint = "Take names from `latq quantize --dry-run`."
+            raise ConfigError("ignore", "names of linears, their endings after a dot, or modules", repr(entry), hint)
+    for entry in set(ignored).difference(recipe.ignore):
+        own = CheckpointConfig(recipe.scheme, (entry,))
+        if found := next((name for name in linears if name != entry and own.is_ignored(name)), None):
+            expected = f"no linear in the blocks that ends as {entry}, which is not quantized"
+            raise UnsupportedModelError(source, expected, found, f"Add {entry} to --ignore if neither should be.")
 
 
 def check_seq_len(decoder: Decoder, recipe: Recipe) -> None:

@@ -16,6 +16,7 @@ from vllm_latq.errors import UnsupportedModelError
 class Recorder(nn.Module):
     """Stands in for a block: keeps what it is called with, and returns NaN, which shows where it is used."""
 
+    called = False
     hidden: torch.Tensor
     output: torch.Tensor
     arguments: dict[str, Any]
@@ -36,7 +37,7 @@ class Recorder(nn.Module):
         for parameter in self.signature.parameters.values():
             if parameter.kind is parameter.VAR_KEYWORD:
                 bound.update(bound.pop(parameter.name, {}))
-        self.hidden = bound.pop("hidden_states")
+        self.called, self.hidden = True, bound.pop("hidden_states")
         self.arguments = bound
         self.output = torch.full_like(self.hidden, torch.nan)
         return (self.output,) if self.as_tuple else self.output
@@ -56,6 +57,10 @@ def check_recorded(recorders: list[Recorder], blocks: str) -> None:
     hint = "Its blocks cannot be quantized one after another."
     for index, recorder in enumerate(recorders):
         where = f"{blocks}.{index}"
+        if not recorder.called:
+            raise UnsupportedModelError(
+                where, "a block that every text passes through", "one that text alone skips", hint
+            )
         if index and recorder.hidden is not recorders[index - 1].output:
             raise UnsupportedModelError(where, "the previous block's output as input", "another tensor", hint)
         for name, value in recorder.arguments.items():

@@ -94,4 +94,4 @@ def untouched_names(decoder: Decoder, shard: int, linears: Collection[str]) -> l
 
 def untouched_tensors(decoder: Decoder, shard: int, linears: Collection[str]) -> dict[str, torch.Tensor]:
     """The tensors of `untouched_names`."""
-    return {name: decoder.store.get(name) for name in untouched_names(decoder, shard, linears)}
+    return {name: decoder.read(name) for name in untouched_names(decoder, shard, linears)}

@@ -125,12 +125,23 @@ class CheckpointWriter:
         quantization: CheckpointConfig,
         report: Mapping[str, Any],
         card: str,
+        untied: bool = False,
     ) -> None:
-        """Complete the directory and move it to its destination."""
-        with _named_failures(self.partial):
-            self._finish(source, quantization, report, card)
+        """Complete the directory and move it to its destination.
 
-    def _finish(self, source: Path, quantization: CheckpointConfig, report: Mapping[str, Any], card: str) -> None:
+        Args:
+            source: model directory, of which config.json and what belongs to the tokenizer are taken over.
+            quantization: for config.json.
+            report: of the run.
+            card: the model card.
+            untied: the checkpoint's head no longer is the embedding.
+        """
+        with _named_failures(self.partial):
+            self._finish(source, quantization, report, card, untied)
+
+    def _finish(
+        self, source: Path, quantization: CheckpointConfig, report: Mapping[str, Any], card: str, untied: bool
+    ) -> None:
         finished = [read_json(self.partial / self._records_name(shard)) for shard in range(self.shards)]
         digests = [digest for records in finished for digest in records["digests"]]
         weight_map = {
@@ -147,7 +158,7 @@ class CheckpointWriter:
             if (source / name).is_file():
                 (self.partial / name).parent.mkdir(exist_ok=True)
                 shutil.copyfile(source / name, self.partial / name)
-        config = read_json(source / "config.json")
+        config = model_config(source, untied)
         quantization_config = {**quantization.to_dict(), "fingerprint": fingerprint_of(digests)}
         self._write_json("config.json", {**config, "quantization_config": quantization_config})
         self.seal()
@@ -182,6 +193,17 @@ class CheckpointWriter:
         temporary = path.with_name(path.name + ".tmp")
         temporary.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
         rename_durably(temporary, path)
+
+
+def model_config(source: Path, untied: bool) -> dict[str, Any]:
+    """A model's config.json, as it is or with a head that no longer is the embedding."""
+    config = read_json(source / "config.json")
+    if untied:
+        own_head = {"tie_word_embeddings": False}
+        # Of a multimodal model some readers ask the whole, others the language model.
+        text = config.get("text_config")
+        config |= own_head | ({"text_config": {**text, **own_head}} if text else {})
+    return config
 
 
 @contextmanager

@@ -66,6 +66,21 @@ def test_dry_run_computes_and_writes_nothing(
 
 
 @pytest.mark.parametrize(
+    ("options", "ignored"),
+    [([], ["lm_head"]), (["--lm-head"], []), (["--ignore", "up_proj", "lm_head", "--lm-head"], ["up_proj"])],
+)
+def test_the_head_is_quantized_if_asked_for(
+    options: list[str], ignored: list[str], mini_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["quantize", str(mini_model), "out", "--method", "rtn", *options, "--dry-run", "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert planned["recipe"]["ignore"] == ignored
+    names = {layer["name"] for layer in planned["layers"]}
+    assert ("lm_head" in names) == ("lm_head" not in ignored)
+    assert any("up_proj" in name for name in names) == ("up_proj" not in ignored)
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["quantize", "nowhere", "out", "--method", "rtn"], "expected a model directory or a hub name"),

@@ -87,11 +87,13 @@ def test_ignore_matches_whole_components() -> None:
 
 
 def test_ignore_covers_what_a_module_holds() -> None:
-    config = CheckpointConfig(PACKED, ("vision_tower", "layers.1"))
+    """By its full name: the output of an attention is no part of a head called `output`."""
+    config = CheckpointConfig(PACKED, ("vision_tower", "model.layers.1", "output"))
     assert config.scheme_for("vision_tower.layers.0.mlp.up_proj") is None
     assert config.scheme_for("model.layers.1.mlp.up_proj") is None
     assert config.scheme_for("model.layers.11.mlp.up_proj") == PACKED
     assert config.scheme_for("vision_towers.up_proj") == PACKED
+    assert config.scheme_for("layer.0.attention.output.dense") == PACKED
 
 
 def test_groups() -> None:

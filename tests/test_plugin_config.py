@@ -100,14 +100,20 @@ def test_embeddings_and_other_layers_are_left_alone() -> None:
 
 
 def test_names_are_mapped_to_vllm_names() -> None:
-    huffman, renamed = LayerScheme("huffman"), {"model.visual.": "visual.", "lm_head.": "language_model.lm_head."}
-    config = quantization(("lm_head", "model.layers.1.o", "model.visual"), {"model.layers.0.down": huffman})
+    huffman, renamed = (
+        LayerScheme("huffman"),
+        {"model.visual.": "visual.", "lm_head.": "language_model.lm_head.", "head.": "new.head."},
+    )
+    overrides = {"model.layers.0.down": huffman, "head": huffman}
+    config = quantization(("lm_head", "model.layers.1.o", "model.visual"), overrides)
     config.apply_vllm_mapper(WeightsMapper(orig_to_new_prefix=renamed | {"model.": "language_model."}))
     ignored = ("language_model.layers.1.o", "visual.blocks.0.attn.qkv", "language_model.lm_head")
     assert all(config.checkpoint.is_ignored(name) for name in ignored)
     assert config.checkpoint.is_ignored("lm_head"), "Qwen3-VL's head is renamed as it is loaded, but calls itself so"
     assert not config.checkpoint.is_ignored("language_model.layers.1.q")
-    assert config.checkpoint.scheme_for("language_model.layers.0.down") == huffman
+    assert all(
+        config.checkpoint.scheme_for(name) == huffman for name in ("language_model.layers.0.down", "head", "new.head")
+    )
 
 
 def test_unquantized_model_is_refused() -> None:

@@ -29,7 +29,7 @@ RECIPES = {
     "bert": Recipe("ssqr", 3, group_size=32, outlier_rate=0.02, ignore=QKV, **SAMPLES),
     "roberta": Recipe("gptq", 4, group_size=32, **SAMPLES),
     "modernbert": Recipe("hptq", target_bits=3.5, **SAMPLES),
-    "phi3": Recipe("latq", target_bits=3.5, **SAMPLES),
+    "phi3": Recipe("latq", target_bits=3.5, ignore=(), **SAMPLES),  # its head, too
 }
 # vLLM 0.25 does not tell ModernBERT's linears how they are quantized.
 ENCODERS = ("bert", "roberta", "modernbert")[: 2 if OLD_VLLM else 3]

@@ -97,6 +97,9 @@ def _add_recipe(command: argparse.ArgumentParser) -> None:
         "--seed", type=int, help="of the choice of windows, of stochastic rounding and of latq's labels (default 0)"
     )
     recipe.add_argument(
+        "--lm-head", action="store_true", help="quantize the head, too, apart from an embedding that it is tied to"
+    )
+    recipe.add_argument(
         "--ignore", nargs="*", help="modules, or parts of their names, to leave unquantized (default lm_head)"
     )
 
@@ -108,6 +111,9 @@ def _quantize(options: argparse.Namespace) -> int:
 
     names = Recipe.__dataclass_fields__.keys()
     given = {name: value for name, value in vars(options).items() if name in names}
+    if hasattr(options, "lm_head"):
+        ignore = given.get("ignore", Recipe.__dataclass_fields__["ignore"].default)
+        given["ignore"] = [name for name in ignore if name != "lm_head"]
     if given["method"] == DEFAULT_METHOD:
         given.setdefault("target_bits", DEFAULT_TARGET_BITS)
     recipe = Recipe(**given)

@@ -98,7 +98,8 @@ class CheckpointConfig:
 
     Attributes:
         scheme: of every quantized linear that `overrides` does not name.
-        ignore: module names, or parts of them between dots, that stay unquantized with all that is in them.
+        ignore: modules that stay unquantized: linears by their names, or endings of these after a dot; others, with all
+            that is in them, by their names.
         overrides: full module name -> its own scheme.
         fingerprint: "sha256:" + hex digest over all tensors (FORMAT.md section 5); "" before it is known.
         recipe: the recipe that made the checkpoint, as plain JSON values; informative.
@@ -111,7 +112,7 @@ class CheckpointConfig:
     recipe: Mapping[str, Any] = field(default_factory=dict)
 
     def is_ignored(self, module: str) -> bool:
-        return any(f".{entry}." in f".{module}." for entry in self.ignore)
+        return any(f".{module}".endswith(f".{entry}") or module.startswith(f"{entry}.") for entry in self.ignore)
 
     def scheme_for(self, module: str) -> LayerScheme | None:
         """The scheme of a linear by its full module name; None if it stays unquantized."""

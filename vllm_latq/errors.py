@@ -54,3 +54,8 @@ class UnsupportedModelError(LatqError):
 
 class UnsupportedShapeError(LatqError):
     """A matrix shape that the chosen scheme or kernel cannot handle."""
+
+
+def summary(error: BaseException) -> str:
+    """An error of another library in one line."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"

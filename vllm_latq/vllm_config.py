@@ -63,14 +63,15 @@ class LatqConfig(QuantizationConfig):
         # Newer mappers also stack names (q_proj -> qkv_proj), which must not touch the unstacked names kept here.
         rename = getattr(hf_to_vllm_mapper, "get_rename_mapper", None)
         mapper = rename() if rename else hf_to_vllm_mapper
-        # Prefixes are mapped with the dot behind them, which the name of a whole tower ends before.
-        ignore = [name.removesuffix(".") for name in mapper.apply_list([f"{name}." for name in self.checkpoint.ignore])]
-        overrides = mapper.apply_dict(dict(self.checkpoint.overrides))
+        ignore, overrides = self.checkpoint.ignore, self.checkpoint.overrides
+        # Prefixes are mapped with the dot behind them, which names of modules end before.
+        names = {name: mapper.apply_list([f"{name}."]) for name in (*ignore, *overrides)}
+        mapped = {name: found[0].removesuffix(".") for name, found in names.items() if found}
         # vLLM's models themselves call their heads now by the one name, now by the other.
         self.checkpoint = replace(
             self.checkpoint,
-            ignore=tuple(dict.fromkeys((*ignore, *self.checkpoint.ignore))),
-            overrides={**self.checkpoint.overrides, **overrides},
+            ignore=tuple(dict.fromkeys((*ignore, *(mapped[name] for name in ignore if name in mapped)))),
+            overrides={**overrides, **{mapped[name]: overrides[name] for name in overrides if name in mapped}},
         )
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:

@@ -50,7 +50,8 @@ def random_multimodal(directory: Path, model_type: str, tokenizer: Path, **chang
     sizes = {name: size for name, size in VISION.items() if hasattr(tower, name)}
     make = CONFIG_MAPPING[tower.model_type] if tower.model_type in CONFIG_MAPPING else type(tower)
     tokens = {"image_token_id": IMAGE_TOKEN, "image_token_index": IMAGE_TOKEN, "video_token_id": VIDEO_TOKEN}
-    tokens |= {"vision_start_token_id": 2050, "vision_end_token_id": 2051, "tie_word_embeddings": False}
+    tokens |= {"vision_start_token_id": 2050, "vision_end_token_id": 2051}
+    tokens["tie_word_embeddings"] = text.tie_word_embeddings
     config = type(whole)(text_config=text.to_dict(), vision_config=make(**sizes).to_dict(), **tokens)
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():

@@ -12,8 +12,9 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from vllm_latq.checkpoint import CheckpointReader, verify
-from vllm_latq.errors import UnsupportedModelError
+from vllm_latq.errors import LatqError
 from vllm_latq.quantize.decoder import Decoder
+from vllm_latq.quantize.left_alone import never_quantized
 from vllm_latq.quantize.pipeline import quantize_checkpoint
 from vllm_latq.quantize.plan import plan
 from vllm_latq.quantize.recipe import Recipe
@@ -68,6 +69,22 @@ def test_walk_equals_transformers(model_type: str, random_model: Any) -> None:
     assert all(parameter.device.type == "meta" for parameter in decoder.model.parameters())
 
 
+@pytest.mark.parametrize("model_type", ["modernbert-decoder", "roberta", "bert"])
+def test_head_of_several_layers(model_type: str, random_model: Any) -> None:
+    """Between blocks and logits stands more than a norm, beside the base model; none of it is a tower."""
+    directory, model = random_model(model_type, is_decoder=True)
+    with torch.no_grad():
+        expected = model(TOKENS).logits
+    torch.testing.assert_close(walk(Decoder(directory, "cpu"), TOKENS, len(TOKENS)), expected, rtol=0, atol=0)
+
+
+def test_linears_outside_the_blocks_are_ignored(random_model: Any) -> None:
+    """OPT's projections between embeddings and blocks: vLLM would take them for quantized."""
+    directory, _ = random_model("opt", "projected", word_embed_proj_dim=16)
+    projections = ("model.decoder.project_out", "model.decoder.project_in")
+    assert set(never_quantized(Decoder(directory, "cpu"))) == set(projections)
+
+
 @pytest.mark.parametrize("model_type", ["gemma2", "gemma3_text", "granite", "olmo2", "cohere2", *OTHERS])
 def test_quantized_and_loaded_again(
     model_type: str, random_model: Any, make_dense_twin: Any, calibration_text: Path, tmp_path: Path
@@ -109,6 +126,9 @@ REFUSED = [
     ("gpt2", {}, r"transformer\.h: expected blocks with linear layers, found .*Conv1D"),
     ("gpt_oss", {}, "expected gated experts without bias"),
     ("t5", {}, "expected a causal language model"),
+    ("qwen2_5_omni", {}, r"config\.json: expected a causal language model|expected one language model"),
+    ("chameleon", {}, "expected"),
+    ("llava", {"architectures": 5}, "expected a tensor|no such tensor"),
 ]
 
 
@@ -118,5 +138,5 @@ def test_what_is_not_understood_is_named(
 ) -> None:
     AutoConfig.for_model(model_type, **changes).save_pretrained(tmp_path)
     save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
-    with pytest.raises(UnsupportedModelError, match=message):
+    with pytest.raises(LatqError, match=message):
         Decoder(tmp_path, "cpu")

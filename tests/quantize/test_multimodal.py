@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForMultimodalLM
 
 from vllm_latq.checkpoint import CheckpointReader, verify
+from vllm_latq.errors import LatqError, NumericalError, UnsupportedModelError
 from vllm_latq.quantize.certificate import verify_certificate
 from vllm_latq.quantize.decoder import Decoder
 from vllm_latq.quantize.left_alone import never_quantized
@@ -31,6 +32,7 @@ FAMILIES = {
     "qwen3_vl": ("model.language_model.layers", {"model.visual"}, Recipe("hptq", target_bits=3.5, **SAMPLES)),
     "idefics3": ("model.text_model.layers", {"model.vision_model", "model.connector"}, GPTQ),
 }
+PROCESSORS = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 LEAVES = (*(f"self_attn.{leaf}_proj" for leaf in "qkvo"), "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 TOKENS = torch.randint(3, 2048, (3, 20), generator=torch.Generator().manual_seed(1))
 
@@ -53,7 +55,8 @@ def test_quantized_and_loaded_again(
     family: str, mini_model: Path, make_dense_twin: Any, calibration_text: Path, tmp_path: Path
 ) -> None:
     model = random_multimodal(tmp_path / "source", family, mini_model)
-    (tmp_path / "source" / "preprocessor_config.json").write_text("{}")
+    for file in PROCESSORS:
+        (tmp_path / "source" / file).write_text("{}")
     blocks, beside, recipe = FAMILIES[family]
     with torch.no_grad():
         torch.testing.assert_close(walk(Decoder(tmp_path / "source", "cpu")), model(TOKENS).logits, rtol=0, atol=0)
@@ -65,7 +68,7 @@ def test_quantized_and_loaded_again(
     quantize_checkpoint(recipe, tmp_path / "source", tmp_path / "out", calibration=str(calibration_text))
     assert list(verify(tmp_path / "out")) == []
     assert list(verify_certificate(tmp_path / "out", tmp_path / "source", str(calibration_text))) == []
-    assert (tmp_path / "out" / "preprocessor_config.json").exists()
+    assert all((tmp_path / "out" / file).exists() for file in PROCESSORS)
     reader, original = CheckpointReader(tmp_path / "out"), load_file(tmp_path / "source" / "model.safetensors")
     assert set(reader.shapes) == linears
     assert all(reader.config.is_ignored(f"{module}.any.linear") for module in beside)
@@ -105,7 +108,8 @@ def test_what_predicts_further_tokens_stays(mini_model: Path, tmp_path: Path) ->
     """Layers in the checkpoint that are no part of the model for transformers, but one for vLLM."""
     shutil.copytree(mini_model, tmp_path / "source")
     tensors = load_file(tmp_path / "source" / "model.safetensors")
-    added = {f"mtp.layers.0.{leaf}": tensors[f"model.layers.0.{leaf}"].clone() for leaf in ("mlp.up_proj.weight",)}
+    further = {"mtp.layers.0.mlp.up_proj.weight": tensors["model.layers.0.mlp.up_proj.weight"].clone()}
+    added = further | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(32)}  # computed, for transformers
     save_file(tensors | added, tmp_path / "source" / "model.safetensors", metadata={"format": "pt"})
     recipe = Recipe("rtn", 4, group_size=128)
     assert plan(recipe, tmp_path / "source")["beside"] == [{"name": "mtp", "matrices": 1, "weights": 768 * 256}]
@@ -116,3 +120,43 @@ def test_what_predicts_further_tokens_stays(mini_model: Path, tmp_path: Path) ->
     assert list(verify(tmp_path / "out")) == []
     for name, tensor in added.items():
         assert torch.equal(reader.store.get(name), tensor)
+
+
+def test_a_broken_tower_is_refused(mini_model: Path, tmp_path: Path) -> None:
+    random_multimodal(tmp_path / "source", "idefics3", mini_model)
+    tensors = load_file(tmp_path / "source" / "model.safetensors")
+    name = "model.connector.modality_projection.proj.weight"
+    broken = {
+        f"expected a tensor {name}, found no such tensor": tensors | {name: None},
+        f"{name}: expected shape ": tensors | {name: tensors[name][:1]},
+    }
+    for message, stored in broken.items():
+        whole = {key: tensor.contiguous() for key, tensor in stored.items() if tensor is not None}
+        save_file(whole, tmp_path / "source" / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(LatqError, match=message):
+            quantize_checkpoint(Recipe("rtn", 4, group_size=32), tmp_path / "source", tmp_path / "out")
+    tensors[name][0, 0] = torch.nan
+    save_file(tensors, tmp_path / "source" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(NumericalError, match=f"{name}: expected finite weights, found 1 NaN"):
+        quantize_checkpoint(Recipe("rtn", 4, group_size=32), tmp_path / "source", tmp_path / "out")
+
+
+def test_a_tied_head_of_its_own(mini_model: Path, calibration_text: Path, tmp_path: Path) -> None:
+    """Both configurations say so: that of the whole, and that of the language model."""
+    model = random_multimodal(tmp_path / "source", "gemma3", mini_model, tie_word_embeddings=True)
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    quantize_checkpoint(Recipe("rtn", 4, group_size=32, ignore=()), tmp_path / "source", tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert not config["tie_word_embeddings"]
+    assert not config["text_config"]["tie_word_embeddings"]
+    loaded, _ = load_model(tmp_path / "out", "cpu")
+    head, embedding = loaded.get_output_embeddings(), model.get_input_embeddings().weight
+    assert 0 < (head.dense_weight(torch.float32) - embedding).norm() < 0.2 * embedding.norm()
+    assert torch.equal(loaded.get_input_embeddings().weight, embedding)
+
+
+def test_a_block_that_text_skips_is_refused(mini_model: Path) -> None:
+    decoder = Decoder(mini_model, "cpu")
+    decoder.model.model.config.num_hidden_layers = 3  # of its four blocks transformers calls so many
+    with pytest.raises(UnsupportedModelError, match=r"layers\.3: expected a block that every text passes through"):
+        decoder.embed(TOKENS, 3)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from vllm_latq.checkpoint import CheckpointReader, verify
 from vllm_latq.errors import (
@@ -15,6 +16,7 @@ from vllm_latq.errors import (
     CheckpointError,
     ConfigError,
     NumericalError,
+    UnsupportedModelError,
     UnsupportedShapeError,
 )
 from vllm_latq.quantize.certificate import verify_certificate
@@ -23,7 +25,6 @@ from vllm_latq.quantize.pipeline import quantize_checkpoint
 from vllm_latq.quantize.plan import plan
 from vllm_latq.quantize.prediction import predict_run
 from vllm_latq.quantize.recipe import Recipe
-from vllm_latq.weights import PackedWeight
 
 FEW = {"num_samples": 16, "seq_len": 128}
 RECIPES = {
@@ -33,6 +34,13 @@ RECIPES = {
     "hptq": Recipe("hptq", target_bits=3.125, **FEW),
     "hrtn": Recipe("hrtn", target_bits=3.125, **FEW),
 }
+
+# With a head, and for speed little else.
+LEFT = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj")
+HEADS = [
+    Recipe("gptq", 4, ignore=LEFT, **FEW),
+    Recipe("latq", target_bits=4, ignore=LEFT, num_samples=8, seq_len=64),
+]
 
 
 @pytest.fixture(scope="module")
@@ -106,19 +114,28 @@ def test_dry_run_predicts_the_size(checkpoints: dict[str, Path], mini_model: Pat
         assert [layer["name"] for layer in planned["layers"]] == [layer["name"] for layer in report["layers"]]
 
 
-def test_untied_head_can_be_quantized(mini_model: Path, calibration_text: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("recipe", HEADS)
+def test_the_head_can_be_quantized(recipe: Recipe, mini_model: Path, calibration_text: Path, tmp_path: Path) -> None:
+    """One of its own, or one that is the embedding, which then stays: to the same bits."""
     source = Path(shutil.copytree(mini_model, tmp_path / "untied"))
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
     tensors = load_file(source / "model.safetensors")
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-    save_file(tensors, source / "model.safetensors")
-    recipe = Recipe("gptq", 4, ignore=(), **FEW)
-    quantize_checkpoint(recipe, source, tmp_path / "out", calibration=str(calibration_text))
-    head = CheckpointReader(tmp_path / "out").weight("lm_head")
-    assert isinstance(head, PackedWeight)
-    relative = (head.dequantize() - tensors["lm_head.weight"].float()).norm() / tensors["lm_head.weight"].float().norm()
-    assert 0 < relative < 0.2
+    embedding = tensors["model.embed_tokens.weight"]
+    save_file(tensors | {"lm_head.weight": embedding.clone()}, source / "model.safetensors")
+    quantize_checkpoint(recipe, source, tmp_path / "own", calibration=str(calibration_text))
+    quantize_checkpoint(recipe, mini_model, tmp_path / "tied", calibration=str(calibration_text))
+    assert list(verify(tmp_path / "tied")) == []
+    assert list(verify_certificate(tmp_path / "tied", mini_model, str(calibration_text))) == []
+    assert not json.loads((tmp_path / "tied" / "config.json").read_text())["tie_word_embeddings"]
+    reader = CheckpointReader(tmp_path / "tied")
+    assert torch.equal(reader.store.get("model.embed_tokens.weight"), embedding)
+    head = reader.weight("lm_head").dequantize()
+    assert torch.equal(head, CheckpointReader(tmp_path / "own").weight("lm_head").dequantize())
+    assert 0 < (head - embedding.float()).norm() / embedding.float().norm() < 0.2
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "tied", dtype=torch.float32)
+    assert torch.equal(loaded.lm_head.dense_weight(torch.float32), head)
+    assert torch.equal(loaded.model.embed_tokens.weight, embedding.float())
 
 
 @pytest.mark.parametrize("left_alone", [0, 3])
@@ -136,9 +153,19 @@ def test_a_block_left_alone(left_alone: int, random_model: Any, calibration_text
     assert predict_run(recipe, source, str(calibration_text)).seconds > 0
 
 
-def test_tied_head_cannot_be_quantized(mini_model: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="Add lm_head to --ignore"):
-        quantize_checkpoint(Recipe("rtn", 4, ignore=()), mini_model, tmp_path / "out")
+@pytest.mark.parametrize("entry", ["mlp.", "re:.*mlp", "model.layers.9.mlp.up_proj", "nosuch"])
+def test_ignoring_what_is_not_there(entry: str, mini_model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="ignore: expected names of linears"):
+        quantize_checkpoint(Recipe("rtn", 4, ignore=("lm_head", entry)), mini_model, tmp_path / "out")
+
+
+def test_names_that_say_too_much(mini_model: Path, tmp_path: Path) -> None:
+    """A module beside the model that is called as linears in the blocks are would keep these from being quantized."""
+    source = Path(shutil.copytree(mini_model, tmp_path / "source"))
+    tensors = load_file(source / "model.safetensors")
+    save_file(tensors | {"up_proj.0.weight": torch.ones(4, 4)}, source / "model.safetensors")
+    with pytest.raises(UnsupportedModelError, match="expected no linear in the blocks that ends as up_proj"):
+        quantize_checkpoint(Recipe("rtn", 4), source, tmp_path / "out")
 
 
 def test_everything_ignored(mini_model: Path, tmp_path: Path) -> None:
