@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vllm_latq.errors import NumericalError, UnsupportedModelError, summary
+from vllm_latq.errors import LatqError, NumericalError, UnsupportedModelError, summary
 from vllm_latq.quantize.anatomy import Anatomy, fill_computed_buffers, parts_outside
 from vllm_latq.quantize.meta_model import is_encoder, load_config, meta_model
 from vllm_latq.quantize.offload import Place
@@ -268,6 +268,8 @@ class _Tail(nn.Module):
         with decoder._replaced(stand_ins):
             try:
                 logits: torch.Tensor = decoder.model(inputs_embeds=hidden, use_cache=False).logits
+            except LatqError:
+                raise
             except (AttributeError, TypeError, ValueError) as error:
                 raise decoder._unable(decoder.anatomy.base, "a model that takes text alone", error) from error
         return logits

@@ -15,7 +15,7 @@ from torch import nn
 
 import vllm_latq
 from vllm_latq.checkpoint import REPORT_FILE
-from vllm_latq.config import CheckpointConfig
+from vllm_latq.config import CheckpointConfig, covers
 from vllm_latq.errors import ConfigError, UnsupportedModelError
 from vllm_latq.experts import Experts
 from vllm_latq.quantize.budget import check_budget
@@ -133,7 +133,7 @@ def quantized_linears(decoder: Decoder, recipe: Recipe) -> dict[str, nn.Linear]:
     ignored = ignored_modules(decoder, recipe)
     config = CheckpointConfig(recipe.scheme, ignored)
     chosen = {name: linear for name, linear in linears.items() if not config.is_ignored(name)}
-    _check_ignored(recipe, linears.keys(), ignored, str(decoder.source))
+    _check_ignored(recipe.ignore, ignored[len(recipe.ignore) :], linears.keys(), str(decoder.source))
     if not chosen:
         raise ConfigError("ignore", "some linear left to quantize", "all of them ignored")
     for name, linear in chosen.items():
@@ -150,23 +150,25 @@ def ignored_modules(decoder: Decoder, recipe: Recipe) -> tuple[str, ...]:
     return (*recipe.ignore, *head, *never_quantized(decoder))
 
 
-def _check_ignored(recipe: Recipe, linears: Collection[str], ignored: tuple[str, ...], source: str) -> None:
-    """Refuse to ignore what is not there, and a model of which more would be ignored than is meant."""
-    for entry in recipe.ignore:
-        own = CheckpointConfig(recipe.scheme, (entry,))
-        inner = any(entry.startswith(f"{module}.") for module in ignored)
-        if (
-            entry != "lm_head"
-            and not inner
-            and not any(map(own.is_ignored, (*linears, *ignored[len(recipe.ignore) :])))
-        ):
-            hint = "Take names from `latq quantize --dry-run`."
-            raise ConfigError("ignore", "names of linears, their endings after a dot, or modules", repr(entry), hint)
-    for entry in set(ignored).difference(recipe.ignore):
-        own = CheckpointConfig(recipe.scheme, (entry,))
-        if found := next((name for name in linears if name != entry and own.is_ignored(name)), None):
+def _check_ignored(given: tuple[str, ...], kept: tuple[str, ...], linears: Collection[str], source: str) -> None:
+    """Refuse to ignore what is not there, and a model of which more would be ignored than is meant.
+
+    Args:
+        given: entries of the recipe.
+        kept: modules that are not quantized whatever the recipe.
+        linears: names of those that could be.
+        source: of the model, for errors.
+    """
+    for entry in given:
+        inside = entry.startswith(tuple(f"{module}." for module in kept))
+        if entry != "lm_head" and not inside and not any(covers(entry, name) for name in (*linears, *kept)):
+            expected = "names of linears, their endings after a dot, or names of modules"
+            raise ConfigError("ignore", expected, repr(entry), "Take names from `latq quantize --dry-run`.")
+    for entry in kept:
+        found = [name for name in linears if name != entry and covers(entry, name)]
+        if found and entry not in given:
             expected = f"no linear in the blocks that ends as {entry}, which is not quantized"
-            raise UnsupportedModelError(source, expected, found, f"Add {entry} to --ignore if neither should be.")
+            raise UnsupportedModelError(source, expected, found[0], f"Add {entry} to --ignore if neither should be.")
 
 
 def check_seq_len(decoder: Decoder, recipe: Recipe) -> None:

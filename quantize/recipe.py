@@ -83,7 +83,7 @@ class Recipe:
             model's own elsewhere), float32, bfloat16 or float16. Hessians are float32 sums, the algorithms compute
             in float32 and float64, whatever it is.
         seed: picks the calibration sequences; of stochastic rounding, and of the labels that latq draws.
-        ignore: linears that stay unquantized, by name or ending.
+        ignore: what stays unquantized: linears by name or ending, modules by name.
         block_size: columns per lazy batch of the recursion; a matter of speed.
         outliers: which weights ssqr keeps: those that overflow the grid (the paper's), or those whose rounding would
             cost most ("saving").

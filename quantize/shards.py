@@ -93,5 +93,7 @@ def untouched_names(decoder: Decoder, shard: int, linears: Collection[str]) -> l
 
 
 def untouched_tensors(decoder: Decoder, shard: int, linears: Collection[str]) -> dict[str, torch.Tensor]:
-    """The tensors of `untouched_names`."""
-    return {name: decoder.read(name) for name in untouched_names(decoder, shard, linears)}
+    """The tensors of `untouched_names`; NumericalError for one of the model's own that is not finite."""
+    own = set(decoder.stored.values())
+    names = untouched_names(decoder, shard, linears)
+    return {name: decoder.read(name) if name in own else decoder.store.get(name) for name in names}

@@ -61,6 +61,6 @@ def test_decode_latency(tmp_path: Path) -> None:
 @pytest.mark.engine
 @pytest.mark.skipif(OLD_VLLM, reason=NO_EXPERTS)
 def test_decode_latency_of_a_mixture() -> None:
-    """One scheme, as the script runs it in a process of its own."""
-    printed = decode_latency("--shape", "tiny-mixture", "--measure", SCHEME)
+    """One scheme, that with a quantized head, as the script runs it in a process of its own."""
+    printed = decode_latency("--shape", "tiny-mixture", "--measure", f"{SCHEME}, head 4 bits")
     assert_times(json.loads(next(line for line in printed.splitlines() if line.startswith("{"))))

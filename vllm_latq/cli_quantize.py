@@ -100,7 +100,7 @@ def _add_recipe(command: argparse.ArgumentParser) -> None:
         "--lm-head", action="store_true", help="quantize the head, too, apart from an embedding that it is tied to"
     )
     recipe.add_argument(
-        "--ignore", nargs="*", help="modules, or parts of their names, to leave unquantized (default lm_head)"
+        "--ignore", nargs="*", help="linears (names or endings) and modules (names) to leave alone (default lm_head)"
     )
 
 

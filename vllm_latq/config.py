@@ -112,7 +112,7 @@ class CheckpointConfig:
     recipe: Mapping[str, Any] = field(default_factory=dict)
 
     def is_ignored(self, module: str) -> bool:
-        return any(f".{module}".endswith(f".{entry}") or module.startswith(f"{entry}.") for entry in self.ignore)
+        return any(covers(entry, module) for entry in self.ignore)
 
     def scheme_for(self, module: str) -> LayerScheme | None:
         """The scheme of a linear by its full module name; None if it stays unquantized."""
@@ -155,6 +155,11 @@ class CheckpointConfig:
             fingerprint=config.get("fingerprint", ""),
             recipe=dict(config.get("recipe", {})),
         )
+
+
+def covers(entry: str, module: str) -> bool:
+    """Whether an entry of `ignore` names a module: by its whole name, an ending of it, or what it is in."""
+    return f".{module}".endswith(f".{entry}") or module.startswith(f"{entry}.")
 
 
 def _parse_scheme(value: Any, where: str) -> LayerScheme:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
+from walk import walk
 
 from vllm_latq.checkpoint import CheckpointReader, verify
 from vllm_latq.errors import LatqError
@@ -45,17 +46,6 @@ OTHERS = {
 LLAMA_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 RECIPE = Recipe("gptq", 4, group_size=16, num_samples=4, seq_len=32)
 TOKENS = torch.randint(3, 2048, (3, 20), generator=torch.Generator().manual_seed(1))
-
-
-def walk(decoder: Decoder, tokens: torch.Tensor, batch_size: int) -> torch.Tensor:
-    """Logits, computed one block at a time."""
-    batches = decoder.embed(tokens, batch_size)
-    for index in range(len(decoder)):
-        with decoder.block(index) as block:
-            for batch in batches:
-                batch.hidden = decoder.run(index, block, batch)
-    with decoder.head() as head, torch.no_grad():
-        return torch.cat([head(batch.hidden) for batch in batches])
 
 
 @pytest.mark.parametrize("model_type", [*LLAMA_LIKE, *OTHERS])

@@ -9,20 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
+from walk import walk
 
 from vllm_latq.errors import CheckpointError, NumericalError, UnsupportedModelError
 from vllm_latq.quantize.decoder import Decoder
 from vllm_latq.quantize.hessian import HessianCollector
-
-
-def walk(decoder: Decoder, tokens: torch.Tensor, batch_size: int) -> torch.Tensor:
-    batches = decoder.embed(tokens, batch_size)
-    for index in range(len(decoder)):
-        with decoder.block(index) as block:
-            for batch in batches:
-                batch.hidden = decoder.run(index, block, batch)
-    with decoder.head() as head, torch.no_grad():
-        return torch.cat([head(batch.hidden) for batch in batches])
 
 
 def test_tied_head_reads_the_embedding(mini_model: Path) -> None:

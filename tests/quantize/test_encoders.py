@@ -8,6 +8,7 @@ import pytest
 import torch
 from encoders import VOCABULARY, random_encoder
 from transformers import AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoTokenizer
+from walk import walk_blocks
 
 from vllm_latq.checkpoint import CheckpointReader, verify
 from vllm_latq.errors import CalibrationError, CheckpointError, ConfigError, UnsupportedModelError
@@ -35,15 +36,6 @@ RECIPES = {
 TOKENS = torch.randint(4, VOCABULARY, (3, 20), generator=torch.Generator().manual_seed(1))
 
 
-def walk(decoder: Decoder) -> torch.Tensor:
-    """Hidden states behind the last block, computed one block at a time."""
-    (batch,) = decoder.embed(TOKENS, len(TOKENS))
-    for index in range(len(decoder)):
-        with decoder.block(index) as block:
-            batch.hidden = decoder.run(index, block, batch)
-    return batch.hidden
-
-
 @pytest.mark.parametrize("model_type", LINEARS)
 def test_quantized_and_loaded_again(
     model_type: str, make_dense_twin: Any, calibration_text: Path, tmp_path: Path
@@ -53,7 +45,8 @@ def test_quantized_and_loaded_again(
     final_norm = getattr(model, "final_norm", torch.nn.Identity())
     with torch.no_grad():
         expected = model(TOKENS).last_hidden_state
-        torch.testing.assert_close(final_norm(walk(decoder)), expected, rtol=0, atol=0)
+        (states,) = walk_blocks(decoder, TOKENS, len(TOKENS))
+        torch.testing.assert_close(final_norm(states), expected, rtol=0, atol=0)
     recipe = RECIPES[model_type]
     assert {layer["name"] for layer in plan(recipe, decoder.source)["layers"]} == LINEARS[model_type]
     quantize_checkpoint(recipe, decoder.source, tmp_path / "out", calibration=str(calibration_text))

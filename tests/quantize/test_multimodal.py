@@ -10,6 +10,7 @@ import torch
 from multimodal import random_multimodal
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForMultimodalLM
+from walk import walk
 
 from vllm_latq.checkpoint import CheckpointReader, verify
 from vllm_latq.errors import LatqError, NumericalError, UnsupportedModelError
@@ -37,19 +38,6 @@ LEAVES = (*(f"self_attn.{leaf}_proj" for leaf in "qkvo"), "mlp.gate_proj", "mlp.
 TOKENS = torch.randint(3, 2048, (3, 20), generator=torch.Generator().manual_seed(1))
 
 
-def walk(decoder: Decoder) -> torch.Tensor:
-    """Logits, computed one block at a time."""
-    (batch,) = decoder.embed(TOKENS, len(TOKENS))
-    for index in range(len(decoder)):
-        with decoder.block(index) as block:
-            batch.hidden = decoder.run(index, block, batch)
-    with decoder.head() as head, torch.no_grad():
-        parts = [decoder.model.get_submodule(tower) for tower in decoder.anatomy.towers]
-        assert parts
-        assert all(parameter.is_meta for part in parts for parameter in part.parameters()), "a tower is in memory"
-        return head(batch.hidden)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_quantized_and_loaded_again(
     family: str, mini_model: Path, make_dense_twin: Any, calibration_text: Path, tmp_path: Path
@@ -58,8 +46,13 @@ def test_quantized_and_loaded_again(
     for file in PROCESSORS:
         (tmp_path / "source" / file).write_text("{}")
     blocks, beside, recipe = FAMILIES[family]
+    decoder = Decoder(tmp_path / "source", "cpu")
     with torch.no_grad():
-        torch.testing.assert_close(walk(Decoder(tmp_path / "source", "cpu")), model(TOKENS).logits, rtol=0, atol=0)
+        torch.testing.assert_close(walk(decoder, TOKENS, len(TOKENS)), model(TOKENS).logits, rtol=0, atol=0)
+    with decoder.head():
+        towers = [decoder.model.get_submodule(tower) for tower in decoder.anatomy.towers]
+        assert len(towers) == len(beside)
+        assert all(parameter.is_meta for tower in towers for parameter in tower.parameters()), "a tower is in memory"
     planned, linears = plan(recipe, tmp_path / "source"), {f"{blocks}.{n}.{leaf}" for n in range(2) for leaf in LEAVES}
     assert {layer["name"] for layer in planned["layers"]} == linears
     assert {module["name"] for module in planned["beside"]} == beside

@@ -1,0 +1,22 @@
+"""A model computed one block at a time, as quantization goes through it."""
+
+import torch
+
+from vllm_latq.quantize.decoder import Decoder
+
+
+def walk_blocks(decoder: Decoder, tokens: torch.Tensor, batch_size: int) -> list[torch.Tensor]:
+    """Hidden states of each batch behind the last block."""
+    batches = decoder.embed(tokens, batch_size)
+    for index in range(len(decoder)):
+        with decoder.block(index) as block:
+            for batch in batches:
+                batch.hidden = decoder.run(index, block, batch)
+    return [batch.hidden for batch in batches]
+
+
+def walk(decoder: Decoder, tokens: torch.Tensor, batch_size: int) -> torch.Tensor:
+    """Logits."""
+    batches = walk_blocks(decoder, tokens, batch_size)
+    with decoder.head() as head, torch.no_grad():
+        return torch.cat([head(hidden) for hidden in batches])
