@@ -23,25 +23,23 @@ SIZES = {
 
 @pytest.fixture(scope="module")
 def generations(random_model: Any, make_checkpoint: Any, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """Of two dense models, and of the first one's checkpoint that turns into the second's and back again.
+    """Of a dense model with a LoRA adapter and without, of a second one; and of the first one's checkpoint likewise.
 
-    The first ones with a LoRA adapter, too.
+    The last turns into the second's checkpoint and back again.
     """
     source, _ = random_model("qwen3", "engine", **SIZES)
     maker = type(make_checkpoint)(source, source.parent)
     config = CheckpointConfig(LayerScheme("packed", 3, 32, True), ("lm_head",))
     first, second = maker("first", config), maker("second", config, noise_seed=1)
     short = {"max_model_len": 64}
-    lora = {"enable_lora": True, "max_lora_rank": RANK}
-    adapter = write_adapter(tmp_path_factory.mktemp("lora") / "adapter", first.dense)
-    served = {"model": first.latq, "engine": short | {"dtype": "float16"}, "reload": [second.latq, first.latq]}
-    adapted = {"model": first.latq, "engine": short | lora | {"dtype": "float16"}, "adapter": str(adapter)}
+    lora = short | {"enable_lora": True, "max_lora_rank": RANK}
+    adapter = str(write_adapter(tmp_path_factory.mktemp("lora") / "adapter", first.dense))
+    served = {"model": first.latq, "engine": lora | {"dtype": "float16"}, "adapter": adapter}
     return probe(
         [
-            {"model": first.dense, "engine": short | lora, "adapter": str(adapter)},
+            {"model": first.dense, "engine": lora, "adapter": adapter},
             {"model": second.dense, "engine": short},
-            served | {"operators": True},
-            adapted,
+            served | {"reload": [second.latq, first.latq], "operators": True},
         ]
     )
 
@@ -59,14 +57,14 @@ def test_experts(random_model: Any, make_checkpoint: Any) -> None:
 
 
 def test_equals_the_dense_model(generations: list[Any]) -> None:
-    (_, dense), _, (served, *_, operators), _ = generations
+    (_, dense), _, (_, served, _, _, operators) = generations
     assert operators == ["ssqr_tiled"]
     assert_same(served, dense, LOGPROB_TOLERANCE)
 
 
 def test_reload_weights(generations: list[Any]) -> None:
     """To other weights and back; the other ones do differ."""
-    (_, first), (second,), (served, other, back, _), _ = generations
+    (_, first), (second,), (_, served, other, back, _) = generations
     with pytest.raises(AssertionError):
         assert_same(first, second, 10 * LOGPROB_TOLERANCE)
     assert_same(other, second, LOGPROB_TOLERANCE)
@@ -74,9 +72,8 @@ def test_reload_weights(generations: list[Any]) -> None:
 
 
 def test_lora_adapter(generations: list[Any]) -> None:
-    """Its products are added to those of the kernels; gone in requests without it."""
-    (expected, dense), _, _, (adapted, plain) = generations
+    """Its products are added to those of the kernels."""
+    (expected, dense), _, (adapted, *_) = generations
     assert_same(adapted, expected, LOGPROB_TOLERANCE)
-    assert_same(plain, dense, LOGPROB_TOLERANCE)
     with pytest.raises(AssertionError):
-        assert_same(adapted, plain, 10 * LOGPROB_TOLERANCE)
+        assert_same(adapted, dense, 10 * LOGPROB_TOLERANCE)

@@ -24,11 +24,12 @@ from vllm_latq.quantize.prediction import predict_run
 from vllm_latq.quantize.recipe import Recipe
 
 SAMPLES = {"num_samples": 4, "seq_len": 32}
-GPTQ = Recipe("gptq", 4, group_size=32, **SAMPLES)
+GPTQ, SSQR = (Recipe(method, 4, group_size=32, **SAMPLES) for method in ("gptq", "ssqr"))
 # Where the language model's blocks are stored, what stands beside it, and how it is quantized.
 FAMILIES = {
     "gemma3": ("language_model.model.layers", {"vision_tower", "multi_modal_projector"}, GPTQ),
     "mistral3": ("language_model.model.layers", {"vision_tower", "multi_modal_projector"}, GPTQ),
+    "llava": ("language_model.model.layers", {"vision_tower", "multi_modal_projector"}, SSQR),
     "qwen2_5_vl": ("model.layers", {"visual"}, Recipe("latq", target_bits=3.5, **SAMPLES)),
     "qwen3_vl": ("model.language_model.layers", {"model.visual"}, Recipe("hptq", target_bits=3.5, **SAMPLES)),
     "idefics3": ("model.text_model.layers", {"model.vision_model", "model.connector"}, GPTQ),
