@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMultimodalLM
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -24,9 +25,8 @@ def load_config(source: Path) -> Any:
     """The transformers configuration of an unquantized model directory; raises UnsupportedModelError."""
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UnsupportedModelError(f"{source}/config.json", "a model configuration", reason) from None
+    except (KeyError, OSError, TypeError, ValueError, StrictDataclassError) as error:
+        raise UnsupportedModelError(f"{source}/config.json", "a model configuration", summary(error)) from None
     if getattr(config, "quantization_config", None) is not None:
         hint = "Quantize the original model instead."
         raise UnsupportedModelError(f"{source}/config.json", "an unquantized model", "a quantization_config", hint)
