@@ -21,11 +21,11 @@ from torch import nn
 
 from vllm_latq.errors import LatqError, NumericalError, UnsupportedModelError, summary
 from vllm_latq.quantize.anatomy import Anatomy, fill_computed_buffers, parts_outside
+from vllm_latq.quantize.expert_store import ExpertStore
 from vllm_latq.quantize.meta_model import is_encoder, load_config, meta_model
 from vllm_latq.quantize.offload import Place
 from vllm_latq.quantize.recorder import Given, Recorder, check_recorded, shared
 from vllm_latq.quantize.sources import check_sources, check_tied, tensor_sources
-from vllm_latq.store import TensorStore
 from vllm_latq.tensor_names import stored_names
 
 
@@ -58,15 +58,16 @@ class Decoder:
 
     def __init__(self, source: str | Path, device: str | torch.device, dtype: torch.dtype | None = None) -> None:
         self.source = Path(source)
-        self.store = TensorStore(source)
+        self.store = ExpertStore(source)
         self.config = load_config(self.source)
         self.device = torch.device(device)
         own = self.config.dtype if isinstance(self.config.dtype, torch.dtype) else torch.bfloat16
         self.dtype = dtype or (torch.float32 if self.device.type == "cpu" else own)
         self.model = meta_model(self.source, self.config, self.dtype)
         self.encoder = is_encoder(self.config)
+        self.store.split_experts(self.model)
         self.anatomy = Anatomy.of(self.model, f"{source}: {type(self.model).__name__}", self.encoder)
-        self.stored = stored_names(self.model, list(self.store.names()), str(source), unfuse=())
+        self.stored = stored_names(self.model, list(self.store.names()), str(source))
         embedding, table = self.model.get_input_embeddings().weight, f"{self.anatomy.embedding}.weight"
         tied = [f"{name}.weight" for name, head in self.head_linears.items() if head.weight is embedding]
         self.tied = bool(tied)

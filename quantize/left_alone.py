@@ -68,9 +68,10 @@ def _routers(decoder: Decoder) -> tuple[str, ...]:
     modules = decoder.model.named_modules()
     parents = {name.rpartition(".")[0] for name, module in modules if isinstance(module, Experts)}
     siblings = [
-        f"{parent}.{leaf}"
+        part
         for parent in sorted(parents)
         for leaf, module in decoder.model.get_submodule(parent).named_children()
-        if leaf in ROUTERS and f"{parent}.{leaf}.weight" in decoder.stored
+        for part, _ in module.named_modules(prefix=f"{parent}.{leaf}")
+        if leaf in ROUTERS and f"{part}.weight" in decoder.stored
     ]
     return tuple(dict.fromkeys(decoder.stored_module(name) for name in siblings))

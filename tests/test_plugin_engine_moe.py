@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from engine_probe import NO_EXPERTS, OLD_VLLM, PROMPTS, assert_same, probe
+from mixtures import into_fused
 from transformers import AutoModelForCausalLM
 
 from vllm_latq.config import CheckpointConfig, LayerScheme
@@ -27,12 +28,24 @@ SIZES = {
     **{"num_experts": 6, "num_local_experts": 6, "num_experts_per_tok": 2},
     **{"sliding_window": None, "use_sliding_window": False},
 }
-LAYERS = {"mixtral": 2, "qwen3_moe": 1}
+CHANGES = {
+    "mixtral": {},
+    "qwen3_moe": {"num_hidden_layers": 1},
+    # These store the experts of a layer as one tensor.
+    "granitemoe": {},
+    "gemma4_text": {
+        **{"top_k_experts": 2, "enable_moe_block": True, "hidden_size_per_layer_input": 0, "global_head_dim": 32},
+        **{"layer_types": ["full_attention", "full_attention"], "sliding_window": 64},
+    },
+}
+FUSED = ("granitemoe", "gemma4_text")
 ENGINE = {"max_model_len": 64}
 SAMPLES = {"num_samples": 4, "seq_len": 32}
 RECIPES = {
     "mixtral": Recipe("ssqr", 3, group_size=32, outlier_rate=0.02, **SAMPLES),
     "qwen3_moe": Recipe("latq", target_bits=3.5, **SAMPLES),
+    "granitemoe": Recipe("gptq", 4, group_size=32, ignore=("model.layers.0.block_sparse_moe.experts",), **SAMPLES),
+    "gemma4_text": Recipe("hptq", target_bits=3.5, **SAMPLES),
 }
 
 
@@ -43,9 +56,14 @@ def pairs(
     """Checkpoint and dense twin of each family: two from the quantizer, others rounded in more encodings."""
     folder, found = tmp_path_factory.mktemp("mixtures"), {}
     for family, recipe in RECIPES.items():
-        source, _ = random_model(family, f"served-{family}", num_hidden_layers=LAYERS[family], **SIZES)
+        source, model = random_model(family, f"served-{family}", **SIZES | CHANGES[family])
         quantize_checkpoint(recipe, source, folder / family, calibration=str(calibration_text))
-        found[family] = folder / family, make_dense_twin(folder / family, folder / f"{family}-dense")
+        found[family] = folder / family, folder / f"{family}-dense"
+        if family in FUSED:
+            into_fused(model, folder / family)
+            model.save_pretrained(folder / f"{family}-dense")
+        else:
+            make_dense_twin(*found[family])
     maker = type(make_checkpoint)(source.parent / "served-mixtral", folder)
     config = CheckpointConfig(LayerScheme("packed", 3, 32, True), ("lm_head", "block_sparse_moe.gate"))
     found["other_mixtral"] = maker("other", config, noise_seed=1)
@@ -66,6 +84,7 @@ def generations(pairs: dict[str, tuple[Path, Path]]) -> dict[str, Any]:
         "mixtral": {"model": mixtral, "engine": ENGINE, "reload": [other, mixtral]},
         "qwen3_moe": {"model": qwen3, "engine": ENGINE, "reload": [qwen3]},
         "qwen2_moe": {"model": qwen2, "engine": ENGINE},
+        **{family: {"model": pairs[family][0], "engine": ENGINE} for family in FUSED},
         "dummy": {"model": qwen2, "engine": ENGINE | {"load_format": "dummy"}},
     }
     return dict(zip(jobs, probe(list(jobs.values())), strict=True))
@@ -85,7 +104,7 @@ def assert_right(generations: list[dict[str, Any]], dense: Path) -> None:
                 assert abs(row[int(number)] - logprob) <= LOGPROB_TOLERANCE
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "qwen2_moe"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "qwen2_moe", *FUSED])
 def test_equals_the_dequantized_model(
     family: str, generations: dict[str, Any], pairs: dict[str, tuple[Path, Path]]
 ) -> None:

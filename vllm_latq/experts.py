@@ -13,7 +13,7 @@ from torch import nn
 from vllm_latq.errors import UnsupportedModelError
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-_FUSED = {"gate_up_proj", "down_proj"}
+FUSED = ("gate_up_proj", "down_proj")
 
 
 class Expert(nn.Module):
@@ -47,7 +47,7 @@ class Experts(nn.ModuleList):
         expected = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
         layout = {flag: getattr(fused, flag, None) for flag in expected}
         shapes = {leaf: tuple(parameter.shape) for leaf, parameter in fused.named_parameters()}
-        if layout != expected or set(shapes) != _FUSED:
+        if layout != expected or set(shapes) != set(FUSED):
             found = f"{type(fused).__name__} with {layout} and parameters {', '.join(shapes)}"
             raise UnsupportedModelError(name, "gated experts without bias, gate and up one after the other", found)
         count, hidden, intermediate = shapes["down_proj"]
@@ -77,5 +77,5 @@ def fused_experts(model: nn.Module) -> list[str]:
     return [
         name
         for name, module in model.named_modules()
-        if any(leaf in _FUSED and parameter.dim() == 3 for leaf, parameter in module.named_parameters(recurse=False))
+        if any(leaf in FUSED and parameter.dim() == 3 for leaf, parameter in module.named_parameters(recurse=False))
     ]

@@ -78,6 +78,13 @@ class TensorStore:
         except (SafetensorError, OSError) as error:
             raise CheckpointError(str(self.directory / file), f"a readable {name}", str(error), _REPAIR) from None
 
+    def part(self, name: str, index: tuple[int | slice, ...]) -> torch.Tensor:
+        """Part of one tensor, of which nothing else is read; errors as of `get`."""
+        file = self._file_of(name)
+        with readable(self.directory / file):
+            part: torch.Tensor = self._handle(file).get_slice(name)[index]
+            return part
+
     def close(self) -> None:
         """Close the files, until one is read again."""
         self._open.clear()

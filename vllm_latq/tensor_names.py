@@ -6,45 +6,81 @@ and other readers of such checkpoints, vLLM among them, find what they look for.
 """
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.core_model_loading import Transpose, WeightConverter, WeightRenaming, rename_source_key
 
 from vllm_latq.errors import UnsupportedModelError
-from vllm_latq.experts import PROJECTIONS, Experts, fused_experts
+from vllm_latq.experts import FUSED, PROJECTIONS, Experts, fused_experts
 
 # Model tensor -> rule -> stored tensors; the rule is "" for a tensor that is stored as it is, under whatever name.
 _Sources = dict[str, dict[str, list[str]]]
 
 
-def stored_names(model: Any, stored: Collection[str], where: str, unfuse: Collection[str]) -> dict[str, str]:
+def stored_names(
+    model: Any, stored: Collection[str], where: str, quantized: Collection[str] | None = None
+) -> dict[str, str]:
     """Name of each tensor of the model -> its name in the checkpoint; its own where the checkpoint has none.
 
     Args:
-        model: a transformers model on the meta device. Fused experts made of a tensor in `unfuse` are replaced by
-            `Experts`, the tensors of which are then named one by one.
+        model: a transformers model on the meta device. Its fused experts are replaced by `Experts`, whose tensors are
+            named one by one, if any of them is quantized, or is stored as transformers would not merge it.
         stored: names of all tensors in the checkpoint.
         where: the checkpoint, for errors.
-        unfuse: those of `stored` that must be linears of their own.
+        quantized: those of `stored` that must be linears of their own; None for all of experts.
 
     Raises:
-        UnsupportedModelError: experts that are not stored one by one.
+        UnsupportedModelError: experts to be replaced that are not stored one by one.
     """
     sources = _sources(model, stored)
-    for name in fused_experts(model):
-        fused = {leaf: sources.get(f"{name}.{leaf}", {}) for leaf in ("gate_up_proj", "down_proj")}
-        made_of = [tensor for rules in fused.values() for tensors in rules.values() for tensor in tensors]
-        if not unfuse or set(made_of).intersection(unfuse):
+    fused = {name: len(model.get_submodule(name).down_proj) for name in fused_experts(model)}
+    merged = {name: _merged(name, sources) for name in fused}
+    single = {name: _single(name, count, sources) for name, count in fused.items()}
+    linears = {tensor for rules in merged.values() for tensors in rules for tensor in tensors}
+    if quantized is None or linears.intersection(quantized) or any(any(rules) for rules in single.values()):
+        for name, count in fused.items():
+            found = single[name] if any(single[name]) else merged[name]
+            if [len(tensors) for tensors in found] != [count] * len(PROJECTIONS):
+                expected = f"three stored matrices for each of {count} experts"
+                held = "; ".join(f"{len(tensors)} like {tensors[0]}" for tensors in found if tensors) or "none"
+                raise UnsupportedModelError(f"{where}: {name}", expected, held)
             model.set_submodule(name, Experts(model.get_submodule(name), name))
-            sources |= _split(name, len(model.get_submodule(name)), [*fused.values()], where)
+            for leaf, tensors in zip(PROJECTIONS, found, strict=True):
+                sources |= {f"{name}.{expert}.{leaf}.weight": {"": [at]} for expert, at in enumerate(tensors)}
     names = {}
     for name in model.state_dict():
         rules = sources.get(name, {"": [name]})
         # What is merged by another rule has no linear of its own, and is left to transformers.
         names[name] = rules[""][0] if list(rules) == [""] and len(rules[""]) == 1 else name
     return names
+
+
+def fused_tensors(model: Any, stored: Collection[str]) -> dict[str, dict[str, str]]:
+    """Fused experts of a model that the checkpoint holds fused, too: module -> its tensor -> the stored one.
+
+    Args:
+        model: a transformers model on the meta device.
+        stored: names of all tensors in the checkpoint; one may hold the matrices of its experts transposed.
+    """
+    modules, found = fused_experts(model), {}
+    conversions = get_model_conversion_mapping(model) if modules else []
+    transposes = {
+        pattern
+        for rule in conversions
+        if isinstance(rule, WeightConverter) and all(isinstance(step, Transpose) for step in rule.operations)
+        for pattern in rule.source_patterns
+    }
+    sources = _sources(model, stored) if modules else {}
+    for name in modules:
+        rules = {leaf: sources.get(f"{name}.{leaf}", {}) for leaf in FUSED}
+        tensors = {
+            leaf: [tensor for rule in {"", *transposes} for tensor in own.get(rule, [])] for leaf, own in rules.items()
+        }
+        if all(len(names) == 1 for names in tensors.values()):
+            found[name] = {leaf: names[0] for leaf, names in tensors.items()}
+    return found
 
 
 def unmerged(conversions: list[Any]) -> list[Any]:
@@ -56,7 +92,8 @@ def unmerged(conversions: list[Any]) -> list[Any]:
         if leaves is None:
             kept.append(conversion)
             continue
-        for pattern, leaf in zip(conversion.source_patterns, leaves, strict=True):
+        # Of one that only transposes, one pattern stands for both of gate and up, and renames nothing.
+        for pattern, leaf in zip(conversion.source_patterns, leaves, strict=False):
             own = re.fullmatch(r".*experts\.\*\.(\w+)\.weight\$?", pattern)
             if own and own[1] != leaf:
                 kept.append(WeightRenaming(rf"\.experts\.(\d+)\.{own[1]}\.", rf".experts.\1.{leaf}."))
@@ -81,19 +118,16 @@ def _sources(model: Any, stored: Collection[str]) -> _Sources:
     return {target: {rule: rules[rule] for rule in sorted(rules, key=order.index)} for target, rules in found.items()}
 
 
-def _split(name: str, count: int, fused: list[Mapping[str, list[str]]], where: str) -> _Sources:
-    """The sources of fused tensors as one entry per expert and projection."""
-    stored = [sorted(names, key=_natural) for rules in fused for rule, names in rules.items() if rule]
-    if [len(names) for names in stored] != [count] * len(PROJECTIONS):
-        found = "; ".join(names[0] for rules in fused for names in rules.values()) or "none"
-        hint = "Checkpoints that store the experts of a layer as one tensor are not supported."
-        expected = f"three stored matrices for each of {count} experts"
-        raise UnsupportedModelError(f"{where}: {name}", expected, f"those of {found}", hint)
-    return {
-        f"{name}.{expert}.{leaf}.weight": {"": [tensor]}
-        for leaf, names in zip(PROJECTIONS, stored, strict=True)
-        for expert, tensor in enumerate(names)
-    }
+def _merged(name: str, sources: _Sources) -> list[list[str]]:
+    """Stored matrices that transformers merges into a layer's fused experts, by its rules and in the experts' order."""
+    fused = [sources.get(f"{name}.{leaf}", {}) for leaf in FUSED]
+    return [sorted(names, key=_natural) for rules in fused for rule, names in rules.items() if rule]
+
+
+def _single(name: str, count: int, sources: _Sources) -> list[list[str]]:
+    """Stored matrices of a layer's experts under the names of `Experts`, by projection and in the experts' order."""
+    names = [[f"{name}.{expert}.{leaf}.weight" for expert in range(count)] for leaf in PROJECTIONS]
+    return [[sources[tensor][""][0] for tensor in tensors if "" in sources.get(tensor, {})] for tensors in names]
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

@@ -1,5 +1,6 @@
-"""A small mixture of experts on packed weights, beside its dense reference; and a model that never asks an expert."""
+"""Small mixtures: one on packed weights beside its dense reference, one that never asks an expert, one stored fused."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from random_weights import random_weight
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
+from vllm_latq.checkpoint import CheckpointReader
 from vllm_latq.config import LayerScheme
 from vllm_latq.expert_op import ACTIVATIONS, expert_constants, run_experts
 from vllm_latq.operands import make_operands, stack_operands
@@ -76,3 +78,46 @@ def never_choose(model: Path, expert: int) -> None:
     first, second, *_ = (row for row in range(len(gate)) if row != expert)
     gate[second], gate[expert] = -gate[first], 0
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+
+
+def fuse_experts(model: Path, transposed: bool = False) -> None:
+    """Store the experts of each layer of a saved model as one tensor, the way many are published.
+
+    Args:
+        model: directory, of experts stored one by one or fused in rows.
+        transposed: the last two dimensions are exchanged.
+    """
+    stored, fused = load_file(model / "model.safetensors"), {}
+    single: dict[str, dict[tuple[int, str], torch.Tensor]] = {}
+    for name, tensor in stored.items():
+        if found := re.fullmatch(r"(.*experts)\.(\d+)\.(\w+)\.weight", name):
+            single.setdefault(found[1], {})[int(found[2]), found[3]] = tensor
+        else:
+            fused[name] = tensor
+    for name, matrices in single.items():
+        count = len(matrices) // 3
+        pairs = [torch.cat([matrices[n, "gate_proj"], matrices[n, "up_proj"]]) for n in range(count)]
+        fused[f"{name}.gate_up_proj"] = torch.stack(pairs)
+        fused[f"{name}.down_proj"] = torch.stack([matrices[n, "down_proj"] for n in range(count)])
+    for name in fused:
+        if transposed and name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            fused[name] = fused[name].transpose(1, 2).contiguous()
+    save_file(fused, model / "model.safetensors", metadata={"format": "pt"})
+
+
+def into_fused(model: Any, checkpoint: Path) -> None:
+    """Give a transformers model, experts fused, the dequantized weights of a checkpoint of the same names."""
+    reader = CheckpointReader(checkpoint)
+    modules = dict(model.named_modules())
+    with torch.no_grad():
+        for name in reader.shapes:
+            parent, _, leaf = name.rpartition(".")
+            weight = reader.weight(name).dequantize()
+            if name in modules:
+                modules[name].weight.copy_(weight)
+                continue
+            experts, _, expert = parent.rpartition(".")
+            fused = modules[experts].gate_up_proj if leaf != "down_proj" else modules[experts].down_proj
+            rows = len(weight)
+            start = rows if leaf == "up_proj" else 0
+            fused[int(expert), start : start + rows].copy_(weight)

@@ -1,0 +1,98 @@
+"""The files of a model, seen as if every expert had matrices of its own where a layer's are stored as one tensor.
+
+    experts.gate_up_proj [experts, 2 * intermediate, hidden]  ->  experts.0.gate_proj.weight, experts.0.up_proj.weight
+    experts.down_proj    [experts, hidden, intermediate]      ->  experts.0.down_proj.weight
+
+Some families store both with their last two dimensions exchanged. Invariant: one matrix is read at a time, never the
+tensor that holds them all.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm_latq.errors import UnsupportedModelError
+from vllm_latq.experts import FUSED, PROJECTIONS
+from vllm_latq.store import TensorStore
+from vllm_latq.tensor_names import fused_tensors
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """Rows of one expert in a stored tensor, which holds columns where it is transposed."""
+
+    tensor: str
+    expert: int
+    rows: slice
+    columns: int
+    transposed: bool
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.rows.stop - self.rows.start, self.columns
+
+
+class ExpertStore(TensorStore):
+    """The safetensors files of a Hugging Face model directory, with the experts of its layers one by one.
+
+    Args:
+        directory: of the model.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        super().__init__(directory)
+        self._matrices: dict[str, _Matrix] = {}
+        self._hidden: set[str] = set()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._matrices or (name not in self._hidden and super().__contains__(name))
+
+    def names(self) -> Iterable[str]:
+        return [*(name for name in super().names() if name not in self._hidden), *self._matrices]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of one tensor, from its file's header; raises CheckpointError if it is missing."""
+        return self._matrices[name].shape if name in self._matrices else super().shape(name)
+
+    def get(self, name: str) -> torch.Tensor:
+        """One tensor on the CPU; raises CheckpointError if it is missing or its file is damaged."""
+        if name not in self._matrices:
+            return super().get(name)
+        at = self._matrices[name]
+        if at.transposed:
+            return self.part(at.tensor, (at.expert, slice(None), at.rows)).T.contiguous()
+        return self.part(at.tensor, (at.expert, at.rows))
+
+    def split_experts(self, model: Any) -> None:
+        """Show the experts of a model one by one.
+
+        Args:
+            model: as transformers makes it, on the meta device; says which tensors hold experts, and their shapes.
+
+        Raises:
+            UnsupportedModelError: a tensor of experts of another shape than the model's.
+        """
+        for name, tensors in fused_tensors(model, list(super().names())).items():
+            self._split(tensors, name, model.get_submodule(name))
+            self._hidden.update(tensors.values())
+
+    def _split(self, tensors: Mapping[str, str], name: str, fused: Any) -> None:
+        """Name the matrices of a layer's experts, the module `name`, by its stored `tensors`."""
+        stems = {tensor.removesuffix(f".{leaf}") for leaf, tensor in tensors.items()}
+        stem = stems.pop() if len(stems) == 1 else name
+        for leaf in FUSED:
+            count, rows, columns = expected = tuple(fused.get_parameter(leaf).shape)
+            found = super().shape(tensors[leaf])
+            if found not in (expected, (count, columns, rows)):
+                where = f"{self.directory}: {tensors[leaf]}"
+                raise UnsupportedModelError(where, f"shape {expected}", f"{found}", "Is config.json its own?")
+            parts = PROJECTIONS[:2] if leaf == FUSED[0] else PROJECTIONS[2:]
+            size = rows // len(parts)
+            for part, projection in enumerate(parts):
+                own = slice(part * size, (part + 1) * size)
+                for expert in range(count):
+                    matrix = _Matrix(tensors[leaf], expert, own, columns, found != expected)
+                    self._matrices[f"{stem}.{expert}.{projection}.weight"] = matrix
