@@ -34,8 +34,10 @@ CHANGES = {
     # These store the experts of a layer as one tensor.
     "granitemoe": {},
     "gemma4_text": {
-        **{"top_k_experts": 2, "enable_moe_block": True, "hidden_size_per_layer_input": 0, "global_head_dim": 32},
-        **{"layer_types": ["full_attention", "full_attention"], "sliding_window": 64},
+        **{"top_k_experts": 2, "enable_moe_block": True, "hidden_size_per_layer_input": 0, "sliding_window": 64},
+        # Attention over everything has one matrix for keys and values.
+        **{"layer_types": ["sliding_attention", "full_attention"], "attention_k_eq_v": True},
+        **{"global_head_dim": 64, "num_global_key_value_heads": 1},
     },
 }
 FUSED = ("granitemoe", "gemma4_text")
