@@ -22,6 +22,7 @@ from torch import nn
 from vllm_latq.errors import LatqError, NumericalError, UnsupportedModelError, summary
 from vllm_latq.quantize.anatomy import Anatomy, fill_computed_buffers, parts_outside
 from vllm_latq.quantize.expert_store import ExpertStore
+from vllm_latq.quantize.handed_on import HandedOn
 from vllm_latq.quantize.meta_model import is_encoder, load_config, meta_model
 from vllm_latq.quantize.offload import Place
 from vllm_latq.quantize.recorder import Given, Recorder, check_recorded, shared
@@ -36,10 +37,12 @@ class Batch:
     Attributes:
         hidden: [samples, tokens, hidden_size].
         arguments: keyword arguments of each block's forward (masks, rotary embeddings), by block index.
+        handed_on: what blocks hand on to later ones beside hidden states.
     """
 
     hidden: torch.Tensor
     arguments: list[dict[str, Any]]
+    handed_on: HandedOn
 
 
 class Decoder:
@@ -134,14 +137,16 @@ class Decoder:
         batches: list[Batch] = []
         with self._outside(self.anatomy.head or self.anatomy.blocks):
             for tokens in samples.split(batch_size):
-                hidden, arguments = self._record(tokens.to(self.device))
+                recorders = self._record(tokens.to(self.device))
+                arguments = [recorder.arguments for recorder in recorders]
                 if batches:
                     arguments = shared(arguments, batches[0].arguments)
-                batches.append(Batch(place(hidden.to("cpu")), arguments))
+                names = {name for recorder in recorders for name in recorder.mappings}
+                batches.append(Batch(place(recorders[0].hidden.to("cpu")), arguments, HandedOn(names)))
         return batches
 
-    def _record(self, tokens: torch.Tensor) -> tuple[torch.Tensor, list[dict[str, Any]]]:
-        """Hidden states that enter the first block, and the other arguments of each block."""
+    def _record(self, tokens: torch.Tensor) -> list[Recorder]:
+        """What each block is called with."""
         base = self.model.get_submodule(self.anatomy.base)
         options = {} if self.encoder else {"use_cache": False}
         # Blocks return a tensor, or in older families a tuple that starts with it: `self._as_tuple` is what worked.
@@ -160,7 +165,7 @@ class Decoder:
                 break
         self._as_tuple = as_tuple
         check_recorded(recorders, self.anatomy.blocks)
-        return recorders[0].hidden, [recorder.arguments for recorder in recorders]
+        return recorders
 
     @contextmanager
     def block(self, index: int) -> Iterator[nn.Module]:
@@ -184,12 +189,14 @@ class Decoder:
     @torch.no_grad()
     def run(self, index: int, block: nn.Module, batch: Batch) -> torch.Tensor:
         """Output hidden states of a block for a batch, on the CPU."""
-        return self.forward(index, block, batch.hidden.to(self.device), batch).to("cpu")
+        output = self.forward(index, block, batch.hidden.to(self.device), batch).to("cpu")
+        batch.handed_on.rest()
+        return output
 
     def forward(self, index: int, block: nn.Module, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Output hidden states of a block for hidden states on its device, with the arguments of a batch."""
         try:
-            output = block(hidden, **batch.arguments[index])
+            output = block(hidden, **batch.handed_on.arguments(batch.arguments[index]))
         except (AttributeError, TypeError) as error:
             raise self._unable(self.block_name(index), "a block that takes text alone", error) from error
         return output[0] if isinstance(output, tuple) else output
@@ -268,9 +275,17 @@ class _Tail(nn.Module):
             stand_in.given = hidden
         with decoder._replaced(stand_ins):
             try:
-                logits: torch.Tensor = decoder.model(inputs_embeds=hidden, use_cache=False).logits
+                logits: torch.Tensor = decoder.model(
+                    inputs_embeds=hidden, use_cache=False, **self._unused(hidden)
+                ).logits
             except LatqError:
                 raise
             except (AttributeError, TypeError, ValueError) as error:
                 raise decoder._unable(decoder.anatomy.base, "a model that takes text alone", error) from error
         return logits
+
+    def _unused(self, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What blocks alone use, and a model would seek in its embedding: Gemma's further embeddings of the tokens."""
+        (decoder,) = self.decoder
+        size = getattr(decoder.config.get_text_config(), "hidden_size_per_layer_input", None)
+        return {"per_layer_inputs": hidden.new_zeros(*hidden.shape[:-1], len(decoder), size)} if size else {}

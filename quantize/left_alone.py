@@ -9,6 +9,8 @@ from vllm_latq.quantize.meta_model import POOLER
 
 # Modules beside the experts that weigh them: small, and no other layer can make good a wrong choice of expert.
 ROUTERS = ("gate", "router", "shared_expert_gate")
+# What mixes the streams of Gemma 3n: matrices of a few rows or columns, and vLLM asks for a weight of theirs.
+MIXER = "altup"
 Shape = tuple[int, ...]
 
 
@@ -64,14 +66,12 @@ def _others(decoder: Decoder) -> dict[str, Shape]:
 
 
 def _routers(decoder: Decoder) -> tuple[str, ...]:
-    """Names in the checkpoint of what decides between experts, linears or not."""
-    modules = decoder.model.named_modules()
+    """Names in the checkpoint of what decides between experts, or mixes streams, linears or not."""
+    modules = list(decoder.model.named_modules())
     parents = {name.rpartition(".")[0] for name, module in modules if isinstance(module, Experts)}
-    siblings = [
-        part
-        for parent in sorted(parents)
-        for leaf, module in decoder.model.get_submodule(parent).named_children()
-        for part, _ in module.named_modules(prefix=f"{parent}.{leaf}")
-        if leaf in ROUTERS and f"{part}.weight" in decoder.stored
+    routers = [f"{parent}.{leaf}" for parent in sorted(parents) for leaf in ROUTERS]
+    small = tuple(f"{name}." for name in [*routers, *(name for name, _ in modules if name.endswith(f".{MIXER}"))])
+    found = [
+        name.removesuffix(".weight") for name in decoder.stored if name.startswith(small) and name.endswith(".weight")
     ]
-    return tuple(dict.fromkeys(decoder.stored_module(name) for name in siblings))
+    return tuple(decoder.stored_module(name) for name in found)

@@ -22,7 +22,7 @@ from vllm_latq.quantize.model_lattice import ModelLattice, aimed, full_weight
 from vllm_latq.quantize.recipe import MAX_SERVED_BITS, Recipe
 from vllm_latq.quantize.rehearsal import Cost, Rehearsal, measured, timed
 from vllm_latq.quantize.shards import shard_linears, shard_weights, untouched_names
-from vllm_latq.quantize.stages import Kind, Stage, block_kinds, stored_bytes
+from vllm_latq.quantize.stages import Kind, Stage, block_kinds, lead_to, stored_bytes
 from vllm_latq.quantize.statistics import (
     TOKENS_PER_BATCH,
     LayerStatistics,
@@ -90,6 +90,7 @@ def _statistics(
         # Costs what any head does; what it leaves is read by the stages that follow.
         _head_gradients(decoder, batches, quantized, files, recipe)
         return Stage(0.0, 0.0)
+    lead_to(kind.shard, decoder, batches)
     with decoder.block(kind.shard) as block, torch.no_grad():
         _, seconds = timed(lambda: [decoder.run(kind.shard, block, batch) for batch in batches])
     gradients = [torch.randn_like(batch.hidden) for batch in batches]

@@ -35,7 +35,7 @@ from vllm_latq.quantize.predicted_lattice import lattice_stages
 from vllm_latq.quantize.recipe import Recipe
 from vllm_latq.quantize.rehearsal import Cost, Rehearsal, measured, timed
 from vllm_latq.quantize.shards import shard_linears, shard_weights, untouched_names
-from vllm_latq.quantize.stages import Kind, Stage, block_kinds, stored_bytes
+from vllm_latq.quantize.stages import Kind, Stage, block_kinds, lead_to, stored_bytes
 from vllm_latq.quantize.stream import Stream, samples_per_batch
 from vllm_latq.quantize.target import Drift
 
@@ -147,6 +147,7 @@ def _kind(
     """One block of a kind: its two passes, and its quantization."""
     shard = kind.shard
     linears = shard_linears(decoder, quantized, shard)
+    lead_to(shard, decoder, (*stream.batches, *(stream.originals or ())))
     with shard_weights(decoder, shard) as block, torch.no_grad():
         held = kind.held
         hessians, seeing = measured(lambda: stream.inputs(shard, block, linears))

@@ -5,6 +5,7 @@ than to pass hidden states on is refused.
 """
 
 import inspect
+from collections.abc import MutableMapping
 from typing import Any
 
 import torch
@@ -14,12 +15,18 @@ from vllm_latq.errors import UnsupportedModelError
 
 
 class Recorder(nn.Module):
-    """Stands in for a block: keeps what it is called with, and returns NaN, which shows where it is used."""
+    """Stands in for a block: keeps what it is called with, and returns NaN, which shows where it is used.
+
+    Attributes:
+        hidden, output: what it was given, and what it returned.
+        arguments: all others; `mappings` are the names of those that blocks may fill for later ones.
+    """
 
     called = False
     hidden: torch.Tensor
     output: torch.Tensor
     arguments: dict[str, Any]
+    mappings: list[str]
 
     def __init__(self, block: nn.Module, as_tuple: bool) -> None:
         super().__init__()
@@ -39,6 +46,8 @@ class Recorder(nn.Module):
                 bound.update(bound.pop(parameter.name, {}))
         self.called, self.hidden = True, bound.pop("hidden_states")
         self.arguments = bound
+        # Empty now, because no block has run.
+        self.mappings = [name for name, value in bound.items() if isinstance(value, MutableMapping) and not value]
         self.output = torch.full_like(self.hidden, torch.nan)
         return (self.output,) if self.as_tuple else self.output
 

@@ -6,7 +6,9 @@ Invariant: blocks of a kind have linears of the same shapes, in the same order, 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from vllm_latq.quantize.decoder import Decoder
+import torch
+
+from vllm_latq.quantize.decoder import Batch, Decoder
 from vllm_latq.quantize.rehearsal import LiveBytes, timed
 from vllm_latq.quantize.shards import all_shard_linears, shard_weights, untouched_names
 
@@ -60,6 +62,16 @@ def block_kinds(decoder: Decoder, quantized: Collection[str]) -> list[Kind]:
     if last == len(decoder):
         kinds.append(_kind(decoder, [last], 0, untouched_names(decoder, last, ())))
     return kinds
+
+
+def lead_to(index: int, decoder: Decoder, batches: Iterable[Batch]) -> None:
+    """Run the blocks before one that is rehearsed, if it may read what they hand on beside hidden states."""
+    waiting = [batch for batch in batches if batch.handed_on.awaits()]
+    # The head reads nothing of it.
+    for earlier in range(index) if waiting and index < len(decoder) else ():
+        with decoder.block(earlier) as block, torch.no_grad():
+            for batch in waiting:
+                decoder.run(earlier, block, batch)
 
 
 def stored_bytes(decoder: Decoder, names: Iterable[str]) -> int:

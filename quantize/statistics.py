@@ -205,16 +205,16 @@ def block_gradients(
             for batch, states, behind in zip(batches, hidden, gradients, strict=True):
                 # Detached: the gradient must not live as long as the states, which are kept for the whole block.
                 states = states.to(decoder.device).detach().requires_grad_(True)
-                decoder.forward(index, block, states, batch).backward(behind.to(decoder.device))
+                batch.handed_on.backward(behind.to(decoder.device), decoder.forward, index, block, states, batch)
                 behind.copy_(_gradient(states))
 
-        def run() -> None:
+        def pass_all() -> None:
             for batch, states in zip(batches, hidden, strict=True):
                 decoder.forward(index, block, states.to(decoder.device), batch)
 
         total = grams.reduce(hidden)
         with torch.no_grad():
-            grams.complete(block, linears, run)
+            grams.complete(block, linears, pass_all)
     _finish(files, index, grams, linears, total)
 
 
@@ -238,13 +238,13 @@ class _Grams:
         self.world = world
 
     def reduce(self, hidden: list[torch.Tensor]) -> int:
-        """Sum over the processes, of which this one saw `hidden` [n, tokens, h]; how many tokens all of them saw."""
+        """Sum over the processes, of which this saw `hidden` [.., n, tokens, h]; how many tokens all of them saw."""
         self.inputs.hessians = self.world.reduce(self.inputs.hessians)
         parts = {(name, index): part for name, parts in self.outputs.items() for index, part in enumerate(parts)}
         self.outputs = {}
         for (name, _), part in self.world.sum(parts).items():
             self.outputs.setdefault(name, []).append(part)
-        return sum(self.world.gather(lambda: sum(states.shape[:-1].numel() for states in hidden)))
+        return sum(self.world.gather(lambda: sum(states.shape[-3:-1].numel() for states in hidden)))
 
     def complete(self, block: nn.Module, linears: Mapping[str, nn.Linear], run: Callable[[], None]) -> None:
         """Add to those of experts with fewer tokens than channels; `run` passes all tokens through the block."""

@@ -15,6 +15,7 @@ from vllm_latq.errors import CalibrationError
 from vllm_latq.experts import Experts
 from vllm_latq.quantize.decoder import Batch, Decoder
 from vllm_latq.quantize.distributed import ALONE, World
+from vllm_latq.quantize.handed_on import HandedOn
 from vllm_latq.quantize.hessian import HessianCollector, InputHessian, recording
 from vllm_latq.quantize.offload import Place
 from vllm_latq.quantize.residual import LastWriter, last_writer
@@ -49,7 +50,12 @@ class Stream:
         self.batches: list[Batch] = []
         if samples is not None:
             self.batches = decoder.embed(samples, samples_per_batch(decoder.device, samples.shape[1]), place)
-        self.originals = [place(batch.hidden.clone()) for batch in self.batches] if target != "quantized" else None
+        self.originals: list[Batch] | None = None
+        if target != "quantized":
+            self.originals = [
+                Batch(place(batch.hidden.clone()), batch.arguments, HandedOn(batch.handed_on.mappings))
+                for batch in self.batches
+            ]
 
     def __bool__(self) -> bool:
         return bool(self.batches)
@@ -67,7 +73,7 @@ class Stream:
                 behind = self._run(shard, block, batch)
             if writer:
                 assert self.originals is not None
-                away = self.originals[position].float() - behind.float()
+                away = self.originals[position].hidden.float() - behind.float()
                 collector.of(writer.name).add_residual(inputs[writer.name], away / writer.factor)
             elif not routed and position == 0:
                 collector.stop_early()
@@ -106,9 +112,9 @@ class Stream:
         """One batch of the original stream past the block: what each linear was fed, None without that stream."""
         if self.originals is None:
             return None
-        arguments = self.batches[position].arguments
+        batch = self.originals[position]
         with recording(linears) as seen:
-            self.originals[position].copy_(self._run(shard, block, Batch(self.originals[position], arguments)))
+            batch.hidden.copy_(self._run(shard, block, batch))
         return seen
 
     def _run(self, shard: int, block: nn.Module, batch: Batch) -> torch.Tensor:

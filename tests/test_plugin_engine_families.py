@@ -1,5 +1,5 @@
 """The real engine on families whose layers it merges, or runs, differently: encoders, linears fused in the checkpoint,
-linear and latent attention.
+linear and latent attention, and keys and values that blocks share.
 
 What it answers is what transformers finds for the dense model.
 """
@@ -30,6 +30,7 @@ RECIPES = {
     "roberta": Recipe("gptq", 4, group_size=32, **SAMPLES),
     "modernbert": Recipe("hptq", target_bits=3.5, **SAMPLES),
     "phi3": Recipe("latq", target_bits=3.5, ignore=(), **SAMPLES),  # its head, too
+    "gemma4_text": Recipe("latq", target_bits=3.5, **SAMPLES),
 }
 # vLLM 0.25 does not tell ModernBERT's linears how they are quantized.
 ENCODERS = ("bert", "roberta", "modernbert")[: 2 if OLD_VLLM else 3]
@@ -48,7 +49,16 @@ ATTENTION = {
         "first_k_dense_replace": 1,
     },
 }
-PHI3 = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32, "sliding_window": None}
+DECODERS = {
+    # It stores q, k and v, and gate and up, as one matrix each, as vLLM wants them.
+    "phi3": {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32, "sliding_window": None},
+    # Two of four blocks attend to keys and values of others, and every block has embeddings of its own.
+    "gemma4_text": {
+        **{"hidden_size": 128, "head_dim": 32, "global_head_dim": 64, "sliding_window": 64, "num_hidden_layers": 4},
+        **{"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2},
+        **{"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 2048, "use_double_wide_mlp": True},
+    },
+}
 
 
 @pytest.fixture(scope="module")
@@ -57,13 +67,13 @@ def pairs(
 ) -> dict[str, tuple[Path, Path]]:
     """Checkpoint and dense twin of each family."""
     folder, found = tmp_path_factory.mktemp("families"), {}
-    for family in (*ENCODERS, "phi3"):
+    for family in (*ENCODERS, *DECODERS):
         recipe = RECIPES[family]
         source = folder / f"{family}-source"
         if family in ENCODERS:
             random_encoder(source, family, calibration_text)
         else:
-            source, _ = random_model(family, f"served-{family}", **PHI3)
+            source, _ = random_model(family, f"served-{family}", **DECODERS[family])
         quantize_checkpoint(recipe, source, folder / family, calibration=str(calibration_text))
         found[family] = folder / family, make_dense_twin(folder / family, folder / f"{family}-dense")
     return found
@@ -93,10 +103,12 @@ def test_states_equal_the_dequantized_models(
         torch.testing.assert_close(torch.tensor(found), expected, rtol=0, atol=STATE_TOLERANCE)
 
 
-def test_linears_fused_in_the_checkpoint(answers: dict[str, Any], pairs: dict[str, tuple[Path, Path]]) -> None:
-    """phi3 stores q, k and v, and gate and up, as one matrix each, as vLLM wants them."""
-    model = AutoModelForCausalLM.from_pretrained(pairs["phi3"][1], dtype=torch.float32)
-    generations, operators = answers["phi3"]
+@pytest.mark.parametrize("family", DECODERS)
+def test_logprobs_equal_the_dequantized_models(
+    family: str, answers: dict[str, Any], pairs: dict[str, tuple[Path, Path]]
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(pairs[family][1], dtype=torch.float32)
+    generations, operators = answers[family]
     assert operators, "nothing was served quantized"
     for prompt, generation in zip(PROMPTS, generations, strict=True):
         with torch.no_grad():

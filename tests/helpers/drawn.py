@@ -1,8 +1,10 @@
-"""The labels that the loss of a whole model is taken at, as the statistics of `latq` draw them."""
+"""The labels that the loss of a whole model is taken at, as the statistics of `latq` draw them, and its gradients."""
 
 import hashlib
+from typing import Any
 
 import torch
+from torch import nn
 
 
 def drawn_labels(logits: torch.Tensor, seed: int) -> torch.Tensor:
@@ -13,3 +15,23 @@ def drawn_labels(logits: torch.Tensor, seed: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") // 2)
         labels.append(torch.multinomial(window, 1, generator=generator))
     return torch.cat(labels).squeeze(1)
+
+
+def one_backward_pass(model: Any, samples: torch.Tensor, seed: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Linear -> (inputs, gradients of its outputs), all tokens, by one ordinary backward pass of the whole model."""
+    seen: dict[str, list[torch.Tensor]] = {}
+
+    def watch(name: str, linear: nn.Linear) -> None:
+        def keep(_: nn.Module, arguments: tuple[torch.Tensor], output: torch.Tensor) -> None:
+            output.retain_grad()
+            seen[name] = [arguments[0], output]
+
+        linear.register_forward_hook(keep)
+
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            watch(name, module)
+    logits = model(samples).logits
+    labels = drawn_labels(logits.detach(), seed)
+    nn.functional.cross_entropy(logits.flatten(0, 1), labels, reduction="sum").backward()
+    return {name: (x.detach().flatten(0, -2), y.grad.flatten(0, -2)) for name, (x, y) in seen.items()}

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from drawn import drawn_labels
-from torch import nn
+from drawn import one_backward_pass
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from vllm_latq.quantize.calibration import load_samples
@@ -33,22 +32,7 @@ def collected(mini_model: Path, samples: torch.Tensor, tmp_path_factory: pytest.
 def expected(mini_model: Path, samples: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Linear -> (inputs, gradients of its outputs), all tokens, by one ordinary backward pass of the whole model."""
     model = AutoModelForCausalLM.from_pretrained(mini_model, dtype=torch.float32)
-    seen: dict[str, list[torch.Tensor]] = {}
-
-    def watch(name: str, linear: nn.Linear) -> None:
-        def keep(_: nn.Module, arguments: tuple[torch.Tensor], output: torch.Tensor) -> None:
-            output.retain_grad()
-            seen[name] = [arguments[0], output]
-
-        linear.register_forward_hook(keep)
-
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear):
-            watch(name, module)
-    logits = model(samples).logits
-    labels = drawn_labels(logits.detach(), SEED)
-    nn.functional.cross_entropy(logits.flatten(0, 1), labels, reduction="sum").backward()
-    return {name: (x.detach().flatten(0, 1), y.grad.flatten(0, 1)) for name, (x, y) in seen.items()}
+    return one_backward_pass(model, samples, SEED)
 
 
 def all_layers(files: StatisticsFiles) -> dict[str, LayerStatistics]:

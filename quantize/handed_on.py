@@ -1,0 +1,74 @@
+"""What blocks hand on beside hidden states: mappings that some fill and later ones read.
+
+In Gemma 3n and Gemma 4 the last blocks attend to keys and values that an earlier one computed. Invariant: between two
+blocks these wait on the CPU, without a graph, and so do their gradients.
+"""
+
+from collections import UserDict
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from typing import Any
+
+import torch
+
+from vllm_latq.errors import UnsupportedModelError
+
+# Name of the blocks' argument, key in it.
+_Place = tuple[str, Any]
+
+
+class HandedOn:
+    """What the blocks have handed on for a few samples, and once gradients are computed, those.
+
+    Args:
+        names: of the arguments of blocks that are such mappings; without any, nothing is handed on.
+    """
+
+    def __init__(self, names: Iterable[str] = ()) -> None:
+        self.mappings: dict[str, MutableMapping[Any, tuple[torch.Tensor, ...]]] = {name: UserDict() for name in names}
+        self._gradients: dict[_Place, list[torch.Tensor]] = {}
+
+    def awaits(self) -> bool:
+        """Whether blocks read what none has handed on yet."""
+        return any(not mapping for mapping in self.mappings.values())
+
+    def arguments(self, own: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a block, with the mappings among them."""
+        return {name: self.mappings.get(name, value) for name, value in own.items()}
+
+    def rest(self) -> None:
+        """Move what was handed on to the CPU."""
+        for (name, key), tensors in list(self._entries()):
+            self.mappings[name][key] = tuple(tensor.detach().to("cpu") for tensor in tensors)
+
+    def backward(self, gradient: torch.Tensor, run: Callable[..., torch.Tensor], *arguments: Any) -> None:
+        """Run a block, and go back through it.
+
+        Args:
+            gradient: of its output. Those of what it hands on are known from the blocks behind it; those of what it
+                reads are added to them.
+            run: the block's forward pass, which reads and fills the mappings; takes `arguments`.
+        """
+        read: dict[_Place, tuple[torch.Tensor, ...]] = {}
+        for (name, key), tensors in list(self._entries()):
+            read[name, key] = tuple(tensor.detach().requires_grad_(True) for tensor in tensors)
+            self.mappings[name][key] = read[name, key]
+        results, gradients = [run(*arguments)], [gradient]
+        for place, tensors in self._entries():
+            if tensors is not read.get(place) and place in self._gradients:
+                results += tensors
+                gradients += [known.to(tensors[0].device) for known in self._gradients.pop(place)]
+        torch.autograd.backward(results, gradients)
+        for place, tensors in read.items():
+            if any(tensor.grad is not None for tensor in tensors):
+                known = self._gradients.get(place) or [torch.zeros_like(tensor) for tensor in tensors]
+                added = [0 if tensor.grad is None else tensor.grad for tensor in tensors]
+                self._gradients[place] = [one + more for one, more in zip(known, added, strict=True)]
+        self.rest()
+
+    def _entries(self) -> Iterator[tuple[_Place, tuple[torch.Tensor, ...]]]:
+        for name, mapping in self.mappings.items():
+            for key, tensors in mapping.items():
+                if not isinstance(tensors, tuple) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
+                    where, found = f"the blocks' argument {name}[{key!r}]", type(tensors).__name__
+                    raise UnsupportedModelError(where, "tensors in a tuple, handed on to later blocks", found)
+                yield (name, key), tensors

@@ -1,0 +1,113 @@
+"""Models whose last blocks read keys and values of earlier ones: walked forward and backward, and quantized."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from drawn import one_backward_pass
+from torch import nn
+from walk import walk, walk_blocks
+
+from vllm_latq.checkpoint import verify
+from vllm_latq.errors import UnsupportedModelError
+from vllm_latq.quantize.certificate import verify_certificate
+from vllm_latq.quantize.decoder import Decoder
+from vllm_latq.quantize.handed_on import HandedOn
+from vllm_latq.quantize.left_alone import never_quantized
+from vllm_latq.quantize.loading import load_model
+from vllm_latq.quantize.pipeline import quantize_checkpoint
+from vllm_latq.quantize.prediction import predict_run
+from vllm_latq.quantize.recipe import Recipe
+from vllm_latq.quantize.statistics import StatisticsFiles, collect_statistics
+from vllm_latq.quantize.stream import Stream
+
+SEED = 3
+SAMPLES = {"num_samples": 4, "seq_len": 32}
+TOKENS = torch.randint(3, 2048, (6, 20), generator=torch.Generator().manual_seed(1))
+# Two of their blocks attend to what others computed; every block also gets an embedding of its own.
+SHARED = {
+    **{"num_hidden_layers": 4, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 16},
+    **{"vocab_size_per_layer_input": 2048, "layer_types": ["sliding_attention", "full_attention"] * 2},
+}
+FAMILIES = {
+    "gemma4_text": SHARED | {"global_head_dim": 16, "use_double_wide_mlp": True},
+    "gemma3n_text": SHARED
+    | {"intermediate_size": [48] * 4, "activation_sparsity_pattern": [0.0] * 4, "laurel_rank": 16, "head_dim": 16},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_walked_forward_and_backward(family: str, random_model: Any, tmp_path: Path) -> None:
+    source, model = random_model(family, f"shared-{family}", **FAMILIES[family])
+    decoder = Decoder(source, "cpu")
+    with torch.no_grad():
+        torch.testing.assert_close(walk(decoder, TOKENS, len(TOKENS)), model(TOKENS).logits, rtol=0, atol=0)
+    linears = {name: linear for index in range(4) for name, linear in decoder.linears(index).items()}
+    wanted = {name: linears[name] for name in linears.keys() - set(never_quantized(decoder))}
+    assert len(wanted) >= 4 * 8
+    files = StatisticsFiles(tmp_path)
+    collect_statistics(decoder, TOKENS, wanted, files, SEED)
+    expected = one_backward_pass(model, TOKENS, SEED)
+    for index in range(4):
+        for name, layer in files.read(index).items():
+            inputs, gradients = expected[name]
+            (gram,) = layer.outputs
+            for found, tensors, count in ((layer.inputs, inputs, len(inputs)), (gram, gradients, TOKENS.numel())):
+                reference = tensors.T @ tensors / count
+                assert float((found - reference).norm()) <= 1e-3 * float(reference.norm()), name
+
+
+def test_each_stream_has_its_own(random_model: Any) -> None:
+    """The original model's blocks read what its own handed on, those of the quantized one what theirs did."""
+    source, model = random_model("gemma4_text", "streams", **FAMILIES["gemma4_text"])
+    decoder = Decoder(source, "cpu")
+    (original,) = walk_blocks(decoder, TOKENS, len(TOKENS))
+    stream = Stream(decoder, TOKENS, "original")
+    for index in range(4):
+        with decoder.block(index) as block, torch.no_grad():
+            stream.inputs(index, block, decoder.linears(index))
+            for linear in decoder.linears(index).values():
+                linear.weight.mul_(0.9)
+            stream.advance(index, block)
+    assert stream.originals is not None
+    assert torch.equal(torch.cat([batch.hidden for batch in stream.originals]), original)
+    with torch.no_grad():
+        for block in model.model.layers:
+            for module in block.modules():
+                if isinstance(module, nn.Linear):
+                    module.weight.mul_(0.9)
+        expected = model(TOKENS).logits
+        with decoder.head() as head:
+            found = head(torch.cat([batch.hidden for batch in stream.batches]))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "recipe"),
+    [
+        ("gemma4_text", Recipe("latq", target_bits=3.5, **SAMPLES)),
+        ("gemma4_text", Recipe("gptq", 4, group_size=16, target="original", **SAMPLES)),
+        ("gemma3n_text", Recipe("ssqr", 3, group_size=16, outlier_rate=0.02, **SAMPLES)),
+    ],
+    ids=["gemma4-latq", "gemma4-original", "gemma3n-ssqr"],
+)
+def test_quantized_and_loaded_again(
+    family: str, recipe: Recipe, random_model: Any, make_dense_twin: Any, calibration_text: Path, tmp_path: Path
+) -> None:
+    source, _ = random_model(family, f"shared-{family}", **FAMILIES[family])
+    assert predict_run(recipe, source).seconds > 0
+    quantize_checkpoint(recipe, source, tmp_path / "out", calibration=str(calibration_text))
+    assert list(verify(tmp_path / "out")) == []
+    assert list(verify_certificate(tmp_path / "out", source, str(calibration_text))) == []
+    make_dense_twin(tmp_path / "out", tmp_path / "dense")
+    (loaded, _), (dense, _) = (load_model(tmp_path / folder, "cpu") for folder in ("out", "dense"))
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(TOKENS).logits, dense(TOKENS).logits, rtol=0, atol=1e-5)
+
+
+def test_what_is_no_tuple_of_tensors_is_refused() -> None:
+    handed_on = HandedOn(["states"])
+    handed_on.mappings["states"]["full"] = torch.zeros(2)  # type: ignore[assignment]
+    with pytest.raises(UnsupportedModelError, match=r"states\['full'\].*tensors in a tuple"):
+        handed_on.rest()
