@@ -5,8 +5,8 @@
          ├── head (of a language model)
          └── towers (of a multimodal one): what makes embeddings of images or sound
 
-Invariant: an Anatomy is only made of a model whose blocks form one list and hand nothing but hidden states from one to
-the next; whatever does not fit is refused by name, not guessed at.
+Invariant: an Anatomy is only made of a model whose blocks form one list; whatever does not fit is refused by name, not
+guessed at.
 """
 
 from collections.abc import Iterable, Iterator

@@ -173,7 +173,7 @@ class Decoder:
         block, name = self._blocks[index], self.block_name(index)
         try:
             for part, module in block.named_modules(prefix=name):
-                self._materialize(part, module)
+                self._materialize(part, module, {})
             yield block
         finally:
             block.to("meta")
@@ -183,7 +183,8 @@ class Decoder:
     @contextmanager
     def head(self) -> Iterator[nn.Module]:
         """What turns the last block's hidden states into logits, with its weights in memory."""
-        with self._outside(self.anatomy.embedding):
+        # A tied embedding is in memory anyway, and Gemma 4 compares states with those of images' tokens.
+        with self._outside(self.anatomy.blocks if self.tied else self.anatomy.embedding):
             yield _Tail(self)
 
     @torch.no_grad()
@@ -219,9 +220,10 @@ class Decoder:
     def _outside(self, excluded: str) -> Iterator[None]:
         """Everything but blocks, towers and the module named, with its weights in memory."""
         parts = list(parts_outside(self.model, "", (excluded, self.anatomy.blocks, *self.anatomy.towers)))
+        loaded: dict[str, nn.Parameter] = {}
         try:
             for name, module in parts:
-                self._materialize(name, module)
+                self._materialize(name, module, loaded)
             yield
         finally:
             for _, module in parts:
@@ -231,14 +233,19 @@ class Decoder:
                 for leaf, buffer in module._buffers.items():
                     module._buffers[leaf] = None if buffer is None else buffer.to("meta")
 
-    def _materialize(self, name: str, module: nn.Module) -> None:
-        """Give a module's own parameters and buffers, not those of its children, their values."""
+    def _materialize(self, name: str, module: nn.Module, loaded: dict[str, nn.Parameter]) -> None:
+        """Give a module's own parameters and buffers, not those of its children, their values.
+
+        `loaded` are the parameters in memory by their source, where one may stand for several.
+        """
         fill_computed_buffers(self.model, name, module, self.device)
         prefix = f"{name}." if name else ""
         for leaf, parameter in module._parameters.items():
             if parameter is not None:
-                loaded = self._load(prefix + leaf, parameter)
-                module._parameters[leaf] = nn.Parameter(loaded, requires_grad=False)
+                source = self._sources[prefix + leaf]
+                if source not in loaded:
+                    loaded[source] = nn.Parameter(self._load(prefix + leaf, parameter), requires_grad=False)
+                module._parameters[leaf] = loaded[source]
         for leaf, buffer in module._buffers.items():
             if buffer is not None and leaf not in module._non_persistent_buffers_set:
                 module._buffers[leaf] = self._load(prefix + leaf, buffer)
@@ -246,8 +253,10 @@ class Decoder:
     def read(self, stored: str) -> torch.Tensor:
         """A tensor of the checkpoint on the CPU, by its name there; NumericalError unless it is finite."""
         tensor = self.store.get(stored)
-        if not torch.isfinite(tensor).all():
-            found = f"{int((~torch.isfinite(tensor)).sum())} NaN or infinite values"
+        # A single number may be a limit, as audio towers have them.
+        wrong = tensor.isnan() if tensor.dim() == 0 else ~tensor.isfinite()
+        if wrong.any():
+            found = f"{int(wrong.sum())} NaN or infinite values"
             raise NumericalError(f"{self.source}: {stored}", "finite weights", found, "The model is damaged.")
         return tensor
 
@@ -275,13 +284,12 @@ class _Tail(nn.Module):
             stand_in.given = hidden
         with decoder._replaced(stand_ins):
             try:
-                logits: torch.Tensor = decoder.model(
-                    inputs_embeds=hidden, use_cache=False, **self._unused(hidden)
-                ).logits
+                output = decoder.model(inputs_embeds=hidden, use_cache=False, **self._unused(hidden))
             except LatqError:
                 raise
             except (AttributeError, TypeError, ValueError) as error:
                 raise decoder._unable(decoder.anatomy.base, "a model that takes text alone", error) from error
+        logits: torch.Tensor = output.logits
         return logits
 
     def _unused(self, hidden: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -1,7 +1,7 @@
 """Stand-ins for decoder blocks: they tell what a model hands to its blocks, and let it go on from given hidden states.
 
 Invariant: what was recorded suffices to run the blocks one after another; a model that does more between its blocks
-than to pass hidden states on is refused.
+than to pass hidden states on, and the mappings of `handed_on`, is refused.
 """
 
 import inspect

@@ -7,13 +7,13 @@ import torch
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
-    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
     AutoTokenizer,
 )
 
 # Tokens behind the 2048 of the bundled tokenizer, and what they stand for.
-SPECIAL = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<image>", "<|video_pad|>")
-IMAGE_TOKEN, VIDEO_TOKEN = 2052, 2053
+SPECIAL = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<image>", "<|video_pad|>", "<audio>")
+IMAGE_TOKEN, VIDEO_TOKEN, AUDIO_TOKEN = 2052, 2053, 2054
 # vLLM's attention on a CPU takes heads of 32 channels and more.
 TEXT = {
     **{"vocab_size": 2080, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "head_dim": 32},
@@ -46,14 +46,17 @@ def random_multimodal(directory: Path, model_type: str, tokenizer: Path, **chang
         changes = {"rope_parameters": rope} | changes
     whole = AutoConfig.for_model(model_type)
     text = AutoConfig.for_model(whole.text_config.model_type, **TEXT | changes)
-    tower = whole.vision_config
+    tower = whole.vision_config or AutoConfig.for_model(f"{model_type}_vision")
     sizes = {name: size for name, size in VISION.items() if hasattr(tower, name)}
     make = CONFIG_MAPPING[tower.model_type] if tower.model_type in CONFIG_MAPPING else type(tower)
     tokens = {"image_token_id": IMAGE_TOKEN, "image_token_index": IMAGE_TOKEN, "video_token_id": VIDEO_TOKEN}
     tokens |= {"vision_start_token_id": 2050, "vision_end_token_id": 2051}
     tokens["tie_word_embeddings"] = text.tie_word_embeddings
+    if model_type == "gemma4":  # of sound, too
+        audio = AutoConfig.for_model("gemma4_audio", hidden_size=64, num_hidden_layers=1, output_proj_dims=64)
+        tokens |= {"audio_config": audio.to_dict(), "audio_token_id": AUDIO_TOKEN}
     config = type(whole)(text_config=text.to_dict(), vision_config=make(**sizes).to_dict(), **tokens)
-    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
+    model = AutoModelForMultimodalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
