@@ -41,12 +41,13 @@ def stored_names(
     linears = {tensor for rules in merged.values() for tensors in rules for tensor in tensors}
     if quantized is None or linears.intersection(quantized) or any(any(rules) for rules in single.values()):
         for name, count in fused.items():
+            experts = Experts(model.get_submodule(name), name)
             found = single[name] if any(single[name]) else merged[name]
             if [len(tensors) for tensors in found] != [count] * len(PROJECTIONS):
                 expected = f"three stored matrices for each of {count} experts"
                 held = "; ".join(f"{len(tensors)} like {tensors[0]}" for tensors in found if tensors) or "none"
                 raise UnsupportedModelError(f"{where}: {name}", expected, held)
-            model.set_submodule(name, Experts(model.get_submodule(name), name))
+            model.set_submodule(name, experts)
             for leaf, tensors in zip(PROJECTIONS, found, strict=True):
                 sources |= {f"{name}.{expert}.{leaf}.weight": {"": [at]} for expert, at in enumerate(tensors)}
     names = {}
