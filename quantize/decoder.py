@@ -161,7 +161,7 @@ class Decoder:
                     expected = "blocks that hand on hidden states, alone or first in a tuple"
                     raise self._unable(self.anatomy.blocks, expected, error) from error
             reached = all(recorder.called for recorder in recorders)
-            if not reached or all(now.hidden is before.output for before, now in pairwise(recorders)):
+            if not reached or all(now.follows(before) for before, now in pairwise(recorders)):
                 break
         self._as_tuple = as_tuple
         check_recorded(recorders, self.anatomy.blocks)

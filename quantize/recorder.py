@@ -51,6 +51,13 @@ class Recorder(nn.Module):
         self.output = torch.full_like(self.hidden, torch.nan)
         return (self.output,) if self.as_tuple else self.output
 
+    def follows(self, before: "Recorder") -> bool:
+        """Whether it was given what another returned, or a view of all of it."""
+        given, returned = self.hidden, before.output
+        if given is returned or not isinstance(given, torch.Tensor):
+            return given is returned
+        return given.shape == returned.shape and given.data_ptr() == returned.data_ptr()
+
 
 class Given(Recorder):
     """Stands in for a block: returns the hidden states it was given."""
@@ -70,7 +77,7 @@ def check_recorded(recorders: list[Recorder], blocks: str) -> None:
             raise UnsupportedModelError(
                 where, "a block that every text passes through", "one that text alone skips", hint
             )
-        if index and recorder.hidden is not recorders[index - 1].output:
+        if index and not recorder.follows(recorders[index - 1]):
             raise UnsupportedModelError(where, "the previous block's output as input", "another tensor", hint)
         for name, value in recorder.arguments.items():
             tensors = value if isinstance(value, list | tuple) else (value,)
