@@ -59,6 +59,8 @@ DECODERS = {
         **{"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 2048, "use_double_wide_mlp": True},
     },
 }
+if OLD_VLLM:  # which does not start it, dense or not, with transformers 5.23
+    del DECODERS["gemma4_text"]
 
 
 @pytest.fixture(scope="module")
