@@ -11,7 +11,6 @@ or by stand-ins that hand in the hidden states. Nothing is computed behind an en
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,27 +21,12 @@ from torch import nn
 from vllm_latq.errors import LatqError, NumericalError, UnsupportedModelError, summary
 from vllm_latq.quantize.anatomy import Anatomy, fill_computed_buffers, parts_outside
 from vllm_latq.quantize.expert_store import ExpertStore
-from vllm_latq.quantize.handed_on import HandedOn
+from vllm_latq.quantize.handed_on import Batch, HandedOn
 from vllm_latq.quantize.meta_model import is_encoder, load_config, meta_model
 from vllm_latq.quantize.offload import Place
 from vllm_latq.quantize.recorder import Given, Recorder, check_recorded, shared
 from vllm_latq.quantize.sources import check_sources, check_tied, tensor_sources
 from vllm_latq.tensor_names import stored_names
-
-
-@dataclass
-class Batch:
-    """Hidden states of a few samples between two blocks.
-
-    Attributes:
-        hidden: [samples, tokens, hidden_size].
-        arguments: keyword arguments of each block's forward (masks, rotary embeddings), by block index.
-        handed_on: what blocks hand on to later ones beside hidden states.
-    """
-
-    hidden: torch.Tensor
-    arguments: list[dict[str, Any]]
-    handed_on: HandedOn
 
 
 class Decoder:
@@ -138,11 +122,12 @@ class Decoder:
         with self._outside(self.anatomy.head or self.anatomy.blocks):
             for tokens in samples.split(batch_size):
                 recorders = self._record(tokens.to(self.device))
+                beside = sum(recorder.place_slices(place) for recorder in recorders)
                 arguments = [recorder.arguments for recorder in recorders]
                 if batches:
                     arguments = shared(arguments, batches[0].arguments)
                 names = {name for recorder in recorders for name in recorder.mappings}
-                batches.append(Batch(place(recorders[0].hidden.to("cpu")), arguments, HandedOn(names)))
+                batches.append(Batch(place(recorders[0].hidden.to("cpu")), arguments, HandedOn(names), beside))
         return batches
 
     def _record(self, tokens: torch.Tensor) -> list[Recorder]:
@@ -197,8 +182,8 @@ class Decoder:
     def forward(self, index: int, block: nn.Module, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Output hidden states of a block for hidden states on its device, with the arguments of a batch."""
         try:
-            output = block(hidden, **batch.handed_on.arguments(batch.arguments[index]))
-        except (AttributeError, TypeError) as error:
+            output = block(hidden, **batch.handed_on.arguments(batch.arguments[index], self.device))
+        except (AttributeError, LookupError, TypeError) as error:
             raise self._unable(self.block_name(index), "a block that takes text alone", error) from error
         return output[0] if isinstance(output, tuple) else output
 
@@ -254,6 +239,11 @@ class Decoder:
         """A tensor of the checkpoint on the CPU, by its name there; NumericalError unless it is finite."""
         tensor = self.store.get(stored)
         # A single number may be a limit, as audio towers have them.
+        if tensor.dtype.is_floating_point and tensor.element_size() < 2:
+            hint = "Quantize the original model instead."
+            raise UnsupportedModelError(
+                f"{self.source}: {stored}", "weights in 16 bits or more", f"{tensor.dtype}", hint
+            )
         wrong = tensor.isnan() if tensor.dim() == 0 else ~tensor.isfinite()
         if wrong.any():
             found = f"{int(wrong.sum())} NaN or infinite values"
@@ -262,7 +252,11 @@ class Decoder:
 
     def _load(self, name: str, like: torch.Tensor) -> torch.Tensor:
         """What a tensor of the model is read from, in the dtype of `like`, on the device."""
-        return self.read(self._sources[name]).to(self.device, like.dtype, copy=True)
+        tensor = self.read(self._sources[name])
+        if like.is_floating_point() and not tensor.is_floating_point():
+            where = f"{self.source}: {self._sources[name]}"
+            raise UnsupportedModelError(where, "floating-point numbers", f"{tensor.dtype}", "Is it quantized already?")
+        return tensor.to(self.device, like.dtype, copy=True)
 
     def _unable(self, where: str, expected: str, error: Exception) -> UnsupportedModelError:
         """What transformers' own code raised, as an error that names the place."""

@@ -73,7 +73,7 @@ class ExpertStore(TensorStore):
             model: as transformers makes it, on the meta device; says which tensors hold experts, and their shapes.
 
         Raises:
-            UnsupportedModelError: a tensor of experts of another shape than the model's.
+            UnsupportedModelError: a tensor of experts of another shape than the model's, or experts stored twice.
         """
         for name, tensors in fused_tensors(model, list(super().names())).items():
             self._split(tensors, name, model.get_submodule(name))
@@ -94,5 +94,9 @@ class ExpertStore(TensorStore):
             for part, projection in enumerate(parts):
                 own = slice(part * size, (part + 1) * size)
                 for expert in range(count):
-                    matrix = _Matrix(tensors[leaf], expert, own, columns, found != expected)
-                    self._matrices[f"{stem}.{expert}.{projection}.weight"] = matrix
+                    single = f"{stem}.{expert}.{projection}.weight"
+                    if super().__contains__(single):
+                        where, expected_once = f"{self.directory}: {single}", "each expert stored once"
+                        hint = "Remove one of them from the checkpoint."
+                        raise UnsupportedModelError(where, expected_once, f"also a part of {tensors[leaf]}", hint)
+                    self._matrices[single] = _Matrix(tensors[leaf], expert, own, columns, found != expected)

@@ -1,4 +1,4 @@
-"""What blocks hand on beside hidden states: mappings that some fill and later ones read.
+"""What blocks hand on: hidden states, and in some models mappings that some blocks fill and later ones read.
 
 In Gemma 3n and Gemma 4 the last blocks attend to keys and values that an earlier one computed. Invariant: between two
 blocks these wait on the CPU, without a graph, and so do their gradients.
@@ -6,6 +6,7 @@ blocks these wait on the CPU, without a graph, and so do their gradients.
 
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,24 +22,29 @@ class HandedOn:
 
     Args:
         names: of the arguments of blocks that are such mappings; without any, nothing is handed on.
+
+    Attributes:
+        led: how many blocks, from the first on, were run for what they hand on alone.
     """
 
     def __init__(self, names: Iterable[str] = ()) -> None:
         self.mappings: dict[str, MutableMapping[Any, tuple[torch.Tensor, ...]]] = {name: UserDict() for name in names}
         self._gradients: dict[_Place, list[torch.Tensor]] = {}
+        self.led = 0
 
-    def awaits(self) -> bool:
-        """Whether blocks read what none has handed on yet."""
-        return any(not mapping for mapping in self.mappings.values())
-
-    def arguments(self, own: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of a block, with the mappings among them."""
-        return {name: self.mappings.get(name, value) for name, value in own.items()}
+    def arguments(self, own: dict[str, Any], device: torch.device) -> dict[str, Any]:
+        """The arguments of a block, tensors on its device, and the mappings among them."""
+        ready = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in own.items()}
+        return ready | {name: mapping for name, mapping in self.mappings.items() if name in own}
 
     def rest(self) -> None:
-        """Move what was handed on to the CPU."""
+        """Move what was handed on to the CPU, away from the graph that made it."""
         for (name, key), tensors in list(self._entries()):
             self.mappings[name][key] = tuple(tensor.detach().to("cpu") for tensor in tensors)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for _, tensors in self._entries() for tensor in tensors)
 
     def backward(self, gradient: torch.Tensor, run: Callable[..., torch.Tensor], *arguments: Any) -> None:
         """Run a block, and go back through it.
@@ -54,15 +60,16 @@ class HandedOn:
             self.mappings[name][key] = read[name, key]
         results, gradients = [run(*arguments)], [gradient]
         for place, tensors in self._entries():
-            if tensors is not read.get(place) and place in self._gradients:
+            if place in self._gradients:
                 results += tensors
-                gradients += [known.to(tensors[0].device) for known in self._gradients.pop(place)]
+                gradients += [known.to(tensors[0].device) for known in self._gradients[place]]
         torch.autograd.backward(results, gradients)
-        for place, tensors in read.items():
-            if any(tensor.grad is not None for tensor in tensors):
-                known = self._gradients.get(place) or [torch.zeros_like(tensor) for tensor in tensors]
-                added = [0 if tensor.grad is None else tensor.grad for tensor in tensors]
-                self._gradients[place] = [one + more for one, more in zip(known, added, strict=True)]
+        # Of what the block itself handed on nothing remains: only what it was given has a gradient.
+        self._gradients = {
+            place: [torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in tensors]
+            for place, tensors in read.items()
+            if any(tensor.grad is not None for tensor in tensors)
+        }
         self.rest()
 
     def _entries(self) -> Iterator[tuple[_Place, tuple[torch.Tensor, ...]]]:
@@ -72,3 +79,20 @@ class HandedOn:
                     where, found = f"the blocks' argument {name}[{key!r}]", type(tensors).__name__
                     raise UnsupportedModelError(where, "tensors in a tuple, handed on to later blocks", found)
                 yield (name, key), tensors
+
+
+@dataclass
+class Batch:
+    """Hidden states of a few samples between two blocks.
+
+    Attributes:
+        hidden: [samples, tokens, hidden_size].
+        arguments: keyword arguments of each block's forward (masks, rotary embeddings), by block index.
+        handed_on: what blocks hand on to later ones beside hidden states.
+        beside: bytes of arguments that wait where hidden states do.
+    """
+
+    hidden: torch.Tensor
+    arguments: list[dict[str, Any]]
+    handed_on: HandedOn
+    beside: int = 0

@@ -16,7 +16,8 @@ from torch import nn
 
 from vllm_latq.config import SUPPORTED_BITS
 from vllm_latq.packed_weight import served_overhead
-from vllm_latq.quantize.decoder import Batch, Decoder
+from vllm_latq.quantize.decoder import Decoder
+from vllm_latq.quantize.handed_on import Batch
 from vllm_latq.quantize.latq import InputLattice, OutputLattice, Share, latq
 from vllm_latq.quantize.model_lattice import ModelLattice, aimed, full_weight
 from vllm_latq.quantize.recipe import MAX_SERVED_BITS, Recipe
@@ -53,14 +54,16 @@ def lattice_stages(
     batches, embedding = measured(lambda: decoder.embed(few, size))
     one = share * sum(batch.hidden.nbytes for batch in batches)
     outside = stored_bytes(decoder, untouched_names(decoder, len(decoder), quantized))
-    rest = (len(decoder) + 1) * one
+    rest = (len(decoder) + 1) * one + share * sum(batch.beside for batch in batches)
     collecting = Stage(share * embedding.seconds, one + outside + embedding.peak)
     kinds = block_kinds(decoder, quantized)
     for kind in kinds:
         collecting = _sum(collecting, _statistics(decoder, quantized, batches, kind, recipe, folder, share), rest, kind)
     head = _head(decoder, batches, recipe, folder, share)
     collecting = Stage(collecting.seconds + head.seconds, max(collecting.memory, rest + outside + head.memory))
-    stages = {"statistics": collecting}
+    # Keys and values that blocks share, and the gradients of these.
+    handed_on = 2 * share * sum(batch.handed_on.nbytes for batch in batches)
+    stages = {"statistics": Stage(collecting.seconds, collecting.memory + handed_on)}
     if recipe.method == "latq":
         model = ModelLattice(decoder, quantized, recipe, folder)
         allocation, rounding = Stage(0.0, 0.0), Stage(0.0, 0.0)

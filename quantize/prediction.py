@@ -128,7 +128,8 @@ def _stages(
         few = samples[: samples_per_batch(decoder.device, samples.shape[1])]
         share = len(samples) / len(few)
     stream, embedding = measured(lambda: Stream(decoder, few, recipe.target))
-    rest = share * sum(batch.hidden.nbytes for batch in stream.batches) * (1 if recipe.target == "quantized" else 2)
+    streams = 1 if recipe.target == "quantized" else 2
+    rest = share * sum(batch.hidden.nbytes * streams + batch.beside for batch in stream.batches)
     embedded = stored_bytes(decoder, untouched_names(decoder, len(decoder), quantized)) if few is not None else 0
     stages = {"embedding": Stage(share * embedding.seconds, rest + embedded + embedding.peak)}
     forward, rounding = Stage(0.0, 0.0), Stage(0.0, 0.0)
@@ -138,7 +139,9 @@ def _stages(
             Stage(sofar.seconds + kind.count * one.seconds, max(sofar.memory, rest + one.memory))
             for sofar, one in ((forward, seen), (rounding, rounded))
         )
-    return {**stages, "passes through the blocks": forward, "quantization": rounding}
+    handed_on = share * streams * sum(batch.handed_on.nbytes for batch in stream.batches)
+    both = {"passes through the blocks": forward, "quantization": rounding}
+    return stages | {name: Stage(stage.seconds, stage.memory + handed_on) for name, stage in both.items()}
 
 
 def _kind(

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from vllm_latq.errors import UnsupportedModelError
+from vllm_latq.quantize.offload import Place
 
 
 class Recorder(nn.Module):
@@ -50,6 +51,22 @@ class Recorder(nn.Module):
         self.mappings = [name for name, value in bound.items() if isinstance(value, MutableMapping) and not value]
         self.output = torch.full_like(self.hidden, torch.nan)
         return (self.output,) if self.as_tuple else self.output
+
+    def place_slices(self, place: Place) -> int:
+        """Move arguments that are this block's part of a tensor with as many tokens to where hidden states wait.
+
+        A view would keep those of all blocks in memory, on the device, until the last is done.
+
+        Returns:
+            Their bytes.
+        """
+        placed = 0
+        for name, value in self.arguments.items():
+            if isinstance(value, torch.Tensor) and value.dim() == 3 and value.shape[:2] == self.hidden.shape[-3:-1]:
+                part = value.nbytes if value.untyped_storage().nbytes() > value.nbytes else 0
+                self.arguments[name] = place(value.to("cpu", copy=True)) if part else value
+                placed += part
+        return placed
 
     def follows(self, before: "Recorder") -> bool:
         """Whether it was given what another returned, or a view of all of it."""

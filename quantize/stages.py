@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_latq.quantize.decoder import Batch, Decoder
+from vllm_latq.quantize.decoder import Decoder
+from vllm_latq.quantize.handed_on import Batch
 from vllm_latq.quantize.rehearsal import LiveBytes, timed
 from vllm_latq.quantize.shards import all_shard_linears, shard_weights, untouched_names
 
@@ -66,12 +67,13 @@ def block_kinds(decoder: Decoder, quantized: Collection[str]) -> list[Kind]:
 
 def lead_to(index: int, decoder: Decoder, batches: Iterable[Batch]) -> None:
     """Run the blocks before one that is rehearsed, if it may read what they hand on beside hidden states."""
-    waiting = [batch for batch in batches if batch.handed_on.awaits()]
+    waiting = [batch for batch in batches if batch.handed_on.mappings]
     # The head reads nothing of it.
-    for earlier in range(index) if waiting and index < len(decoder) else ():
+    for earlier in range(waiting[0].handed_on.led, index) if waiting and index < len(decoder) else ():
         with decoder.block(earlier) as block, torch.no_grad():
             for batch in waiting:
                 decoder.run(earlier, block, batch)
+                batch.handed_on.led = earlier + 1
 
 
 def stored_bytes(decoder: Decoder, names: Iterable[str]) -> int:

@@ -29,8 +29,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 from vllm_latq.errors import NumericalError
-from vllm_latq.quantize.decoder import Batch, Decoder
+from vllm_latq.quantize.decoder import Decoder
 from vllm_latq.quantize.distributed import ALONE, World
+from vllm_latq.quantize.handed_on import Batch
 from vllm_latq.quantize.hessian import HessianCollector
 from vllm_latq.quantize.offload import Place, return_freed_memory
 from vllm_latq.quantize.routing import complete_experts, complete_gradients
@@ -178,8 +179,7 @@ def head_gradients(
             torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").backward()
             waiting.copy_(_gradient(states))
             windows += len(logits)
-    total = grams.reduce(hidden)
-    _finish(files, len(decoder), grams, linears, total)
+    _finish(files, len(decoder), grams, linears, grams.reduce(hidden))
 
 
 def _draw(logits: torch.Tensor, seed: int) -> torch.Tensor:
@@ -210,7 +210,7 @@ def block_gradients(
 
         def pass_all() -> None:
             for batch, states in zip(batches, hidden, strict=True):
-                decoder.forward(index, block, states.to(decoder.device), batch)
+                decoder.run(index, block, replace(batch, hidden=states))
 
         total = grams.reduce(hidden)
         with torch.no_grad():

@@ -13,9 +13,9 @@ from torch import nn
 
 from vllm_latq.errors import CalibrationError
 from vllm_latq.experts import Experts
-from vllm_latq.quantize.decoder import Batch, Decoder
+from vllm_latq.quantize.decoder import Decoder
 from vllm_latq.quantize.distributed import ALONE, World
-from vllm_latq.quantize.handed_on import HandedOn
+from vllm_latq.quantize.handed_on import Batch, HandedOn
 from vllm_latq.quantize.hessian import HessianCollector, InputHessian, recording
 from vllm_latq.quantize.offload import Place
 from vllm_latq.quantize.residual import LastWriter, last_writer

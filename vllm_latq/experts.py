@@ -17,13 +17,18 @@ FUSED = ("gate_up_proj", "down_proj")
 
 
 class Expert(nn.Module):
-    """One gated feed-forward network. `apply_gate` maps [n, 2 * intermediate] (gate, up) to [n, intermediate]."""
+    """One gated feed-forward network. `apply_gate` maps [n, 2 * intermediate] (gate, up) to [n, intermediate].
 
-    def __init__(self, hidden: int, intermediate: int, apply_gate: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    Its weights are on the meta device, in the dtype given.
+    """
+
+    def __init__(
+        self, hidden: int, intermediate: int, apply_gate: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype
+    ) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(hidden, intermediate, bias=False)
-        self.up_proj = nn.Linear(hidden, intermediate, bias=False)
-        self.down_proj = nn.Linear(intermediate, hidden, bias=False)
+        self.gate_proj = nn.Linear(hidden, intermediate, bias=False, device="meta", dtype=dtype)
+        self.up_proj = nn.Linear(hidden, intermediate, bias=False, device="meta", dtype=dtype)
+        self.down_proj = nn.Linear(intermediate, hidden, bias=False, device="meta", dtype=dtype)
         self._apply_gate = apply_gate
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -32,7 +37,7 @@ class Expert(nn.Module):
 
 
 class Experts(nn.ModuleList):
-    """The experts of one layer: takes the place of a fused module, with its forward signature.
+    """The experts of one layer, on the meta device: takes the place of a fused module, with its forward signature.
 
     Args:
         fused: a module of transformers with `gate_up_proj` [experts, 2 * intermediate, hidden] and `down_proj`
@@ -51,9 +56,10 @@ class Experts(nn.ModuleList):
             found = f"{type(fused).__name__} with {layout} and parameters {', '.join(shapes)}"
             raise UnsupportedModelError(name, "gated experts without bias, gate and up one after the other", found)
         count, hidden, intermediate = shapes["down_proj"]
+        dtype = fused.down_proj.dtype
         # A bound method keeps its module alive: hold on to the activation, let go of the weights.
         fused.gate_up_proj = fused.down_proj = None
-        super().__init__(Expert(hidden, intermediate, fused._apply_gate) for _ in range(count))
+        super().__init__(Expert(hidden, intermediate, fused._apply_gate, dtype) for _ in range(count))
 
     def forward(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Sum of the chosen experts' outputs.

@@ -44,9 +44,11 @@ def stored_names(
             experts = Experts(model.get_submodule(name), name)
             found = single[name] if any(single[name]) else merged[name]
             if [len(tensors) for tensors in found] != [count] * len(PROJECTIONS):
-                expected = f"three stored matrices for each of {count} experts"
-                held = "; ".join(f"{len(tensors)} like {tensors[0]}" for tensors in found if tensors) or "none"
-                raise UnsupportedModelError(f"{where}: {name}", expected, held)
+                own = [rules for tensor, rules in sources.items() if tensor.startswith(f"{name}.")]
+                held = [at for rules in own for tensors in rules.values() for at in tensors]
+                expected = f"gate, up and down of {count} experts, each stored once: one by one, or a layer's together"
+                hint = "Is the checkpoint complete, and its config.json its own?"
+                raise UnsupportedModelError(f"{where}: {name}", expected, f"{len(held)} tensors {held[:3]}", hint)
             model.set_submodule(name, experts)
             for leaf, tensors in zip(PROJECTIONS, found, strict=True):
                 sources |= {f"{name}.{expert}.{leaf}.weight": {"": [at]} for expert, at in enumerate(tensors)}

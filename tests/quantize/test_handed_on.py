@@ -25,15 +25,22 @@ from vllm_latq.quantize.stream import Stream
 SEED = 3
 SAMPLES = {"num_samples": 4, "seq_len": 32}
 TOKENS = torch.randint(3, 2048, (6, 20), generator=torch.Generator().manual_seed(1))
-# Two of their blocks attend to what others computed; every block also gets an embedding of its own.
+BLOCKS = 5
+# Three of their blocks attend to what two others computed; every block also gets an embedding of its own.
 SHARED = {
-    **{"num_hidden_layers": 4, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 16},
-    **{"vocab_size_per_layer_input": 2048, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    **{"num_hidden_layers": BLOCKS, "num_kv_shared_layers": 3, "hidden_size_per_layer_input": 16},
+    **{"vocab_size_per_layer_input": 2048},
+    "layer_types": ["sliding_attention", "full_attention", "full_attention", "sliding_attention", "full_attention"],
 }
 FAMILIES = {
     "gemma4_text": SHARED | {"global_head_dim": 16, "use_double_wide_mlp": True},
     "gemma3n_text": SHARED
-    | {"intermediate_size": [48] * 4, "activation_sparsity_pattern": [0.0] * 4, "laurel_rank": 16, "head_dim": 16},
+    | {
+        "intermediate_size": [48] * BLOCKS,
+        "activation_sparsity_pattern": [0.0] * BLOCKS,
+        "laurel_rank": 16,
+        "head_dim": 16,
+    },
 }
 
 
@@ -43,13 +50,13 @@ def test_walked_forward_and_backward(family: str, random_model: Any, tmp_path: P
     decoder = Decoder(source, "cpu")
     with torch.no_grad():
         torch.testing.assert_close(walk(decoder, TOKENS, len(TOKENS)), model(TOKENS).logits, rtol=0, atol=0)
-    linears = {name: linear for index in range(4) for name, linear in decoder.linears(index).items()}
+    linears = {name: linear for index in range(BLOCKS) for name, linear in decoder.linears(index).items()}
     wanted = {name: linears[name] for name in linears.keys() - set(never_quantized(decoder))}
-    assert len(wanted) >= 4 * 8
+    assert len(wanted) >= 7 * BLOCKS
     files = StatisticsFiles(tmp_path)
     collect_statistics(decoder, TOKENS, wanted, files, SEED)
     expected = one_backward_pass(model, TOKENS, SEED)
-    for index in range(4):
+    for index in range(BLOCKS):
         for name, layer in files.read(index).items():
             inputs, gradients = expected[name]
             (gram,) = layer.outputs
@@ -64,7 +71,7 @@ def test_each_stream_has_its_own(random_model: Any) -> None:
     decoder = Decoder(source, "cpu")
     (original,) = walk_blocks(decoder, TOKENS, len(TOKENS))
     stream = Stream(decoder, TOKENS, "original")
-    for index in range(4):
+    for index in range(BLOCKS):
         with decoder.block(index) as block, torch.no_grad():
             stream.inputs(index, block, decoder.linears(index))
             for linear in decoder.linears(index).values():
@@ -103,7 +110,7 @@ def test_quantized_and_loaded_again(
     make_dense_twin(tmp_path / "out", tmp_path / "dense")
     (loaded, _), (dense, _) = (load_model(tmp_path / folder, "cpu") for folder in ("out", "dense"))
     with torch.no_grad():
-        torch.testing.assert_close(loaded(TOKENS).logits, dense(TOKENS).logits, rtol=0, atol=1e-5)
+        torch.testing.assert_close(loaded(TOKENS).logits, dense(TOKENS).logits, rtol=0, atol=2e-5)
 
 
 def test_what_is_no_tuple_of_tensors_is_refused() -> None:
@@ -111,3 +118,39 @@ def test_what_is_no_tuple_of_tensors_is_refused() -> None:
     handed_on.mappings["states"]["full"] = torch.zeros(2)  # type: ignore[assignment]
     with pytest.raises(UnsupportedModelError, match=r"states\['full'\].*tensors in a tuple"):
         handed_on.rest()
+
+
+def test_nothing_waits_in_memory_that_need_not(random_model: Any) -> None:
+    """A block's embeddings are no view of those of all; states have no graph; a tied table is there once."""
+    source, _ = random_model("gemma4_text", "memory", **FAMILIES["gemma4_text"], tie_word_embeddings=True)
+    decoder, placed = Decoder(source, "cpu"), []
+
+    def place(tensor: torch.Tensor) -> torch.Tensor:
+        placed.append(tensor.nbytes)
+        return tensor
+
+    (batch,) = decoder.embed(TOKENS, len(TOKENS), place)
+    assert sum(placed) == batch.hidden.nbytes + batch.beside
+    assert batch.beside == BLOCKS * TOKENS.numel() * 16 * 4
+    for arguments in batch.arguments:
+        part = arguments["per_layer_input"]
+        assert part.untyped_storage().nbytes() == part.nbytes
+    states = batch.hidden.requires_grad_(True)
+    for index in range(2):
+        with decoder.block(index) as block:
+            batch.handed_on.backward(torch.ones_like(states), decoder.forward, index, block, states, batch)
+    (mapping,) = batch.handed_on.mappings.values()
+    assert not any(tensor.requires_grad for tensors in mapping.values() for tensor in tensors)
+    with decoder.head():
+        assert decoder.model.lm_head.weight is decoder.model.get_input_embeddings().weight
+
+
+def test_a_rehearsal_runs_what_hands_on(random_model: Any) -> None:
+    """The first block of a kind may hand on nothing, while a later one of that kind does."""
+    kinds = {"num_kv_shared_layers": 2, "num_hidden_layers": 5}
+    layers = {
+        "layer_types": ["full_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+    }
+    source, _ = random_model("gemma4_text", "kinds", **FAMILIES["gemma4_text"] | kinds | layers)
+    for method in ({"method": "gptq", "bits": 4, "group_size": 16}, {"method": "latq", "target_bits": 3.5}):
+        assert predict_run(Recipe(**method, **SAMPLES), source).seconds > 0

@@ -55,6 +55,18 @@ def test_quantized_and_loaded_again(
     assert (got - original).abs().max() > 100 * LOGIT_TOLERANCE
 
 
+def test_in_bfloat16(random_model: Any, calibration_text: Path, tmp_path: Path) -> None:
+    """As on a GPU, where the model runs in its own dtype."""
+    directory, _ = random_model("mixtral", **EXPERTS)
+    recipe = Recipe("gptq", 4, group_size=16, num_samples=4, seq_len=32, dtype="bfloat16")
+    quantize_checkpoint(recipe, directory, tmp_path / "out", calibration=str(calibration_text))
+    assert list(verify(tmp_path / "out")) == []
+    decoder = Decoder(directory, "cpu", torch.bfloat16)
+    assert {(parameter.dtype, parameter.is_meta) for parameter in decoder.model.parameters()} == {
+        (torch.bfloat16, True)
+    }
+
+
 def test_hessians_are_those_of_routed_tokens(random_model: Any) -> None:
     directory, model = random_model("mixtral", **EXPERTS)
     experts = model.model.layers[0].mlp.experts

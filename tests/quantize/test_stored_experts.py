@@ -67,6 +67,7 @@ def test_quantized_and_loaded_again(family: str, random_model: Any, calibration_
     store = TensorStore(source)
     assert sum(len(store.shape(name)) == 3 and "conv" not in name for name in store.names()) == 4
     decoder = Decoder(source, "cpu")
+    assert all(parameter.is_meta for parameter in decoder.model.parameters()), "nothing is in memory yet"
     with torch.no_grad():
         torch.testing.assert_close(walk(decoder, TOKENS, len(TOKENS)), model(TOKENS).logits, rtol=0, atol=0)
     assert f"model.layers.1.{router}" in never_quantized(decoder)
@@ -138,12 +139,12 @@ def test_what_is_wrong_is_named(random_model: Any, tmp_path: Path) -> None:
     tensors = load_file(source / "model.safetensors")
     name = "model.layers.0.mlp.experts.gate_up_proj"
 
-    def changed(tensor: torch.Tensor | None) -> Path:
+    def changed(tensor: torch.Tensor | None, **more: torch.Tensor) -> Path:
         folder = tmp_path / "changed"
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(source, folder)
         left = {key: value for key, value in tensors.items() if key != name}
-        held = left if tensor is None else left | {name: tensor}
+        held = left | more if tensor is None else left | {name: tensor} | more
         save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
         return folder
 
@@ -151,8 +152,20 @@ def test_what_is_wrong_is_named(random_model: Any, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match=r"expected shape \(4, 96, 32\), found \(4, 90, 32\)") as refused:
         Decoder(changed(whole[:, :90].contiguous()), "cpu")
     assert name in str(refused.value)
-    with pytest.raises(UnsupportedModelError, match="three stored matrices for each of 4 experts"):
+    missing = r"0\.mlp\.experts: expected gate, up and down of 4 experts.*found 1 tensors .*experts\.down_proj"
+    with pytest.raises(UnsupportedModelError, match=missing):
         Decoder(changed(None), "cpu")
+    single = "model.layers.0.mlp.experts.2.up_proj.weight"
+    with pytest.raises(
+        UnsupportedModelError, match=r"2\.up_proj\.weight: expected each expert stored once, found also"
+    ):
+        Decoder(changed(whole, **{single: whole[2, 48:].clone()}), "cpu")
+    for dtype, expected in (
+        (torch.int8, "floating-point numbers"),
+        (torch.float8_e4m3fn, "weights in 16 bits or more"),
+    ):
+        with pytest.raises(UnsupportedModelError, match=expected):
+            quantize_checkpoint(RTN, changed(whole.to(dtype)), tmp_path / f"out-{dtype}")
     whole[3, 50, 7] = torch.nan
     with pytest.raises(NumericalError, match=r"experts\.3\.up_proj\.weight.*1 NaN"):
         quantize_checkpoint(RTN, changed(whole), tmp_path / "out")
