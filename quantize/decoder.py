@@ -238,12 +238,12 @@ class Decoder:
     def read(self, stored: str) -> torch.Tensor:
         """A tensor of the checkpoint on the CPU, by its name there; NumericalError unless it is finite."""
         tensor = self.store.get(stored)
-        # A single number may be a limit, as audio towers have them.
         if tensor.dtype.is_floating_point and tensor.element_size() < 2:
             hint = "Quantize the original model instead."
             raise UnsupportedModelError(
                 f"{self.source}: {stored}", "weights in 16 bits or more", f"{tensor.dtype}", hint
             )
+        # A single number may be a limit, as audio towers have them.
         wrong = tensor.isnan() if tensor.dim() == 0 else ~tensor.isfinite()
         if wrong.any():
             found = f"{int(wrong.sum())} NaN or infinite values"

@@ -78,6 +78,11 @@ class ExpertStore(TensorStore):
         for name, tensors in fused_tensors(model, list(super().names())).items():
             self._split(tensors, name, model.get_submodule(name))
             self._hidden.update(tensors.values())
+        for name, matrix in self._matrices.items():
+            if super().__contains__(name):
+                hint = "Remove one of them from the checkpoint."
+                where, found = f"{self.directory}: {name}", f"also a part of {matrix.tensor}"
+                raise UnsupportedModelError(where, "each expert stored once", found, hint)
 
     def _split(self, tensors: Mapping[str, str], name: str, fused: Any) -> None:
         """Name the matrices of a layer's experts, the module `name`, by its stored `tensors`."""
@@ -94,9 +99,5 @@ class ExpertStore(TensorStore):
             for part, projection in enumerate(parts):
                 own = slice(part * size, (part + 1) * size)
                 for expert in range(count):
-                    single = f"{stem}.{expert}.{projection}.weight"
-                    if super().__contains__(single):
-                        where, expected_once = f"{self.directory}: {single}", "each expert stored once"
-                        hint = "Remove one of them from the checkpoint."
-                        raise UnsupportedModelError(where, expected_once, f"also a part of {tensors[leaf]}", hint)
-                    self._matrices[single] = _Matrix(tensors[leaf], expert, own, columns, found != expected)
+                    matrix = _Matrix(tensors[leaf], expert, own, columns, found != expected)
+                    self._matrices[f"{stem}.{expert}.{projection}.weight"] = matrix
