@@ -11,6 +11,7 @@ import pytest
 import torch
 from encoders import random_encoder
 from engine_probe import NO_EXPERTS, OLD_VLLM, PROMPTS, probe
+from logprobs import assert_agrees
 from transformers import AutoModel, AutoModelForCausalLM
 
 from vllm_latq.quantize.pipeline import quantize_checkpoint
@@ -113,11 +114,7 @@ def test_logprobs_equal_the_dequantized_models(
     generations, operators = answers[family]
     assert operators, "nothing was served quantized"
     for prompt, generation in zip(PROMPTS, generations, strict=True):
-        with torch.no_grad():
-            logits = model(torch.tensor([prompt + generation["tokens"]])).logits[0, len(prompt) - 1 : -1]
-        for row, found in zip(logits.log_softmax(-1), generation["logprobs"], strict=True):
-            for number, logprob in found.items():
-                assert abs(row[int(number)] - logprob) <= LOGPROB_TOLERANCE
+        assert_agrees(model, prompt, generation, LOGPROB_TOLERANCE)
 
 
 @pytest.mark.skipif(OLD_VLLM, reason=NO_EXPERTS)

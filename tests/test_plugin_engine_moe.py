@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from engine_probe import NO_EXPERTS, OLD_VLLM, PROMPTS, assert_same, probe
+from logprobs import assert_agrees
 from mixtures import into_fused
 from transformers import AutoModelForCausalLM
 
@@ -93,17 +94,11 @@ def generations(pairs: dict[str, tuple[Path, Path]]) -> dict[str, Any]:
 
 
 def assert_right(generations: list[dict[str, Any]], dense: Path) -> None:
-    """Each token is the dense model's likeliest next one, and the log-probabilities are the dense model's."""
+    """It is what transformers finds for the dense model."""
     model = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)
     assert len(generations) == len(PROMPTS)
     for prompt, generation in zip(PROMPTS, generations, strict=True):
-        with torch.no_grad():
-            logits = model(torch.tensor([prompt + generation["tokens"]])).logits[0, len(prompt) - 1 : -1]
-        expected = logits.log_softmax(-1)
-        for row, token, found in zip(expected, generation["tokens"], generation["logprobs"], strict=True):
-            assert row[token] >= row.max() - LOGPROB_TOLERANCE
-            for number, logprob in found.items():
-                assert abs(row[int(number)] - logprob) <= LOGPROB_TOLERANCE
+        assert_agrees(model, prompt, generation, LOGPROB_TOLERANCE)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "qwen2_moe", *FUSED])

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from engine_probe import OLD_VLLM, probe
+from logprobs import assert_agrees
 from multimodal import random_multimodal, save_image_processor
 from PIL import Image
 from transformers import AutoModelForMultimodalLM, Idefics3Processor
@@ -46,13 +47,7 @@ def answers(checkpoint: Path) -> tuple[Any, Any, Any]:
 
 def assert_transformers_agrees(checkpoint: Path, answer: dict[str, Any], **pixels: torch.Tensor) -> None:
     model = AutoModelForMultimodalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    tokens = torch.tensor([answer["prompt"] + answer["tokens"]])
-    with torch.no_grad():
-        logits = model(tokens, attention_mask=torch.ones_like(tokens), **pixels).logits
-    found = logits[0, len(answer["prompt"]) - 1 : -1].log_softmax(-1)
-    for row, theirs in zip(found, answer["logprobs"], strict=True):
-        for number, logprob in theirs.items():
-            assert abs(row[int(number)] - logprob) <= LOGPROB_TOLERANCE
+    assert_agrees(model, answer["prompt"], answer, LOGPROB_TOLERANCE, **pixels)
 
 
 def test_text(checkpoint: Path, answers: tuple[Any, Any, Any]) -> None:

@@ -68,14 +68,15 @@ def fused_tensors(model: Any, stored: Collection[str]) -> dict[str, dict[str, st
         stored: names of all tensors in the checkpoint; one may hold the matrices of its experts transposed.
     """
     modules, found = fused_experts(model), {}
-    conversions = get_model_conversion_mapping(model) if modules else []
+    if not modules:
+        return {}
     transposes = {
         pattern
-        for rule in conversions
+        for rule in get_model_conversion_mapping(model)
         if isinstance(rule, WeightConverter) and all(isinstance(step, Transpose) for step in rule.operations)
         for pattern in rule.source_patterns
     }
-    sources = _sources(model, stored) if modules else {}
+    sources = _sources(model, stored)
     for name in modules:
         rules = {leaf: sources.get(f"{name}.{leaf}", {}) for leaf in FUSED}
         tensors = {
