@@ -16,7 +16,7 @@ import torch
 
 from vllm_latq.errors import UnsupportedModelError
 from vllm_latq.experts import FUSED, PROJECTIONS
-from vllm_latq.store import TensorStore
+from vllm_latq.quantize.float8_store import Float8Store
 from vllm_latq.tensor_names import fused_tensors
 
 
@@ -35,7 +35,7 @@ class _Matrix:
         return self.rows.stop - self.rows.start, self.columns
 
 
-class ExpertStore(TensorStore):
+class ExpertStore(Float8Store):
     """The safetensors files of a Hugging Face model directory, with the experts of its layers one by one.
 
     Args:

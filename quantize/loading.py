@@ -12,7 +12,8 @@ import torch
 from safetensors import SafetensorError
 
 from vllm_latq.errors import CheckpointError, ConfigError, LatqError, summary
-from vllm_latq.quantize.meta_model import auto_class, is_encoder
+from vllm_latq.quantize.float8_store import Float8Store, is_float8
+from vllm_latq.quantize.meta_model import auto_class, is_encoder, load_config, meta_model
 from vllm_latq.quantize.recipe import DTYPES
 
 if TYPE_CHECKING:
@@ -120,10 +121,17 @@ def load_model(
             expected = "a causal language model, which predicts next tokens"
             raise CheckpointError(where, expected, "an encoder", "Compare its embeddings on your own task.")
         tokenizer = load_tokenizer(directory)
-        # Explicit: otherwise transformers asks on the terminal whether to run a model's own code, and reads pickles.
-        model, info = auto_class(config).from_pretrained(
-            directory, dtype=dtype, output_loading_info=True, trust_remote_code=False, use_safetensors=True
-        )
+        options = {"dtype": dtype, "output_loading_info": True}
+        if is_float8(getattr(config, "quantization_config", None)):
+            # transformers multiplies 8-bit floats with rounded inputs on some GPUs, and wants whole blocks elsewhere.
+            config, store = load_config(directory), Float8Store(directory)
+            weights = {name: store.get(name) for name in store.names()}
+            made = type(meta_model(directory, config, torch.bfloat16))
+            model, info = made.from_pretrained(None, config=config, state_dict=weights, **options)
+        else:
+            # Else transformers asks on the terminal whether to run a model's own code, and reads pickles.
+            own_code = {"trust_remote_code": False, "use_safetensors": True}
+            model, info = auto_class(config).from_pretrained(directory, **options, **own_code)
     except LatqError:
         raise
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:

@@ -16,20 +16,27 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from vllm_latq.errors import UnsupportedModelError, summary
+from vllm_latq.quantize.float8_store import is_float8
 
 # The linear with which encoders sum up a text in its first token's state.
 POOLER = "pooler.dense"
 
 
 def load_config(source: Path) -> Any:
-    """The transformers configuration of an unquantized model directory; raises UnsupportedModelError."""
+    """The transformers configuration of a model directory, as if nothing were quantized.
+
+    Raises:
+        UnsupportedModelError: no configuration of a model, or of one that is quantized to anything but 8-bit floats.
+    """
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     except (KeyError, OSError, TypeError, ValueError, StrictDataclassError) as error:
         raise UnsupportedModelError(f"{source}/config.json", "a model configuration", summary(error)) from None
-    if getattr(config, "quantization_config", None) is not None:
-        hint = "Quantize the original model instead."
-        raise UnsupportedModelError(f"{source}/config.json", "an unquantized model", "a quantization_config", hint)
+    quantization = vars(config).pop("quantization_config", None)
+    if quantization is not None and not is_float8(quantization):
+        expected = "a model that is not quantized, or is published in 8-bit floats (quant_method fp8)"
+        found, hint = "another quantization_config", "Quantize the original model instead."
+        raise UnsupportedModelError(f"{source}/config.json", expected, found, hint)
     return config
 
 

@@ -61,7 +61,7 @@ def copy(mini_model: Path, tmp_path: Path) -> Path:
 def test_already_quantized(copy: Path) -> None:
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "gptq"}}))
-    with pytest.raises(UnsupportedModelError, match="expected an unquantized model"):
+    with pytest.raises(UnsupportedModelError, match="expected a model that is not quantized"):
         Decoder(copy, "cpu")
 
 

@@ -1,0 +1,135 @@
+"""Models published in 8-bit floats: quantized as what these are times their scales, byte for byte."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from float8 import in_float8
+from mixtures import fuse_experts
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+from walk import walk
+
+from vllm_latq.checkpoint import verify
+from vllm_latq.errors import CheckpointError, LatqError, NumericalError, UnsupportedModelError
+from vllm_latq.quantize.certificate import verify_certificate
+from vllm_latq.quantize.decoder import Decoder
+from vllm_latq.quantize.loading import load_model
+from vllm_latq.quantize.pipeline import quantize_checkpoint
+from vllm_latq.quantize.plan import plan
+from vllm_latq.quantize.recipe import Recipe
+
+SAMPLES = {"num_samples": 4, "seq_len": 32}
+RTN = Recipe("rtn", 4, group_size=16)
+# An ignored linear is stored as bfloat16.
+SSQR = Recipe("ssqr", 3, group_size=16, outlier_rate=0.02, ignore=("0.mlp.up_proj",), **SAMPLES)
+LATENT = {
+    **{"q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8},
+    **{"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+    "num_key_value_heads": 4,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 48}
+LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+# Family, its sizes, block (or one scale for a matrix), recipe. Blocks at the edges are smaller but for the last.
+FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[int, int] | None, Recipe]] = {
+    "dense": ("qwen3", {}, (20, 12), SSQR),
+    "one scale": ("ministral3", {}, None, Recipe("hptq", target_bits=3.5, **SAMPLES)),
+    "latent": ("deepseek_v3", LATENT, (20, 12), Recipe("latq", target_bits=3.5, **SAMPLES)),
+    "fused": (
+        "qwen3_5_moe_text",
+        EXPERTS | LINEAR | {"layer_types": ["linear_attention", "full_attention"]},
+        (16, 16),
+        Recipe("gptq", 4, group_size=16, **SAMPLES),
+    ),
+}
+TOKENS = torch.randint(3, 2048, (3, 20), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_quantized_as_their_products(
+    name: str, random_model: Any, mini_model: Path, calibration_text: Path, tmp_path: Path
+) -> None:
+    family, sizes, block, recipe = FAMILIES[name]
+    plain, _ = random_model(family, f"plain-{family}", **sizes)
+    if name == "fused":
+        fuse_experts(plain)
+    source = tmp_path / "float8"
+    twin = in_float8(plain, source, block, input_scales=block is None)
+    text = str(calibration_text)
+    for folder in (source, twin):
+        quantize_checkpoint(recipe, folder, folder / "out", calibration=text)
+    assert plan(recipe, source) == plan(recipe, twin)
+    found, expected = ({file.name: file for file in (folder / "out").iterdir()} for folder in (source, twin))
+    assert found.keys() == expected.keys()
+    for file in found.keys() - {"README.md", "latq_report.json"}:  # these have times and the source's name
+        assert found[file].read_bytes() == expected[file].read_bytes(), file
+    assert list(verify(source / "out")) == []
+    assert list(verify_certificate(source / "out", source, text)) == []
+    (model, _), (reference, _) = (load_model(folder, "cpu") for folder in (source, twin))
+    with torch.no_grad():
+        logits = reference(TOKENS).logits
+        torch.testing.assert_close(model(TOKENS).logits, logits, rtol=0, atol=0)
+        torch.testing.assert_close(walk(Decoder(source, "cpu"), TOKENS, len(TOKENS)), logits, rtol=0, atol=0)
+
+
+def test_as_transformers_multiplies_them(random_model: Any, tmp_path: Path) -> None:
+    plain, _ = random_model("qwen3")
+    source = tmp_path / "float8"
+    in_float8(plain, source, (16, 8))
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+    decoder = Decoder(source, "cpu")
+    with decoder.block(1) as block:
+        for name, parameter in block.named_parameters():
+            assert torch.equal(parameter, model.model.layers[1].get_parameter(name).float()), name
+
+
+UP = "model.layers.1.mlp.up_proj.weight"
+SCALES = f"{UP}_scale_inv"
+
+
+def _config(change: dict[str, Any]) -> Callable[[dict[str, Any], dict[str, Any]], None]:
+    return lambda _tensors, config: config["quantization_config"].update(change)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda tensors, _: tensors.pop(SCALES), CheckpointError, f"expected a tensor {SCALES}"),
+        (
+            lambda tensors, _: tensors.update({SCALES: tensors[SCALES][:2].clone()}),
+            UnsupportedModelError,
+            r"up_proj\.weight_scale_inv: expected scales, shape \(3, 3\), as floats, found shape \(2, 3\)",
+        ),
+        (
+            lambda tensors, _: tensors.update({SCALES: torch.ones(3, 3, dtype=torch.uint8)}),
+            UnsupportedModelError,
+            r"found shape \(3, 3\) in torch\.uint8",
+        ),
+        (lambda tensors, _: tensors[SCALES].fill_(torch.nan), NumericalError, r"up_proj\.weight: .*NaN"),
+        (
+            lambda tensors, _: tensors.update({"model.norm.weight": torch.ones(32).to(torch.float8_e4m3fn)}),
+            UnsupportedModelError,
+            r"model\.norm\.weight: expected 8-bit floats in matrices alone, found shape \(32,\)",
+        ),
+        (_config({"weight_block_size": [0, 16]}), UnsupportedModelError, r"weight_block_size: .*found \[0, 16\]"),
+        (_config({"weight_block_size": "16"}), UnsupportedModelError, "weight_block_size: .*found '16'"),
+        (_config({"quant_method": "awq"}), UnsupportedModelError, "or is published in 8-bit floats"),
+        (lambda _, config: config.pop("quantization_config"), UnsupportedModelError, "expected weights in 16 bits"),
+    ],
+)
+def test_refused(
+    change: Callable[[Any, Any], Any], error: type[LatqError], message: str, random_model: Any, tmp_path: Path
+) -> None:
+    plain, _ = random_model("qwen3")
+    source = tmp_path / "float8"
+    in_float8(plain, source, (16, 12))
+    tensors, config = load_file(source / "model.safetensors"), json.loads((source / "config.json").read_text())
+    change(tensors, config)
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    (source / "config.json").write_text(json.dumps(config))
+    with pytest.raises(error, match=message):
+        quantize_checkpoint(RTN, source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
