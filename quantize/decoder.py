@@ -11,7 +11,6 @@ or by stand-ins that hand in the hidden states. Nothing is computed behind an en
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from vllm_latq.quantize.expert_store import ExpertStore
 from vllm_latq.quantize.handed_on import Batch, HandedOn
 from vllm_latq.quantize.meta_model import is_encoder, load_config, meta_model
 from vllm_latq.quantize.offload import Place
-from vllm_latq.quantize.recorder import Given, Recorder, check_recorded, shared
+from vllm_latq.quantize.recorder import Given, Recorder, argument_beside, check_recorded, record, shared
 from vllm_latq.quantize.sources import check_sources, check_tied, tensor_sources
 from vllm_latq.tensor_names import stored_names
 
@@ -58,7 +57,7 @@ class Decoder:
         embedding, table = self.model.get_input_embeddings().weight, f"{self.anatomy.embedding}.weight"
         tied = [f"{name}.weight" for name, head in self.head_linears.items() if head.weight is embedding]
         self.tied = bool(tied)
-        self._as_tuple = False
+        self._outputs = 0
         self._sources = tensor_sources(self.model, self.stored, table, self.store)
         check_sources(self.model, self._sources, self.store)
         check_tied(tied, self.stored[table], self.store)
@@ -121,36 +120,30 @@ class Decoder:
         batches: list[Batch] = []
         with self._outside(self.anatomy.head or self.anatomy.blocks):
             for tokens in samples.split(batch_size):
-                recorders = self._record(tokens.to(self.device))
-                beside = sum(recorder.place_slices(place) for recorder in recorders)
+                recorders, argument = self._record(tokens.to(self.device))
+                beside = sum(recorder.place_slices(place, tokens.shape) for recorder in recorders)
                 arguments = [recorder.arguments for recorder in recorders]
                 if batches:
                     arguments = shared(arguments, batches[0].arguments)
                 names = {name for recorder in recorders for name in recorder.mappings}
-                batches.append(Batch(place(recorders[0].hidden.to("cpu")), arguments, HandedOn(names), beside))
+                hidden, handed_on = place(recorders[0].hidden.to("cpu")), HandedOn(names, argument)
+                batches.append(Batch(tokens.numel(), hidden, arguments, handed_on, beside))
         return batches
 
-    def _record(self, tokens: torch.Tensor) -> list[Recorder]:
-        """What each block is called with."""
+    def _record(self, tokens: torch.Tensor) -> tuple[list[Recorder], str]:
+        """What each block is called with, and the argument that the block before returns beside hidden states."""
         base = self.model.get_submodule(self.anatomy.base)
         options = {} if self.encoder else {"use_cache": False}
-        # Blocks return a tensor, or in older families a tuple that starts with it: `self._as_tuple` is what worked.
-        for as_tuple in (self._as_tuple, not self._as_tuple):
-            recorders = [Recorder(block, as_tuple) for block in self._blocks]
+
+        def run(recorders: list[Recorder]) -> None:
             with self._replaced(recorders):
-                try:
-                    base(tokens, **options)
-                except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
-                    if as_tuple is self._as_tuple:
-                        continue
-                    expected = "blocks that hand on hidden states, alone or first in a tuple"
-                    raise self._unable(self.anatomy.blocks, expected, error) from error
-            reached = all(recorder.called for recorder in recorders)
-            if not reached or all(now.follows(before) for before, now in pairwise(recorders)):
-                break
-        self._as_tuple = as_tuple
+                base(tokens, **options)
+
+        recorders = record(self._blocks, self._outputs, run, f"{self.source}: {self.anatomy.blocks}")
+        self._outputs = recorders[0].outputs
+        argument = argument_beside(recorders)
         check_recorded(recorders, self.anatomy.blocks)
-        return recorders
+        return recorders, argument
 
     @contextmanager
     def block(self, index: int) -> Iterator[nn.Module]:
@@ -182,10 +175,10 @@ class Decoder:
     def forward(self, index: int, block: nn.Module, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Output hidden states of a block for hidden states on its device, with the arguments of a batch."""
         try:
-            output = block(hidden, **batch.handed_on.arguments(batch.arguments[index], self.device))
+            output = block(hidden, **batch.handed_on.arguments(index, batch.arguments[index], self.device))
         except (AttributeError, LookupError, TypeError) as error:
             raise self._unable(self.block_name(index), "a block that takes text alone", error) from error
-        return output[0] if isinstance(output, tuple) else output
+        return batch.handed_on.take(index, output)
 
     @property
     def _blocks(self) -> Any:
@@ -264,7 +257,7 @@ class Decoder:
 
 
 class _Tail(nn.Module):
-    """Hidden states [n, tokens, hidden] of the last block -> logits [n, tokens, vocabulary]."""
+    """Hidden states of the last block -> logits [n, tokens, vocabulary]."""
 
     def __init__(self, decoder: Decoder) -> None:
         super().__init__()
@@ -273,12 +266,12 @@ class _Tail(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         (decoder,) = self.decoder
-        stand_ins = [Given(block, decoder._as_tuple) for block in decoder._blocks]
+        stand_ins = [Given(block, decoder._outputs) for block in decoder._blocks]
         for stand_in in stand_ins:
             stand_in.given = hidden
         with decoder._replaced(stand_ins):
             try:
-                output = decoder.model(inputs_embeds=hidden, use_cache=False, **self._unused(hidden))
+                output = decoder.model(use_cache=False, **self._unused(hidden))
             except LatqError:
                 raise
             except (AttributeError, TypeError, ValueError) as error:
@@ -287,7 +280,11 @@ class _Tail(nn.Module):
         return logits
 
     def _unused(self, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What blocks alone use, and a model would seek in its embedding: Gemma's further embeddings of the tokens."""
+        """What the blocks alone use: embeddings of the tokens, and Gemma's further ones, one for each block."""
         (decoder,) = self.decoder
+        width = decoder.model.get_input_embeddings().embedding_dim
+        embeddings = {"inputs_embeds": hidden.new_zeros(*hidden.shape[:2], width)}
         size = getattr(decoder.config.get_text_config(), "hidden_size_per_layer_input", None)
-        return {"per_layer_inputs": hidden.new_zeros(*hidden.shape[:-1], len(decoder), size)} if size else {}
+        if size:
+            embeddings["per_layer_inputs"] = hidden.new_zeros(*hidden.shape[:2], len(decoder), size)
+        return embeddings

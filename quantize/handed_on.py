@@ -1,7 +1,8 @@
-"""What blocks hand on: hidden states, and in some models mappings that some blocks fill and later ones read.
+"""What blocks hand on: hidden states, and in some models more, to the next block or to any later one.
 
-In Gemma 3n and Gemma 4 the last blocks attend to keys and values that an earlier one computed. Invariant: between two
-blocks these wait on the CPU, without a graph, and so do their gradients.
+In Gemma 3n and Gemma 4 some blocks fill mappings, of keys and values that the last ones attend to. In GLM-5 and Zaya a
+block returns what its indexer or its router found, too, and the next is called with it. Invariant: between two blocks
+all of this waits on the CPU, without a graph, and so do its gradients.
 """
 
 from collections import UserDict
@@ -13,7 +14,7 @@ import torch
 
 from vllm_latq.errors import UnsupportedModelError
 
-# Name of the blocks' argument, key in it.
+# Name of the blocks' argument, key in it: where the block before returns it, that one's index.
 _Place = tuple[str, Any]
 
 
@@ -21,21 +22,48 @@ class HandedOn:
     """What the blocks have handed on for a few samples, and once gradients are computed, those.
 
     Args:
-        names: of the arguments of blocks that are such mappings; without any, nothing is handed on.
+        names: of the arguments of blocks that are such mappings.
+        beside: name of the argument that is what the block before returned beside hidden states; "" for none.
 
     Attributes:
         led: how many blocks, from the first on, were run for what they hand on alone.
     """
 
-    def __init__(self, names: Iterable[str] = ()) -> None:
+    def __init__(self, names: Iterable[str] = (), beside: str = "") -> None:
+        names = {*names, beside} - {""}
         self.mappings: dict[str, MutableMapping[Any, tuple[torch.Tensor, ...]]] = {name: UserDict() for name in names}
+        self.beside = beside
         self._gradients: dict[_Place, list[torch.Tensor]] = {}
         self.led = 0
 
-    def arguments(self, own: dict[str, Any], device: torch.device) -> dict[str, Any]:
-        """The arguments of a block, tensors on its device, and the mappings among them."""
-        ready = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in own.items()}
-        return ready | {name: mapping for name, mapping in self.mappings.items() if name in own}
+    def nothing(self) -> "HandedOn":
+        """The same, before any block has run."""
+        return HandedOn(self.mappings, self.beside)
+
+    def arguments(self, index: int, own: dict[str, Any], device: torch.device) -> dict[str, Any]:
+        """The arguments of block `index`, tensors on its device, and what earlier blocks handed on among them."""
+        given: dict[str, Any] = {
+            name: mapping for name, mapping in self.mappings.items() if name in own and name != self.beside
+        }
+        if self.beside in own and index - 1 in self.mappings[self.beside]:
+            (given[self.beside],) = self.mappings[self.beside][index - 1]
+        ready = own | given
+        return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in ready.items()}
+
+    def take(self, index: int, output: Any) -> torch.Tensor:
+        """The hidden states in what block `index` returned; what is beside them waits for the next block."""
+        if not isinstance(output, tuple):
+            return output
+        if self.beside:
+            self.forget(index + 1)
+            if len(output) > 1 and output[1] is not None:
+                self.mappings[self.beside][index] = (output[1],)
+        return output[0]
+
+    def forget(self, index: int) -> None:
+        """Drop what was returned for block `index` alone, which has run for the last time."""
+        if self.beside:
+            self.mappings[self.beside].pop(index - 1, None)
 
     def rest(self) -> None:
         """Move what was handed on to the CPU, away from the graph that made it."""
@@ -56,7 +84,7 @@ class HandedOn:
         """
         read: dict[_Place, tuple[torch.Tensor, ...]] = {}
         for (name, key), tensors in list(self._entries()):
-            read[name, key] = tuple(tensor.detach().requires_grad_(True) for tensor in tensors)
+            read[name, key] = tuple(tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in tensors)
             self.mappings[name][key] = read[name, key]
         results, gradients = [run(*arguments)], [gradient]
         for place, tensors in self._entries():
@@ -86,12 +114,14 @@ class Batch:
     """Hidden states of a few samples between two blocks.
 
     Attributes:
-        hidden: [samples, tokens, hidden_size].
+        tokens: how many these are.
+        hidden: [samples, tokens, hidden_size], with a further dimension in models of several streams.
         arguments: keyword arguments of each block's forward (masks, rotary embeddings), by block index.
         handed_on: what blocks hand on to later ones beside hidden states.
         beside: bytes of arguments that wait where hidden states do.
     """
 
+    tokens: int
     hidden: torch.Tensor
     arguments: list[dict[str, Any]]
     handed_on: HandedOn

@@ -22,7 +22,7 @@ from vllm_latq.quantize.hptq import USUAL_SLOPE
 from vllm_latq.quantize.kronecker import TwoSided, two_sided_plane
 from vllm_latq.quantize.lattice import Factor, factorize
 from vllm_latq.quantize.search import Outcome, search_target
-from vllm_latq.quantize.statistics import LayerStatistics
+from vllm_latq.quantize.statistics_files import LayerStatistics
 from vllm_latq.rans import encoded_bits
 from vllm_latq.weights import RansWeight, octave_eighths, served_bits
 

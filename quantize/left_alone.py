@@ -11,6 +11,9 @@ from vllm_latq.quantize.meta_model import POOLER
 ROUTERS = ("gate", "router", "shared_expert_gate")
 # What mixes the streams of Gemma 3n: matrices of a few rows or columns, and vLLM asks for a weight of theirs.
 MIXER = "altup"
+# What chooses the tokens that sparse attention sees (DeepSeek-V3.2, GLM-5): no gradient reaches it, and vLLM fuses part
+# of it, unquantized.
+INDEXER = "indexer"
 Shape = tuple[int, ...]
 
 
@@ -66,11 +69,12 @@ def _others(decoder: Decoder) -> dict[str, Shape]:
 
 
 def _routers(decoder: Decoder) -> tuple[str, ...]:
-    """Names in the checkpoint of what decides between experts, or mixes streams, linears or not."""
+    """Names in the checkpoint of what decides between experts or tokens, or mixes streams, linears or not."""
     modules = list(decoder.model.named_modules())
     parents = {name.rpartition(".")[0] for name, module in modules if isinstance(module, Experts)}
     routers = [f"{parent}.{leaf}" for parent in sorted(parents) for leaf in ROUTERS]
-    small = tuple(f"{name}." for name in [*routers, *(name for name, _ in modules if name.endswith(f".{MIXER}"))])
+    others = [name for name, _ in modules if name.endswith((f".{MIXER}", f".{INDEXER}"))]
+    small = tuple(f"{name}." for name in [*routers, *others])
     found = [
         name.removesuffix(".weight") for name in decoder.stored if name.startswith(small) and name.endswith(".weight")
     ]

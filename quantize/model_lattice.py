@@ -35,7 +35,8 @@ from vllm_latq.quantize.recipe import Recipe
 from vllm_latq.quantize.routing import expert_stacks
 from vllm_latq.quantize.served_allocation import allocate_served, served_curves, served_lattices
 from vllm_latq.quantize.shards import shard_linears, shard_weights
-from vllm_latq.quantize.statistics import LayerStatistics, StatisticsFiles, collect_statistics
+from vllm_latq.quantize.statistics import collect_statistics
+from vllm_latq.quantize.statistics_files import LayerStatistics, StatisticsFiles
 from vllm_latq.quantize.target import Drift, corrected_target
 
 # Names of the linears that read one input -> their weights, float32 [r, c], and their statistics.

@@ -24,14 +24,8 @@ from vllm_latq.quantize.recipe import MAX_SERVED_BITS, Recipe
 from vllm_latq.quantize.rehearsal import Cost, Rehearsal, measured, timed
 from vllm_latq.quantize.shards import shard_linears, shard_weights, untouched_names
 from vllm_latq.quantize.stages import Kind, Stage, block_kinds, lead_to, stored_bytes
-from vllm_latq.quantize.statistics import (
-    TOKENS_PER_BATCH,
-    LayerStatistics,
-    StatisticsFiles,
-    block_gradients,
-    head_gradients,
-    label_seeds,
-)
+from vllm_latq.quantize.statistics import TOKENS_PER_BATCH, block_gradients, head_gradients, label_seeds
+from vllm_latq.quantize.statistics_files import LayerStatistics, StatisticsFiles
 from vllm_latq.quantize.target import Drift
 from vllm_latq.quantize.whole_model import layer_record
 

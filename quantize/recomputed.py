@@ -29,7 +29,7 @@ from vllm_latq.quantize.offload import placer
 from vllm_latq.quantize.pipeline import quantized_linears
 from vllm_latq.quantize.recipe import Recipe
 from vllm_latq.quantize.shards import all_shard_linears, shard_weights
-from vllm_latq.quantize.statistics import LayerStatistics
+from vllm_latq.quantize.statistics_files import LayerStatistics
 from vllm_latq.quantize.stream import Stream, hessians_of
 from vllm_latq.quantize.target import corrected_target, measure_errors
 from vllm_latq.quantize.whole_model import expected_error

@@ -1,25 +1,31 @@
 """Stand-ins for decoder blocks: they tell what a model hands to its blocks, and let it go on from given hidden states.
 
 Invariant: what was recorded suffices to run the blocks one after another; a model that does more between its blocks
-than to pass hidden states on, and the mappings of `handed_on`, is refused.
+than to pass on hidden states, and what else `handed_on` knows, is refused.
 """
 
 import inspect
-from collections.abc import MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
 
-from vllm_latq.errors import UnsupportedModelError
+from vllm_latq.errors import UnsupportedModelError, summary
 from vllm_latq.quantize.offload import Place
 
 
 class Recorder(nn.Module):
     """Stands in for a block: keeps what it is called with, and returns NaN, which shows where it is used.
 
+    Args:
+        block: whose arguments it takes.
+        outputs: how many things it returns in a tuple; 0 for hidden states that are in none.
+
     Attributes:
         hidden, output: what it was given, and what it returned.
+        beside: what else it returns, if it returns two things.
         arguments: all others; `mappings` are the names of those that blocks may fill for later ones.
     """
 
@@ -29,9 +35,10 @@ class Recorder(nn.Module):
     arguments: dict[str, Any]
     mappings: list[str]
 
-    def __init__(self, block: nn.Module, as_tuple: bool) -> None:
+    def __init__(self, block: nn.Module, outputs: int) -> None:
         super().__init__()
-        self.as_tuple = as_tuple
+        self.outputs = outputs
+        self.beside = torch.full((), torch.nan)
         self.signature = inspect.signature(block.forward)
         self.attributes = {name: value for name, value in vars(block).items() if not name.startswith("_")}
 
@@ -40,20 +47,20 @@ class Recorder(nn.Module):
         attributes = self.__dict__.get("attributes", {})
         return attributes[name] if name in attributes else super().__getattr__(name)
 
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor | tuple[torch.Tensor]:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         bound = self.signature.bind(*args, **kwargs).arguments
         for parameter in self.signature.parameters.values():
             if parameter.kind is parameter.VAR_KEYWORD:
                 bound.update(bound.pop(parameter.name, {}))
-        self.called, self.hidden = True, bound.pop("hidden_states")
+        self.called, self.hidden = True, bound.pop(next(iter(self.signature.parameters)))
         self.arguments = bound
         # Empty now, because no block has run.
         self.mappings = [name for name, value in bound.items() if isinstance(value, MutableMapping) and not value]
         self.output = torch.full_like(self.hidden, torch.nan)
-        return (self.output,) if self.as_tuple else self.output
+        return (self.output, self.beside)[: self.outputs] if self.outputs else self.output
 
-    def place_slices(self, place: Place) -> int:
-        """Move arguments that are this block's part of a tensor with as many tokens to where hidden states wait.
+    def place_slices(self, place: Place, tokens: torch.Size) -> int:
+        """Move arguments that are this block's part of a tensor of all tokens [n, tokens] to where hidden states wait.
 
         A view would keep those of all blocks in memory, on the device, until the last is done.
 
@@ -62,7 +69,7 @@ class Recorder(nn.Module):
         """
         placed = 0
         for name, value in self.arguments.items():
-            if isinstance(value, torch.Tensor) and value.dim() == 3 and value.shape[:2] == self.hidden.shape[-3:-1]:
+            if isinstance(value, torch.Tensor) and value.dim() == 3 and value.shape[:2] == tokens:
                 part = value.nbytes if value.untyped_storage().nbytes() > value.nbytes else 0
                 self.arguments[name] = place(value.to("cpu", copy=True)) if part else value
                 placed += part
@@ -80,8 +87,50 @@ class Given(Recorder):
 
     given: torch.Tensor
 
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor | tuple[torch.Tensor]:
-        return (self.given,) if self.as_tuple else self.given
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return (self.given, None)[: self.outputs] if self.outputs else self.given
+
+
+def record(
+    blocks: Iterable[nn.Module], likely: int, run: Callable[[list[Recorder]], object], where: str
+) -> list[Recorder]:
+    """Recorders of what a model calls its blocks with.
+
+    Args:
+        blocks: the model's own.
+        likely: how many things they return, see `Recorder`; if the model cannot use these, others are tried.
+        run: the model, with the recorders in place of its blocks.
+        where: the blocks, for errors.
+
+    Raises:
+        UnsupportedModelError: whatever recorders return, the model fails.
+    """
+    blocks, found = list(blocks), []
+    for outputs in sorted(range(3), key=lambda count: count != likely):
+        recorders = [Recorder(block, outputs) for block in blocks]
+        try:
+            run(recorders)
+        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            failure = error
+            continue
+        found = recorders
+        reached = all(recorder.called for recorder in recorders)
+        if not reached or all(now.follows(before) for before, now in pairwise(recorders)):
+            break
+    if not found:
+        expected = "blocks that hand on hidden states, alone or first in a tuple of at most two"
+        raise UnsupportedModelError(where, expected, summary(failure)) from failure
+    return found
+
+
+def argument_beside(recorders: list[Recorder]) -> str:
+    """Name of the argument that is what the block before returned beside hidden states, taken out; "" for none."""
+    name = ""
+    for before, now in pairwise(recorders):
+        for taken, value in list(now.arguments.items()) if now.called else ():
+            if value is before.beside:
+                name, now.arguments[taken] = taken, None
+    return name
 
 
 def check_recorded(recorders: list[Recorder], blocks: str) -> None:

@@ -20,12 +20,9 @@ Invariant: one block is in memory at a time, and its grams; they go to disk, a f
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import nn
 
 from vllm_latq.errors import NumericalError
@@ -35,81 +32,11 @@ from vllm_latq.quantize.handed_on import Batch
 from vllm_latq.quantize.hessian import HessianCollector
 from vllm_latq.quantize.offload import Place, return_freed_memory
 from vllm_latq.quantize.routing import complete_experts, complete_gradients
-from vllm_latq.quantize.writer import rename_durably
-from vllm_latq.store import readable
+from vllm_latq.quantize.statistics_files import LayerStatistics, StatisticsFiles
 
 # Outputs whose gradients are correlated with each other; wider layers get a block-diagonal G. 64 MB per block.
 LARGEST_BLOCK = 4096
 TOKENS_PER_BATCH = 2048
-
-
-@dataclass(frozen=True)
-class LayerStatistics:
-    """Grams of one linear, means over tokens.
-
-    Attributes:
-        inputs: float32 [c, c], E[x x^T].
-        outputs: float32 [b, b] each, the diagonal blocks of E[g g^T] that cover the r outputs in order; nats^2.
-        tokens: number of tokens that reach it.
-        group: name of the first linear that reads the same input.
-        note: what its record says about them; empty if nothing.
-    """
-
-    inputs: torch.Tensor
-    outputs: list[torch.Tensor]
-    tokens: int
-    group: str
-    note: str = ""
-
-    def to(self, device: torch.device) -> "LayerStatistics":
-        outputs = [gram.to(device) for gram in self.outputs]
-        return replace(self, inputs=self.inputs.to(device), outputs=outputs)
-
-
-class StatisticsFiles:
-    """The statistics of a model on disk, one safetensors file per block; the head is block `len(decoder)`."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-
-    def path(self, block: int) -> Path:
-        return self.directory / f"statistics-{block:05d}.safetensors"
-
-    def write(self, block: int, statistics: Mapping[str, LayerStatistics]) -> None:
-        """Atomically."""
-        tensors, metadata = {}, {}
-        for name, layer in statistics.items():
-            metadata[name] = f"{layer.tokens} {layer.group} {layer.note}"
-            if layer.group == name:
-                tensors[f"{name}.inputs"] = layer.inputs.cpu()
-            for index, gram in enumerate(layer.outputs):
-                tensors[f"{name}.outputs.{index}"] = gram.cpu()
-        self.directory.mkdir(parents=True, exist_ok=True)
-        temporary = self.path(block).with_suffix(".tmp")
-        save_file(tensors, temporary, metadata=metadata)
-        rename_durably(temporary, self.path(block))
-
-    def read(self, block: int) -> dict[str, LayerStatistics]:
-        """Linear name -> its statistics, in no particular order; CheckpointError if damaged."""
-        with (
-            readable(self.path(block), "Remove it and go on with --resume: it is collected again."),
-            safe_open(self.path(block), framework="pt", device="cpu") as file,
-        ):
-            inputs: dict[str, torch.Tensor] = {}
-            found = {}
-            names = set(file.keys())
-            for name, text in (file.metadata() or {}).items():
-                tokens, group, note = text.split(" ", 2)
-                if group not in inputs:
-                    inputs[group] = file.get_tensor(f"{group}.inputs")
-                count = sum(key.startswith(f"{name}.outputs.") for key in names)
-                outputs = [file.get_tensor(f"{name}.outputs.{index}") for index in range(count)]
-                found[name] = LayerStatistics(inputs[group], outputs, int(tokens), group, note)
-        return found
-
-    def complete(self, blocks: Iterable[int]) -> bool:
-        """Whether nothing is left to collect."""
-        return all(self.path(block).exists() for block in blocks)
 
 
 def collect_statistics(
@@ -169,7 +96,7 @@ def head_gradients(
 ) -> None:
     """Turn the last hidden states into the gradients of labels' log-likelihood, drawn with a seed for each window."""
     linears = {name: linear for name, linear in decoder.head_linears.items() if name in wanted}
-    windows = 0
+    windows = tokens = 0
     with decoder.head() as head, _watching(linears, world) as grams:
         for waiting in hidden:
             states = waiting.to(decoder.device).detach().requires_grad_(True)
@@ -179,7 +106,8 @@ def head_gradients(
             torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").backward()
             waiting.copy_(_gradient(states))
             windows += len(logits)
-    _finish(files, len(decoder), grams, linears, grams.reduce(hidden))
+            tokens += labels.numel()
+    _finish(files, len(decoder), grams, linears, grams.reduce(tokens))
 
 
 def _draw(logits: torch.Tensor, seed: int) -> torch.Tensor:
@@ -212,7 +140,7 @@ def block_gradients(
             for batch, states in zip(batches, hidden, strict=True):
                 decoder.run(index, block, replace(batch, hidden=states))
 
-        total = grams.reduce(hidden)
+        total = grams.reduce(sum(batch.tokens for batch in batches))
         with torch.no_grad():
             grams.complete(block, linears, pass_all)
     _finish(files, index, grams, linears, total)
@@ -237,14 +165,14 @@ class _Grams:
         self.outputs: dict[str, list[torch.Tensor]] = {}
         self.world = world
 
-    def reduce(self, hidden: list[torch.Tensor]) -> int:
-        """Sum over the processes, of which this saw `hidden` [.., n, tokens, h]; how many tokens all of them saw."""
+    def reduce(self, tokens: int) -> int:
+        """Sum over the processes, of which this saw so many tokens; how many all of them saw."""
         self.inputs.hessians = self.world.reduce(self.inputs.hessians)
         parts = {(name, index): part for name, parts in self.outputs.items() for index, part in enumerate(parts)}
         self.outputs = {}
         for (name, _), part in self.world.sum(parts).items():
             self.outputs.setdefault(name, []).append(part)
-        return sum(self.world.gather(lambda: sum(states.shape[-3:-1].numel() for states in hidden)))
+        return sum(self.world.gather(lambda: tokens))
 
     def complete(self, block: nn.Module, linears: Mapping[str, nn.Linear], run: Callable[[], None]) -> None:
         """Add to those of experts with fewer tokens than channels; `run` passes all tokens through the block."""
@@ -263,7 +191,8 @@ class _Grams:
                 gram.addmm_(part.T, part)
 
         def see(_module: nn.Module, _inputs: object, output: torch.Tensor) -> None:
-            output.register_hook(add)
+            if output.requires_grad:  # not of constants, as Zaya has them before the first token
+                output.register_hook(add)
 
         return see
 
@@ -283,6 +212,10 @@ def _watching(linears: Mapping[str, nn.Linear], world: World) -> Iterator[_Grams
 def _finish(files: StatisticsFiles, block: int, grams: _Grams, linears: Mapping[str, nn.Linear], total: int) -> None:
     """Means over tokens, of which there are `total`, checked and written."""
     statistics = {}
+    called = [name for hessian in grams.inputs.hessians for name in hessian.linears]
+    if unmoved := [name for name in called if name not in grams.outputs]:
+        hint = "Add it to the ignored modules."
+        raise NumericalError(unmoved[0], "a linear that the loss depends on", "no gradient", hint)
     for hessian in grams.inputs.hessians:
         tokens = hessian.tokens
         for name in hessian.linears:

@@ -7,6 +7,7 @@ Invariant: inputs are always seen with the block's own weights in place; `advanc
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -15,7 +16,7 @@ from vllm_latq.errors import CalibrationError
 from vllm_latq.experts import Experts
 from vllm_latq.quantize.decoder import Decoder
 from vllm_latq.quantize.distributed import ALONE, World
-from vllm_latq.quantize.handed_on import Batch, HandedOn
+from vllm_latq.quantize.handed_on import Batch
 from vllm_latq.quantize.hessian import HessianCollector, InputHessian, recording
 from vllm_latq.quantize.offload import Place
 from vllm_latq.quantize.residual import LastWriter, last_writer
@@ -53,7 +54,7 @@ class Stream:
         self.originals: list[Batch] | None = None
         if target != "quantized":
             self.originals = [
-                Batch(place(batch.hidden.clone()), batch.arguments, HandedOn(batch.handed_on.mappings))
+                replace(batch, hidden=place(batch.hidden.clone()), handed_on=batch.handed_on.nothing())
                 for batch in self.batches
             ]
 
@@ -95,6 +96,8 @@ class Stream:
         for batch in self.batches:
             batch.hidden.copy_(self._run(shard, block, batch))
             batch.arguments[shard] = {}
+        for batch in (*self.batches, *(self.originals or ())):
+            batch.handed_on.forget(shard)
 
     def _last_writer(self, shard: int, block: nn.Module, linears: Mapping[str, nn.Linear]) -> LastWriter | None:
         if self.target != "residual" or shard == len(self.decoder) or not linears:

@@ -28,7 +28,7 @@ from vllm_latq.quantize.offload import Place
 from vllm_latq.quantize.recipe import Recipe
 from vllm_latq.quantize.routing import expert_stacks
 from vllm_latq.quantize.run import Quantized, Run
-from vllm_latq.quantize.statistics import LayerStatistics
+from vllm_latq.quantize.statistics_files import LayerStatistics
 from vllm_latq.quantize.stream import Stream, hessians_of
 from vllm_latq.quantize.target import measure_errors
 from vllm_latq.weights import served_bits

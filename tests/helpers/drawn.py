@@ -18,13 +18,17 @@ def drawn_labels(logits: torch.Tensor, seed: int) -> torch.Tensor:
 
 
 def one_backward_pass(model: Any, samples: torch.Tensor, seed: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Linear -> (inputs, gradients of its outputs), all tokens, by one ordinary backward pass of the whole model."""
+    """Linear -> (inputs, gradients of its outputs), all tokens, by one ordinary backward pass of the whole model.
+
+    Without the linears that no gradient reaches.
+    """
     seen: dict[str, list[torch.Tensor]] = {}
 
     def watch(name: str, linear: nn.Linear) -> None:
         def keep(_: nn.Module, arguments: tuple[torch.Tensor], output: torch.Tensor) -> None:
-            output.retain_grad()
-            seen[name] = [arguments[0], output]
+            if output.requires_grad:
+                output.retain_grad()
+                seen[name] = [arguments[0], output]
 
         linear.register_forward_hook(keep)
 

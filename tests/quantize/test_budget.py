@@ -11,7 +11,7 @@ from vllm_latq.quantize.budget import OUTLIER_RATES, WIDTHS, Choice, Offer, chec
 from vllm_latq.quantize.pipeline import quantize_checkpoint
 from vllm_latq.quantize.plan import plan
 from vllm_latq.quantize.recipe import Recipe
-from vllm_latq.quantize.statistics import LayerStatistics
+from vllm_latq.quantize.statistics_files import LayerStatistics
 
 RECIPE = Recipe("ssqr", budget=3.0, group_size=32)
 

@@ -23,7 +23,13 @@ from vllm_latq.quantize.recipe import Recipe
 
 BERT = ("attention.self.query", "attention.self.key", "attention.self.value", "attention.output.dense")
 BERT_LIKE = {f"encoder.layer.{n}.{leaf}" for n in range(2) for leaf in (*BERT, "intermediate.dense", "output.dense")}
+DEBERTA = ("attention.self.query_proj", "attention.self.key_proj", "attention.self.value_proj")
 LINEARS = {
+    "deberta-v2": {
+        f"encoder.layer.{n}.{leaf}"
+        for n in range(2)
+        for leaf in (*DEBERTA, "attention.output.dense", "intermediate.dense", "output.dense")
+    },
     **{"bert": BERT_LIKE, "roberta": BERT_LIKE, "electra": BERT_LIKE},
     "modernbert": {f"layers.{n}.{leaf}" for n in range(2) for leaf in ("attn.Wqkv", "attn.Wo", "mlp.Wi", "mlp.Wo")},
 }
@@ -31,6 +37,7 @@ SAMPLES = {"num_samples": 4, "seq_len": 32}
 GPTQ = Recipe("gptq", 4, group_size=32, **SAMPLES)
 RECIPES = {
     **{"bert": Recipe("ssqr", 3, group_size=32, target="original", **SAMPLES), "roberta": GPTQ, "electra": GPTQ},
+    "deberta-v2": Recipe("rtn", 4, group_size=32, **SAMPLES),
     "modernbert": Recipe("hptq", target_bits=3.5, **SAMPLES),
 }
 TOKENS = torch.randint(4, VOCABULARY, (3, 20), generator=torch.Generator().manual_seed(1))
@@ -40,7 +47,8 @@ TOKENS = torch.randint(4, VOCABULARY, (3, 20), generator=torch.Generator().manua
 def test_quantized_and_loaded_again(
     model_type: str, make_dense_twin: Any, calibration_text: Path, tmp_path: Path
 ) -> None:
-    model = random_encoder(tmp_path / "source", model_type, calibration_text)
+    # DeBERTa attends to relative positions.
+    model = random_encoder(tmp_path / "source", model_type, calibration_text, relative_attention=True)
     decoder = Decoder(tmp_path / "source", "cpu")
     final_norm = getattr(model, "final_norm", torch.nn.Identity())
     with torch.no_grad():
@@ -114,8 +122,8 @@ def test_positions_behind_padding_are_counted(calibration_text: Path, tmp_path: 
 
 
 def test_blocks_that_need_each_others_outputs_are_refused(calibration_text: Path, tmp_path: Path) -> None:
-    random_encoder(tmp_path, "deberta-v2", calibration_text)
-    with pytest.raises(UnsupportedModelError, match="expected blocks that hand on hidden states"):
+    random_encoder(tmp_path, "deberta-v2", calibration_text, conv_kernel_size=3)  # between its first and second block
+    with pytest.raises(UnsupportedModelError, match="expected the previous block's output as input"):
         Decoder(tmp_path, "cpu").embed(torch.zeros(1, 8, dtype=torch.int64), 1)
 
 

@@ -8,7 +8,7 @@ from vllm_latq.quantize.kronecker import two_sided_plane
 from vllm_latq.quantize.latq import output_lattice
 from vllm_latq.quantize.lattice import Factor, factorize
 from vllm_latq.quantize.rounding import nearest_plane
-from vllm_latq.quantize.statistics import LayerStatistics
+from vllm_latq.quantize.statistics_files import LayerStatistics
 
 
 def gram(size: int, seed: int) -> torch.Tensor:

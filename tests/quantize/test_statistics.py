@@ -9,7 +9,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from vllm_latq.quantize.calibration import load_samples
 from vllm_latq.quantize.decoder import Decoder
-from vllm_latq.quantize.statistics import LayerStatistics, StatisticsFiles, collect_statistics
+from vllm_latq.quantize.statistics import collect_statistics
+from vllm_latq.quantize.statistics_files import LayerStatistics, StatisticsFiles
 
 SAMPLES, TOKENS, SEED = 12, 64, 3
 

@@ -18,7 +18,8 @@ from vllm_latq.quantize.decoder import Decoder
 from vllm_latq.quantize.evaluate import window_statistics
 from vllm_latq.quantize.pipeline import quantize_checkpoint
 from vllm_latq.quantize.recipe import Recipe
-from vllm_latq.quantize.statistics import LayerStatistics, StatisticsFiles, collect_statistics
+from vllm_latq.quantize.statistics import collect_statistics
+from vllm_latq.quantize.statistics_files import LayerStatistics, StatisticsFiles
 
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "hidden_size": 64, "head_dim": 16}
 SAMPLES = {"num_samples": 16, "seq_len": 64}
