@@ -1,11 +1,13 @@
 """Hessians X^T X of a block's linears, accumulated while the block runs: one per shared input.
 
-Invariant: linears that are called with the same tensor (q/k/v, gate/up) share one accumulator.
+Invariant: linears that are called with the same tensor (q/k/v, gate/up; in latent attention not one after the other)
+share one accumulator.
 """
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from weakref import ref
 
 import torch
 from torch import nn
@@ -61,7 +63,8 @@ class HessianCollector:
 
     hessians: list[InputHessian] = field(default_factory=list)
     _by_linear: dict[str, InputHessian] = field(default_factory=dict)
-    _last: tuple[torch.Tensor, InputHessian] | None = None
+    # By an input's id, which is its own while it lives, and version, which counts changes in place.
+    _by_input: dict[tuple[int, int], tuple[ref[torch.Tensor], InputHessian]] = field(default_factory=dict)
     _watched: set[str] = field(default_factory=set)
     _called: list[str] = field(default_factory=list)
     _stop_at: str | None = None
@@ -98,21 +101,22 @@ class HessianCollector:
         except _AllSeen:
             pass
         finally:
-            self._last = None
+            self._by_input = {}
             for handle in handles:
                 handle.remove()
 
     def _hook(self, name: str, original: torch.Tensor | None):  # type: ignore[no-untyped-def]
         def see(_module: nn.Module, arguments: tuple[torch.Tensor, ...]) -> None:
             inputs = arguments[0]
-            # Holding the last input keeps its identity from being reused by another tensor.
-            shared = self._last is not None and self._last[0] is inputs
+            key = id(inputs), inputs._version
+            known, hessian = self._by_input.get(key, (None, None))
+            shared = hessian if known is not None and known() is inputs else None
             if name not in self._by_linear:
-                self._by_linear[name] = self._last[1] if shared else self._new(inputs)  # type: ignore[index]
+                self._by_linear[name] = shared or self._new(inputs)
                 self._by_linear[name].linears.append(name)
-            if not shared:
+            if shared is None:
                 self._by_linear[name].add(inputs, original)
-            self._last = (inputs, self._by_linear[name])
+                self._by_input[key] = ref(inputs), self._by_linear[name]
             self._called.append(name)
             if name == self._stop_at:
                 raise _AllSeen

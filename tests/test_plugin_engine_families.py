@@ -32,6 +32,9 @@ RECIPES = {
     "modernbert": Recipe("hptq", target_bits=3.5, **SAMPLES),
     "phi3": Recipe("latq", target_bits=3.5, ignore=(), **SAMPLES),  # its head, too
     "gemma4_text": Recipe("latq", target_bits=3.5, **SAMPLES),
+    "qwen3_next": Recipe("gptq", 8, group_size=32, **SAMPLES),
+    # What vLLM merges must have common scales of columns.
+    "glm4_moe_lite": Recipe("latq", target_bits=6.0, **SAMPLES),
 }
 # vLLM 0.25 does not tell ModernBERT's linears how they are quantized.
 ENCODERS = ("bert", "roberta", "modernbert")[: 2 if OLD_VLLM else 3]
@@ -124,8 +127,7 @@ def test_attention(
 ) -> None:
     """Of other kinds than Llama's, beside experts, shared and routed."""
     source, _ = random_model(family, f"served-{family}", num_experts_per_tok=2, **ATTENTION[family])
-    recipe = Recipe("gptq", 8, group_size=32, **SAMPLES)
-    quantize_checkpoint(recipe, source, tmp_path / "out", calibration=str(calibration_text))
+    quantize_checkpoint(RECIPES[family], source, tmp_path / "out", calibration=str(calibration_text))
     dense = make_dense_twin(tmp_path / "out", tmp_path / "dense")
     engine = {"max_model_len": 64, "dtype": "bfloat16"}
     (served, operators), (expected,) = probe(

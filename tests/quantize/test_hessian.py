@@ -44,6 +44,20 @@ def test_later_passes_end_at_the_input_of_the_last_linear():
         assert torch.equal(ended.matrix, expected.matrix)
 
 
+def test_an_input_is_shared_whatever_is_called_between():
+    """In latent attention another linear stands between the two that read a block's input, and serving merges those."""
+    first, between, second, later = (torch.nn.Linear(5, 5) for _ in range(4))
+    collector = HessianCollector()
+    for _ in range(2):
+        with torch.no_grad(), collector.watching({"a": first, "b": between, "c": second, "d": later}):
+            x = torch.randn(3, 5)
+            between(first(x))
+            second(x)
+            later(x.add_(1))
+    assert [hessian.linears for hessian in collector.hessians] == [["a", "c"], ["b"], ["d"]]
+    assert [hessian.tokens for hessian in collector.hessians] == [6, 6, 6]
+
+
 def test_passes_stay_whole_where_a_linear_is_not_always_called():
     first, second = torch.nn.Linear(5, 5), torch.nn.Linear(5, 5)
     collector = HessianCollector()
