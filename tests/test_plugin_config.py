@@ -85,11 +85,12 @@ def test_disagreeing_shards_of_a_merged_layer_are_refused(config: LatqConfig) ->
 @pytest.mark.parametrize(
     ("tied", "ignore", "quantized"), [(False, (), True), (True, (), False), (False, ("lm_head",), False)]
 )
-def test_head(tied: bool, ignore: tuple[str, ...], quantized: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["lm_head", ""], ids=["named", "unnamed"])  # as EXAONE-MoE's is in vLLM
+def test_head(name: str, tied: bool, ignore: tuple[str, ...], quantized: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     text_config = SimpleNamespace(tie_word_embeddings=tied)
     model_config = SimpleNamespace(hf_config=SimpleNamespace(get_text_config=lambda: text_config))
     monkeypatch.setattr(vllm_config, "get_current_vllm_config", lambda: Mock(model_config=model_config))
-    method = quantization(ignore).get_quant_method(bare(ParallelLMHead), "lm_head")
+    method = quantization(ignore).get_quant_method(bare(ParallelLMHead), name)
     assert isinstance(method, LatqLinearMethod) == quantized
     assert quantized or method is None
 

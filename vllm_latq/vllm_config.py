@@ -83,6 +83,8 @@ class LatqConfig(QuantizationConfig):
                 _refuse_interleaved_heads(prefix)
             return LatqLinearMethod(scheme, prefix, shards, self._recipe()) if scheme else UnquantizedLinearMethod()
         if isinstance(layer, ParallelLMHead):
+            # Some of vLLM's models do not name their heads.
+            prefix = prefix or "lm_head"
             scheme = None if _embeddings_are_tied() else self.checkpoint.scheme_for(prefix)
             return LatqLinearMethod(scheme, prefix, [prefix], self._recipe()) if scheme else None
         if isinstance(layer, RoutedExperts):
