@@ -19,9 +19,9 @@ from torch import nn
 
 from vllm_latq.errors import LatqError, NumericalError, UnsupportedModelError, summary
 from vllm_latq.quantize.anatomy import Anatomy, fill_computed_buffers, parts_outside
-from vllm_latq.quantize.expert_store import ExpertStore
 from vllm_latq.quantize.handed_on import Batch, HandedOn
 from vllm_latq.quantize.meta_model import is_encoder, load_config, meta_model
+from vllm_latq.quantize.model_store import ModelStore
 from vllm_latq.quantize.offload import Place
 from vllm_latq.quantize.recorder import Given, Recorder, argument_beside, check_recorded, record, shared
 from vllm_latq.quantize.sources import check_sources, check_tied, tensor_sources
@@ -44,14 +44,14 @@ class Decoder:
 
     def __init__(self, source: str | Path, device: str | torch.device, dtype: torch.dtype | None = None) -> None:
         self.source = Path(source)
-        self.store = ExpertStore(source)
+        self.store = ModelStore(source)
         self.config = load_config(self.source)
         self.device = torch.device(device)
         own = self.config.dtype if isinstance(self.config.dtype, torch.dtype) else torch.bfloat16
         self.dtype = dtype or (torch.float32 if self.device.type == "cpu" else own)
         self.model = meta_model(self.source, self.config, self.dtype)
         self.encoder = is_encoder(self.config)
-        self.store.split_experts(self.model)
+        self.store.fit(self.model)
         self.anatomy = Anatomy.of(self.model, f"{source}: {type(self.model).__name__}", self.encoder)
         self.stored = stored_names(self.model, list(self.store.names()), str(source))
         embedding, table = self.model.get_input_embeddings().weight, f"{self.anatomy.embedding}.weight"
@@ -94,12 +94,15 @@ class Decoder:
     def stored_tensors(self, index: int) -> set[str]:
         """Names in the checkpoint of a block's tensors."""
         prefix = self.block_name(index) + "."
-        return {stored for name, stored in self.stored.items() if name.startswith(prefix)}
+        return {
+            part for name in self.stored if name.startswith(prefix) for part in self.store.stored(self.stored[name])
+        }
 
     @property
     def known(self) -> set[str]:
         """Names in the checkpoint of the tensors of the language model, or of the encoder."""
-        return {stored for name, stored in self.stored.items() if not self.anatomy.in_tower(name)}
+        own = (name for name in self.stored if not self.anatomy.in_tower(name))
+        return {part for name in own for part in self.store.stored(self.stored[name])}
 
     @property
     def longest(self) -> int | None:

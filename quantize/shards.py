@@ -94,6 +94,6 @@ def untouched_names(decoder: Decoder, shard: int, linears: Collection[str]) -> l
 
 def untouched_tensors(decoder: Decoder, shard: int, linears: Collection[str]) -> dict[str, torch.Tensor]:
     """The tensors of `untouched_names`; NumericalError for one of the model's own that is not finite."""
-    own = set(decoder.stored.values())
+    own = {part for name in decoder.stored.values() for part in decoder.store.stored(name)}
     names = untouched_names(decoder, shard, linears)
     return {name: decoder.read(name) if name in own else decoder.store.get(name) for name in names}

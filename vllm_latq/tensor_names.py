@@ -9,8 +9,9 @@ import re
 from collections.abc import Collection
 from typing import Any
 
+from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import Transpose, WeightConverter, WeightRenaming, rename_source_key
+from transformers.core_model_loading import Concatenate, Transpose, WeightConverter, WeightRenaming, rename_source_key
 
 from vllm_latq.errors import UnsupportedModelError
 from vllm_latq.experts import FUSED, PROJECTIONS, Experts, fused_experts
@@ -85,6 +86,32 @@ def fused_tensors(model: Any, stored: Collection[str]) -> dict[str, dict[str, st
         if all(len(names) == 1 for names in tensors.values()):
             found[name] = {leaf: names[0] for leaf, names in tensors.items()}
     return found
+
+
+def joined_tensors(model: Any, stored: Collection[str]) -> dict[str, list[str]]:
+    """Tensors that a model has from several of the checkpoint's, one behind the other: name -> these, in order.
+
+    Linears are none of them, because in the checkpoint they are linears of their own.
+
+    Args:
+        model: a transformers model on the meta device.
+        stored: names of all tensors in the checkpoint.
+    """
+    linears = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    joins = [
+        tuple(rule.source_patterns)
+        for rule in get_model_conversion_mapping(model)
+        if isinstance(rule, WeightConverter)
+        and [(type(step), vars(step).get("dim")) for step in rule.operations] == _JOIN
+    ]
+    return {
+        name: [tensor for tensors in rules.values() for tensor in tensors]
+        for name, rules in _sources(model, stored).items()
+        if name not in linears and tuple(rules) in joins and all(len(tensors) == 1 for tensors in rules.values())
+    }
+
+
+_JOIN = [(Concatenate, 0)]
 
 
 def unmerged(conversions: list[Any]) -> list[Any]:

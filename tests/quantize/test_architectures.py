@@ -9,14 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from walk import walk
 
 from vllm_latq.checkpoint import CheckpointReader, verify
-from vllm_latq.errors import LatqError
+from vllm_latq.errors import CheckpointError, LatqError
+from vllm_latq.quantize.certificate import verify_certificate
 from vllm_latq.quantize.decoder import Decoder
 from vllm_latq.quantize.left_alone import never_quantized
+from vllm_latq.quantize.loading import load_model
 from vllm_latq.quantize.pipeline import quantize_checkpoint
 from vllm_latq.quantize.plan import plan
 from vllm_latq.quantize.recipe import Recipe
@@ -67,6 +69,47 @@ def test_head_of_several_layers(model_type: str, random_model: Any) -> None:
     with torch.no_grad():
         expected = model(TOKENS).logits
     torch.testing.assert_close(walk(Decoder(directory, "cpu"), TOKENS, len(TOKENS)), expected, rtol=0, atol=0)
+
+
+JOINED = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+
+
+def test_what_transformers_joins_is_stored_as_it_was(
+    random_model: Any, make_dense_twin: Any, calibration_text: Path, tmp_path: Path
+) -> None:
+    """OLMo-Hybrid's convolutions of q, k and v, which transformers makes one of."""
+    source, model = random_model("olmo_hybrid", **JOINED)
+    with torch.no_grad():
+        expected = model(TOKENS).logits
+    torch.testing.assert_close(walk(Decoder(source, "cpu"), TOKENS, len(TOKENS)), expected, rtol=0, atol=0)
+    quantize_checkpoint(RECIPE, source, tmp_path / "out", calibration=str(calibration_text))
+    assert list(verify(tmp_path / "out")) == []
+    assert list(verify_certificate(tmp_path / "out", source, str(calibration_text))) == []
+    stored, written = load_file(source / "model.safetensors"), CheckpointReader(tmp_path / "out").store
+    convolutions = [name for name in stored if "conv1d" in name]
+    assert len(convolutions) == 3
+    assert [name for name in written.names() if "conv1d" in name] == convolutions
+    assert all(torch.equal(written.get(name), stored[name]) for name in convolutions)
+    assert not any("conv" in name for name in never_quantized(Decoder(source, "cpu")))
+    dense = make_dense_twin(tmp_path / "out", tmp_path / "dense")
+    (loaded, _), (same, _) = (load_model(folder, "cpu") for folder in (tmp_path / "out", dense))
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(TOKENS).logits, same(TOKENS).logits, rtol=0, atol=0)
+
+
+def test_a_missing_part_of_what_is_joined_is_named(random_model: Any) -> None:
+    source, _ = random_model("olmo_hybrid", "olmo-incomplete", **JOINED)
+    tensors = load_file(source / "model.safetensors")
+    del tensors["model.layers.0.linear_attn.k_conv1d.weight"]
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"expected a tensor model\.layers\.0\.linear_attn\.conv1d\.weight"):
+        Decoder(source, "cpu")
 
 
 def test_linears_outside_the_blocks_are_ignored(random_model: Any) -> None:

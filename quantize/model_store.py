@@ -1,10 +1,11 @@
-"""The files of a model, seen as if every expert had matrices of its own where a layer's are stored as one tensor.
+"""The files of a model, seen as the tensors that it is quantized with: those stored, parts of them, or several joined.
 
     experts.gate_up_proj [experts, 2 * intermediate, hidden]  ->  experts.0.gate_proj.weight, experts.0.up_proj.weight
     experts.down_proj    [experts, hidden, intermediate]      ->  experts.0.down_proj.weight
+    q_conv1d.weight, k_conv1d.weight, v_conv1d.weight         ->  conv1d.weight
 
-Some families store both with their last two dimensions exchanged. Invariant: one matrix is read at a time, never the
-tensor that holds them all.
+Some families store experts with their last two dimensions exchanged. Invariant: one matrix of experts is read at a
+time, never the tensor that holds them all. What is joined can be read, but `names` has its parts: they are written.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,7 +18,7 @@ import torch
 from vllm_latq.errors import UnsupportedModelError
 from vllm_latq.experts import FUSED, PROJECTIONS
 from vllm_latq.quantize.float8_store import Float8Store
-from vllm_latq.tensor_names import fused_tensors
+from vllm_latq.tensor_names import fused_tensors, joined_tensors
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,8 @@ class _Matrix:
         return self.rows.stop - self.rows.start, self.columns
 
 
-class ExpertStore(Float8Store):
-    """The safetensors files of a Hugging Face model directory, with the experts of its layers one by one.
+class ModelStore(Float8Store):
+    """The safetensors files of a Hugging Face model directory, with experts one by one, and what its model joins.
 
     Args:
         directory: of the model.
@@ -46,19 +47,27 @@ class ExpertStore(Float8Store):
         super().__init__(directory)
         self._matrices: dict[str, _Matrix] = {}
         self._hidden: set[str] = set()
+        self._joined: dict[str, list[str]] = {}
 
     def __contains__(self, name: str) -> bool:
-        return name in self._matrices or (name not in self._hidden and super().__contains__(name))
+        return (
+            name in self._matrices or name in self._joined or (name not in self._hidden and super().__contains__(name))
+        )
 
     def names(self) -> Iterable[str]:
         return [*(name for name in super().names() if name not in self._hidden), *self._matrices]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of one tensor, from its file's header; raises CheckpointError if it is missing."""
+        if name in self._joined:
+            first, *_ = shapes = [super(ModelStore, self).shape(part) for part in self._joined[name]]
+            return sum(shape[0] for shape in shapes), *first[1:]
         return self._matrices[name].shape if name in self._matrices else super().shape(name)
 
     def get(self, name: str) -> torch.Tensor:
         """One tensor on the CPU; raises CheckpointError if it is missing or its file is damaged."""
+        if name in self._joined:
+            return torch.cat([super(ModelStore, self).get(part) for part in self._joined[name]])
         if name not in self._matrices:
             return super().get(name)
         at = self._matrices[name]
@@ -66,8 +75,12 @@ class ExpertStore(Float8Store):
             return self.part(at.tensor, (at.expert, slice(None), at.rows)).T.contiguous()
         return self.part(at.tensor, (at.expert, at.rows))
 
-    def split_experts(self, model: Any) -> None:
-        """Show the experts of a model one by one.
+    def stored(self, name: str) -> list[str]:
+        """Those of `names` that a tensor is read from: itself, or what is joined to it."""
+        return self._joined.get(name, [name])
+
+    def fit(self, model: Any) -> None:
+        """Show the tensors of a model: experts one by one, and joined what its model joins.
 
         Args:
             model: as transformers makes it, on the meta device; says which tensors hold experts, and their shapes.
@@ -75,6 +88,7 @@ class ExpertStore(Float8Store):
         Raises:
             UnsupportedModelError: a tensor of experts of another shape than the model's, or experts stored twice.
         """
+        self._joined = joined_tensors(model, list(super().names()))
         for name, tensors in fused_tensors(model, list(super().names())).items():
             self._split(tensors, name, model.get_submodule(name))
             self._hidden.update(tensors.values())
