@@ -23,7 +23,7 @@ from vllm_latq.quantize.handed_on import Batch, HandedOn
 from vllm_latq.quantize.meta_model import is_encoder, load_config, meta_model
 from vllm_latq.quantize.model_store import ModelStore
 from vllm_latq.quantize.offload import Place
-from vllm_latq.quantize.recorder import Given, Recorder, argument_beside, check_recorded, record, shared
+from vllm_latq.quantize.recorder import Given, Recorder, check_recorded, record, shared
 from vllm_latq.quantize.sources import check_sources, check_tied, tensor_sources
 from vllm_latq.tensor_names import stored_names
 
@@ -129,7 +129,7 @@ class Decoder:
                 if batches:
                     arguments = shared(arguments, batches[0].arguments)
                 names = {name for recorder in recorders for name in recorder.mappings}
-                hidden, handed_on = place(recorders[0].hidden.to("cpu")), HandedOn(names, argument)
+                hidden, handed_on = place(recorders[0].hidden.to("cpu")), HandedOn(names, argument, place)
                 batches.append(Batch(tokens.numel(), hidden, arguments, handed_on, beside))
         return batches
 
@@ -138,15 +138,14 @@ class Decoder:
         base = self.model.get_submodule(self.anatomy.base)
         options = {} if self.encoder else {"use_cache": False}
 
-        def run(recorders: list[Recorder]) -> None:
+        def run(recorders: list[Recorder]) -> bool:
             with self._replaced(recorders):
-                base(tokens, **options)
+                states = getattr(base(tokens, **options), "last_hidden_state", None)
+            return states is None or states.shape[:2] == tokens.shape
 
         recorders = record(self._blocks, self._outputs, run, f"{self.source}: {self.anatomy.blocks}")
         self._outputs = recorders[0].outputs
-        argument = argument_beside(recorders)
-        check_recorded(recorders, self.anatomy.blocks)
-        return recorders, argument
+        return recorders, check_recorded(recorders, self.anatomy.blocks)
 
     @contextmanager
     def block(self, index: int) -> Iterator[nn.Module]:
@@ -283,7 +282,10 @@ class _Tail(nn.Module):
         return logits
 
     def _unused(self, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What the blocks alone use: embeddings of the tokens, and Gemma's further ones, one for each block."""
+        """What the blocks alone use: embeddings of the tokens, and Gemma's further ones, one for each block.
+
+        Nothing reads them, so the number of tokens need not be right, as where the streams of Gemma 3n come first.
+        """
         (decoder,) = self.decoder
         width = decoder.model.get_input_embeddings().embedding_dim
         embeddings = {"inputs_embeds": hidden.new_zeros(*hidden.shape[:2], width)}

@@ -17,10 +17,9 @@ from torch import Tensor
 from vllm_latq.errors import UnsupportedModelError
 from vllm_latq.store import TensorStore, read_json
 
-FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 SCALES = "_scale_inv"
-# Of a linear's inputs, where those are quantized, too.
-INPUT_SCALE = ".activation_scale"
+# Of a linear's inputs, and of those of a layer's experts, where these are quantized, too.
+INPUT_SCALES = ("activation_scale", "_activation_scale")
 
 
 def is_float8(quantization: Any) -> bool:
@@ -54,18 +53,24 @@ class Float8Store(TensorStore):
     @cached_property
     def _config(self) -> dict[str, Any] | None:
         """The `quantization_config` of a model in 8-bit floats; of others none."""
-        quantization = read_json(self.directory / "config.json").get("quantization_config")
-        return quantization if is_float8(quantization) else None
+        config = read_json(self.directory / "config.json")
+        found = (
+            part.get("quantization_config") for part in (config, config.get("text_config")) if isinstance(part, dict)
+        )
+        return next(filter(is_float8, found), None)
 
     @cached_property
     def _scales(self) -> frozenset[str]:
         """Names of the tensors that are scales."""
         if self._config is None:
             return frozenset()
-        files = self.files
-        inputs = (name for name in files if name.endswith(INPUT_SCALE))
-        return frozenset(name for name in files if name.endswith(SCALES) and name.removesuffix(SCALES) in files).union(
-            name for name in inputs if f"{name.removesuffix(INPUT_SCALE)}.weight" in files
+        inputs, experts = INPUT_SCALES
+        scaled = {SCALES: "", experts: "", inputs: "weight"}
+        return frozenset(
+            name
+            for name in self.files
+            for suffix, rest in scaled.items()
+            if name.endswith(suffix) and name.removesuffix(suffix) + rest in self.files
         )
 
     def _product(self, name: str, matrix: Tensor, index: tuple[int | slice, ...] = ()) -> Tensor:
@@ -74,14 +79,19 @@ class Float8Store(TensorStore):
         Raises:
             UnsupportedModelError: 8-bit floats that are no matrix, or scales that are not one for each of its blocks.
         """
-        if self._config is None or matrix.dtype not in FLOAT8:
+        if self._config is None or not matrix.is_floating_point() or matrix.element_size() > 1:
             return matrix
+        if not matrix.numel():
+            return matrix.bfloat16()
         if matrix.dim() > 2:
             return torch.stack([self._product(name, one, (*index, at)) for at, one in enumerate(matrix)])
         where = f"{self.directory}: {name}"
         if matrix.dim() < 2:
             raise UnsupportedModelError(where, "8-bit floats in matrices alone", f"shape {tuple(matrix.shape)}")
-        height, width = self._blocks or matrix.shape
+        if f"{name}{SCALES}" not in self.files:
+            hint = "It is incomplete, or in another format: then quantize the original model."
+            raise UnsupportedModelError(where, f"a tensor {name}{SCALES} beside 8-bit floats", "none", hint)
+        height, width = map(min, self._blocks or matrix.shape, matrix.shape)
         scales = super().get(f"{name}{SCALES}")
         grid = (-(-size // block) for size, block in zip(matrix.shape, (height, width), strict=True))
         expected = (*super().shape(name)[: len(index)], *grid)

@@ -96,6 +96,8 @@ def load_model(
 ) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     """Loads a causal language model, in evaluation mode, and its tokenizer.
 
+    One in 8-bit floats is in memory twice meanwhile: as their products, and as the model.
+
     Args:
         path: a Hugging Face directory or hub name; a checkpoint of this package too.
         device: torch device; None for CUDA where there is one, else the CPU.
@@ -122,7 +124,7 @@ def load_model(
             raise CheckpointError(where, expected, "an encoder", "Compare its embeddings on your own task.")
         tokenizer = load_tokenizer(directory)
         options = {"dtype": dtype, "output_loading_info": True}
-        if is_float8(getattr(config, "quantization_config", None)):
+        if any(is_float8(getattr(part, "quantization_config", None)) for part in (config, config.get_text_config())):
             # transformers multiplies 8-bit floats with rounded inputs on some GPUs, and wants whole blocks elsewhere.
             config, store = load_config(directory), Float8Store(directory)
             weights = {name: store.get(name) for name in store.names()}
@@ -134,7 +136,7 @@ def load_model(
             model, info = auto_class(config).from_pretrained(directory, **options, **own_code)
     except LatqError:
         raise
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except (AttributeError, OSError, RuntimeError, SafetensorError, TypeError, ValueError) as error:
         raise CheckpointError(
             where,
             "a model that transformers can load",

@@ -30,13 +30,16 @@ def load_config(source: Path) -> Any:
     """
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-    except (KeyError, OSError, TypeError, ValueError, StrictDataclassError) as error:
+    except (AttributeError, KeyError, OSError, TypeError, ValueError, StrictDataclassError) as error:
         raise UnsupportedModelError(f"{source}/config.json", "a model configuration", summary(error)) from None
-    quantization = vars(config).pop("quantization_config", None)
-    if quantization is not None and not is_float8(quantization):
-        expected = "a model that is not quantized, or is published in 8-bit floats (quant_method fp8)"
-        found, hint = "another quantization_config", "Quantize the original model instead."
-        raise UnsupportedModelError(f"{source}/config.json", expected, found, hint)
+    # Of a multimodal model, that of its language model may say so.
+    for part in (config, config.get_text_config()):
+        quantization = vars(part).pop("quantization_config", None)
+        if quantization is not None and not is_float8(quantization):
+            expected = "a model that is not quantized, or is published in 8-bit floats (quant_method fp8)"
+            found = f"quant_method {quantization.get('quant_method')}" if isinstance(quantization, dict) else "another"
+            hint = "Quantize the original model instead."
+            raise UnsupportedModelError(f"{source}/config.json: quantization_config", expected, found, hint)
     return config
 
 

@@ -55,7 +55,7 @@ def lattice_stages(
         collecting = _sum(collecting, _statistics(decoder, quantized, batches, kind, recipe, folder, share), rest, kind)
     head = _head(decoder, batches, recipe, folder, share)
     collecting = Stage(collecting.seconds + head.seconds, max(collecting.memory, rest + outside + head.memory))
-    # Keys and values that blocks share, and the gradients of these.
+    # What blocks hand on beside hidden states, and its gradients.
     handed_on = 2 * share * sum(batch.handed_on.nbytes for batch in batches)
     stages = {"statistics": Stage(collecting.seconds, collecting.memory + handed_on)}
     if recipe.method == "latq":

@@ -139,6 +139,9 @@ def _stages(
             Stage(sofar.seconds + kind.count * one.seconds, max(sofar.memory, rest + one.memory))
             for sofar, one in ((forward, seen), (rounding, rounded))
         )
+    for batch in stream.batches:
+        for index in range(len(decoder) - 1):
+            batch.handed_on.forget(index)
     handed_on = share * streams * sum(batch.handed_on.nbytes for batch in stream.batches)
     both = {"passes through the blocks": forward, "quantization": rounding}
     return stages | {name: Stage(stage.seconds, stage.memory + handed_on) for name, stage in both.items()}

@@ -5,7 +5,7 @@ than to pass on hidden states, and what else `handed_on` knows, is refused.
 """
 
 import inspect
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from itertools import pairwise
 from typing import Any
 
@@ -14,6 +14,8 @@ from torch import nn
 
 from vllm_latq.errors import UnsupportedModelError, summary
 from vllm_latq.quantize.offload import Place
+
+_HINT = "Its blocks cannot be quantized one after another."
 
 
 class Recorder(nn.Module):
@@ -92,14 +94,14 @@ class Given(Recorder):
 
 
 def record(
-    blocks: Iterable[nn.Module], likely: int, run: Callable[[list[Recorder]], object], where: str
+    blocks: Iterable[nn.Module], likely: int, run: Callable[[list[Recorder]], bool], where: str
 ) -> list[Recorder]:
     """Recorders of what a model calls its blocks with.
 
     Args:
         blocks: the model's own.
         likely: how many things they return, see `Recorder`; if the model cannot use these, others are tried.
-        run: the model, with the recorders in place of its blocks.
+        run: the model, with the recorders in place of its blocks; tells whether what it made has the tokens' shape.
         where: the blocks, for errors.
 
     Raises:
@@ -109,13 +111,13 @@ def record(
     for outputs in sorted(range(3), key=lambda count: count != likely):
         recorders = [Recorder(block, outputs) for block in blocks]
         try:
-            run(recorders)
+            whole = run(recorders)
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             failure = error
             continue
         found = recorders
         reached = all(recorder.called for recorder in recorders)
-        if not reached or all(now.follows(before) for before, now in pairwise(recorders)):
+        if not reached or (whole and all(now.follows(before) for before, now in pairwise(recorders))):
             break
     if not found:
         expected = "blocks that hand on hidden states, alone or first in a tuple of at most two"
@@ -123,32 +125,50 @@ def record(
     return found
 
 
-def argument_beside(recorders: list[Recorder]) -> str:
-    """Name of the argument that is what the block before returned beside hidden states, taken out; "" for none."""
-    name = ""
+def _argument_beside(recorders: list[Recorder], blocks: str) -> str:
+    """Name of the argument that is what the block before returned beside hidden states, taken out; "" for none.
+
+    Args:
+        recorders: of all blocks.
+        blocks: name of their list, for errors.
+
+    Raises:
+        UnsupportedModelError: there are several such arguments.
+    """
+    names = set()
     for before, now in pairwise(recorders):
-        for taken, value in list(now.arguments.items()) if now.called else ():
+        for name, value in list(now.arguments.items()) if now.called else ():
             if value is before.beside:
-                name, now.arguments[taken] = taken, None
-    return name
+                names.add(name)
+                now.arguments[name] = None
+    if len(names) > 1:
+        expected = "one argument that is what the block before returned beside hidden states"
+        raise UnsupportedModelError(blocks, expected, ", ".join(sorted(names)), _HINT)
+    return "".join(names)
 
 
-def check_recorded(recorders: list[Recorder], blocks: str) -> None:
-    """Refuse a model whose blocks (their list is named `blocks`) get more from each other than hidden states."""
-    hint = "Its blocks cannot be quantized one after another."
+def check_recorded(recorders: list[Recorder], blocks: str) -> str:
+    """Refuse a model whose blocks (their list is named `blocks`) get more from each other than can be carried on.
+
+    Returns:
+        Name of the argument that is what the block before returned beside hidden states; "" for none.
+    """
+    argument = _argument_beside(recorders, blocks)
     for index, recorder in enumerate(recorders):
         where = f"{blocks}.{index}"
         if not recorder.called:
-            raise UnsupportedModelError(
-                where, "a block that every text passes through", "one that text alone skips", hint
-            )
+            expected = "a block that every text passes through"
+            raise UnsupportedModelError(where, expected, "one that text alone skips", _HINT)
         if index and not recorder.follows(recorders[index - 1]):
-            raise UnsupportedModelError(where, "the previous block's output as input", "another tensor", hint)
+            raise UnsupportedModelError(where, "the previous block's output as input", "another tensor", _HINT)
         for name, value in recorder.arguments.items():
-            tensors = value if isinstance(value, list | tuple) else (value,)
+            tensors = (
+                value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else (value,)
+            )
             if any(isinstance(t, torch.Tensor) and t.is_floating_point() and t.isnan().any() for t in tensors):
                 expected = "arguments that do not depend on other blocks"
-                raise UnsupportedModelError(where, expected, f"{name}, which does", hint)
+                raise UnsupportedModelError(where, expected, f"{name}, which does", _HINT)
+    return argument
 
 
 def shared(arguments: list[dict[str, Any]], first: list[dict[str, Any]]) -> list[dict[str, Any]]:

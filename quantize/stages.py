@@ -67,7 +67,7 @@ def block_kinds(decoder: Decoder, quantized: Collection[str]) -> list[Kind]:
 
 def lead_to(index: int, decoder: Decoder, batches: Iterable[Batch]) -> None:
     """Run the blocks before one that is rehearsed, if it may read what they hand on beside hidden states."""
-    waiting = [batch for batch in batches if batch.handed_on.mappings]
+    waiting = [batch for batch in batches if batch.handed_on]
     # The head reads nothing of it.
     for earlier in range(waiting[0].handed_on.led, index) if waiting and index < len(decoder) else ():
         with decoder.block(earlier) as block, torch.no_grad():

@@ -198,7 +198,9 @@ class CheckpointWriter:
 def model_config(source: Path, untied: bool) -> dict[str, Any]:
     """A model's config.json, but for how the model was quantized, and with a head that no longer is the embedding."""
     config = read_json(source / "config.json")
-    config.pop("quantization_config", None)
+    for part in (config, config.get("text_config")):
+        if isinstance(part, dict):
+            part.pop("quantization_config", None)
     if untied:
         own_head = {"tie_word_embeddings": False}
         # Of a multimodal model some readers ask the whole, others the language model.

@@ -10,9 +10,7 @@ from safetensors.torch import load_file, save_file
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 
-def in_float8(
-    source: Path, target: Path, block: tuple[int, int] | None, input_scales: bool = False, kept: str = "lm_head"
-) -> Path:
+def in_float8(source: Path, target: Path, block: tuple[int, int] | None, input_scales: bool = False) -> Path:
     """Write a model with the matrices of its blocks as 8-bit floats, and beside it, `-twin`, what they stand for.
 
     Args:
@@ -20,7 +18,6 @@ def in_float8(
         target: of the model in 8-bit floats.
         block: rows and columns that have a scale; None for one scale per matrix.
         input_scales: store those of the linears' inputs, too.
-        kept: part of the names of further matrices that stay as they are.
 
     Returns:
         The twin: the same matrices times their scales, in bfloat16.
@@ -32,7 +29,7 @@ def in_float8(
     for name, tensor in load_file(source / "model.safetensors").items():
         stored[name] = plain[name] = tensor.bfloat16() if tensor.is_floating_point() else tensor
         # Routers and convolutions stay as they are, here as there.
-        if ".layers." not in name or tensor.dim() < 2 or any(part in name for part in ("mlp.gate.", "conv", kept)):
+        if ".layers." not in name or tensor.dim() < 2 or any(part in name for part in ("mlp.gate.", "conv")):
             continue
         matrices = tensor.reshape(-1, *tensor.shape[-2:])
         pairs = [_quantized(matrix.float(), block or tuple(matrix.shape)) for matrix in matrices]
@@ -44,7 +41,8 @@ def in_float8(
         plain[name] = torch.stack([_product(*pair, block or tuple(tensor.shape[-2:])) for pair in pairs])
         plain[name] = plain[name].reshape(tensor.shape).bfloat16()
         if input_scales:
-            stored[f"{name.removesuffix('weight')}activation_scale"] = torch.tensor(0.5)
+            linear = name.removesuffix("weight")
+            stored[f"{linear}activation_scale" if linear != name else f"{name}_activation_scale"] = torch.tensor(0.5)
     quantization = {"quant_method": "fp8", "weight_block_size": block and list(block), "activation_scheme": "dynamic"}
     for folder, tensors, extra in ((target, stored, {"quantization_config": quantization}), (twin, plain, {})):
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

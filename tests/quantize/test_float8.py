@@ -14,13 +14,15 @@ from transformers import AutoModelForCausalLM
 from walk import walk
 
 from vllm_latq.checkpoint import verify
-from vllm_latq.errors import CheckpointError, LatqError, NumericalError, UnsupportedModelError
+from vllm_latq.errors import LatqError, NumericalError, UnsupportedModelError
 from vllm_latq.quantize.certificate import verify_certificate
 from vllm_latq.quantize.decoder import Decoder
+from vllm_latq.quantize.float8_store import Float8Store
 from vllm_latq.quantize.loading import load_model
 from vllm_latq.quantize.pipeline import quantize_checkpoint
 from vllm_latq.quantize.plan import plan
 from vllm_latq.quantize.recipe import Recipe
+from vllm_latq.quantize.writer import model_config
 
 SAMPLES = {"num_samples": 4, "seq_len": 32}
 RTN = Recipe("rtn", 4, group_size=16)
@@ -57,7 +59,7 @@ def test_quantized_as_their_products(
     if name == "fused":
         fuse_experts(plain)
     source = tmp_path / "float8"
-    twin = in_float8(plain, source, block, input_scales=block is None)
+    twin = in_float8(plain, source, block, input_scales=True)
     text = str(calibration_text)
     for folder in (source, twin):
         quantize_checkpoint(recipe, folder, folder / "out", calibration=text)
@@ -90,6 +92,63 @@ def test_as_transformers_multiplies_them(random_model: Any, tmp_path: Path) -> N
 
 UP = "model.layers.1.mlp.up_proj.weight"
 SCALES = f"{UP}_scale_inv"
+Q_SCALES = "model.layers.1.self_attn.q_proj.weight_scale_inv"
+
+
+def _changed(source: Path, change: Callable[[Any, Any], Any]) -> None:
+    tensors, config = load_file(source / "model.safetensors"), json.loads((source / "config.json").read_text())
+    change(tensors, config)
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    (source / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("block", [[10**12, 2**70], None], ids=["huge blocks", "none"])
+def test_one_scale_whatever_the_block(block: list[int] | None, random_model: Any, tmp_path: Path) -> None:
+    """A block larger than the matrix, in the other of the two formats; scales in eight bits, too."""
+    plain, _ = random_model("qwen3")
+    in_float8(plain, tmp_path / "float8", (48, 32))
+    codes = torch.randn(48, 32).to(torch.float8_e5m2)
+    scale = torch.full((1, 1), 0.25).to(torch.float8_e8m0fnu)
+
+    def change(tensors: dict[str, Any], config: dict[str, Any]) -> None:
+        tensors |= {
+            UP: codes,
+            SCALES: scale,
+            "lm_head.weight_scale_inv": torch.ones(1),
+            "other_scale_inv": torch.ones(1),
+        }
+        config["quantization_config"]["weight_block_size"] = block
+
+    _changed(tmp_path / "float8", change)
+    store = Float8Store(tmp_path / "float8")
+    assert torch.equal(store.get(UP), (codes.float() / 4).bfloat16())
+    assert "other_scale_inv" in store.names(), "it is of nothing"
+    assert "other_scale_inv" in store
+    assert SCALES not in store
+    assert not any(name.startswith("model.") and name.endswith("_scale_inv") for name in store.names())
+
+
+def test_an_empty_matrix_has_no_blocks(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        '{"quantization_config": {"quant_method": "fp8", "weight_block_size": [4, 4]}}'
+    )
+    empty = {"a": torch.empty(0, 8), "b": torch.empty(2, 0, 8)}
+    save_file({name: tensor.to(torch.float8_e4m3fn) for name, tensor in empty.items()}, tmp_path / "model.safetensors")
+    store = Float8Store(tmp_path)
+    for name, tensor in empty.items():
+        assert torch.equal(store.get(name), tensor.bfloat16())
+
+
+def test_said_by_the_language_model_alone(random_model: Any, tmp_path: Path) -> None:
+    """As in multimodal models; nothing of it is left in what is written."""
+    plain, _ = random_model("qwen3")
+    source = tmp_path / "float8"
+    in_float8(plain, source, (16, 12))
+    _changed(
+        source, lambda _, config: config.update(text_config={"quantization_config": config.pop("quantization_config")})
+    )
+    assert Float8Store(source).get(UP).dtype == torch.bfloat16
+    assert model_config(source, untied=False)["text_config"] == {}
 
 
 def _config(change: dict[str, Any]) -> Callable[[dict[str, Any], dict[str, Any]], None]:
@@ -99,7 +158,12 @@ def _config(change: dict[str, Any]) -> Callable[[dict[str, Any], dict[str, Any]]
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        (lambda tensors, _: tensors.pop(SCALES), CheckpointError, f"expected a tensor {SCALES}"),
+        (lambda tensors, _: tensors.pop(SCALES), UnsupportedModelError, f"{UP}: expected a tensor {SCALES}"),
+        (
+            lambda tensors, _: tensors.update({Q_SCALES: tensors[Q_SCALES].T.contiguous()}),
+            UnsupportedModelError,
+            r"q_proj\.weight_scale_inv: expected scales, shape \(2, 3\), as floats, found shape \(3, 2\)",
+        ),
         (
             lambda tensors, _: tensors.update({SCALES: tensors[SCALES][:2].clone()}),
             UnsupportedModelError,
@@ -118,7 +182,12 @@ def _config(change: dict[str, Any]) -> Callable[[dict[str, Any], dict[str, Any]]
         ),
         (_config({"weight_block_size": [0, 16]}), UnsupportedModelError, r"weight_block_size: .*found \[0, 16\]"),
         (_config({"weight_block_size": "16"}), UnsupportedModelError, "weight_block_size: .*found '16'"),
-        (_config({"quant_method": "awq"}), UnsupportedModelError, "or is published in 8-bit floats"),
+        (_config({"weight_block_size": [True, 12]}), UnsupportedModelError, r"weight_block_size: .*found \[True, 12\]"),
+        (
+            _config({"quant_method": "awq"}),
+            UnsupportedModelError,
+            "or is published in 8-bit floats.*found quant_method awq",
+        ),
         (lambda _, config: config.pop("quantization_config"), UnsupportedModelError, "expected weights in 16 bits"),
     ],
 )
@@ -128,10 +197,7 @@ def test_refused(
     plain, _ = random_model("qwen3")
     source = tmp_path / "float8"
     in_float8(plain, source, (16, 12))
-    tensors, config = load_file(source / "model.safetensors"), json.loads((source / "config.json").read_text())
-    change(tensors, config)
-    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    (source / "config.json").write_text(json.dumps(config))
+    _changed(source, change)
     with pytest.raises(error, match=message):
         quantize_checkpoint(RTN, source, tmp_path / "out")
     assert not (tmp_path / "out").exists()

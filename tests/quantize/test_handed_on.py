@@ -16,7 +16,7 @@ from transformers import CONFIG_MAPPING
 from walk import walk, walk_blocks
 
 from vllm_latq.checkpoint import CheckpointReader, verify
-from vllm_latq.errors import UnsupportedModelError
+from vllm_latq.errors import NumericalError, UnsupportedModelError
 from vllm_latq.quantize.certificate import verify_certificate
 from vllm_latq.quantize.decoder import Decoder
 from vllm_latq.quantize.handed_on import HandedOn
@@ -25,6 +25,7 @@ from vllm_latq.quantize.loading import load_model
 from vllm_latq.quantize.pipeline import quantize_checkpoint
 from vllm_latq.quantize.prediction import predict_run
 from vllm_latq.quantize.recipe import Recipe
+from vllm_latq.quantize.recorder import Recorder, check_recorded, record
 from vllm_latq.quantize.statistics import collect_statistics
 from vllm_latq.quantize.statistics_files import StatisticsFiles
 from vllm_latq.quantize.stream import Stream
@@ -137,11 +138,76 @@ def test_quantized_and_loaded_again(
         torch.testing.assert_close(loaded(TOKENS).logits, model(TOKENS).logits, rtol=0, atol=2e-5)
 
 
-def test_what_is_no_tuple_of_tensors_is_refused() -> None:
+def test_what_is_no_tensor_is_refused() -> None:
     handed_on = HandedOn(["states"])
     handed_on.mappings["states"]["full"] = torch.zeros(2)  # type: ignore[assignment]
     with pytest.raises(UnsupportedModelError, match=r"states\['full'\].*tensors in a tuple"):
         handed_on.rest()
+    handed_on = HandedOn(beside="seen")
+    handed_on.take(0, (torch.zeros(2), [1, 2]))
+    with pytest.raises(UnsupportedModelError, match=r"seen\[0\]: expected a tensor.*found list"):
+        handed_on.rest()
+
+
+def test_what_is_handed_on_without_a_gradient() -> None:
+    """A block may compute it without: nothing goes back through it. Another may return nothing for once."""
+    handed_on, states = HandedOn(beside="seen"), torch.ones(2, requires_grad=True)
+    handed_on.take(0, (states.detach(), torch.ones(2)))
+
+    def block(weight: float) -> torch.Tensor:
+        given = handed_on.arguments(1, {"seen": None}, torch.device("cpu"))["seen"]
+        return handed_on.take(1, (states * weight * given, (states * given).detach()))
+
+    for weight in (2.0, 3.0):  # the second time a gradient is known of what it handed on
+        handed_on.backward(torch.ones(2), block, weight)
+        handed_on._gradients["seen", 1] = [torch.ones(2)]
+    assert torch.equal(states.grad, torch.full((2,), 5.0))
+    assert handed_on.nbytes == 16
+    handed_on.take(1, (states, None))
+    assert handed_on.arguments(2, {"seen": None}, torch.device("cpu")) == {"seen": None}
+
+
+class _Model(nn.Module):
+    """Three blocks that return two things, of which the second is passed on as `passed` says."""
+
+    def __init__(self, passed: Any) -> None:
+        super().__init__()
+        self.passed = passed
+
+    def run(self, recorders: list[Recorder]) -> bool:
+        hidden, beside = torch.zeros(1, 4, 8), None
+        for index, recorder in enumerate(recorders):
+            hidden, beside = recorder(hidden, **self.passed(index, beside))
+        return True
+
+
+class _Block(nn.Module):
+    def forward(self, hidden: torch.Tensor, first: Any = None, second: Any = None) -> Any:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("passed", "message"),
+    [
+        (lambda index, beside: {("first", "second")[index % 2]: beside}, "expected one argument.*found first, second"),
+        (lambda _, beside: {"first": beside, "second": beside}, "expected one argument.*found first, second"),
+        (lambda _, beside: {"first": {"seen": beside}}, "arguments that do not depend on other blocks, found first"),
+    ],
+    ids=["alternating", "twice", "inside"],
+)
+def test_what_cannot_be_carried_on_is_refused(passed: Any, message: str) -> None:
+    recorders = record([_Block() for _ in range(3)], 0, _Model(passed).run, "layers")
+    assert recorders[0].outputs == 2
+    with pytest.raises(UnsupportedModelError, match=message):
+        check_recorded(recorders, "layers")
+
+
+@pytest.mark.parametrize("family", ["gptj", "bloom"])
+def test_one_block_that_returns_a_tuple(family: str, random_model: Any) -> None:
+    """There is no second block that would show what the first must return."""
+    source, model = random_model(family, f"one-{family}", n_layer=1, num_hidden_layers=1)
+    with torch.no_grad():
+        torch.testing.assert_close(walk(Decoder(source, "cpu"), TOKENS, 3), model(TOKENS).logits, rtol=0, atol=1e-6)
 
 
 def test_nothing_waits_in_memory_that_need_not(random_model: Any) -> None:
@@ -179,7 +245,36 @@ def test_what_the_next_block_alone_reads_is_dropped_behind_it(random_model: Any)
             stream.inputs(index, block, decoder.linears(index))
             stream.advance(index, block)
         for batch in (*stream.batches, *(stream.originals or ())):
-            assert list(batch.handed_on.mappings["prev_router_hidden_states"]) == [index]
+            # One for the next block; of its own the first is at rest.
+            assert batch.handed_on.nbytes == TOKENS.numel() * 16 * 4
+
+
+def test_it_waits_where_hidden_states_do(random_model: Any) -> None:
+    source, _ = random_model("glm_moe_dsa", "shared-glm_moe_dsa", **FAMILIES["glm_moe_dsa"])
+    decoder, placed = Decoder(source, "cpu"), []
+    (batch,) = decoder.embed(TOKENS, len(TOKENS), lambda tensor: placed.append(tensor.dtype) or tensor.clone())
+    for index in range(BLOCKS):
+        with decoder.block(index) as block, torch.no_grad():
+            batch.hidden = decoder.run(index, block, batch)
+    # Two blocks choose tokens, three return what they were given.
+    assert placed.count(torch.int32) == 2
+    assert batch.handed_on.nbytes == 2 * TOKENS.numel() * 5 * 4
+
+
+def test_embeddings_for_each_block_wait_with_several_streams(random_model: Any) -> None:
+    """In Gemma 3n the streams come before the samples."""
+    source, _ = random_model("gemma3n_text", "shared-gemma3n_text", **FAMILIES["gemma3n_text"])
+    (batch,) = Decoder(source, "cpu").embed(TOKENS, len(TOKENS))
+    assert batch.hidden.shape[:3] == (4, *TOKENS.shape)
+    assert batch.beside == BLOCKS * TOKENS.numel() * 16 * 4
+
+
+def test_a_linear_without_gradient_is_named(random_model: Any, tmp_path: Path) -> None:
+    source, _ = random_model("glm_moe_dsa", "shared-glm_moe_dsa", **FAMILIES["glm_moe_dsa"])
+    decoder, name = Decoder(source, "cpu"), "model.layers.0.self_attn.indexer.wk"
+    wanted = {name: decoder.linears(0)[name]}
+    with pytest.raises(NumericalError, match=rf"{name}: expected a linear that the loss depends on"):
+        collect_statistics(decoder, TOKENS, wanted, StatisticsFiles(tmp_path), SEED)
 
 
 def test_a_rehearsal_runs_what_hands_on(random_model: Any) -> None:
