@@ -18,8 +18,8 @@ from vllm_latq.errors import UnsupportedModelError
 from vllm_latq.store import TensorStore, read_json
 
 SCALES = "_scale_inv"
-# Of a linear's inputs, and of those of a layer's experts, where these are quantized, too.
-INPUT_SCALES = ("activation_scale", "_activation_scale")
+# How the names of scales end, and instead those of what they belong to: scales of weights, and of inputs.
+SCALE_NAMES = {SCALES: "", "_activation_scale": "", ".activation_scale": ".weight"}
 
 
 def is_float8(quantization: Any) -> bool:
@@ -64,13 +64,11 @@ class Float8Store(TensorStore):
         """Names of the tensors that are scales."""
         if self._config is None:
             return frozenset()
-        inputs, experts = INPUT_SCALES
-        scaled = {SCALES: "", experts: "", inputs: "weight"}
         return frozenset(
             name
             for name in self.files
-            for suffix, rest in scaled.items()
-            if name.endswith(suffix) and name.removesuffix(suffix) + rest in self.files
+            for ending, other in SCALE_NAMES.items()
+            if name.endswith(ending) and name.removesuffix(ending) + other in self.files
         )
 
     def _product(self, name: str, matrix: Tensor, index: tuple[int | slice, ...] = ()) -> Tensor:

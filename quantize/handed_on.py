@@ -65,10 +65,10 @@ class HandedOn:
         if self.beside:
             self.forget(index + 1)
             beside = output[1] if len(output) > 1 else None
-            if beside is self._given and index - 1 in self._returned:
-                self._returned[index] = self._returned[index - 1]
-            elif beside is not None:
-                self._returned[index] = beside
+            if beside is not None:
+                passed_on = beside is self._given and index - 1 in self._returned
+                self._returned[index] = self._returned[index - 1] if passed_on else beside
+            self._given = None
         return output[0]
 
     def forget(self, index: int) -> None:

@@ -162,13 +162,16 @@ def check_recorded(recorders: list[Recorder], blocks: str) -> str:
         if index and not recorder.follows(recorders[index - 1]):
             raise UnsupportedModelError(where, "the previous block's output as input", "another tensor", _HINT)
         for name, value in recorder.arguments.items():
-            tensors = (
-                value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else (value,)
-            )
-            if any(isinstance(t, torch.Tensor) and t.is_floating_point() and t.isnan().any() for t in tensors):
+            if any(tensor.is_floating_point() and tensor.isnan().any() for tensor in _tensors(value)):
                 expected = "arguments that do not depend on other blocks"
                 raise UnsupportedModelError(where, expected, f"{name}, which does", _HINT)
     return argument
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    """Those that an argument is or holds."""
+    values = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else (value,)
+    return [one for one in values if isinstance(one, torch.Tensor)]
 
 
 def shared(arguments: list[dict[str, Any]], first: list[dict[str, Any]]) -> list[dict[str, Any]]:

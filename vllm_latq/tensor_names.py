@@ -106,7 +106,7 @@ def joined_tensors(model: Any, stored: Collection[str]) -> dict[str, list[str]]:
     ]
     return {
         name: [tensor for tensors in rules.values() for tensor in tensors]
-        for name, rules in _sources(model, stored).items()
+        for name, rules in (_sources(model, stored).items() if joins else ())
         if name not in linears and tuple(rules) in joins and all(len(tensors) == 1 for tensors in rules.values())
     }
 
