@@ -50,7 +50,7 @@ FAMILIES = {
         "head_dim": 16,
     },
     "glm_moe_dsa": {
-        **{"num_hidden_layers": BLOCKS, "mlp_layer_types": ["dense", "dense", "sparse", "dense", "sparse"]},
+        **{"num_hidden_layers": BLOCKS, "mlp_layer_types": ["dense", "dense", "sparse", "dense", "dense"]},
         **{"indexer_types": ["full", "shared", "full", "shared", "shared"], "index_topk": 5, "index_n_heads": 2},
         **{"num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "v_head_dim": 8, "index_head_dim": 16},
         **{"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2},
