@@ -50,6 +50,11 @@ class Float8Store(TensorStore):
             return super().part(name, index)
         return self._product(name, super().part(name, index[:1]), index[:1])[index[1:]]
 
+    @property
+    def multiplies(self) -> bool:
+        """Whether the model is one in 8-bit floats."""
+        return self._config is not None
+
     @cached_property
     def _config(self) -> dict[str, Any] | None:
         """The `quantization_config` of a model in 8-bit floats; of others none."""

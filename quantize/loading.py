@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError
 
 from vllm_latq.errors import CheckpointError, ConfigError, LatqError, summary
-from vllm_latq.quantize.float8_store import Float8Store, is_float8
+from vllm_latq.quantize.float8_store import Float8Store
 from vllm_latq.quantize.meta_model import auto_class, is_encoder, load_config, meta_model
 from vllm_latq.quantize.recipe import DTYPES
 
@@ -124,9 +124,10 @@ def load_model(
             raise CheckpointError(where, expected, "an encoder", "Compare its embeddings on your own task.")
         tokenizer = load_tokenizer(directory)
         options = {"dtype": dtype, "output_loading_info": True}
-        if any(is_float8(getattr(part, "quantization_config", None)) for part in (config, config.get_text_config())):
+        store = Float8Store(directory)
+        if store.multiplies:
             # transformers multiplies 8-bit floats with rounded inputs on some GPUs, and wants whole blocks elsewhere.
-            config, store = load_config(directory), Float8Store(directory)
+            config = load_config(directory)
             weights = {name: store.get(name) for name in store.names()}
             made = type(meta_model(directory, config, torch.bfloat16))
             model, info = made.from_pretrained(None, config=config, state_dict=weights, **options)

@@ -140,6 +140,7 @@ def _stages(
             for sofar, one in ((forward, seen), (rounding, rounded))
         )
     for batch in stream.batches:
+        # What a block returns for the next alone waits no longer than for that one.
         for index in range(len(decoder) - 1):
             batch.handed_on.forget(index)
     handed_on = share * streams * sum(batch.handed_on.nbytes for batch in stream.batches)
