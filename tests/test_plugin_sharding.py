@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import vllm.model_executor.layers.linear as vllm_linear_layers
+import vllm.model_executor.layers.mamba.mamba_mixer2 as vllm_mamba
 import vllm.model_executor.layers.vocab_parallel_embedding as vllm_vocab
 import vllm.model_executor.parameter as vllm_parameter
 from random_weights import RANS, random_weight
@@ -65,6 +66,13 @@ def _qkv(kv_heads: int) -> Callable[..., torch.nn.Module]:
     return _linear(QKVParallelLinear, HIDDEN, 32, 4, kv_heads, leaf="qkv_proj")
 
 
+def _mamba(quant: LatqConfig | None) -> torch.nn.Module:
+    """Gate, x, B, C and dt in one matrix; every rank has the one group of B and C."""
+    sizes = {"hidden_size": HIDDEN, "ssm_state_size": 16, "conv_kernel_size": 4, "intermediate_size": 256}
+    options = {"use_conv_bias": True, "use_bias": False, "n_groups": 1, "num_heads": 8, "head_dim": 32}
+    return vllm_mamba.MambaMixer2(**sizes, **options, quant_config=quant, prefix="model.layers.0.mixer").in_proj
+
+
 # Kind -> layer and its checkpoint shards, in an order that is not the merged one.
 KINDS: dict[str, tuple[Callable[..., torch.nn.Module], list[Shard]]] = {
     "replicated": (_linear(ReplicatedLinear, HIDDEN, 128), [(None, 128, HIDDEN)]),
@@ -84,6 +92,7 @@ KINDS: dict[str, tuple[Callable[..., torch.nn.Module], list[Shard]]] = {
         [(0, 128, HIDDEN), (1, 128, HIDDEN)],
     ),
     "head": (_head, [(None, VOCABULARY, HIDDEN)]),
+    "mamba": (_mamba, [(None, 2 * 256 + 2 * 16 + 8, HIDDEN)]),
 }
 for kv in (1, 2, 4):
     KINDS[f"qkv_{kv}"] = (_qkv(kv), [("v", 32 * kv, HIDDEN), ("q", 128, HIDDEN), ("k", 32 * kv, HIDDEN)])
@@ -95,7 +104,7 @@ def rank_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
     """Pretend to be one rank of a tensor-parallel group."""
 
     def pretend(rank: int, size: int) -> None:
-        for module in (vllm_linear_layers, vllm_parameter, vllm_vocab):
+        for module in (vllm_linear_layers, vllm_mamba, vllm_parameter, vllm_vocab):
             monkeypatch.setattr(module, "get_tensor_model_parallel_rank", lambda: rank)
             monkeypatch.setattr(module, "get_tensor_model_parallel_world_size", lambda: size)
 

@@ -11,6 +11,7 @@ vLLM itself does not notice missing tensors of quantized layers.
 """
 
 from collections.abc import Hashable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -90,6 +91,7 @@ class LatqLinearMethod(LinearMethodBase):
         # Fixed by the first load, so that `reload_weights` can write into the same tensors.
         self.bits = scheme.bits
         self.capacity: int | None = None
+        self.stand_in: Any = None
 
     def create_weights(
         self,
@@ -105,6 +107,9 @@ class LatqLinearMethod(LinearMethodBase):
         self.rows, self.cols, self.all_cols = sum(output_partition_sizes), input_size_per_partition, input_size
         self.partition_rows, self.dtype = list(output_partition_sizes), params_dtype
         self.dummy = str(get_current_vllm_config().load_config.load_format) == "dummy"
+        if self.rows != output_size:
+            # Where vLLM's Mamba hangs a weight loader of its own, which says what a rank owns.
+            self.stand_in = vars(layer)["weight"] = SimpleNamespace()
         if self.scheme.group_size is not None:
             check_groups(self.scheme.group_size, 0, self.cols, self.prefix)
         self.suffixes = list(specs := tensor_specs(self.scheme, output_size, input_size, self.prefix))
@@ -173,7 +178,8 @@ class LatqLinearMethod(LinearMethodBase):
 
     def _load_numbers(self, layer: Any, numbers: torch.Tensor, target: torch.Tensor, shard_id: ShardId) -> torch.Tensor:
         """Run the layer's own weight loader on numbers instead of weights."""
-        loader = getattr(layer, "weight_loader_v2", None) or layer.weight_loader
+        own = getattr(self.stand_in, "weight_loader", None)
+        loader = own or getattr(layer, "weight_loader_v2", None) or layer.weight_loader
         probe = ModelWeightParameter(data=target, input_dim=1, output_dim=0, weight_loader=loader)
         probe.tp_rank, probe.tp_size = getattr(layer, "tp_rank", probe.tp_rank), layer.tp_size
         try:
@@ -208,6 +214,7 @@ class LatqLinearMethod(LinearMethodBase):
         self.bits, self.capacity = weight.bits, operands.capacity
         self.multiply, self.constants = operands.multiply, operands.constants
         self.parameters = {name: KNOWN_NAMES.get(name, name) for name in operands.tensors}
+        vars(layer).pop("weight", None)
         for suffix in self.suffixes:
             delattr(layer, suffix)
         tensors = {self.parameters[name]: tensor for name, tensor in operands.tensors.items()}
