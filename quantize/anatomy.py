@@ -97,11 +97,13 @@ def parts_outside(module: nn.Module, prefix: str, excluded: tuple[str, ...]) -> 
 def fill_computed_buffers(model: Any, name: str, module: nn.Module, device: torch.device) -> None:
     """Give a module's own buffers that are not stored in checkpoints (rotary tables, scales) their values.
 
-    transformers computes them in `_init_weights`, because it builds models on the meta device itself. Filled twice over
-    different garbage: a buffer that does not come out the same was not computed, and is refused.
+    transformers computes them in `_init_weights`, because it builds models on the meta device itself: for the module,
+    or for a model that it belongs to. Filled twice over different garbage: a buffer that does not come out the same was
+    not computed, and is refused.
 
     Args:
-        model: the transformers model that the module belongs to; its parameters are on the meta device or are kept.
+        model: the transformers model that the module belongs to; its parameters are on the meta device, or marked as
+            initialized.
         name: of the module, for errors.
         module: whose buffers are replaced.
         device: where they go.
@@ -111,22 +113,22 @@ def fill_computed_buffers(model: Any, name: str, module: nn.Module, device: torc
         return
     # Of a multimodal model each part knows how to initialize its own.
     above = (model.get_submodule(name[:end]) for end in (len(name), *reversed(_ends(name)), 0))
-    owner: Any = next(part for part in above if isinstance(part, PreTrainedModel))
-    results = []
-    for garbage in (0, 1):
-        for leaf in names:
-            meta = module._buffers[leaf]
-            assert meta is not None
-            module._buffers[leaf] = torch.full(meta.shape, garbage, dtype=meta.dtype, device=device)
-        with torch.no_grad():
-            owner._init_weights(module)
-        results.append([module._buffers[leaf] for leaf in names])
-    for leaf, first, second in zip(names, *results, strict=True):
-        assert first is not None
-        assert second is not None
-        if not torch.equal(first, second):
-            expected = "a buffer that transformers computes when it loads the model"
-            raise UnsupportedModelError(f"{name}.{leaf}", expected, "one that it leaves undefined")
+    owners: list[Any] = [part for part in above if isinstance(part, PreTrainedModel)]
+    for owner, part in ((owners[0], module), *((owner, owner) for owner in owners)):
+        results = []
+        for garbage in (0, 1):
+            for leaf in names:
+                meta = module._buffers[leaf]
+                assert meta is not None
+                module._buffers[leaf] = torch.full(meta.shape, garbage, dtype=meta.dtype, device=device)
+            with torch.no_grad():
+                owner._init_weights(part)
+            results.append([module.get_buffer(leaf) for leaf in names])
+        undefined = [leaf for leaf, *pair in zip(names, *results, strict=True) if not torch.equal(*pair)]
+        if not undefined:
+            return
+    expected = "a buffer that transformers computes when it loads the model"
+    raise UnsupportedModelError(f"{name}.{undefined[0]}", expected, "one that it leaves undefined")
 
 
 def _block_list(base: nn.Module, prefix: str, depth: int, where: str) -> nn.ModuleList:

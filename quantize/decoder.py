@@ -225,6 +225,7 @@ class Decoder:
                 source = self._sources[prefix + leaf]
                 if source not in loaded:
                     loaded[source] = nn.Parameter(self._load(prefix + leaf, parameter), requires_grad=False)
+                    loaded[source]._is_hf_initialized = True  # type: ignore[attr-defined]
                 module._parameters[leaf] = loaded[source]
         for leaf, buffer in module._buffers.items():
             if buffer is not None and leaf not in module._non_persistent_buffers_set:
