@@ -3,6 +3,8 @@
     x --gather--> rows in the order of places --grouped_matmul--> gate and up, each batch by its expert's weight
     --activate--> act(gate) * up --grouped_matmul--> y --combine--> for each token the weighted sum over its pairs
 
+Experts without a gate have act(up).
+
 Places and batches are those of `routing.py`. The product is the decode kernel of `ssqr.py` with batches as the third
 dimension; a batch that the routing left empty ends at once.
 """
@@ -21,7 +23,10 @@ from vllm_latq.kernels.ssqr import launch_arguments, ssqr_tensor_core
 from vllm_latq.kernels.weight import KernelWeight
 
 COLUMNS = 1024  # of a row, that a program handles which is no product
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+UNGATED = "_no_mul"  # behind the name of an activation
+ACTIVATIONS = (
+    "silu", "gelu", "gelu_tanh", *(f"{name}{UNGATED}" for name in ("silu", "gelu", "gelu_tanh", "relu2"))
+)  # fmt: skip
 MOST_PAIRS = 4096  # that are multiplied at once: bounds the scratch memory of a layer
 
 
@@ -45,20 +50,26 @@ def load_scales(scale_ptr, id_ptr, pair, col, K):
 
 
 @triton.jit
-def activate_rows(y_ptr, id_ptr, place_ptr, scale_ptr, out_ptr, K, ACTIVATION: tl.constexpr, COLUMNS: tl.constexpr):
+def activate_rows(
+    y_ptr, id_ptr, place_ptr, scale_ptr, out_ptr, K,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """Grid (pairs, columns / COLUMNS): act(gate) * up, times the column scales of the pair's expert, at its place."""
     pair = tl.program_id(0)
     place = tl.load(place_ptr + pair).to(tl.int64)
     if place >= 0:
         col = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-        gate_ptr = y_ptr + place * (2 * K) + col
+        gate_ptr = y_ptr + place * (2 * K if GATED else K) + col
         gate = tl.load(gate_ptr, mask=col < K, other=0.0).to(tl.float32)
-        up = tl.load(gate_ptr + K, mask=col < K, other=0.0).to(tl.float32)
         if ACTIVATION == "gelu":
-            hidden = gate * (0.5 + 0.5 * tl.erf(gate * 0.7071067811865476)) * up
+            hidden = gate * (0.5 + 0.5 * tl.erf(gate * 0.7071067811865476))
+        elif ACTIVATION == "relu2":
+            hidden = tl.where(gate < 0, 0.0, gate * gate)  # NaN stays NaN
         else:  # tanh(z) is 2 * sigmoid(2 * z) - 1
             inner = gate if ACTIVATION == "silu" else gate * (1.5957691216057308 + 0.07135481627159706 * gate * gate)
-            hidden = gate / (1.0 + tl.exp(-inner)) * up
+            hidden = gate / (1.0 + tl.exp(-inner))
+        if GATED:
+            hidden *= tl.load(gate_ptr + K, mask=col < K, other=0.0).to(tl.float32)
         if scale_ptr is not None:
             hidden *= load_scales(scale_ptr, id_ptr, pair, col, K)
         tl.store(out_ptr + place * K + col, hidden.to(out_ptr.dtype.element_ty), mask=col < K)
@@ -145,10 +156,10 @@ def gather(x: torch.Tensor, scales: torch.Tensor | None, routing: Routing) -> to
 
 
 def activate(y: torch.Tensor, activation: str, scales: torch.Tensor | None, routing: Routing) -> torch.Tensor:
-    """act(gate) * up, times their expert's column scales, in float32, rounded once.
+    """act(gate) * up, or act(up), times their expert's column scales, in float32, rounded once.
 
     Args:
-        y: [pairs, 2 * cols], gate before up, contiguous, in the order of places.
+        y: [pairs, 2 * cols], gate before up, or [pairs, cols] without a gate; contiguous, in the order of places.
         activation: one of ACTIVATIONS.
         scales: float32 [experts, cols], contiguous, or None.
 
@@ -156,12 +167,14 @@ def activate(y: torch.Tensor, activation: str, scales: torch.Tensor | None, rout
         [pairs, cols], dtype of y; undefined behind the last place.
     """
     require(activation in ACTIVATIONS, "activation", f"one of {ACTIVATIONS}", activation)
-    pairs, cols = y.shape[0], y.shape[1] // 2
+    gated = not activation.endswith(UNGATED)
+    pairs, cols = y.shape[0], y.shape[1] // (2 if gated else 1)
     out = torch.empty(pairs, cols, dtype=y.dtype, device=y.device)
     with torch.cuda.device_of(y):
         activate_rows[(pairs, -(-cols // COLUMNS))](
-            y, routing.ids, routing.place, scales, out, cols, ACTIVATION=activation, COLUMNS=COLUMNS, **COMPILER
-        )
+            y, routing.ids, routing.place, scales, out, cols,
+            ACTIVATION=activation.removesuffix(UNGATED), GATED=gated, COLUMNS=COLUMNS, **COMPILER,
+        )  # fmt: skip
     return out
 
 
@@ -226,7 +239,8 @@ def routed_experts(
         x: [tokens, hidden], bfloat16 or float16.
         weights: [tokens, k], of the outputs.
         ids: integers [tokens, k]; any number outside the stacks is an expert that is not here, and adds nothing.
-        stacks: experts' weights of gate above up, [2 * intermediate, hidden], and of down, [hidden, intermediate].
+        stacks: experts' weights of gate above up, [2 * intermediate, hidden], or without a gate of up, and of down,
+            [hidden, intermediate].
         scales: of their columns, float32 [experts here, columns], contiguous, or None.
         experts: from which the ids are chosen, those of other ranks included.
         activation: one of ACTIVATIONS.

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from vllm_latq.errors import UnsupportedModelError
-from vllm_latq.experts import FUSED, PROJECTIONS
+from vllm_latq.experts import FUSED
 from vllm_latq.quantize.float8_store import Float8Store
 from vllm_latq.tensor_names import fused_tensors, joined_tensors
 
@@ -102,15 +102,14 @@ class ModelStore(Float8Store):
         """Name the matrices of a layer's experts, the module `name`, by its stored `tensors`."""
         stems = {tensor.removesuffix(f".{leaf}") for leaf, tensor in tensors.items()}
         stem = stems.pop() if len(stems) == 1 else name
-        for leaf in FUSED:
+        for leaf in tensors:
             count, rows, columns = expected = tuple(fused.get_parameter(leaf).shape)
             found = super().shape(tensors[leaf])
             if found not in (expected, (count, columns, rows)):
                 where = f"{self.directory}: {tensors[leaf]}"
                 raise UnsupportedModelError(where, f"shape {expected}", f"{found}", "Is config.json its own?")
-            parts = PROJECTIONS[:2] if leaf == FUSED[0] else PROJECTIONS[2:]
-            size = rows // len(parts)
-            for part, projection in enumerate(parts):
+            size = rows // len(FUSED[leaf])
+            for part, projection in enumerate(FUSED[leaf]):
                 own = slice(part * size, (part + 1) * size)
                 for expert in range(count):
                     matrix = _Matrix(tensors[leaf], expert, own, columns, found != expected)

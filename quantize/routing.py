@@ -17,24 +17,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from vllm_latq.experts import PROJECTIONS, Expert, Experts
+from vllm_latq.experts import Expert, Experts
 from vllm_latq.quantize.hessian import HessianCollector, InputHessian
 
 
 def expert_stacks(model: nn.Module, linears: Mapping[str, nn.Linear]) -> dict[str, str]:
-    """Name of each linear of an expert -> name of the stack that it is served in: gate and up, or down, of all experts.
+    """Name of each linear of an expert -> name of the stack that it is served in, with those of all experts.
 
     Args:
         model: with `Experts` in it.
         linears: name -> linear of everything in the model that is quantized.
     """
     names = {linear: name for name, linear in linears.items()}
-    stacks = {}
+    stacks: dict[str, str] = {}
     for where, layer in model.named_modules():
         for expert in layer if isinstance(layer, Experts) else ():
-            for leaf in PROJECTIONS:
-                if (linear := expert.get_submodule(leaf)) in names:
-                    stacks[names[linear]] = f"{where}.{'down' if leaf == PROJECTIONS[-1] else 'gate_up'}"
+            assert isinstance(expert, Expert)
+            for stack, alike in expert.inputs.items():
+                stacks |= {names[linear]: f"{where}.{stack}" for linear in alike if linear in names}
     return stacks
 
 
@@ -65,7 +65,7 @@ def complete_experts(
     starved: dict[Expert, list[list[str]]] = {}
     for expert in experts:
         assert isinstance(expert, Expert)
-        for group in ((expert.gate_proj, expert.up_proj), (expert.down_proj,)):
+        for group in expert.inputs.values():
             chosen = [names[linear] for linear in group if linear in names]
             if chosen and (chosen[0] not in known or known[chosen[0]].tokens < group[0].in_features):
                 starved.setdefault(expert, []).append(chosen)
@@ -104,7 +104,7 @@ def complete_gradients(
     """
     names = {linear: name for name, linear in linears.items()}
     for layer in (module for module in block.modules() if isinstance(module, Experts)):
-        for leaf in PROJECTIONS:
+        for leaf, _ in layer[0].named_children():
             alike = [names[linear] for expert in layer if (linear := expert.get_submodule(leaf)) in names]
             reached = [name for name in alike if name in routed]
             if not reached:

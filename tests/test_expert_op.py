@@ -94,6 +94,16 @@ def test_activations(name: str, function: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["packed3", "rans"])
+def test_experts_without_a_gate(scheme: str) -> None:
+    mixture = Mixture(SCHEMES[scheme], activation="relu2_no_mul")
+    x = routing(1, 1)[0]
+    expected = functional.linear(functional.relu(functional.linear(x, mixture.dense[0][2])) ** 2, mixture.dense[1][2])
+    assert_near(mixture(x, torch.ones(1, 1), torch.tensor([[2]])), expected)
+    arguments = routing(5, 2)
+    assert_near(mixture(*arguments), mixture.reference(*arguments))
+
+
+@pytest.mark.parametrize("scheme", ["packed3", "rans"])
 def test_registration(scheme: str) -> None:
     """Schema, fake implementation and dispatch agree (torch's own checks)."""
     mixture = mixture_of(scheme)

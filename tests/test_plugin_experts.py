@@ -7,6 +7,7 @@ dequantized matrices by the same names is the oracle.
 from collections.abc import Callable
 from copy import deepcopy
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -105,8 +106,13 @@ def product_of(x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, weights: to
     """Plain experts; ids below 0 are on other ranks."""
     y = torch.zeros_like(x)
     for token, slot in (ids >= 0).nonzero().tolist():
-        gate, up = functional.linear(x[token], w13[ids[token, slot]]).chunk(2)
-        y[token] += weights[token, slot] * functional.linear(functional.silu(gate) * up, w2[ids[token, slot]])
+        first = functional.linear(x[token], w13[ids[token, slot]])
+        if w13.shape[1] == w2.shape[2]:  # no gate
+            hidden = functional.relu(first).square()
+        else:
+            gate, up = first.chunk(2)
+            hidden = functional.silu(gate) * up
+        y[token] += weights[token, slot] * functional.linear(hidden, w2[ids[token, slot]])
     return y
 
 
@@ -117,7 +123,30 @@ def product_of(x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, weights: to
 def test_every_rank_gets_its_part(
     scheme: str, size: int, expert_parallel: bool, rank_of: Callable[[int], None]
 ) -> None:
-    weights, plain = checkpoint(SCHEMES[scheme]), {}
+    assert_every_rank_gets_its_part(SCHEMES[scheme], size, expert_parallel, rank_of)
+
+
+@pytest.mark.parametrize(("scheme", "size", "expert_parallel"), [("packed4", 2, False), ("rans", 2, True)])
+def test_experts_without_a_gate(
+    scheme: str, size: int, expert_parallel: bool, rank_of: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM runs them on GPUs only, and asks its platform."""
+    gpu = SimpleNamespace(is_cuda_alike=lambda: True, is_xpu=lambda: False)
+    monkeypatch.setattr(moe_config, "current_platform", gpu)
+    options = {"activation": "relu2_no_mul", "ckpt_names": ("up_proj", "down_proj", None)}
+    assert_every_rank_gets_its_part(SCHEMES[scheme], size, expert_parallel, rank_of, **options)
+    layer = build(quantization(SCHEMES[scheme]), size, expert_parallel, **options)
+    layer.quant_method.dummy = True
+    layer.quant_method.process_weights_after_loading(layer)
+    assert dense(layer, "w13").shape[1] == INTERMEDIATE // (1 if expert_parallel else size)
+
+
+def assert_every_rank_gets_its_part(
+    scheme: LayerScheme, size: int, expert_parallel: bool, rank_of: Callable[[int], None], **options: Any
+) -> None:
+    """The oracle always has a gate."""
+    gated = not options
+    weights, plain = checkpoint(scheme), {}
     for name, weight in weights.items():
         plain[f"{name}.weight"] = weight.dequantize()
     x = torch.randn(7, HIDDEN, generator=torch.Generator().manual_seed(0))
@@ -126,21 +155,25 @@ def test_every_rank_gets_its_part(
     total = torch.zeros_like(x)
     for rank in range(size):
         rank_of(rank)
-        layer, oracle = build(quantization(SCHEMES[scheme]), size, expert_parallel), build(None, size, expert_parallel)
-        load(layer, weights)
+        layer, oracle = (
+            build(quantization(scheme), size, expert_parallel, **options),
+            build(None, size, expert_parallel),
+        )
+        load(layer, {name: weight for name, weight in weights.items() if gated or "gate" not in name})
         list(oracle.load_weights(plain.items()))
         layer.quant_method.process_weights_after_loading(layer)
         assert len(oracle.w13_weight) == ((2 - rank) if expert_parallel else EXPERTS)
-        torch.testing.assert_close(dense(layer, "w13"), oracle.w13_weight.data, rtol=0, atol=0)
+        w13 = oracle.w13_weight.data if gated else oracle.w13_weight.data.chunk(2, 1)[1]
+        torch.testing.assert_close(dense(layer, "w13"), w13, rtol=0, atol=0)
         torch.testing.assert_close(dense(layer, "w2"), oracle.w2_weight.data, rtol=0, atol=0)
         local = ids if oracle.expert_map is None else oracle.expert_map[ids.long()]
-        expected = product_of(x, oracle.w13_weight.data, oracle.w2_weight.data, router, local)
+        expected = product_of(x, w13, oracle.w2_weight.data, router, local)
         got = layer.quant_method.apply(layer, x, router, ids, None, None)
         assert (got - expected).abs().max() <= TOLERANCE * expected.abs().max()
         total += got
     everything = [[plain[f"{e}.{leaf}.weight"] for e in range(EXPERTS)] for leaf in LEAVES]
     gate, up, down = (torch.stack(matrices) for matrices in everything)
-    expected = product_of(x, torch.cat([gate, up], 1), down, router, ids)
+    expected = product_of(x, torch.cat([gate, up], 1) if gated else up, down, router, ids)
     assert (total - expected).abs().max() <= TOLERANCE * expected.abs().max()
 
 
@@ -218,7 +251,7 @@ def test_experts_of_another_kind_are_refused(
     options: dict[str, Any], found: str, rank_of: Callable[[int], None]
 ) -> None:
     rank_of(0)
-    with pytest.raises(UnsupportedModelError, match=f"experts: expected experts of gate, up and down.*found {found}"):
+    with pytest.raises(UnsupportedModelError, match=f"experts: expected experts of linears alone.*found {found}"):
         build(quantization(PACKED), **options)
 
 

@@ -2,6 +2,8 @@
 
     y[t] = sum over j of weights[t, j] * down_e(act(gate_e(x[t])) * up_e(x[t])),   e = ids[t, j]
 
+Experts without a gate are down_e(act(up_e(x[t]))).
+
 How many tokens an expert gets is known only when it runs, so a graph sees one opaque operator of fixed shapes.
 
     few tokens, on kernels    one launch per product for all experts; sizes depend on no id (`kernels/grouped.py`)
@@ -26,11 +28,28 @@ from vllm_latq.kernel_path import grouped_experts, ssqr_tiled
 from vllm_latq.linear_op import scale_columns
 from vllm_latq.operands import Operands
 
-# By vLLM's names for activations of a gated pair.
-ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+Activation = Callable[[torch.Tensor], torch.Tensor]
+_SMOOTH: Mapping[str, Activation] = {
     "silu": functional.silu,
     "gelu": functional.gelu,
     "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+}
+
+
+def _gated(act: Activation, gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return act(gate) * up
+
+
+def _relu2(x: torch.Tensor) -> torch.Tensor:
+    return functional.relu(x).square()
+
+
+# By vLLM's names: outputs of the first product, [.., rows], -> inputs of the second.
+ACTIVATIONS: Mapping[str, Activation] = {
+    **{name: partial(_gated, act) for name, act in _SMOOTH.items()},
+    **{f"{name}_no_mul": act for name, act in _SMOOTH.items()},
+    "relu2_no_mul": _relu2,
 }
 _SCHEMA = (
     "(Tensor x, Tensor weights, Tensor ids, Tensor?[] gate_up, Tensor?[] down, int[] gate_up_constants, "
@@ -114,8 +133,7 @@ def _experts(
     )
 
     def run(tokens: torch.Tensor, expert: int) -> torch.Tensor:
-        gate, up = first(tokens, expert).chunk(2, dim=-1)
-        return second(ACTIVATIONS[activation](gate) * up, expert)
+        return second(ACTIVATIONS[activation](first(tokens, expert)), expert)
 
     local = next(len(stack) for stack in first.tensors if stack is not None)
     way = by_all if x.is_cuda and torch.cuda.is_current_stream_capturing() else by_expert
@@ -155,7 +173,7 @@ def run_experts(
         weights: [tokens, k], of the outputs.
         ids: integers [tokens, k], the experts of each token.
         gate_up: column scales, float32 [experts, hidden] or None, and the tensors of `stack_operands` for the matrices
-            [2 * intermediate, hidden], gate above up.
+            [2 * intermediate, hidden], gate above up, or [intermediate, hidden] without a gate.
         down: the same for the matrices [hidden, intermediate].
         constants: from `expert_constants`.
 

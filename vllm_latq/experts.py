@@ -4,7 +4,7 @@ Invariant: same inputs, same numbers as transformers' own module with the "eager
 the weights differs, so each expert can have its own Hessian, scheme and scales.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,54 +12,77 @@ from torch import nn
 
 from vllm_latq.errors import UnsupportedModelError
 
-PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-FUSED = ("gate_up_proj", "down_proj")
+# Tensor of a fused module -> linears of an expert, the rows of which it holds one above the other.
+FUSED: Mapping[str, tuple[str, ...]] = {
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "up_proj": ("up_proj",),
+    "down_proj": ("down_proj",),
+}
 
 
 class Expert(nn.Module):
-    """One gated feed-forward network. `apply_gate` maps [n, 2 * intermediate] (gate, up) to [n, intermediate].
+    """One feed-forward network, gated or not; its weights are on the meta device.
 
-    Its weights are on the meta device, in the dtype given.
+    Args:
+        hidden, intermediate: channels.
+        readers: names of the linears that read its input.
+        activate: maps their outputs, [n, intermediate] each, one beside the other, to [n, intermediate].
+        dtype: of the weights.
     """
 
     def __init__(
-        self, hidden: int, intermediate: int, apply_gate: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype
+        self,
+        hidden: int,
+        intermediate: int,
+        readers: tuple[str, ...],
+        activate: Callable[[torch.Tensor], torch.Tensor],
+        dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(hidden, intermediate, bias=False, device="meta", dtype=dtype)
-        self.up_proj = nn.Linear(hidden, intermediate, bias=False, device="meta", dtype=dtype)
+        self.readers = readers
+        for leaf in readers:
+            self.add_module(leaf, nn.Linear(hidden, intermediate, bias=False, device="meta", dtype=dtype))
         self.down_proj = nn.Linear(intermediate, hidden, bias=False, device="meta", dtype=dtype)
-        self._apply_gate = apply_gate
+        self._activate = activate
+
+    @property
+    def inputs(self) -> dict[str, list[nn.Linear]]:
+        """Its linears by what they read, under the names of the tensors that would fuse them."""
+        first: list[Any] = [self.get_submodule(leaf) for leaf in self.readers]
+        return {"gate_up_proj" if len(first) > 1 else "up_proj": first, "down_proj": [self.down_proj]}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[n, hidden] -> [n, hidden]."""
-        return self.down_proj(self._apply_gate(torch.cat([self.gate_proj(x), self.up_proj(x)], dim=-1)))
+        return self.down_proj(self._activate(torch.cat([self.get_submodule(leaf)(x) for leaf in self.readers], -1)))
 
 
 class Experts(nn.ModuleList):
     """The experts of one layer, on the meta device: takes the place of a fused module, with its forward signature.
 
     Args:
-        fused: a module of transformers with `gate_up_proj` [experts, 2 * intermediate, hidden] and `down_proj`
-            [experts, hidden, intermediate].
+        fused: a module of transformers with `gate_up_proj` [experts, 2 * intermediate, hidden], or without a gate
+            `up_proj` [experts, intermediate, hidden], and `down_proj` [experts, hidden, intermediate].
         name: of that module, for errors.
 
     Raises:
-        UnsupportedModelError: biases, transposed or interleaved weights, or experts without a gate.
+        UnsupportedModelError: biases, or transposed or interleaved weights.
     """
 
     def __init__(self, fused: Any, name: str) -> None:
-        expected = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
+        gated = getattr(fused, "has_gate", None)
+        expected = {"has_gate": gated is not False, "has_bias": False, "is_transposed": False, "is_concatenated": True}
         layout = {flag: getattr(fused, flag, None) for flag in expected}
         shapes = {leaf: tuple(parameter.shape) for leaf, parameter in fused.named_parameters()}
-        if layout != expected or set(shapes) != set(FUSED):
+        first = "gate_up_proj" if gated else "up_proj"
+        if layout != expected or set(shapes) != {first, "down_proj"}:
             found = f"{type(fused).__name__} with {layout} and parameters {', '.join(shapes)}"
-            raise UnsupportedModelError(name, "gated experts without bias, gate and up one after the other", found)
+            raise UnsupportedModelError(name, "experts without bias, gate and up one after the other", found)
         count, hidden, intermediate = shapes["down_proj"]
-        dtype = fused.down_proj.dtype
+        dtype, activate = fused.down_proj.dtype, fused._apply_gate if gated else fused.act_fn.__call__
         # A bound method keeps its module alive: hold on to the activation, let go of the weights.
-        fused.gate_up_proj = fused.down_proj = None
-        super().__init__(Expert(hidden, intermediate, fused._apply_gate, dtype) for _ in range(count))
+        for leaf in shapes:
+            setattr(fused, leaf, None)
+        super().__init__(Expert(hidden, intermediate, FUSED[first], activate, dtype) for _ in range(count))
 
     def forward(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Sum of the chosen experts' outputs.
@@ -78,10 +101,11 @@ class Experts(nn.ModuleList):
         return output
 
 
-def fused_experts(model: nn.Module) -> list[str]:
-    """Names of the modules that hold the weights of several experts in one tensor."""
-    return [
-        name
+def fused_experts(model: nn.Module) -> dict[str, dict[str, tuple[str, ...]]]:
+    """Name of each module that holds the weights of several experts in one tensor -> those of FUSED that it has."""
+    stacks = {
+        name: {leaf for leaf, parameter in module.named_parameters(recurse=False) if parameter.dim() == 3}
         for name, module in model.named_modules()
-        if any(leaf in FUSED and parameter.dim() == 3 for leaf, parameter in module.named_parameters(recurse=False))
-    ]
+    }
+    parts = {name: {leaf: FUSED[leaf] for leaf in FUSED if leaf in leaves} for name, leaves in stacks.items()}
+    return {name: found for name, found in parts.items() if found}

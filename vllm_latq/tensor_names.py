@@ -14,7 +14,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, Transpose, WeightConverter, WeightRenaming, rename_source_key
 
 from vllm_latq.errors import UnsupportedModelError
-from vllm_latq.experts import FUSED, PROJECTIONS, Experts, fused_experts
+from vllm_latq.experts import FUSED, Experts, fused_experts
 
 # Model tensor -> rule -> stored tensors; the rule is "" for a tensor that is stored as it is, under whatever name.
 _Sources = dict[str, dict[str, list[str]]]
@@ -36,22 +36,26 @@ def stored_names(
         UnsupportedModelError: experts to be replaced that are not stored one by one.
     """
     sources = _sources(model, stored)
-    fused = {name: len(model.get_submodule(name).down_proj) for name in fused_experts(model)}
-    merged = {name: _merged(name, sources) for name in fused}
-    single = {name: _single(name, count, sources) for name, count in fused.items()}
+    linears_of = {
+        name: [leaf for leaves in parts.values() for leaf in leaves] for name, parts in fused_experts(model).items()
+    }
+    counts = {name: len(model.get_submodule(name).down_proj) for name in linears_of}
+    merged = {name: _merged(name, sources) for name in counts}
+    single = {name: _single(name, count, linears_of[name], sources) for name, count in counts.items()}
     linears = {tensor for rules in merged.values() for tensors in rules for tensor in tensors}
     if quantized is None or linears.intersection(quantized) or any(any(rules) for rules in single.values()):
-        for name, count in fused.items():
+        for name, count in counts.items():
             experts = Experts(model.get_submodule(name), name)
             found = single[name] if any(single[name]) else merged[name]
-            if [len(tensors) for tensors in found] != [count] * len(PROJECTIONS):
+            if [len(tensors) for tensors in found] != [count] * len(linears_of[name]):
                 own = [rules for tensor, rules in sources.items() if tensor.startswith(f"{name}.")]
                 held = [at for rules in own for tensors in rules.values() for at in tensors]
-                expected = f"gate, up and down of {count} experts, each stored once: one by one, or a layer's together"
+                matrices = ", ".join(leaf.removesuffix("_proj") for leaf in linears_of[name])
+                expected = f"{matrices} of {count} experts, each stored once: one by one, or a layer's together"
                 hint = "Is the checkpoint complete, and its config.json its own?"
                 raise UnsupportedModelError(f"{where}: {name}", expected, f"{len(held)} tensors {held[:3]}", hint)
             model.set_submodule(name, experts)
-            for leaf, tensors in zip(PROJECTIONS, found, strict=True):
+            for leaf, tensors in zip(linears_of[name], found, strict=True):
                 sources |= {f"{name}.{expert}.{leaf}.weight": {"": [at]} for expert, at in enumerate(tensors)}
     names = {}
     for name in model.state_dict():
@@ -78,8 +82,8 @@ def fused_tensors(model: Any, stored: Collection[str]) -> dict[str, dict[str, st
         for pattern in rule.source_patterns
     }
     sources = _sources(model, stored)
-    for name in modules:
-        rules = {leaf: sources.get(f"{name}.{leaf}", {}) for leaf in FUSED}
+    for name, parts in modules.items():
+        rules = {leaf: sources.get(f"{name}.{leaf}", {}) for leaf in parts}
         tensors = {
             leaf: [tensor for rule in {"", *transposes} for tensor in own.get(rule, [])] for leaf, own in rules.items()
         }
@@ -131,7 +135,7 @@ def unmerged(conversions: list[Any]) -> list[Any]:
     return kept
 
 
-_LEAVES = {"experts.gate_up_proj": PROJECTIONS[:2], "experts.down_proj": PROJECTIONS[2:]}
+_LEAVES = {f"experts.{leaf}": linears for leaf, linears in FUSED.items()}
 
 
 def _sources(model: Any, stored: Collection[str]) -> _Sources:
@@ -155,9 +159,9 @@ def _merged(name: str, sources: _Sources) -> list[list[str]]:
     return [sorted(names, key=_natural) for rules in fused for rule, names in rules.items() if rule]
 
 
-def _single(name: str, count: int, sources: _Sources) -> list[list[str]]:
-    """Stored matrices of a layer's experts under the names of `Experts`, by projection and in the experts' order."""
-    names = [[f"{name}.{expert}.{leaf}.weight" for expert in range(count)] for leaf in PROJECTIONS]
+def _single(name: str, count: int, linears: list[str], sources: _Sources) -> list[list[str]]:
+    """Stored matrices of a layer's experts under the names of `Experts`, by linear and in the experts' order."""
+    names = [[f"{name}.{expert}.{leaf}.weight" for expert in range(count)] for leaf in linears]
     return [[sources[tensor][""][0] for tensor in tensors if "" in sources.get(tensor, {})] for tensors in names]
 
 

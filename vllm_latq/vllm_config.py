@@ -15,7 +15,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm_latq.config import QUANT_METHOD, CheckpointConfig, LayerScheme
 from vllm_latq.errors import ConfigError, UnsupportedModelError
 from vllm_latq.vllm_linear import LatqLinearMethod
-from vllm_latq.vllm_moe import SHARDS, LatqMoEMethod, expert_leaves
+from vllm_latq.vllm_moe import LatqMoEMethod, expert_leaves
 
 _PERMUTED_ON_LOAD = ("bloom", "falcon", "gpt_neox")
 
@@ -108,14 +108,14 @@ class LatqConfig(QuantizationConfig):
         """The scheme of each product, the same for all experts; empty if they are not quantized."""
         if self.checkpoint.is_ignored(prefix):
             return {}
-        leaves = expert_leaves(layer)
+        leaves = {product: list(shards.values()) for product, shards in expert_leaves(layer).items()}
         schemes = {}
-        for product, shards in SHARDS.items():
-            names = [f"{prefix}.{n}.{leaves[shard]}" for n in range(layer.global_num_experts) for shard in shards]
+        for product in leaves:
+            names = [f"{prefix}.{n}.{leaf}" for n in range(layer.global_num_experts) for leaf in leaves[product]]
             schemes[product] = self._common_scheme(prefix, names)
         quantized = {product: scheme for product, scheme in schemes.items() if scheme}
         if quantized and len(quantized) < len(schemes):
-            found = f"only {', '.join(leaves[shard] for product in quantized for shard in SHARDS[product])}"
+            found = f"only {', '.join(leaf for product in quantized for leaf in leaves[product])}"
             raise ConfigError(prefix, "all matrices of its experts quantized, or none", found)
         return quantized
 

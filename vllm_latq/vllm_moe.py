@@ -4,9 +4,9 @@
         a PackedWeight per expert and product --take--> this rank's channels --make_operands, stack_operands-->
         parameters [experts, ...] that the operator reads
 
-In vLLM's words, w1 and w3 (gate and up) are one matrix, w13, and w2 (down) is another. Which experts a rank owns, and
-which of their intermediate channels, is not computed here: vLLM's expert map and its weight loader, run on an `arange`,
-say it.
+In vLLM's words, w1 and w3 (gate and up) are one matrix, w13, and w2 (down) is another; without a gate, w1 is up, and
+there is no w3. Which experts a rank owns, and which of their intermediate channels, is not computed here: vLLM's expert
+map and its weight loader, run on an `arange`, say it.
 
 Invariant: as for linears, a layer holds validated weights after `process_weights_after_loading`, or an error named what
 is wrong.
@@ -31,12 +31,15 @@ from vllm_latq.sharding import check_groups, take
 from vllm_latq.spec import SHAPE, tensor_specs
 from vllm_latq.vllm_linear import COLUMN_SCALES, CheckpointTensor, ShardId, collected
 
-SHARDS: Mapping[str, tuple[str, ...]] = {"w13": ("w1", "w3"), "w2": ("w2",)}
+PRODUCTS = ("w13", "w2")
 
 
-def expert_leaves(layer: Any) -> dict[str, str]:
-    """vLLM's name of a shard -> the checkpoint's."""
-    return {"w1": layer.ckpt_gate_proj_name, "w2": layer.ckpt_down_proj_name, "w3": layer.ckpt_up_proj_name}
+def expert_leaves(layer: Any) -> dict[str, dict[str, str]]:
+    """vLLM's names of the products -> of their shards, in order -> the checkpoint's."""
+    first = {"w1": layer.ckpt_gate_proj_name, "w3": layer.ckpt_up_proj_name}
+    if not layer.moe_config.is_act_and_mul:
+        del first["w3"]
+    return dict(zip(PRODUCTS, (first, {"w2": layer.ckpt_down_proj_name}), strict=True))
 
 
 class ExpertTensor(CheckpointTensor):
@@ -76,7 +79,7 @@ class LatqMoEMethod(FusedMoEMethodBase):
 
     Args:
         moe: vLLM's description of the layer.
-        schemes: how the shards of each product (a key of SHARDS) are stored, in all experts alike.
+        schemes: how the shards of each of PRODUCTS are stored, in all experts alike.
         prefix: vLLM's name of the layer.
         recipe: of the checkpoint; sets the outlier rate of dummy weights.
     """
@@ -110,7 +113,7 @@ class LatqMoEMethod(FusedMoEMethodBase):
         """Register a collecting parameter per stored tensor and product.
 
         Raises:
-            UnsupportedModelError: experts that are more than gate, up and down.
+            UnsupportedModelError: experts that are more than gate, up and down, or up and down.
             UnsupportedShapeError: a scale group that would be cut.
         """
         self._check_supported(layer)
@@ -125,13 +128,14 @@ class LatqMoEMethod(FusedMoEMethodBase):
         channels = self.moe.intermediate_size
         self.shapes = {"w13": (channels, hidden_size), "w2": (hidden_size, channels)}
         if self.schemes["w2"].group_size is not None:
-            where = f"{self.prefix}.*.{self.leaves['w2']}"
+            where = f"{self.prefix}.*.{self.leaves['w2']['w2']}"
             check_groups(self.schemes["w2"].group_size, 0, intermediate_size_per_partition, where)
         self.suffixes: dict[str, tuple[str, ...]] = {}
         for product, shape in self.shapes.items():
-            specs = tensor_specs(self.schemes[product], *shape, f"{self.prefix}.*.{self.leaves[SHARDS[product][0]]}")
+            leaf = next(iter(self.leaves[product].values()))
+            specs = tensor_specs(self.schemes[product], *shape, f"{self.prefix}.*.{leaf}")
             self.suffixes[product] = tuple(specs)
-            shards = len(self.experts) * len(SHARDS[product])
+            shards = len(self.experts) * len(self.leaves[product])
             for suffix, spec in specs.items():
                 layer.register_parameter(f"{product}_{suffix}", ExpertTensor(shards, spec.dtype, self.experts))
 
@@ -140,7 +144,7 @@ class LatqMoEMethod(FusedMoEMethodBase):
         if not hasattr(layer, f"w13_{SHAPE}"):
             return  # already processed
         channels = self._owned_channels(layer)
-        gate_up, down = (self._install(layer, product, channels) for product in SHARDS)
+        gate_up, down = (self._install(layer, product, channels) for product in PRODUCTS)
         self.constants = expert_constants(gate_up, down, layer.global_num_experts, layer.activation.value)
 
     def apply(
@@ -156,7 +160,7 @@ class LatqMoEMethod(FusedMoEMethodBase):
         ids = topk_ids
         if layer._expert_map is not None:
             ids = layer._expert_map[ids.to(torch.int64)].masked_fill(ids < 0, -1)
-        gate_up, down = ([getattr(layer, name) for name in self.parameters[product]] for product in SHARDS)
+        gate_up, down = ([getattr(layer, name) for name in self.parameters[product]] for product in PRODUCTS)
         return run_experts(x, topk_weights, ids, gate_up, down, *self.constants)
 
     def _check_supported(self, layer: Any) -> None:
@@ -168,7 +172,7 @@ class LatqMoEMethod(FusedMoEMethodBase):
             "router weights applied to the input": layer.apply_router_weight_on_input,
         }
         if any(refused.values()):
-            expected = f"experts of gate, up and down, with an activation among {', '.join(ACTIVATIONS)}"
+            expected = f"experts of linears alone, with an activation among {', '.join(ACTIVATIONS)}"
             found = ", ".join(name for name, present in refused.items() if present)
             raise UnsupportedModelError(self.prefix, expected, found, "Leave the experts of this model unquantized.")
 
@@ -206,7 +210,9 @@ class LatqMoEMethod(FusedMoEMethodBase):
         device: torch.device,
     ) -> Iterator[PackedWeight]:
         """One product of each expert of this rank, in vLLM's order: validated, merged, cut."""
-        experts = [[self._read_shard(product, n, shard, shards) for shard in SHARDS[product]] for n in self.experts]
+        experts = [
+            [self._read_shard(product, n, shard, shards) for shard in self.leaves[product]] for n in self.experts
+        ]
         integers = [decode(read, device) for read in experts]
         decoded = [z for matrices in integers for z in matrices if z is not None]
         bits = self.bits.get(product) or (best_bits(*decoded) if decoded else None)
@@ -221,7 +227,7 @@ class LatqMoEMethod(FusedMoEMethodBase):
     def _read_shard(
         self, product: str, expert: int, shard: str, shards: Mapping[ShardId, Mapping[str, torch.Tensor]]
     ) -> Shard:
-        name = f"{self.prefix}.{expert}.{self.leaves[shard]}"
+        name = f"{self.prefix}.{expert}.{self.leaves[product][shard]}"
         if (expert, shard) not in shards:
             expected = f"tensors {', '.join(self.suffixes[product])}"
             hint = "The checkpoint is incomplete, or its `ignore` list does not name a layer stored unquantized."
@@ -231,17 +237,17 @@ class LatqMoEMethod(FusedMoEMethodBase):
 
     def _dummy_weights(self, product: str, channels: tuple[int, int]) -> Iterator[PackedWeight]:
         hidden, size = self.shapes["w2"][0], channels[1] - channels[0]
-        rows, cols = (hidden, size) if product == "w2" else (2 * size, hidden)
+        rows, cols = (hidden, size) if product == "w2" else (len(self.leaves[product]) * size, hidden)
         weight = dummy_weight(self.schemes[product], rows, cols, self.recipe)
         return iter([weight] * len(self.experts))
 
     def _owned_channels(self, layer: Any) -> tuple[int, int]:
         """The range of intermediate channels on this rank: what vLLM's loader makes of a matrix of their numbers."""
         found = set()
-        for shard, dim in (("w1", 0), ("w3", 0), ("w2", 1)):
+        for shard, dim in (*((shard, 0) for shard in self.leaves["w13"]), ("w2", 1)):
             # One-based, because channels that the loader leaves alone or pads are 0.
             numbers = torch.arange(1, self.moe.intermediate_size + 1, device="cpu").unsqueeze(1 - dim)
-            width = self.moe.intermediate_size_per_partition * (2 - dim)
+            width = self.moe.intermediate_size_per_partition * (1 if dim else len(self.leaves["w13"]))
             target = torch.zeros((1, 1, width) if dim else (1, width, 1), dtype=torch.int64, device="cpu")
             probe = Parameter(target, requires_grad=False)
             layer.weight_loader(probe, numbers, "w2_weight" if dim else "w13_weight", shard, self.experts[0])

@@ -28,7 +28,8 @@ class Mixture:
     ) -> None:
         self.dense: list[list[torch.Tensor]] = []
         self.stacks, operands = [], []
-        for product, (rows, cols) in enumerate(((2 * INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE))):
+        first = INTERMEDIATE if activation.endswith("_no_mul") else 2 * INTERMEDIATE
+        for product, (rows, cols) in enumerate(((first, HIDDEN), (HIDDEN, INTERMEDIATE))):
             packed = [self._packed(scheme, rows, cols, seed=10 * product + expert) for expert in range(EXPERTS)]
             self.dense.append([weight.dequantize() for weight in packed])
             stack = stack_operands([make_operands(weight.to(device), dtype, "experts") for weight in packed])
@@ -50,8 +51,7 @@ class Mixture:
 
     def run(self, x: torch.Tensor, expert: int) -> torch.Tensor:
         """One dense expert."""
-        gate, up = functional.linear(x, self.dense[0][expert]).chunk(2, -1)
-        return functional.linear(self.activation(gate) * up, self.dense[1][expert])
+        return functional.linear(self.activation(functional.linear(x, self.dense[0][expert])), self.dense[1][expert])
 
     def reference(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         y = torch.zeros(x.shape)
@@ -95,9 +95,10 @@ def fuse_experts(model: Path, transposed: bool = False) -> None:
         else:
             fused[name] = tensor
     for name, matrices in single.items():
-        count = len(matrices) // 3
-        pairs = [torch.cat([matrices[n, "gate_proj"], matrices[n, "up_proj"]]) for n in range(count)]
-        fused[f"{name}.gate_up_proj"] = torch.stack(pairs)
+        readers = [leaf for leaf in ("gate_proj", "up_proj") if (0, leaf) in matrices]
+        count = len(matrices) // (len(readers) + 1)
+        first = [torch.cat([matrices[n, leaf] for leaf in readers]) for n in range(count)]
+        fused[f"{name}.{'gate_up_proj' if len(readers) > 1 else 'up_proj'}"] = torch.stack(first)
         fused[f"{name}.down_proj"] = torch.stack([matrices[n, "down_proj"] for n in range(count)])
     for name in fused:
         if transposed and name.endswith(("experts.gate_up_proj", "experts.down_proj")):

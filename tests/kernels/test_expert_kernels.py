@@ -62,8 +62,9 @@ def test_grouped(scheme: str, tokens: int, k: int, dtype: torch.dtype, monkeypat
     assert_equals_dense_experts(scheme, tokens, k, dtype)
 
 
-def test_activations_reach_the_kernels() -> None:
-    assert_equals_dense_experts("packed4-row", 3, 2, activation="gelu_tanh")
+@pytest.mark.parametrize(("scheme", "activation"), [("packed4-row", "gelu_tanh"), ("rans", "relu2_no_mul")])
+def test_activations_reach_the_kernels(scheme: str, activation: str) -> None:
+    assert_equals_dense_experts(scheme, 3, 2, activation=activation)
 
 
 @pytest.mark.parametrize(("scheme", "tokens", "count"), [("packed4-row", 1, 5), ("packed4-row", 2, 6), ("rans", 1, 6)])

@@ -26,7 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction, MockTensor
 from vllm_latq.kernels.configs import SIMT, decode_config
 from vllm_latq.kernels.dequantize import launch_dequantize
-from vllm_latq.kernels.grouped import ACTIVATIONS, activate, combine, gather, grouped_matmul
+from vllm_latq.kernels.grouped import activate, combine, gather, grouped_matmul
 from vllm_latq.kernels.huffman import launch_huffman
 from vllm_latq.kernels.rans import launch_rans
 from vllm_latq.kernels.routing import batch_size, route
@@ -95,7 +95,7 @@ with FakeTensorMode():
             x, scales = empty(torch.bfloat16, tokens, stack.cols), empty(torch.float32, 8, stack.cols)
             grouped_matmul(gather(x, scales, routing), stack, routing)
             y = grouped_matmul(gather(x, None, routing), stack, routing)
-            for activation in ACTIVATIONS:
+            for activation in ("silu", "relu2_no_mul"):
                 activate(y, activation, None, routing)
                 activate(y, activation, scales, routing)
             combine(y, empty(torch.float32, tokens, 2), routing)
@@ -121,7 +121,7 @@ def test_sizes_that_change_while_serving_compile_nothing_new() -> None:
         "ssqr_tensor_core": 3 * 2,
         "route_pairs": 5,
         "gather_rows": 2,
-        "activate_rows": 3 * 2,
+        "activate_rows": 2 * 2,
         "ssqr_grouped": 5 * 2,
         "combine_pairs": 1,
         "ssqr_simt": 2,

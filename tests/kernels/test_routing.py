@@ -86,7 +86,7 @@ def test_one_token_is_not_copied() -> None:
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activation(activation: str, scaled: bool) -> None:
     """Rounded once; gates so large that a product of what is not yet small would overflow."""
-    if EMULATED and activation == "gelu":
+    if EMULATED and activation in ("gelu", "gelu_no_mul"):
         pytest.skip("the threads of CUDA's erf take different branches, which the emulator refuses")
     cols, ids = COLUMNS + 3, torch.tensor([[1, 0], [5, 1]], dtype=torch.int32)
     gate, up = (3 * torch.randn(4, cols)).bfloat16(), torch.randn(4, cols).bfloat16()
@@ -94,9 +94,10 @@ def test_activation(activation: str, scaled: bool) -> None:
     gate[:, 1], up[:, 1] = 1e30, 1e-30
     scales = 2.0 ** torch.randint(-3, 3, (2, cols)) if scaled else None
     routing = route(ids.to(DEVICE), 8, [stack_of_experts(2)])
-    gate_up, there = torch.cat([gate, up], 1).to(DEVICE), None if scales is None else scales.to(DEVICE)
-    found = activate(gate_up, activation, there, routing)
-    expected = expert_op.ACTIVATIONS[activation](gate.double()) * up.double()
+    first = gate if activation.endswith("_no_mul") else torch.cat([gate, up], 1)
+    found = activate(first.to(DEVICE), activation, None if scales is None else scales.to(DEVICE), routing)
+    # What is beyond float32 is infinite.
+    expected = expert_op.ACTIVATIONS[activation](first.double()).float().double()
     if scales is not None:
         expected[:3] *= scales[[0, 1, 1]]
     tolerance = 2**-7  # the interpreter truncates

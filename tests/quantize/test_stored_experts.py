@@ -86,6 +86,41 @@ def test_quantized_and_loaded_again(family: str, random_model: Any, calibration_
         torch.testing.assert_close(loaded(TOKENS).logits, model(TOKENS).logits, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_experts_without_a_gate(
+    fused: bool, random_model: Any, make_dense_twin: Any, calibration_text: Path, tmp_path: Path
+) -> None:
+    """Nemotron-H's, between linears to fewer channels and back."""
+    sizes = {"n_routed_experts": 4, "num_experts_per_tok": 1, "moe_shared_expert_intermediate_size": 48}
+    options = {"n_group": 1, "topk_group": 1, "moe_latent_size": 24, "layers_block_type": ["moe", "attention"]}
+    source, model = random_model("nemotron_h", f"no-gate-{fused}", moe_intermediate_size=48, **sizes, **options)
+    if fused:
+        fuse_experts(source)
+    experts = [name for name in TensorStore(source).names() if ".experts." in name]
+    assert len(experts) == (2 if fused else 8)
+    with torch.no_grad():
+        expected = model(TOKENS).logits
+    torch.testing.assert_close(walk(Decoder(source, "cpu"), TOKENS, len(TOKENS)), expected, rtol=0, atol=0)
+    recipe = Recipe("latq", target_bits=8.0, count="served", **SAMPLES)
+    report = quantize_checkpoint(recipe, source, tmp_path / "out", calibration=str(calibration_text))
+    records = {layer["name"]: layer for layer in report["layers"]}
+    mixer = "backbone.layers.0.mixer"
+    found = {name for name in records if name.startswith(mixer)}
+    assert found == {
+        *(f"{mixer}.experts.{n}.{leaf}" for n in range(4) for leaf in ("up_proj", "down_proj")),
+        *(f"{mixer}.shared_experts.{leaf}" for leaf in ("up_proj", "down_proj")),
+        *(f"{mixer}.fc{n}_latent_proj" for n in (1, 2)),
+    }
+    assert any("stand in" in records[name]["note"] for name in found if ".experts." in name)
+    assert list(verify(tmp_path / "out")) == []
+    assert list(verify_certificate(tmp_path / "out", source, str(calibration_text))) == []
+    dense = make_dense_twin(tmp_path / "out", tmp_path / "dense")
+    (loaded, _), (same, _) = (load_model(folder, "cpu") for folder in (tmp_path / "out", dense))
+    with torch.no_grad():
+        got, expected = loaded(TOKENS).logits, same(TOKENS).logits
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
+
+
 def test_transposed(mini_model: Path, tmp_path: Path) -> None:
     """Qwen3-VL stores its experts so. The same numbers come out as of those stored in rows."""
     sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
@@ -152,7 +187,7 @@ def test_what_is_wrong_is_named(random_model: Any, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match=r"expected shape \(4, 96, 32\), found \(4, 90, 32\)") as refused:
         Decoder(changed(whole[:, :90].contiguous()), "cpu")
     assert name in str(refused.value)
-    missing = r"0\.mlp\.experts: expected gate, up and down of 4 experts.*found 1 tensors .*experts\.down_proj"
+    missing = r"0\.mlp\.experts: expected gate, up, down of 4 experts.*found 1 tensors .*experts\.down_proj"
     with pytest.raises(UnsupportedModelError, match=missing):
         Decoder(changed(None), "cpu")
     single = "model.layers.0.mlp.experts.2.up_proj.weight"
