@@ -64,7 +64,8 @@ def activate_rows(
         if ACTIVATION == "gelu":
             hidden = gate * (0.5 + 0.5 * tl.erf(gate * 0.7071067811865476))
         elif ACTIVATION == "relu2":
-            hidden = tl.where(gate < 0, 0.0, gate * gate)  # NaN stays NaN
+            hidden = tl.maximum(gate, 0.0, propagate_nan=tl.PropagateNan.ALL)
+            hidden *= hidden
         else:  # tanh(z) is 2 * sigmoid(2 * z) - 1
             inner = gate if ACTIVATION == "silu" else gate * (1.5957691216057308 + 0.07135481627159706 * gate * gate)
             hidden = gate / (1.0 + tl.exp(-inner))

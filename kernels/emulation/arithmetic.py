@@ -1,5 +1,7 @@
 """PTX instructions that compute: each maker here returns what its instruction does to a program."""
 
+from functools import partial
+
 import numpy as np
 
 from vllm_latq.kernels.emulation.numbers import from_bf16, from_pairs, to_bf16, to_pairs
@@ -48,7 +50,8 @@ def _table(a: np.ndarray, b: np.ndarray, c: np.ndarray, lut: int) -> np.ndarray:
 
 BINARY = {
     "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b, "and": lambda a, b: a & b,
-    "or": lambda a, b: a | b, "xor": lambda a, b: a ^ b, "min": np.minimum, "max": np.maximum, "div": _divide,
+    "or": lambda a, b: a | b, "xor": lambda a, b: a ^ b, "min": np.minimum, "max": np.maximum,
+    "max.NaN": np.maximum, "div": _divide,
     "shl": lambda a, b: _shift(a, b, True), "shr": lambda a, b: _shift(a, b, False),
 }  # fmt: skip
 # Right to two units in the last place on a GPU, to half a one here.
@@ -57,20 +60,27 @@ _COMPARE = {
     "eq": np.equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
     "ne": lambda a, b: (a < b) | (a > b),  # false where either is NaN, as the others are
 }  # fmt: skip
-_FLOATS = {"f32": tuple({*BINARY, "fma", "neg"} - {"div", "min", "max"}), "f16": ("add", "sub", "mul", "neg"),
-           "bf16": (), "f64": ()}  # fmt: skip
+_FLOATS = {
+    "f32": tuple({*BINARY, "fma", "neg"} - {"div", "min", "max"}), "f64": (),
+    "f16": ("add", "sub", "mul", "max.NaN", "neg"),
+}  # fmt: skip
+# Of formats that are computed in a wider one, and rounded.
+_ROUNDED = {
+    "add": lambda a, b: a + b, "mul": lambda a, b: a * b, "fma": lambda a, b, c: a * b + c, "max.NaN": np.maximum,
+}  # fmt: skip
+_NARROW = {"bf16": ("mul", "fma", "max.NaN"), **dict.fromkeys(("bf16x2", "f16x2"), tuple(_ROUNDED))}
 
 
 def arithmetic(instruction: Instruction, parts: list[str], kernel: Kernel) -> Step:
     """One result from one to three operands of one type."""
-    name, kind = parts[0], parts[-1]
+    name, kind = ".".join(part for part in parts if part in (parts[0], "NaN")), parts[-1]
     if instruction.opcode in APPROXIMATE:
         target, *operands = instruction.operands
         inputs = [value_of(operand, kind, kernel) for operand in operands]
         near = APPROXIMATE[instruction.opcode]
         return lambda p: assign(p, kernel, str(target), near(*(source(p) for source in inputs)))
-    require({*parts[1:-1]} <= {"lo", "wide", "rn"} and name in _FLOATS.get(kind, (name,)), f"PTX of {kernel.name}",
-            "arithmetic that the emulator knows", instruction.text)  # fmt: skip
+    require({*parts[1:-1]} <= {"lo", "wide", "rn", "NaN"} and name in (_FLOATS | _NARROW).get(kind, (name,)),
+            f"PTX of {kernel.name}", "arithmetic that the emulator knows", instruction.text)  # fmt: skip
     target = str(instruction.operands[0])
     if "wide" in parts:
         wide = {"s32": "s64", "u32": "u64", "s16": "s32", "u16": "u32"}[kind]
@@ -87,15 +97,16 @@ def arithmetic(instruction: Instruction, parts: list[str], kernel: Kernel) -> St
         value_of(operand, "u32" if amounts and place else kind, kernel)
         for place, operand in enumerate(instruction.operands[1:])
     ]
-    if kind in ("bf16x2", "f16x2"):
-        require(name in ("fma", "add"), f"PTX of {kernel.name}", "fma or add of pairs", instruction.text)
+    if kind in _NARROW:
+        read, write = (
+            (from_bf16, to_bf16) if kind == "bf16" else (partial(f, kind=kind) for f in (from_pairs, to_pairs))
+        )
 
-        def pairs(p: Program) -> None:
-            terms = [from_pairs(source(p), kind).astype(np.float64) for source in sources]
-            total = terms[0] * terms[1] + terms[2] if name == "fma" else terms[0] + terms[1]
-            assign(p, kernel, target, to_pairs(total.astype(np.float32), kind))
+        def rounded(p: Program) -> None:
+            wide = _ROUNDED[name](*(read(source(p)).astype(np.float64) for source in sources))
+            assign(p, kernel, target, write(wide.astype(np.float32)))
 
-        return pairs
+        return rounded
     if name in BINARY:
         two = BINARY[name]
         return lambda p: assign(p, kernel, target, two(sources[0](p), sources[1](p)))

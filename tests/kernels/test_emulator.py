@@ -80,6 +80,30 @@ def test_floats() -> None:
     assert np.array_equal(squares, (values.astype(np.float64) ** 2 + 1).astype(np.float32))
     quotient = compute("ex2.approx.f32 %r8, %r1; div.full.f32 %r9, %r1, %r8;", values).view(np.float32)
     np.testing.assert_allclose(quotient, values / 2.0**values, rtol=2**-22)
+    values[0] = np.nan
+    expected = np.maximum(values, 0)
+    largest = compute("max.NaN.f32 %r9, %r1, 0f00000000;", values).view(np.float32)
+    np.testing.assert_array_equal(largest, expected)
+
+
+def test_narrow_floats() -> None:
+    """Computed in a wider format, and rounded; the largest of two is NaN where one is."""
+    values = np.resize(np.array([-2, -0.0, 0.5, 3, np.nan], np.float32), THREADS)
+    for body, expected in (
+        ("max.NaN.bf16 %rs2, %rs1, %rs3;", np.maximum(values, 0.5)),
+        ("mul.rn.bf16 %rs2, %rs1, %rs1;", values**2),
+        ("fma.rn.bf16 %rs2, %rs1, %rs1, %rs3;", values**2 + 0.5),
+    ):
+        text = f"cvt.rn.bf16.f32 %rs1, %r1; mov.b16 %rs3, 0x3F00; {body} cvt.f32.bf16 %r9, %rs2;"
+        np.testing.assert_array_equal(compute(text, values).view(np.float32), expected)
+    text = "cvt.rn.f16x2.f32 %r8, %r1, 0f3F000000; max.NaN.f16x2 %r9, %r8, 0;"
+    pairs = np.ascontiguousarray(compute(text, values)).view(np.float16).reshape(-1, 2)
+    np.testing.assert_array_equal(pairs[:, 1], np.maximum(values, 0))
+    assert (pairs[:, 0] == 0.5).all()
+
+
+def test_pairs_of_floats() -> None:
+    values = np.linspace(-3, 3, THREADS, dtype=np.float32)
     pairs = compute("cvt.rn.bf16x2.f32 %r9, 0f3F800000, %r1;", values)
     assert np.array_equal(pairs >> 16, np.full(THREADS, 0x3F80))
     assert np.abs((pairs << 16).view(np.float32) - values).max() <= 2**-7
@@ -165,6 +189,7 @@ REFUSED = {
     "high product": ("mul.hi.u32 %r1, %r0, %r0;", "arithmetic that"),
     "quotient of floats": ("div.approx.f32 %r1, %r0, %r0;", "arithmetic that"),
     "sum of bf16": ("add.rn.bf16 %rs1, %rs2, %rs2;", "arithmetic that"),
+    "larger number": ("max.f32 %r1, %r0, %r0;", "arithmetic that"),
     "comparison of bf16": ("setp.lt.bf16 %p1, %rs1, %rs1;", "comparison that"),
     "rounding to integers": ("cvt.rni.s32.f32 %r1, %r0;", "conversion that"),
     "divergence": ("setp.eq.b32 %p1, %r0, 0; @%p1 bra $end; mov.b32 %r1, 0; $end:", "all or no threads"),
