@@ -131,6 +131,12 @@ def fill_computed_buffers(model: Any, name: str, module: nn.Module, device: torc
     raise UnsupportedModelError(f"{name}.{undefined[0]}", expected, "one that it leaves undefined")
 
 
+def initialized(tensor: Any) -> Any:
+    """The tensor, marked so that transformers leaves it alone where `fill_computed_buffers` makes it compute others."""
+    tensor._is_hf_initialized = True
+    return tensor
+
+
 def _block_list(base: nn.Module, prefix: str, depth: int, where: str) -> nn.ModuleList:
     """The outermost ModuleList under `base`, which is named `prefix`, with one entry for each of `depth` layers."""
     found: dict[str, nn.ModuleList] = {}

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from vllm_latq.errors import LatqError, NumericalError, UnsupportedModelError, summary
-from vllm_latq.quantize.anatomy import Anatomy, fill_computed_buffers, parts_outside
+from vllm_latq.quantize.anatomy import Anatomy, fill_computed_buffers, initialized, parts_outside
 from vllm_latq.quantize.handed_on import Batch, HandedOn
 from vllm_latq.quantize.meta_model import is_encoder, load_config, meta_model
 from vllm_latq.quantize.model_store import ModelStore
@@ -224,12 +224,12 @@ class Decoder:
             if parameter is not None:
                 source = self._sources[prefix + leaf]
                 if source not in loaded:
-                    loaded[source] = nn.Parameter(self._load(prefix + leaf, parameter), requires_grad=False)
-                    loaded[source]._is_hf_initialized = True  # type: ignore[attr-defined]
+                    values = self._load(prefix + leaf, parameter)
+                    loaded[source] = initialized(nn.Parameter(values, requires_grad=False))
                 module._parameters[leaf] = loaded[source]
         for leaf, buffer in module._buffers.items():
             if buffer is not None and leaf not in module._non_persistent_buffers_set:
-                module._buffers[leaf] = self._load(prefix + leaf, buffer)
+                module._buffers[leaf] = initialized(self._load(prefix + leaf, buffer))
 
     def read(self, stored: str) -> torch.Tensor:
         """A tensor of the checkpoint on the CPU, by its name there; NumericalError unless it is finite."""

@@ -114,9 +114,11 @@ class HessianCollector:
             if name not in self._by_linear:
                 self._by_linear[name] = shared or self._new(inputs)
                 self._by_linear[name].linears.append(name)
+            own = self._by_linear[name]
+            if shared is not own:
+                own.add(inputs, original)
             if shared is None:
-                self._by_linear[name].add(inputs, original)
-                self._by_input[key] = ref(inputs), self._by_linear[name]
+                self._by_input[key] = ref(inputs), own
             self._called.append(name)
             if name == self._stop_at:
                 raise _AllSeen

@@ -1,6 +1,7 @@
 """Fixtures for all tests: the bundled model, its texts, and quantized variants of it with dense twins."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -56,6 +57,19 @@ def _same_numbers_every_run() -> None:
 def mini_model() -> Path:
     """The bundled trained model: Qwen3, hidden 256, 4 layers, bf16."""
     return DATA / "pydoc-mini"
+
+
+@pytest.fixture(scope="session")
+def two_blocks(mini_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its first two blocks, for what does not depend on how good a model is."""
+    model = Path(shutil.copytree(mini_model, tmp_path_factory.mktemp("models") / "two-blocks"))
+    config = json.loads((model / "config.json").read_text())
+    config |= {"num_hidden_layers": 2, "layer_types": config["layer_types"][:2]}
+    (model / "config.json").write_text(json.dumps(config))
+    tensors = load_file(model / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if not re.search(r"\.layers\.[23]\.", name)}
+    save_file(kept, model / "model.safetensors", metadata={"format": "pt"})
+    return model
 
 
 @pytest.fixture(scope="session")

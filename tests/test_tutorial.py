@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,13 +14,16 @@ TEXT = (EXAMPLES / "TUTORIAL.md").read_text()
 
 
 @pytest.mark.long
-def test_commands(mini_model: Path, evaluation_text: Path, tmp_path: Path) -> None:
+def test_commands(random_model: Any, evaluation_text: Path, tmp_path: Path) -> None:
+    model, _ = random_model(
+        "qwen3", "tutorial", hidden_size=128, intermediate_size=128, head_dim=32, max_position_embeddings=2048
+    )
     text = tmp_path / "text.txt"
     text.write_text(evaluation_text.read_text()[:8000])
     script = "".join(re.findall(r"^```bash run\n(.*?)^```", TEXT, flags=re.MULTILINE | re.DOTALL))
     assert script.count("latq ") == 7
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = os.environ | {"MODEL": str(mini_model), "TEXT": str(text), "PATH": path, "HF_HUB_OFFLINE": "1"}
+    environment = os.environ | {"MODEL": str(model), "TEXT": str(text), "PATH": path, "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", script],
         cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900,

@@ -83,6 +83,7 @@ class Experts(nn.ModuleList):
         for leaf in shapes:
             setattr(fused, leaf, None)
         super().__init__(Expert(hidden, intermediate, FUSED[first], activate, dtype) for _ in range(count))
+        self.gated = gated
 
     def forward(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Sum of the chosen experts' outputs.
@@ -92,13 +93,14 @@ class Experts(nn.ModuleList):
             index: int64 [tokens, k], experts of each token; one that does not exist stands for none.
             weights: [tokens, k], of their outputs.
         """
-        output = torch.zeros_like(hidden)
+        # As transformers does it: those without a gate are summed in the dtype of the weights, and rounded once.
+        output = torch.zeros_like(hidden, dtype=hidden.dtype if self.gated else weights.dtype)
         for number, expert in enumerate(self):
             token, choice = torch.where(index == number)
             if len(token):
                 result = expert(hidden[token]) * weights[token, choice, None]
                 output.index_add_(0, token, result.to(output.dtype))
-        return output
+        return output.to(hidden.dtype)
 
 
 def fused_experts(model: nn.Module) -> dict[str, dict[str, tuple[str, ...]]]:

@@ -47,7 +47,8 @@ def stored_names(
         for name, count in counts.items():
             experts = Experts(model.get_submodule(name), name)
             found = single[name] if any(single[name]) else merged[name]
-            if [len(tensors) for tensors in found] != [count] * len(linears_of[name]):
+            doubled = any("" in sources.get(f"{name}.{leaf}", {}) for leaf in FUSED)
+            if doubled or [len(tensors) for tensors in found] != [count] * len(linears_of[name]):
                 own = [rules for tensor, rules in sources.items() if tensor.startswith(f"{name}.")]
                 held = [at for rules in own for tensors in rules.values() for at in tensors]
                 matrices = ", ".join(leaf.removesuffix("_proj") for leaf in linears_of[name])

@@ -109,7 +109,7 @@ class LatqLinearMethod(LinearMethodBase):
         self.dummy = str(get_current_vllm_config().load_config.load_format) == "dummy"
         if self.rows != output_size:
             # Where vLLM's Mamba hangs a weight loader of its own, which says what a rank owns.
-            self.stand_in = vars(layer)["weight"] = SimpleNamespace()
+            self.stand_in = vars(layer)["weight"] = SimpleNamespace(dtype=None)
         if self.scheme.group_size is not None:
             check_groups(self.scheme.group_size, 0, self.cols, self.prefix)
         self.suffixes = list(specs := tensor_specs(self.scheme, output_size, input_size, self.prefix))
@@ -158,7 +158,7 @@ class LatqLinearMethod(LinearMethodBase):
         whole = merge(read, decode(read, device), device, self.bits)
         return take(whole, source.to(whole.qweight.device), self._owned_columns(layer), self.prefix)
 
-    def _owned_rows(self, layer: torch.nn.Module, shard_id: ShardId, checkpoint_rows: int) -> torch.Tensor:
+    def _owned_rows(self, layer: Any, shard_id: ShardId, checkpoint_rows: int) -> torch.Tensor:
         """For each row of this rank, the row of the checkpoint shard that belongs there, or ZERO_ROW; int64 [rows]."""
         # One-based, because rows that the loader leaves alone or pads are 0.
         numbers = torch.arange(1, checkpoint_rows + 1, device="cpu").unsqueeze(1)
@@ -166,6 +166,9 @@ class LatqLinearMethod(LinearMethodBase):
         if self.cols != self.all_cols:  # the input is split: every rank has all rows
             return numbers[:, 0] - 1
         loaded = self._load_numbers(layer, numbers, target, shard_id)
+        # vLLM's loader cuts off what is too much; each row is on some rank, but those of a head may lie unevenly.
+        if int((loaded > 0).sum()) * layer.tp_size < checkpoint_rows and not isinstance(layer, VocabParallelEmbedding):
+            raise self._other_rows(shard_id, f"{checkpoint_rows} rows")
         return loaded[:, 0] - 1
 
     def _owned_columns(self, layer: torch.nn.Module) -> tuple[int, int]:
@@ -185,10 +188,14 @@ class LatqLinearMethod(LinearMethodBase):
         try:
             loader(probe, numbers, *(() if shard_id is None else (shard_id,)))
         except (AssertionError, RuntimeError) as error:
-            where, found = f"{self._shard_name(shard_id)}.{SHAPE}", f"{numbers.shape[0]} rows ({error})"
-            hint = "config.json and the tensors are of different models."
-            raise CheckpointError(where, "the rows that the model's layer has", found, hint) from error
+            raise self._other_rows(shard_id, f"{numbers.shape[0]} rows ({error})") from error
         return probe.data
+
+    def _other_rows(self, shard_id: ShardId, found: str) -> CheckpointError:
+        hint = "config.json and the tensors are of different models."
+        return CheckpointError(
+            f"{self._shard_name(shard_id)}.{SHAPE}", "the rows that the model's layer has", found, hint
+        )
 
     def _check_complete(self, layer: torch.nn.Module, source: torch.Tensor) -> None:
         if isinstance(layer, VocabParallelEmbedding) and (source >= 0).any():

@@ -64,7 +64,7 @@ _FLOATS = {
     "f32": tuple({*BINARY, "fma", "neg"} - {"div", "min", "max"}), "f64": (),
     "f16": ("add", "sub", "mul", "max.NaN", "neg"),
 }  # fmt: skip
-# Of formats that are computed in a wider one, and rounded.
+# Of formats that are computed in a wider one, and rounded to float32 first, as no GPU does it.
 _ROUNDED = {
     "add": lambda a, b: a + b, "mul": lambda a, b: a * b, "fma": lambda a, b, c: a * b + c, "max.NaN": np.maximum,
 }  # fmt: skip

@@ -1,7 +1,7 @@
 """Runs vLLM engines, one after another, in a process of its own and prints what they generated, as one JSON line.
 
     python engine_probe.py '[{"model": ..., "engine": {LLM arguments}, "reload": [checkpoints], "adapter": path,
-                             "images": [...], "fails": bool, "operators": bool, "pooling": bool}, ...]'
+                             "images": [...], "fails": bool, "operators": bool, "pooling": bool, "tokens": n}, ...]'
 
 A process of its own keeps thread binding, distributed state and compilation caches out of the tests, which start it by
 `probe` and compare what it found by `assert_same`.
@@ -58,12 +58,12 @@ def assert_same(got: list[dict[str, Any]], expected: list[dict[str, Any]], toler
                 assert abs(position[token] - reference[token]) <= tolerance
 
 
-def generate(llm: Any, adapter: str | None = None, prompts: Any = None) -> list[dict[str, Any]]:
+def generate(llm: Any, adapter: str | None = None, prompts: Any = None, tokens: int = TOKENS) -> list[dict[str, Any]]:
     """Greedy token ids for each prompt and, at each of them, the log-probabilities of the 5 likeliest tokens."""
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
 
-    parameters = SamplingParams(temperature=0, max_tokens=TOKENS, logprobs=5, ignore_eos=True)
+    parameters = SamplingParams(temperature=0, max_tokens=tokens, logprobs=5, ignore_eos=True)
     request = adapter and LoRARequest("adapter", 1, adapter)
     prompts = prompts or [{"prompt_token_ids": ids} for ids in PROMPTS]
     outputs = llm.generate(prompts, parameters, use_tqdm=False, lora_request=request)
@@ -135,12 +135,12 @@ def run(job: dict[str, Any]) -> Any:
 
     try:
         pooling = {"runner": "pooling", "pooler_config": {"task": "token_embed"}} if job.get("pooling") else {}
-        answer = embed if pooling else generate
+        answer = embed if pooling else partial(generate, tokens=job.get("tokens", TOKENS))
         llm = LLM(job["model"], **(ENGINE | pooling | job.get("engine", {})))
         if job.get("engine", {}).get("pipeline_parallel_size"):
             llm.collective_rpc(make_room)
         adapter = job.get("adapter")
-        results = [answer(llm)] if adapter is None else [generate(llm, adapter), generate(llm)]
+        results = [answer(llm)] if adapter is None else [answer(llm, adapter), answer(llm)]
         for path in job.get("reload", []):
             llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
             results.append(answer(llm))

@@ -12,6 +12,9 @@ pytestmark = [pytest.mark.interpreter, pytest.mark.engine, pytest.mark.xdist_gro
 
 # The kernels take no float32 activations; the dense model is in float32, so logits differ by roundings to float16.
 LOGPROB_TOLERANCE = 1e-2
+# vLLM tries a new engine with as many tokens as a step may have, which the interpreter takes its time for.
+SHORT = {"max_model_len": 64, "max_num_batched_tokens": 64}
+TOKENS = {"tokens": 4}
 SIZES = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -31,15 +34,14 @@ def generations(random_model: Any, make_checkpoint: Any, tmp_path_factory: pytes
     maker = type(make_checkpoint)(source, source.parent)
     config = CheckpointConfig(LayerScheme("packed", 3, 32, True), ("lm_head",))
     first, second = maker("first", config), maker("second", config, noise_seed=1)
-    short = {"max_model_len": 64}
-    lora = short | {"enable_lora": True, "max_lora_rank": RANK}
+    lora = SHORT | {"enable_lora": True, "max_lora_rank": RANK}
     adapter = str(write_adapter(tmp_path_factory.mktemp("lora") / "adapter", first.dense))
     served = {"model": first.latq, "engine": lora | {"dtype": "float16"}, "adapter": adapter}
     return probe(
         [
-            {"model": first.dense, "engine": lora, "adapter": adapter},
-            {"model": second.dense, "engine": short},
-            served | {"reload": [second.latq, first.latq], "operators": True},
+            {"model": first.dense, "engine": lora, "adapter": adapter} | TOKENS,
+            {"model": second.dense, "engine": SHORT} | TOKENS,
+            served | {"reload": [second.latq, first.latq], "operators": True} | TOKENS,
         ]
     )
 
@@ -51,8 +53,8 @@ def test_experts(random_model: Any, make_checkpoint: Any) -> None:
     source, _ = random_model("qwen3_moe", "experts", **SIZES, **mixture)
     config = CheckpointConfig(LayerScheme("packed", 4, 32, True), ("lm_head", "mlp.gate"))
     model = type(make_checkpoint)(source, source.parent)("packed-experts", config).latq
-    engines = [{"max_model_len": 64, "dtype": dtype} for dtype in ("float16", "float32")]
-    (grouped,), (dense,) = probe([{"model": model, "engine": engine} for engine in engines])
+    engines = [SHORT | {"dtype": dtype} for dtype in ("float16", "float32")]
+    (grouped,), (dense,) = probe([{"model": model, "engine": engine} | TOKENS for engine in engines])
     assert_same(grouped, dense, LOGPROB_TOLERANCE)
 
 

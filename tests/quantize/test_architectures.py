@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, initialization
+from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1Model, FalconH1PreTrainedModel
 from walk import walk
 
 from vllm_latq.checkpoint import CheckpointReader, verify
@@ -63,14 +64,26 @@ def test_walk_equals_transformers(model_type: str, random_model: Any) -> None:
 
 
 def test_buffers_that_the_model_computes_for_its_blocks(
-    random_model: Any, calibration_text: Path, tmp_path: Path
+    random_model: Any, calibration_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Falcon-H1's multipliers; what is loaded already stays as it is."""
+    """Falcon-H1's multipliers; what is loaded already stays as it is, whatever else the model would initialize."""
     sizes = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 2}
     source, model = random_model("falcon_h1", ssm_multipliers=[0.5, 0.7, 0.9, 1.1, 1.3], **sizes)
     with torch.no_grad():
         expected = model(TOKENS).logits
+    own = FalconH1PreTrainedModel._init_weights
+    touched: list[str] = []
+
+    def more(self: Any, module: Any) -> None:
+        own(self, module)
+        if isinstance(module, FalconH1Model):
+            for block in module.layers:
+                touched.append("meta" if block.feed_forward.gate_proj.weight.is_meta else "loaded")
+                initialization.zeros_(block.feed_forward.gate_proj.weight)
+
+    monkeypatch.setattr(FalconH1PreTrainedModel, "_init_weights", more)
     torch.testing.assert_close(walk(Decoder(source, "cpu"), TOKENS, len(TOKENS)), expected, rtol=0, atol=0)
+    assert "loaded" in touched
     quantize_checkpoint(RECIPE, source, tmp_path / "out", calibration=str(calibration_text))
     assert list(verify(tmp_path / "out")) == []
     assert list(verify_certificate(tmp_path / "out", source, str(calibration_text))) == []

@@ -9,7 +9,7 @@ import torch
 from mixtures import fuse_experts, into_fused
 from multimodal import random_multimodal
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForMultimodalLM
+from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
 from transformers.models.granitemoe import modeling_granitemoe
 from walk import walk
 
@@ -111,6 +111,11 @@ def test_experts_without_a_gate(
         *(f"{mixer}.shared_experts.{leaf}" for leaf in ("up_proj", "down_proj")),
         *(f"{mixer}.fc{n}_latent_proj" for n in (1, 2)),
     }
+    in_16_bits = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+    with torch.no_grad():
+        expected = in_16_bits(TOKENS).logits
+    walked = walk(Decoder(source, "cpu", torch.bfloat16), TOKENS, len(TOKENS))
+    torch.testing.assert_close(walked, expected, rtol=0, atol=0)
     assert any("stand in" in records[name]["note"] for name in found if ".experts." in name)
     assert list(verify(tmp_path / "out")) == []
     assert list(verify_certificate(tmp_path / "out", source, str(calibration_text))) == []
