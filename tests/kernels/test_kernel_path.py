@@ -102,10 +102,11 @@ def test_reload_with_more_outliers_than_fit_is_refused() -> None:
 
 
 @needs_torch_compile
-@pytest.mark.parametrize("name", ["3-bit", "8-bit plain", "hptq"])
+@pytest.mark.parametrize("name", ["3-bit", "8-bit plain", "decoded"])
 def test_registration(name: str) -> None:
     """Schema, fake implementation and dispatch agree (torch's own checks)."""
-    tensors, constants = kernel_arguments(WEIGHTS[name](0), name)
+    weight = decoded(40, 60) if name == "decoded" else WEIGHTS[name](0)
+    tensors, constants = kernel_arguments(weight, name)
     x = torch.randn(2, constants["cols"], device=DEVICE).bfloat16()
     torch.library.opcheck(
         torch.ops.latq.ssqr_tiled.default,
