@@ -58,6 +58,17 @@ def test_an_input_is_shared_whatever_is_called_between():
     assert [hessian.tokens for hessian in collector.hessians] == [6, 6, 6]
 
 
+def test_inputs_that_are_one_only_later_are_counted_by_both():
+    first, second = torch.nn.Linear(5, 5), torch.nn.Linear(5, 5)
+    collector = HessianCollector()
+    for same in (False, True):
+        with torch.no_grad(), collector.watching({"first": first, "second": second}):
+            x = torch.ones(2, 5)
+            first(x)
+            second(x if same else x + 0)
+    assert [hessian.tokens for hessian in collector.hessians] == [4, 4]
+
+
 def test_passes_stay_whole_where_a_linear_is_not_always_called():
     first, second = torch.nn.Linear(5, 5), torch.nn.Linear(5, 5)
     collector = HessianCollector()

@@ -35,7 +35,7 @@ FAMILIES = {
     "gemma4": (
         "model.language_model.layers",
         {"model.vision_tower", "model.audio_tower", "model.embed_vision", "model.embed_audio"},
-        Recipe("latq", target_bits=3.5, **SAMPLES),
+        GPTQ,
     ),
     "idefics3": ("model.text_model.layers", {"model.vision_model", "model.connector"}, GPTQ),
 }

@@ -115,18 +115,18 @@ def test_dry_run_predicts_the_size(checkpoints: dict[str, Path], mini_model: Pat
 
 
 @pytest.mark.parametrize("recipe", HEADS)
-def test_the_head_can_be_quantized(recipe: Recipe, mini_model: Path, calibration_text: Path, tmp_path: Path) -> None:
+def test_the_head_can_be_quantized(recipe: Recipe, two_blocks: Path, calibration_text: Path, tmp_path: Path) -> None:
     """One of its own, or one that is the embedding, which then stays: to the same bits."""
-    source = Path(shutil.copytree(mini_model, tmp_path / "untied"))
+    source = Path(shutil.copytree(two_blocks, tmp_path / "untied"))
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
     tensors = load_file(source / "model.safetensors")
     embedding = tensors["model.embed_tokens.weight"]
     save_file(tensors | {"lm_head.weight": embedding.clone()}, source / "model.safetensors")
     quantize_checkpoint(recipe, source, tmp_path / "own", calibration=str(calibration_text))
-    quantize_checkpoint(recipe, mini_model, tmp_path / "tied", calibration=str(calibration_text))
+    quantize_checkpoint(recipe, two_blocks, tmp_path / "tied", calibration=str(calibration_text))
     assert list(verify(tmp_path / "tied")) == []
-    assert list(verify_certificate(tmp_path / "tied", mini_model, str(calibration_text))) == []
+    assert list(verify_certificate(tmp_path / "tied", two_blocks, str(calibration_text))) == []
     assert not json.loads((tmp_path / "tied" / "config.json").read_text())["tie_word_embeddings"]
     reader = CheckpointReader(tmp_path / "tied")
     assert torch.equal(reader.store.get("model.embed_tokens.weight"), embedding)

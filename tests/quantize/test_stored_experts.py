@@ -207,6 +207,14 @@ def test_what_is_wrong_is_named(random_model: Any, tmp_path: Path) -> None:
     ):
         with pytest.raises(UnsupportedModelError, match=expected):
             quantize_checkpoint(RTN, changed(whole.to(dtype)), tmp_path / f"out-{dtype}")
+    stacked = "model.layers.1.mlp.experts.down_proj"
+    one_by_one, _ = random_model("qwen3_moe", "twice", **EXPERTS, num_experts_per_tok=2)
+    stray = load_file(one_by_one / "model.safetensors") | {stacked: tensors[stacked]}
+    save_file(stray, one_by_one / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        UnsupportedModelError, match=r"1\.mlp\.experts: expected gate, up, down of 4 experts, each stored once"
+    ):
+        Decoder(one_by_one, "cpu")
     whole[3, 50, 7] = torch.nan
     with pytest.raises(NumericalError, match=r"experts\.3\.up_proj\.weight.*1 NaN"):
         quantize_checkpoint(RTN, changed(whole), tmp_path / "out")
