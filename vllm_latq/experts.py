@@ -25,7 +25,7 @@ class Expert(nn.Module):
 
     Args:
         hidden, intermediate: channels.
-        readers: names of the linears that read its input.
+        first: one of FUSED, which would hold the linears that read its input.
         activate: maps their outputs, [n, intermediate] each, one beside the other, to [n, intermediate].
         dtype: of the weights.
     """
@@ -34,13 +34,13 @@ class Expert(nn.Module):
         self,
         hidden: int,
         intermediate: int,
-        readers: tuple[str, ...],
+        first: str,
         activate: Callable[[torch.Tensor], torch.Tensor],
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        self.readers = readers
-        for leaf in readers:
+        self.first = first
+        for leaf in FUSED[first]:
             self.add_module(leaf, nn.Linear(hidden, intermediate, bias=False, device="meta", dtype=dtype))
         self.down_proj = nn.Linear(intermediate, hidden, bias=False, device="meta", dtype=dtype)
         self._activate = activate
@@ -48,12 +48,12 @@ class Expert(nn.Module):
     @property
     def inputs(self) -> dict[str, list[nn.Linear]]:
         """Its linears by what they read, under the names of the tensors that would fuse them."""
-        first: list[Any] = [self.get_submodule(leaf) for leaf in self.readers]
-        return {"gate_up_proj" if len(first) > 1 else "up_proj": first, "down_proj": [self.down_proj]}
+        readers: list[Any] = [self.get_submodule(leaf) for leaf in FUSED[self.first]]
+        return {self.first: readers, "down_proj": [self.down_proj]}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[n, hidden] -> [n, hidden]."""
-        return self.down_proj(self._activate(torch.cat([self.get_submodule(leaf)(x) for leaf in self.readers], -1)))
+        return self.down_proj(self._activate(torch.cat([linear(x) for linear in self.inputs[self.first]], -1)))
 
 
 class Experts(nn.ModuleList):
@@ -69,11 +69,11 @@ class Experts(nn.ModuleList):
     """
 
     def __init__(self, fused: Any, name: str) -> None:
-        gated = getattr(fused, "has_gate", None)
-        expected = {"has_gate": gated is not False, "has_bias": False, "is_transposed": False, "is_concatenated": True}
+        gated = getattr(fused, "has_gate", True)
+        first = "gate_up_proj" if gated else "up_proj"
+        expected = {"has_bias": False, "is_transposed": False, "is_concatenated": True}
         layout = {flag: getattr(fused, flag, None) for flag in expected}
         shapes = {leaf: tuple(parameter.shape) for leaf, parameter in fused.named_parameters()}
-        first = "gate_up_proj" if gated else "up_proj"
         if layout != expected or set(shapes) != {first, "down_proj"}:
             found = f"{type(fused).__name__} with {layout} and parameters {', '.join(shapes)}"
             raise UnsupportedModelError(name, "experts without bias, gate and up one after the other", found)
@@ -82,7 +82,7 @@ class Experts(nn.ModuleList):
         # A bound method keeps its module alive: hold on to the activation, let go of the weights.
         for leaf in shapes:
             setattr(fused, leaf, None)
-        super().__init__(Expert(hidden, intermediate, FUSED[first], activate, dtype) for _ in range(count))
+        super().__init__(Expert(hidden, intermediate, first, activate, dtype) for _ in range(count))
         self.gated = gated
 
     def forward(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
