@@ -20,6 +20,8 @@ CHUNK_WEIGHTS = 1024
 ESCAPE_BITS = 32
 MAX_SYMBOLS = 4096
 _DENSE_HISTOGRAM = 1 << 22
+# Weights encoded at a time: bounds the temporaries to some MB.
+_SLAB_WEIGHTS = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -181,20 +183,17 @@ def encode(integers: torch.Tensor) -> HuffmanStream:
     """Encode int32 [rows, cols]."""
     shape = (integers.shape[0], integers.shape[1])
     table, payload = build_table(*_histogram(integers))
-    blocked, chunk_of = _block(integers.cpu().numpy())
-    symbol = table.symbols(blocked)
-    length = table.lengths[symbol].astype(np.int64)
-    escaped = symbol == table.escape
-    words = np.zeros(-(-payload // 32) + 3, dtype=np.uint64)
-    total_length = length + ESCAPE_BITS * escaped
-    start = np.cumsum(total_length) - total_length
-    _put(words, start, table.codes()[symbol].astype(np.uint64), length)
-    raw = blocked[escaped].astype(np.int32).view(np.uint32).astype(np.uint64)
-    _put(words, (start + length)[escaped], raw, np.full(raw.shape, ESCAPE_BITS, dtype=np.int64))
-    grid = grid_shape(shape)
-    chunk_bits = np.bincount(chunk_of, weights=total_length, minlength=grid[0] * grid[1]).astype(np.uint16)
-    stream = words[: -(-payload // 32)].astype(np.uint32).view(np.int32)
-    return HuffmanStream(table, torch.from_numpy(chunk_bits.reshape(grid)), torch.from_numpy(stream.copy()), shape)
+    words = np.zeros(payload // 64 + 2, dtype=np.uint64)
+    chunk_bits, end = [], 0
+    rows = chunk_shape(shape[1])[0]
+    for part in integers.cpu().split(max(1, _SLAB_WEIGHTS // max(rows * shape[1], 1)) * rows):
+        values, lengths, bits = _fields(part.numpy(), table)
+        end = _put(words, end, values, lengths)
+        chunk_bits.append(bits)
+    halves = np.stack([words >> 32, words & 0xFFFFFFFF], 1).astype(np.uint32).reshape(-1)
+    stream = halves[: -(-payload // 32)].view(np.int32).copy()
+    lengths = np.concatenate(chunk_bits).astype(np.uint16).reshape(grid_shape(shape))
+    return HuffmanStream(table, torch.from_numpy(lengths), torch.from_numpy(stream), shape)
 
 
 def _histogram(integers: torch.Tensor) -> tuple[int, np.ndarray, int]:
@@ -229,20 +228,53 @@ def _canonical_order(lengths: np.ndarray) -> np.ndarray:
     return used[np.argsort(lengths[used], kind="stable")]
 
 
-def _block(integers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Integers in stored order, int32 [n], and the chunk of each, int64 [n]."""
-    rows, cols = integers.shape
+def _fields(integers: np.ndarray, table: HuffmanTable) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What is written for int32 [rows, cols], whole chunks.
+
+    Returns:
+        Values, right-aligned, uint64 [n], and their bits, at most 16, int64 [n], in stored order; and the bits of each
+        chunk, int64 [chunks].
+    """
+    # One entry behind ESCAPE: nothing, with which the last chunks of rows and columns are filled up.
+    known = np.append(table.symbols(table.first_symbol + np.arange(table.escape)), [table.escape, table.escape + 1])
+    codes, lengths = np.append(table.codes(), 0).astype(np.uint64)[known], np.append(table.lengths, 0)[known]
+    symbol = np.clip(integers.astype(np.int64) - table.first_symbol, -1, table.escape)
+    symbol = _chunks(np.where(symbol < 0, table.escape, symbol), table.escape + 1)
+    value, length = codes.take(symbol), lengths.astype(np.int64).take(symbol)
+    bits = length.sum(1)
+    escaped = known.take(symbol) == table.escape
+    if escaped.any():
+        bits += ESCAPE_BITS * escaped.sum(1)
+        raw = _chunks(integers, 0)[escaped].view(np.uint32)
+        behind = np.repeat(np.flatnonzero(escaped) + 1, 2)
+        value = np.insert(value, behind, np.stack([raw >> 16, raw & 0xFFFF], 1).reshape(-1))
+        length = np.insert(length, behind, ESCAPE_BITS // 2)
+    return value.reshape(-1), length.reshape(-1), bits
+
+
+def _chunks(matrix: np.ndarray, fill: int) -> np.ndarray:
+    """Entries by chunk, [chunks, chunk_rows * chunk_cols], in stored order; `fill` where a chunk is not whole."""
+    rows, cols = matrix.shape
     chunk_rows, chunk_cols = chunk_shape(cols)
-    _, col_blocks = grid_shape((rows, cols))
-    row, col = np.indices((rows, cols), sparse=True)
-    chunk = (row // chunk_rows) * col_blocks + col // max(chunk_cols, 1)
-    order = np.argsort(chunk.ravel(), kind="stable")
-    return integers.ravel()[order], chunk.ravel()[order]
+    filled = np.pad(matrix, ((0, -rows % chunk_rows), (0, -cols % chunk_cols)), constant_values=fill)
+    tiled = filled.reshape(len(filled) // chunk_rows, chunk_rows, -1, chunk_cols)
+    return tiled.transpose(0, 2, 1, 3).reshape(-1, chunk_rows * chunk_cols)
 
 
-def _put(words: np.ndarray, position: np.ndarray, value: np.ndarray, length: np.ndarray) -> None:
-    """Or `value` (right-aligned, `length` <= 32 bits) into the stream at each bit position; fields never overlap."""
-    word, offset = position >> 5, position & 31
-    pair = value << (64 - offset - length).astype(np.uint64)
-    np.bitwise_or.at(words, word, pair >> np.uint64(32))
-    np.bitwise_or.at(words, word + 1, pair & np.uint64(0xFFFFFFFF))
+def _put(words: np.ndarray, start: int, value: np.ndarray, length: np.ndarray) -> int:
+    """Or fields of at most 16 bits into the stream, uint64 [words], one behind the other from bit `start` on.
+
+    Returns:
+        The bit behind the last one.
+    """
+    value, length = (np.append(part, np.zeros(-len(part) % 4, dtype=part.dtype)) for part in (value, length))
+    for _ in range(2):  # four fields to one of at most 64 bits: a quarter of the words to find
+        value = (value[0::2] << length[1::2].view(np.uint64)) | value[1::2]
+        length = length[0::2] + length[1::2]
+    end = start + np.cumsum(length)
+    word, offset = np.divmod(end - length, 64)
+    # A shift by 64 gives 0.
+    left = value << (64 - length).astype(np.uint64)
+    np.bitwise_or.at(words, word, left >> offset.view(np.uint64))
+    np.bitwise_or.at(words, word + 1, left << (64 - offset).view(np.uint64))
+    return int(end[-1])

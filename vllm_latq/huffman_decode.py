@@ -1,22 +1,26 @@
-"""Decoding of Huffman streams on any device, all chunks at once. FORMAT.md section 3.3.
+"""Decoding of Huffman streams, all chunks at once. FORMAT.md section 3.3.
 
-A GPU runs the Triton kernel of `kernels/huffman.py`; elsewhere torch operations do the same:
+A GPU runs the Triton kernel of `kernels/huffman.py`; elsewhere numpy does the same on the CPU:
 
-    step s:   chunk 0   chunk 1   chunk 2  ...     one lookup each: the next 15 bits -> (symbol, code length)
+    step s:   chunk 0   chunk 1   chunk 2  ...     one lookup each: the next 15 bits -> (integer, code length)
               position  position  position         advance each by its own code length
+
+A step's arrays stay in the cache: chunks are taken some thousand at a time, and nothing is allocated in between.
 
 Invariant: nothing is read outside the stream, whatever it contains; a chunk that does not end where its length says is
 refused.
 """
 
+import numpy as np
 import torch
 
 from vllm_latq.errors import CheckpointError
-from vllm_latq.huffman import ESCAPE_BITS, MAX_LENGTH, HuffmanStream, chunk_shape, grid_shape
+from vllm_latq.huffman import ESCAPE_BITS, MAX_LENGTH, HuffmanStream, HuffmanTable, chunk_shape, grid_shape
 from vllm_latq.kernel_path import decode_on_device, has_kernels
 
-_LENGTH_BITS = 4  # MAX_LENGTH fits
 _WORD_BITS = 32
+_ESCAPED = 1 << 8  # added to a code length that ESCAPE has
+_SLAB_CHUNKS = 4096
 
 
 def decode_stream(stream: HuffmanStream, where: str, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -37,18 +41,22 @@ def decode_stream(stream: HuffmanStream, where: str, device: torch.device | str 
         return decode_on_device(stream, where, torch.device(device))
     chunk_rows, chunk_cols = chunk_shape(stream.shape[1])
     row_blocks, col_blocks = grid_shape(stream.shape)
-    ends = stream.chunk_bits.to(device).to(torch.int64).reshape(-1).cumsum(0)
-    start = torch.nn.functional.pad(ends, (1, 0))[:-1]
-    symbols = torch.zeros((chunk_rows * chunk_cols, start.numel()), dtype=torch.int32, device=device)
-    reached = _decode_chunks(stream, start, chunk_counts(stream.shape, device), symbols)
-    if not torch.equal(reached, ends):
-        chunk = int((reached != ends).nonzero()[0])
-        expected = f"chunk {chunk} to end at bit {int(ends[chunk])}"
+    counts = chunk_counts(stream.shape, "cpu").numpy()
+    ends = stream.chunk_bits.cpu().numpy().reshape(-1).cumsum(dtype=np.int64)
+    reached = np.append(0, ends[:-1])
+    windows, tables = _windows(stream.stream.cpu().numpy()), _tables(stream.table)
+    symbols = np.zeros((chunk_rows * chunk_cols, counts.size), dtype=np.int32)
+    for start in range(0, counts.size, _SLAB_CHUNKS):
+        slab = slice(start, start + _SLAB_CHUNKS)
+        reached[slab] = _decode_chunks(windows, tables, reached[slab], counts[slab], symbols[:, slab])
+    if not np.array_equal(reached, ends):
+        chunk = int(np.flatnonzero(reached != ends)[0])
+        expected = f"chunk {chunk} to end at bit {ends[chunk]}"
         hint = "The checkpoint is damaged: copy or download it again, or quantize again."
-        raise CheckpointError(where, expected, f"bit {int(reached[chunk])}", hint)
-    blocks = symbols.t().reshape(row_blocks, col_blocks, chunk_rows, chunk_cols)
+        raise CheckpointError(where, expected, f"bit {reached[chunk]}", hint)
+    blocks = torch.from_numpy(symbols).t().reshape(row_blocks, col_blocks, chunk_rows, chunk_cols)
     tiled = blocks.permute(0, 2, 1, 3).reshape(row_blocks * chunk_rows, col_blocks * chunk_cols)
-    return tiled[: stream.shape[0], : stream.shape[1]].contiguous()
+    return tiled[: stream.shape[0], : stream.shape[1]].contiguous().to(device)
 
 
 def chunk_counts(shape: tuple[int, int], device: torch.device | str) -> torch.Tensor:
@@ -60,54 +68,65 @@ def chunk_counts(shape: tuple[int, int], device: torch.device | str) -> torch.Te
     return (sizes[0].unsqueeze(1) * sizes[1].unsqueeze(0)).reshape(-1)
 
 
-def _decode_chunks(stream: HuffmanStream, start: torch.Tensor, counts: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Decode every chunk from its start bit into a column of `out`, int32 [largest chunk, chunks].
+def _windows(stream: np.ndarray) -> np.ndarray:
+    """The stream's 64 bits from each of its words on, uint64 [words + 2], zeros behind its end."""
+    words = np.pad(stream.view(np.uint32).astype(np.uint64), (0, 3))
+    return (words[:-1] << _WORD_BITS) | words[1:]
+
+
+def _tables(code: HuffmanTable) -> tuple[np.ndarray, np.ndarray]:
+    """Over the next MAX_LENGTH bits: the integer, int32 [2**15], and the length of its code, int64 [2**15]."""
+    index, length = code.lookup()
+    escaped = (index == code.escape) & (length > 0)
+    return (code.first_symbol + index.astype(np.int64)).astype(np.int32), length + _ESCAPED * escaped
+
+
+def _decode_chunks(
+    windows: np.ndarray,
+    tables: tuple[np.ndarray, np.ndarray],
+    start: np.ndarray,
+    counts: np.ndarray,
+    symbols: np.ndarray,
+) -> np.ndarray:
+    """Decode chunks.
+
+    Args:
+        windows, tables: from the functions of these names.
+        start: int64 [chunks], first bit of each.
+        counts: int64 [chunks], weights in each.
+        symbols: int32 [largest chunk, chunks], gets the integers; what a shorter chunk has behind its end is
+            meaningless.
 
     Returns:
-        The bit that each chunk has reached after its counts[t] weights, int64 [chunks]; what `out` has below them in
-        column t is meaningless.
+        The bit that each chunk has reached after its weights, int64 [chunks].
     """
-    first, escape = stream.table.first_symbol, stream.table.escape
-    windows, last_bit = _windows(stream.stream.to(start.device))
-    table = _lookup(stream).to(start.device)
-    may_escape = int(stream.table.lengths[escape]) > 0
-    stops = set(counts.unique().tolist())
-    position, reached = start.clone(), start.clone()
-    word, bit, window, entry = (torch.empty_like(start) for _ in range(4))
-    for step in range(max(stops)):
-        _peek(windows, position, word, bit, window)
-        window.bitwise_right_shift_(64 - MAX_LENGTH).bitwise_and_((1 << MAX_LENGTH) - 1)
-        torch.index_select(table, 0, window, out=entry)
-        torch.bitwise_right_shift(entry, _LENGTH_BITS, out=out[step])
-        position.add_(entry.bitwise_and_((1 << _LENGTH_BITS) - 1)).clamp_(max=last_bit)
-        if may_escape and (escaped := out[step] == escape).any():
-            _peek(windows, position, word, bit, window)
-            raw = window.bitwise_right_shift_(64 - ESCAPE_BITS) - first
-            out[step] = torch.where(escaped, raw.to(torch.int32), out[step])
-            position.add_(escaped, alpha=ESCAPE_BITS).clamp_(max=last_bit)
-        if step + 1 in stops:
-            reached = torch.where(counts == step + 1, position, reached)
-    out.add_(first)
+    integers, lengths = tables
+    may_escape = bool(lengths.max() >= _ESCAPED)
+    # Arrays without dimensions: numpy takes as long to make one of a Python integer as for the operation.
+    word_shift, word_mask, escape_length = (np.array(number) for number in (5, _WORD_BITS - 1, _ESCAPED))
+    behind = np.array(64 - MAX_LENGTH, dtype=np.uint64)
+    position, reached = start.copy(), start.copy()
+    word, prefix, length = (np.empty_like(start) for _ in range(3))
+    # The same memory without a sign, as shifts want it.
+    bit, window = word.view(np.uint64), prefix.view(np.uint64)
+    escaped = np.empty(start.shape, dtype=bool)
+    done = 0
+    for stop in np.unique(counts).tolist():
+        for step in range(done, stop):
+            np.right_shift(position, word_shift, out=word)
+            windows.take(word, out=window, mode="clip")
+            np.bitwise_and(position, word_mask, out=word)
+            np.left_shift(window, bit, out=window)
+            np.right_shift(window, behind, out=window)
+            integers.take(prefix, out=symbols[step], mode="clip")
+            lengths.take(prefix, out=length, mode="clip")
+            np.add(position, length, out=position)
+            if may_escape and np.count_nonzero(np.greater_equal(length, escape_length, out=escaped)):
+                at = np.flatnonzero(escaped)
+                raw_bit = position[at] - _ESCAPED
+                raw = windows.take(raw_bit >> 5, mode="clip") << (raw_bit & 31).astype(np.uint64)
+                symbols[step, at] = (raw >> (64 - ESCAPE_BITS)).astype(np.uint32).view(np.int32)
+                position[at] = raw_bit + ESCAPE_BITS
+        done = stop
+        reached[counts == stop] = position[counts == stop]
     return reached
-
-
-def _windows(stream: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """For each word, itself and the next one as one int64 (the stream's 64 bits from there), and a bit past the end."""
-    words = torch.nn.functional.pad(stream.to(torch.int64) & 0xFFFFFFFF, (0, 3))
-    return (words[:-1] << _WORD_BITS) | words[1:], _WORD_BITS * (stream.numel() + 1)
-
-
-def _lookup(stream: HuffmanStream) -> torch.Tensor:
-    """The next MAX_LENGTH bits -> symbol index and code length in one int64."""
-    index, length = stream.table.lookup()
-    return torch.from_numpy((index.astype("int64") << _LENGTH_BITS) | length)
-
-
-def _peek(
-    windows: torch.Tensor, position: torch.Tensor, word: torch.Tensor, bit: torch.Tensor, window: torch.Tensor
-) -> None:
-    """Write the stream's bits from each position on, left-aligned, into `window`; `word` and `bit` are scratch."""
-    torch.bitwise_right_shift(position, 5, out=word)
-    torch.bitwise_and(position, _WORD_BITS - 1, out=bit)
-    torch.index_select(windows, 0, word, out=window)
-    window.bitwise_left_shift_(bit)

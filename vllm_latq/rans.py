@@ -110,12 +110,12 @@ def decode_stream(stream: RansStream, where: str, device: torch.device | str = "
     Raises:
         CheckpointError: the stream contradicts its tables, its classes or its chunk lengths.
     """
-    integers, wrong = decode_chunks(stream.chunk_words, stream.stream, stream.model(), device)
+    integers, wrong = decode_chunks(stream.chunk_words, stream.stream, stream.model())
     if wrong is not None:
         expected = f"chunk {wrong} to end after its own number of words in the state it began with"
         hint = "The checkpoint is damaged: copy or download it again, or quantize again."
         raise CheckpointError(where, expected, "another end", hint)
-    return integers
+    return integers.to(device)
 
 
 def _pack(codes: torch.Tensor) -> torch.Tensor:

@@ -1,19 +1,15 @@
-"""The rANS decoder for any device: all chunks advance together, one integer of each a step.
+"""The rANS decoder for a CPU: all chunks advance together, one integer of each a step.
 
-Steps are those that `rans_coder` draws. They are written once for numpy arrays (on a CPU: a step on a small layer is
-dominated by the overhead of its operations, and numpy's is a third of torch's) and torch tensors (other devices): both
-have the operators and the `take` that are used.
+Steps are those that `rans_coder` draws. A step's arrays stay in the cache: chunks are taken some thousand at a time,
+and nothing is allocated in between.
 
 Invariant: nothing is read outside the stream, whatever it contains.
 """
-
-from typing import Any
 
 import numpy as np
 import torch
 
 from vllm_latq.rans_coder import (
-    CHUNK_WEIGHTS,
     STATE_LOW,
     STATE_WORDS,
     WORD_BITS,
@@ -27,48 +23,39 @@ from vllm_latq.rans_tables import ESCAPE_BITS, FREQUENCY_TOTAL, PROBABILITY_BITS
 # A table entry: integer << 32 | whether it is ESCAPE << 25 | frequency << 12 | slot - first slot of the symbol.
 VALUE_SHIFT = 32
 ESCAPE_SHIFT = 2 * PROBABILITY_BITS + 1
-FREQUENCY_MASK = 2 * FREQUENCY_TOTAL - 1
-SLOT_MASK = FREQUENCY_TOTAL - 1
-_WORDS_PER_STEP = 1 + ESCAPE_BITS // WORD_BITS
+_SLAB_CHUNKS = 4096
 
 
-def decode_chunks(
-    chunk_words: torch.Tensor, stream: torch.Tensor, model: Model, device: torch.device | str
-) -> tuple[torch.Tensor, int | None]:
+def decode_chunks(chunk_words: torch.Tensor, stream: torch.Tensor, model: Model) -> tuple[torch.Tensor, int | None]:
     """Decode a whole matrix.
 
     Args:
         chunk_words: uint16 [row_blocks, col_blocks], on the CPU like everything else.
         stream: int32 [words], at least as many as the chunks have.
         model: classes and tables.
-        device: on which to decode.
 
     Returns:
-        Integers int32 [rows, cols] on `device`, and the first chunk that does not end as it must (None: all do).
+        Integers int32 [rows, cols], and the first chunk that does not end as it must (None: all do).
     """
-    on_cpu = torch.device(device).type == "cpu"
-    place = (lambda array: array) if on_cpu else (lambda array: torch.from_numpy(array).to(device))
     shape = (len(model.row_class), len(model.column_class))
     counts = chunk_counts(shape)
     used = chunk_words.to(torch.int64).numpy()
     ends = used.cumsum().reshape(used.shape)
-    # Chunks of a damaged stream run on: this far behind its end at the most.
-    padding = np.zeros(STATE_WORDS + _WORDS_PER_STEP * CHUNK_WEIGHTS, dtype=np.int64)
-    words = np.append(stream.contiguous().numpy().view(np.uint16), padding)
+    # A chunk of a damaged stream that runs on reads the last word again and again.
+    words = np.append(stream.contiguous().numpy().view(np.uint16), [0]).astype(np.int64)
+    row_offsets, column_offsets = _table_offsets(model, shape)
+    table = decoding_table(model)
     chunk_rows, chunk_cols = chunk_shape(shape[1])
-    symbols = place(np.zeros((chunk_rows * chunk_cols, *counts.shape), dtype=np.int32))
-    state, position = _run(
-        place(words),
-        place(ends - used),
-        [place(offsets) for offsets in _table_offsets(model, shape)],
-        place(decoding_table(model)),
-        place(counts),
-        any(table.frequencies[-1] for table in model.tables),
-        symbols,
-    )
-    wrong = ((state != STATE_LOW) | (position != place(ends))).reshape(-1)
-    first_wrong = int(wrong.nonzero()[0][0]) if bool(wrong.any()) else None
-    return unblock(torch.as_tensor(symbols), shape), first_wrong
+    symbols = np.zeros((chunk_rows * chunk_cols, *counts.shape), dtype=np.int32)
+    wrong = np.zeros(counts.shape, dtype=bool)
+    row_blocks = max(1, _SLAB_CHUNKS // counts.shape[1])
+    for start in range(0, counts.shape[0], row_blocks):
+        slab = slice(start, start + row_blocks)
+        offsets = row_offsets[:, slab], column_offsets
+        state, position = _run(words, (ends - used)[slab], offsets, table, counts[slab], symbols[:, slab])
+        wrong[slab] = (state != STATE_LOW) | (position != ends[slab])
+    first_wrong = int(np.flatnonzero(wrong)[0]) if wrong.any() else None
+    return unblock(torch.from_numpy(symbols), shape), first_wrong
 
 
 def decoding_table(model: Model) -> np.ndarray:
@@ -94,17 +81,21 @@ def _table_offsets(model: Model, shape: tuple[int, int]) -> tuple[np.ndarray, np
 
 
 def _run(
-    words: Any, position: Any, offsets: list[Any], table: Any, counts: Any, may_escape: bool, symbols: Any
-) -> tuple[Any, Any]:
-    """Decode all chunks.
+    words: np.ndarray,
+    start: np.ndarray,
+    offsets: tuple[np.ndarray, np.ndarray],
+    table: np.ndarray,
+    counts: np.ndarray,
+    symbols: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Decode chunks.
 
     Args:
-        words: int64 [words], the stream and padding.
-        position: int64 [row_blocks, col_blocks], first word of each chunk.
-        offsets: from `_table_offsets`.
+        words: int64 [words], the stream and something behind it.
+        start: int64 [row_blocks, col_blocks], first word of each chunk.
+        offsets: from `_table_offsets`, the first for these rows.
         table: from `decoding_table`.
         counts: int64 [row_blocks, col_blocks], integers in each chunk.
-        may_escape: whether any table has a frequency for ESCAPE.
         symbols: int32 [chunk_rows * chunk_cols, row_blocks, col_blocks], gets the integers; what a shorter chunk has
             behind its end is meaningless.
 
@@ -112,30 +103,59 @@ def _run(
         State and position in the stream of each chunk after its last integer.
     """
     row_offsets, column_offsets = offsets
-    width = len(column_offsets)
-    stops = set(counts.reshape(-1).tolist())
-    state = words.take(position) | (words.take(position + 1) << WORD_BITS)
-    position = position + STATE_WORDS
-    last_state, last_position = state, position
-    for step in range(max(stops)):
-        slot = (state & SLOT_MASK) + (row_offsets[step // width] + column_offsets[step % width])
-        entry = table.take(slot)
-        value = entry >> VALUE_SHIFT
-        state = ((entry >> PROBABILITY_BITS) & FREQUENCY_MASK) * (state >> PROBABILITY_BITS) + (entry & SLOT_MASK)
-        low = state < STATE_LOW
-        state = (state << (low * WORD_BITS)) | (words.take(position) * low)
-        position = position + low
-        if may_escape and (escaped := (entry >> ESCAPE_SHIFT) & 1).any():
-            raw = 0
-            for _ in range(ESCAPE_BITS // WORD_BITS):
-                half = state & WORD_MASK
-                raw = (raw << WORD_BITS) | half
-                state = state + (words.take(position) - half) * escaped
-                position = position + escaped
-            value = value + (raw - ((raw >> (ESCAPE_BITS - 1)) << ESCAPE_BITS)) * escaped
-        symbols[step] = value
-        if step + 1 in stops:
-            ends_here = counts == step + 1
-            last_state = last_state + (state - last_state) * ends_here
-            last_position = last_position + (position - last_position) * ends_here
+    values, entries = (table >> VALUE_SHIFT).astype(np.int32), table & ((1 << VALUE_SHIFT) - 1)
+    may_escape = bool(entries.max() >> ESCAPE_SHIFT)
+    # Arrays without dimensions: numpy takes as long to make one of a Python integer as for the operation.
+    slots, probability, word, sign, low_state, first_escape = (
+        np.array(number)
+        for number in (FREQUENCY_TOTAL - 1, PROBABILITY_BITS, WORD_BITS, 63, STATE_LOW, 1 << ESCAPE_SHIFT)
+    )
+    state = words.take(start, mode="clip") | (words.take(start + 1, mode="clip") << WORD_BITS)
+    position = start + STATE_WORDS
+    slot, entry, low = (np.empty_like(state) for _ in range(3))
+    escaped = np.empty(state.shape, dtype=bool)
+    last_state, last_position = state.copy(), position.copy()
+    done = 0
+    for stop in np.unique(counts).tolist():
+        for step in range(done, stop):
+            row, column = divmod(step, len(column_offsets))
+            np.bitwise_and(state, slots, out=slot)
+            np.add(slot, row_offsets[row], out=slot)
+            np.add(slot, column_offsets[column], out=slot)
+            values.take(slot, out=symbols[step], mode="clip")
+            entries.take(slot, out=entry, mode="clip")
+            at = None
+            if may_escape and np.count_nonzero(np.greater_equal(entry, first_escape, out=escaped)):
+                at = np.nonzero(escaped)
+                entry[at] -= first_escape
+            np.right_shift(state, probability, out=state)
+            np.right_shift(entry, probability, out=low)
+            np.multiply(state, low, out=state)
+            np.bitwise_and(entry, slots, out=entry)
+            np.add(state, entry, out=state)
+            # -1 where a word follows, else 0.
+            np.subtract(state, low_state, out=low)
+            np.right_shift(low, sign, out=low)
+            words.take(position, out=entry, mode="clip")
+            np.bitwise_and(entry, low, out=entry)
+            np.subtract(position, low, out=position)
+            np.bitwise_and(low, word, out=low)
+            np.left_shift(state, low, out=state)
+            np.bitwise_or(state, entry, out=state)
+            if at is not None:
+                symbols[step][at] = _raw(words, state, position, at)
+        done = stop
+        here = counts == stop
+        last_state[here], last_position[here] = state[here], position[here]
     return last_state, last_position
+
+
+def _raw(words: np.ndarray, state: np.ndarray, position: np.ndarray, at: tuple[np.ndarray, ...]) -> np.ndarray:
+    """The integers that follow an ESCAPE in the chunks `at`, int32; moves their state and position on."""
+    raw = np.zeros(len(at[0]), dtype=np.int64)
+    for _ in range(ESCAPE_BITS // WORD_BITS):
+        half = state[at] & WORD_MASK
+        raw = (raw << WORD_BITS) | half
+        state[at] += words.take(position[at], mode="clip") - half
+        position[at] += 1
+    return raw.astype(np.uint32).view(np.int32)
