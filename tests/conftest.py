@@ -73,8 +73,11 @@ def two_blocks(mini_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 @pytest.fixture(scope="session")
-def calibration_text() -> Path:
-    return DATA / "calibration.txt"
+def calibration_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The first fifth of the bundled text: more than any test draws from, and every quantization tokenizes all of it."""
+    text = tmp_path_factory.mktemp("text") / "calibration.txt"
+    text.write_text((DATA / "calibration.txt").read_text()[:60_000])
+    return text
 
 
 @pytest.fixture(scope="session")

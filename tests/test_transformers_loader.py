@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -28,6 +30,16 @@ def test_same_logits_as_the_dequantized_model(name: str, dtype: torch.dtype, req
     got, expected = logits(pair.latq, dtype=dtype), logits(pair.dense, dtype=dtype)
     assert expected.std() > 0.5
     torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("first", ["vllm_latq", "transformers.modeling_utils"])
+def test_registered_whichever_is_imported_first(first: str, hptq_pair: tuple[Path, Path]) -> None:
+    code = f"""import {first}, vllm_latq, sys
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+assert type(model.model.layers[0].mlp.up_proj).__name__ == "LatqLinear"
+"""
+    subprocess.run([sys.executable, "-c", code, hptq_pair[0]], check=True)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.05)])
