@@ -71,7 +71,7 @@ def group_scales(
     if how == "absmax":
         scales = _storable(largest)
     else:
-        chunk = max(1, (_CPU_CHUNK if weight.device.type == "cpu" else _DEVICE_CHUNK) // cols)
+        chunk = max(1, _chunk_size(weight) // cols)
         amplitudes = None if importance is None else importance.to(weight).sqrt().reshape(groups, -1)
         pieces = zip(grouped.split(chunk), largest.split(chunk), strict=True)
         signs = (1, -1) if how == "signed" else (1,)
@@ -99,22 +99,35 @@ def _best_shrink(
 ) -> torch.Tensor:
     """bfloat16 [n, G] for weights [n, G, group] with absmax scales [n, G]; `amplitudes` [G, group] multiply errors."""
     low, high = grid(bits)
-    best_scale, best_error = _storable(absmax), torch.full_like(absmax, torch.inf)
-    rounded = torch.empty_like(grouped)
+    best_scale, best_error = _storable(absmax)[None], torch.full_like(absmax[None], torch.inf)
     # From the largest factor down, so that the first of equal errors is the least clipped.
-    for step, sign in product(range(SHRINK_STEPS, 0, -1), signs):
-        factor = SMALLEST_SHRINK + (1 - SMALLEST_SHRINK) * step / SHRINK_STEPS
-        candidate = sign * _storable(absmax * factor)
-        scale = candidate.to(grouped.dtype)[..., None]
-        torch.div(grouped, scale, out=rounded).sub_(offset).round_().clamp_(low, high).add_(offset)
-        rounded.mul_(scale).sub_(grouped)
+    steps = torch.arange(SHRINK_STEPS, 0, -1, dtype=torch.float64, device=absmax.device)[:, None]
+    factors = (SMALLEST_SHRINK + (1 - SMALLEST_SHRINK) * steps / SHRINK_STEPS).to(absmax.dtype).expand(-1, len(signs))
+    mirrors = torch.tensor(signs, dtype=SCALE_DTYPE, device=absmax.device).expand(SHRINK_STEPS, -1)
+    several = max(1, _chunk_size(grouped) // grouped.numel())
+    room = torch.empty((several, *grouped.shape), dtype=grouped.dtype, device=grouped.device)
+    parts = zip(factors.reshape(-1, 1, 1).split(several), mirrors.reshape(-1, 1, 1).split(several), strict=True)
+    for factor, mirror in parts:
+        candidates = mirror * _storable(absmax * factor)
+        scales = candidates.to(grouped.dtype)[..., None]
+        rounded = (
+            torch.div(grouped, scales, out=room[: len(scales)]).sub_(offset).round_().clamp_(low, high).add_(offset)
+        )
+        rounded.mul_(scales).sub_(grouped)
         if amplitudes is not None:
             rounded.mul_(amplitudes)
-        error = torch.linalg.vector_norm(rounded, dim=2)
+        error, candidate = torch.linalg.vector_norm(rounded, dim=3), candidates
+        if several > 1:
+            error, first = error.min(0, keepdim=True)
+            candidate = candidates.gather(0, first)
         better = error < best_error
         best_scale = torch.where(better, candidate, best_scale)
         best_error = torch.where(better, error, best_error)
-    return best_scale
+    return best_scale[0]
+
+
+def _chunk_size(weight: torch.Tensor) -> int:
+    return _CPU_CHUNK if weight.device.type == "cpu" else _DEVICE_CHUNK
 
 
 def _without_zeros(largest: torch.Tensor) -> torch.Tensor:
