@@ -5,7 +5,6 @@ finite and not zero, and an all-zero group has scale 1, unless its grid has no z
 """
 
 import math
-from itertools import product
 
 import torch
 
@@ -110,10 +109,8 @@ def _best_shrink(
     for factor, mirror in parts:
         candidates = mirror * _storable(absmax * factor)
         scales = candidates.to(grouped.dtype)[..., None]
-        rounded = (
-            torch.div(grouped, scales, out=room[: len(scales)]).sub_(offset).round_().clamp_(low, high).add_(offset)
-        )
-        rounded.mul_(scales).sub_(grouped)
+        rounded = torch.div(grouped, scales, out=room[: len(scales)])
+        rounded.sub_(offset).round_().clamp_(low, high).add_(offset).mul_(scales).sub_(grouped)
         if amplitudes is not None:
             rounded.mul_(amplitudes)
         error, candidate = torch.linalg.vector_norm(rounded, dim=3), candidates

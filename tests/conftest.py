@@ -74,10 +74,16 @@ def two_blocks(mini_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 @pytest.fixture(scope="session")
 def calibration_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The first fifth of the bundled text: more than any test draws from, and every quantization tokenizes all of it."""
+    """The first fifth of the bundled text: enough to draw from, and every quantization tokenizes all that there is."""
     text = tmp_path_factory.mktemp("text") / "calibration.txt"
     text.write_text((DATA / "calibration.txt").read_text()[:60_000])
     return text
+
+
+@pytest.fixture(scope="session")
+def whole_calibration_text() -> Path:
+    """For predictions of what a model loses elsewhere: on a fifth its lattice is too fond of what it has seen."""
+    return DATA / "calibration.txt"
 
 
 @pytest.fixture(scope="session")

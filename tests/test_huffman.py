@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_latq import huffman
+from vllm_latq import huffman, huffman_decode
 from vllm_latq.errors import CheckpointError
 from vllm_latq.huffman_decode import decode_stream
 
@@ -27,6 +27,19 @@ def test_round_trip_and_size(shape: tuple[int, int], spread: float) -> None:
     encoded = huffman.encode(integers)
     assert torch.equal(decode_stream(encoded, "stream"), integers)
     assert encoded.storage_bits() == huffman.encoded_bits(integers)
+
+
+@pytest.mark.parametrize("shape", [(40, 1024), (63, 63), (5, 1500), (9, 4100)])
+def test_slabs_change_nothing(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    integers = gaussian(shape, 3.0)
+    integers[0, 0], integers[-1, -1], integers[1, 5:8] = 10**6, -(10**9), 2**31 - 1
+    whole = huffman.encode(integers)
+    monkeypatch.setattr(huffman, "_SLAB_WEIGHTS", 5000)
+    monkeypatch.setattr(huffman_decode, "_SLAB_CHUNKS", 3)
+    parts = huffman.encode(integers)
+    assert torch.equal(parts.stream, whole.stream)
+    assert torch.equal(parts.chunk_bits, whole.chunk_bits)
+    assert torch.equal(decode_stream(parts, "stream"), integers)
 
 
 @settings(deadline=None, max_examples=30)

@@ -1,4 +1,4 @@
-"""The decoder that runs on any device, against the integers that were encoded."""
+"""The decoder that runs on a CPU, against the integers that were encoded."""
 
 import dataclasses
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from vllm_latq import huffman, rans
+from vllm_latq import huffman, rans, rans_decoder
 from vllm_latq.errors import CheckpointError
 from vllm_latq.rans_tables import FREQUENCY_TOTAL, MAX_TABLES, choose_model, frequencies
 
@@ -40,6 +40,14 @@ def test_round_trip(shape: tuple[int, int], deviation: float) -> None:
     assert torch.equal(decoded, integers)
     # A word per chunk may be estimated wrong: more only if every chunk ends near a multiple of 16 bits of information.
     assert abs(rans.encoded_bits(integers) - encoded.storage_bits()) <= 32 * (1 + encoded.chunk_words.numel() // 8)
+
+
+@pytest.mark.parametrize("shape", [(63, 400), (7, 8300)])
+def test_slabs_change_nothing(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rans_decoder, "_SLAB_CHUNKS", 2)
+    integers = gaussian(shape, 3.0)
+    integers[0, 0], integers[-1, -1], integers[1, 5:8] = 10**6, -(10**9), 2**31 - 1
+    assert torch.equal(rans.decode_stream(rans.encode(integers), "layer.stream"), integers)
 
 
 def test_columns_and_rows_of_different_spreads() -> None:

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_latq.errors import ConfigError, NumericalError, UnsupportedShapeError
+from vllm_latq.quantize import scales
 from vllm_latq.quantize.scales import SCALE_METHODS, SHRINK_STEPS, SMALLEST_SHRINK, grid, group_scales
 
 FLOAT32_TOLERANCE = 1e-6
@@ -41,6 +42,20 @@ def test_absmax_is_the_rounded_largest_weight(bits, rows, cols, group_size):
     largest = torch.stack([part.abs().amax(1) for part in weight.split(cols // groups, 1)], 1)
     assert scales.dtype == torch.bfloat16
     assert torch.equal(scales, (largest / grid(bits)[1]).to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("how", ["mse", "signed"])
+@pytest.mark.parametrize("offset", [0.0, 0.5])
+def test_factors_tried_together_or_one_by_one(how, offset, monkeypatch):
+    # Rounded weights: many factors have the same error.
+    weight = torch.cat([weights(9, 64), weights(9, 64).round(), torch.zeros(1, 64)])
+    together = group_scales(weight, 3, 16, how, offset=offset, importance=torch.arange(64.0))
+    monkeypatch.setattr(scales, "_CPU_CHUNK", 2 * weight.numel())
+    two = group_scales(weight, 3, 16, how, offset=offset, importance=torch.arange(64.0))
+    monkeypatch.setattr(scales, "_CPU_CHUNK", 1)
+    one = group_scales(weight, 3, 16, how, offset=offset, importance=torch.arange(64.0))
+    assert torch.equal(together, one)
+    assert torch.equal(two, one)
 
 
 @given(

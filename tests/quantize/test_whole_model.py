@@ -23,9 +23,9 @@ class InterruptionError(Exception):
 
 
 @pytest.fixture(scope="module")
-def checkpoint(mini_model: Path, calibration_text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(mini_model: Path, whole_calibration_text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("latq") / "checkpoint"
-    quantize_checkpoint(LATQ, mini_model, path, calibration=str(calibration_text))
+    quantize_checkpoint(LATQ, mini_model, path, calibration=str(whole_calibration_text))
     return path
 
 
@@ -57,13 +57,13 @@ def test_linears_of_one_input_share_their_column_exponents(checkpoint: Path) -> 
 
 
 def test_kl_is_far_below_hptqs_and_near_what_the_report_predicts(
-    checkpoint: Path, mini_model: Path, calibration_text: Path, evaluation_text: Path, tmp_path: Path
+    checkpoint: Path, mini_model: Path, whole_calibration_text: Path, evaluation_text: Path, tmp_path: Path
 ) -> None:
     text = tmp_path / "text.txt"
     text.write_text(evaluation_text.read_text(encoding="utf-8")[:24_000], encoding="utf-8")
     options = {"seq_len": 256, "baseline": str(mini_model), "batch_size": 8, "dtype": "float32"}
     hptq = Recipe("hptq", target_bits=TARGET, **FEW)
-    quantize_checkpoint(hptq, mini_model, tmp_path / "hptq", calibration=str(calibration_text))
+    quantize_checkpoint(hptq, mini_model, tmp_path / "hptq", calibration=str(whole_calibration_text))
     found, paper = (evaluate(path, str(text), **options).kl for path in (checkpoint, tmp_path / "hptq"))
     assert found < 0.35 * paper
     predicted = CheckpointReader(checkpoint).report()["totals"]["loss"]
