@@ -109,7 +109,7 @@ class LatqLinearMethod(LinearMethodBase):
         self.dummy = str(get_current_vllm_config().load_config.load_format) == "dummy"
         if self.rows != output_size:
             # Where vLLM's Mamba hangs a weight loader of its own, which says what a rank owns.
-            self.stand_in = vars(layer)["weight"] = SimpleNamespace(dtype=None)
+            self.stand_in = vars(layer)["weight"] = SimpleNamespace(dtype=None, weight_loader=None)
         if self.scheme.group_size is not None:
             check_groups(self.scheme.group_size, 0, self.cols, self.prefix)
         self.suffixes = list(specs := tensor_specs(self.scheme, output_size, input_size, self.prefix))
