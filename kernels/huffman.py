@@ -54,7 +54,7 @@ def huffman_chunks(
         entry = tl.load(table_ptr + at, mask=more, other=0)
         index = entry >> 4
         bit += (entry & 15).to(tl.int64)
-        escaped = more & (index == escape)
+        escaped = more & (index == escape) & (entry & 15 > 0)
         raw = (window(stream_ptr, bit, words, escaped) >> 32).to(tl.uint32).to(tl.int32, bitcast=True)
         bit += tl.where(escaped, 32, 0).to(tl.int64)
         tl.store(out + along, tl.where(escaped, raw, first_symbol + index), mask=more)

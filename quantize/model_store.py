@@ -86,9 +86,17 @@ class ModelStore(Float8Store):
             model: as transformers makes it, on the meta device; says which tensors hold experts, and their shapes.
 
         Raises:
-            UnsupportedModelError: a tensor of experts of another shape than the model's, or experts stored twice.
+            UnsupportedModelError: a tensor of experts of another shape than the model's, experts stored twice, parts to
+                be joined that do not fit each other.
         """
         self._joined = joined_tensors(model, list(super().names()))
+        for name, (first, *others) in self._joined.items():
+            expected = super().shape(first)[1:]
+            for part in (first, *others):
+                shape = super().shape(part)
+                if not shape or shape[1:] != expected:
+                    wanted = f"shape [rows, {', '.join(map(str, expected))}] like {first}, with which it makes {name}"
+                    raise UnsupportedModelError(f"{self.directory}: {part}", wanted, str(list(shape)))
         for name, tensors in fused_tensors(model, list(super().names())).items():
             self._split(tensors, name, model.get_submodule(name))
             self._hidden.update(tensors.values())

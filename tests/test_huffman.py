@@ -49,6 +49,13 @@ def test_any_integers_survive(values: list[int]) -> None:
     assert torch.equal(decode_stream(huffman.encode(integers), "stream"), integers)
 
 
+@pytest.mark.parametrize("center", [-(2**31), 2**31 - 1])
+def test_tables_at_the_ends_of_int32(center: int) -> None:
+    integers = torch.full((4, 40), center, dtype=torch.int32)
+    integers[::2, :7] = -1 - center
+    assert torch.equal(decode_stream(huffman.encode(integers), "stream"), integers)
+
+
 def test_far_integers_are_escaped() -> None:
     integers = gaussian((64, 256))
     integers[0, 0], integers[63, 255] = 2**31 - 1, -(2**31)

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 
@@ -48,6 +49,13 @@ def test_corrupt_stream_is_refused_or_decodes(seed: int) -> None:
         assert "layer.stream: expected chunk" in str(error)  # noqa: PT017
     else:
         assert decoded.shape == integers.shape
+
+
+def test_bits_that_no_code_begins_with_are_refused() -> None:
+    table = huffman.HuffmanTable(0, np.array([1], dtype=np.uint8))  # ESCAPE alone, coded as 0
+    damaged = huffman.HuffmanStream(table, torch.tensor([[32]]).to(torch.uint16), torch.tensor([-5]).int(), (1, 1))
+    with pytest.raises(CheckpointError, match=r"chunk 0 to end at bit 32, found bit 0"):
+        decode_stream(damaged, "layer.stream")
 
 
 def test_chunk_that_ends_elsewhere_is_refused() -> None:

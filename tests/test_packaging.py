@@ -30,6 +30,17 @@ def test_wheel_imports_outside_the_checkout(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", program], check=True, cwd=tmp_path)
 
 
+def test_any_module_can_be_imported_first() -> None:
+    """But for those of vLLM, which it imports itself."""
+    folders = {"vllm_latq": "vllm_latq", "quantize": "vllm_latq.quantize", "kernels": "vllm_latq.kernels"}
+    modules = [f"{package}.{file.stem}" for folder, package in folders.items() for file in (ROOT / folder).glob("*.py")]
+    modules = [name for name in modules if not name.startswith(("vllm_latq.vllm_", "vllm_latq.quantize.peer_"))]
+    assert len(modules) > 100
+    program = Path(__file__).parent / "helpers" / "import_first.py"
+    done = subprocess.run([sys.executable, program, *modules], capture_output=True, text=True, check=True)
+    assert done.stdout == "", done.stdout
+
+
 def test_entry_points_are_installed() -> None:
     from importlib.metadata import entry_points
 

@@ -105,6 +105,15 @@ def grid_shape(shape: tuple[int, int]) -> tuple[int, int]:
     return -(-shape[0] // chunk_rows), -(-shape[1] // max(chunk_cols, 1))
 
 
+def chunk_counts(shape: tuple[int, int], device: torch.device | str) -> torch.Tensor:
+    """Weights in each chunk, int64 [chunks]: fewer in the last ones of rows and columns."""
+    sizes = []
+    for total, block, number in zip(shape, chunk_shape(shape[1]), grid_shape(shape), strict=True):
+        starts = torch.arange(number, device=device) * block
+        sizes.append((total - starts).clamp(max=block))
+    return (sizes[0].unsqueeze(1) * sizes[1].unsqueeze(0)).reshape(-1)
+
+
 def table_bits(entries: int) -> int:
     """Stored bits of a table: one byte per length and the 32-bit first symbol."""
     return 8 * entries + 32
@@ -180,7 +189,7 @@ def encoded_bits(integers: torch.Tensor) -> int:
 
 
 def encode(integers: torch.Tensor) -> HuffmanStream:
-    """Encode int32 [rows, cols]."""
+    """Encode int32 [rows, cols]; both sizes positive."""
     shape = (integers.shape[0], integers.shape[1])
     table, payload = build_table(*_histogram(integers))
     words = np.zeros(payload // 64 + 2, dtype=np.uint64)
@@ -229,20 +238,19 @@ def _canonical_order(lengths: np.ndarray) -> np.ndarray:
 
 
 def _fields(integers: np.ndarray, table: HuffmanTable) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """What is written for int32 [rows, cols], whole chunks.
+    """What is written for int32 [rows, cols], whole chunks of what `table` was made for.
 
     Returns:
         Values, right-aligned, uint64 [n], and their bits, at most 16, int64 [n], in stored order; and the bits of each
         chunk, int64 [chunks].
     """
     # One entry behind ESCAPE: nothing, with which the last chunks of rows and columns are filled up.
-    known = np.append(table.symbols(table.first_symbol + np.arange(table.escape)), [table.escape, table.escape + 1])
-    codes, lengths = np.append(table.codes(), 0).astype(np.uint64)[known], np.append(table.lengths, 0)[known]
+    codes, lengths = np.append(table.codes(), 0).astype(np.uint64), np.append(table.lengths, 0).astype(np.int64)
     symbol = np.clip(integers.astype(np.int64) - table.first_symbol, -1, table.escape)
     symbol = _chunks(np.where(symbol < 0, table.escape, symbol), table.escape + 1)
-    value, length = codes.take(symbol), lengths.astype(np.int64).take(symbol)
+    value, length = codes.take(symbol), lengths.take(symbol)
     bits = length.sum(1)
-    escaped = known.take(symbol) == table.escape
+    escaped = symbol == table.escape
     if escaped.any():
         bits += ESCAPE_BITS * escaped.sum(1)
         raw = _chunks(integers, 0)[escaped].view(np.uint32)

@@ -15,7 +15,15 @@ import numpy as np
 import torch
 
 from vllm_latq.errors import CheckpointError
-from vllm_latq.huffman import ESCAPE_BITS, MAX_LENGTH, HuffmanStream, HuffmanTable, chunk_shape, grid_shape
+from vllm_latq.huffman import (
+    ESCAPE_BITS,
+    MAX_LENGTH,
+    HuffmanStream,
+    HuffmanTable,
+    chunk_counts,
+    chunk_shape,
+    grid_shape,
+)
 from vllm_latq.kernel_path import decode_on_device, has_kernels
 
 _WORD_BITS = 32
@@ -59,19 +67,13 @@ def decode_stream(stream: HuffmanStream, where: str, device: torch.device | str 
     return tiled[: stream.shape[0], : stream.shape[1]].contiguous().to(device)
 
 
-def chunk_counts(shape: tuple[int, int], device: torch.device | str) -> torch.Tensor:
-    """Weights in each chunk, int64 [chunks]: fewer in the last ones of rows and columns."""
-    sizes = []
-    for total, block, number in zip(shape, chunk_shape(shape[1]), grid_shape(shape), strict=True):
-        starts = torch.arange(number, device=device) * block
-        sizes.append((total - starts).clamp(max=block))
-    return (sizes[0].unsqueeze(1) * sizes[1].unsqueeze(0)).reshape(-1)
-
-
 def _windows(stream: np.ndarray) -> np.ndarray:
     """The stream's 64 bits from each of its words on, uint64 [words + 2], zeros behind its end."""
-    words = np.pad(stream.view(np.uint32).astype(np.uint64), (0, 3))
-    return (words[:-1] << _WORD_BITS) | words[1:]
+    words = np.zeros(len(stream) + 3, dtype=np.uint64)
+    words[: len(stream)] = stream.view(np.uint32)
+    windows = words[:-1] << _WORD_BITS
+    windows |= words[1:]
+    return windows
 
 
 def _tables(code: HuffmanTable) -> tuple[np.ndarray, np.ndarray]:

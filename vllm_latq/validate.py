@@ -12,7 +12,6 @@ from vllm_latq import huffman
 from vllm_latq.config import LayerScheme
 from vllm_latq.csr import CSR
 from vllm_latq.errors import CheckpointError
-from vllm_latq.huffman_decode import chunk_counts
 from vllm_latq.overflow import MAX_OVERFLOW, beyond_grid, entries, flaw, outlier_values
 from vllm_latq.packing import WORD_BITS, codes_at, unpack_codes
 from vllm_latq.rans_coder import STATE_WORDS
@@ -199,7 +198,7 @@ def _stream(tensors: Mapping[str, torch.Tensor], shape: tuple[int, int], where: 
         found = f"chunks of {total} bits together, a stream of {room}"
         yield _error(f"{where}.chunk_bits", "chunks that fill the stream up to its last word", found)
         return
-    short = (chunk_bits.reshape(-1) < chunk_counts(shape, chunk_bits.device)).sum()
+    short = (chunk_bits.reshape(-1) < huffman.chunk_counts(shape, chunk_bits.device)).sum()
     if short:
         yield _error(f"{where}.chunk_bits", "at least one bit for each weight", f"{int(short)} chunks of fewer")
     if room > total and int(stream[-1]) & ((1 << (room - total)) - 1):

@@ -49,6 +49,13 @@ def test_corrupt_streams_are_refused_and_read_nothing_outside() -> None:
         decode_huffman(stream, chunk_bits[:-1], *rest)
 
 
+def test_bits_that_no_code_begins_with_are_refused() -> None:
+    """ESCAPE alone, coded as 0: its table says nothing about 1."""
+    stream, bits, lengths = torch.tensor([-5]).int(), torch.tensor([[32]]).to(torch.uint16), torch.tensor([1]).byte()
+    with pytest.raises(KernelInputError):
+        decode_huffman(*(part.to(DEVICE) for part in (stream, bits, lengths)), 0, 1, 1)
+
+
 def test_lookup_table_refuses_lengths_that_are_no_prefix_code() -> None:
     with pytest.raises(KernelInputError, match="prefix code"):
         lookup_table(torch.tensor([1, 1, 1], dtype=torch.uint8))

@@ -36,12 +36,13 @@ def generations(random_model: Any, make_checkpoint: Any, tmp_path_factory: pytes
     first, second = maker("first", config), maker("second", config, noise_seed=1)
     lora = SHORT | {"enable_lora": True, "max_lora_rank": RANK}
     adapter = str(write_adapter(tmp_path_factory.mktemp("lora") / "adapter", first.dense))
-    served = {"model": first.latq, "engine": lora | {"dtype": "float16"}, "adapter": adapter}
+    served = {"model": first.latq, "engine": lora | {"dtype": "float16"}, "adapter": adapter, "operators": True}
+    reload = {} if OLD_VLLM else {"reload": [second.latq, first.latq]}
     return probe(
         [
             {"model": first.dense, "engine": lora, "adapter": adapter} | TOKENS,
             {"model": second.dense, "engine": SHORT} | TOKENS,
-            served | {"reload": [second.latq, first.latq], "operators": True} | TOKENS,
+            served | reload | TOKENS,
         ]
     )
 
@@ -59,11 +60,12 @@ def test_experts(random_model: Any, make_checkpoint: Any) -> None:
 
 
 def test_equals_the_dense_model(generations: list[Any]) -> None:
-    (_, dense), _, (_, served, _, _, operators) = generations
+    (_, dense), _, (_, served, *_, operators) = generations
     assert operators == ["ssqr_tiled"]
     assert_same(served, dense, LOGPROB_TOLERANCE)
 
 
+@pytest.mark.skipif(OLD_VLLM, reason="vLLM 0.25 does not find the weights below LoRA's layers again")
 def test_reload_weights(generations: list[Any]) -> None:
     """To other weights and back; the other ones do differ."""
     (_, first), (second,), (_, served, other, back, _) = generations

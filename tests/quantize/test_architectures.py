@@ -4,6 +4,7 @@ Nothing in the package names these families: their parts are found by structure.
 """
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1Model, Falc
 from walk import walk
 
 from vllm_latq.checkpoint import CheckpointReader, verify
-from vllm_latq.errors import CheckpointError, LatqError
+from vllm_latq.errors import CheckpointError, LatqError, UnsupportedModelError
 from vllm_latq.quantize.certificate import verify_certificate
 from vllm_latq.quantize.decoder import Decoder
 from vllm_latq.quantize.left_alone import never_quantized
@@ -137,6 +138,19 @@ def test_a_missing_part_of_what_is_joined_is_named(random_model: Any) -> None:
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=r"expected a tensor model\.layers\.0\.linear_attn\.(k_)?conv1d"):
         Decoder(source, "cpu")
+
+
+@pytest.mark.parametrize("shape", [(), (16,), (16, 1, 3)])
+def test_parts_that_do_not_fit_each_other_are_refused(
+    shape: tuple[int, ...], random_model: Any, tmp_path: Path
+) -> None:
+    source, _ = random_model("olmo_hybrid", **JOINED)
+    shutil.copytree(source, tmp_path / "model")
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.0.linear_attn.k_conv1d.weight"] = torch.zeros(shape)
+    save_file(tensors, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UnsupportedModelError, match=r"conv1d\.weight: expected shape \[rows, .*found \["):
+        Decoder(tmp_path / "model", "cpu")
 
 
 def test_linears_outside_the_blocks_are_ignored(random_model: Any) -> None:

@@ -1,0 +1,25 @@
+"""Imports each module of the package before any other of it, in a process of its own:
+
+    python import_first.py MODULE ...
+
+Prints those that fail. What they import from elsewhere is there before; transformers does not wake the package up.
+"""
+
+import importlib
+import os
+import sys
+
+import torch  # noqa: F401
+import transformers.models.auto.modeling_auto  # noqa: F401
+import wrapt
+
+wrapt.when_imported = lambda name: lambda function: function
+for name in sys.argv[1:]:
+    child = os.fork()
+    if not child:
+        try:
+            importlib.import_module(name)
+        except BaseException as error:
+            print(f"{name}: {error!r}", flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
