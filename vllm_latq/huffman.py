@@ -65,13 +65,6 @@ class HuffmanTable:
         length[:filled] = np.repeat(self.lengths[order].astype(np.int64), spans)
         return index, length
 
-    def symbols(self, integers: np.ndarray) -> np.ndarray:
-        """Symbol index of each integer; ESCAPE where the table has no code for it."""
-        index = integers.astype(np.int64) - self.first_symbol
-        inside = (index >= 0) & (index < self.escape)
-        index = np.where(inside, index, self.escape)
-        return np.where(self.lengths[index] > 0, index, self.escape)
-
 
 @dataclass(frozen=True)
 class HuffmanStream:
@@ -195,14 +188,14 @@ def encode(integers: torch.Tensor) -> HuffmanStream:
     words = np.zeros(payload // 64 + 2, dtype=np.uint64)
     chunk_bits, end = [], 0
     rows = chunk_shape(shape[1])[0]
-    for part in integers.cpu().split(max(1, _SLAB_WEIGHTS // max(rows * shape[1], 1)) * rows):
+    for part in integers.cpu().split(max(1, _SLAB_WEIGHTS // (rows * shape[1])) * rows):
         values, lengths, bits = _fields(part.numpy(), table)
         end = _put(words, end, values, lengths)
-        chunk_bits.append(bits)
+        chunk_bits.append(bits.astype(np.uint16))
     halves = np.stack([words >> 32, words & 0xFFFFFFFF], 1).astype(np.uint32).reshape(-1)
     stream = halves[: -(-payload // 32)].view(np.int32).copy()
-    lengths = np.concatenate(chunk_bits).astype(np.uint16).reshape(grid_shape(shape))
-    return HuffmanStream(table, torch.from_numpy(lengths), torch.from_numpy(stream), shape)
+    blocked_bits = np.concatenate(chunk_bits).reshape(grid_shape(shape))
+    return HuffmanStream(table, torch.from_numpy(blocked_bits), torch.from_numpy(stream), shape)
 
 
 def _histogram(integers: torch.Tensor) -> tuple[int, np.ndarray, int]:

@@ -41,10 +41,11 @@ def decode_chunks(chunk_words: torch.Tensor, stream: torch.Tensor, model: Model)
     counts = chunk_counts(shape)
     used = chunk_words.to(torch.int64).numpy()
     ends = used.cumsum().reshape(used.shape)
-    # A chunk of a damaged stream that runs on reads the last word again and again.
+    # A chunk of a damaged stream that runs on reads this 0 again and again.
     words = np.append(stream.contiguous().numpy().view(np.uint16), [0]).astype(np.int64)
     row_offsets, column_offsets = _table_offsets(model, shape)
     table = decoding_table(model)
+    tables = (table >> VALUE_SHIFT).astype(np.int32), table & ((1 << VALUE_SHIFT) - 1)
     chunk_rows, chunk_cols = chunk_shape(shape[1])
     symbols = np.zeros((chunk_rows * chunk_cols, *counts.shape), dtype=np.int32)
     wrong = np.zeros(counts.shape, dtype=bool)
@@ -52,7 +53,7 @@ def decode_chunks(chunk_words: torch.Tensor, stream: torch.Tensor, model: Model)
     for start in range(0, counts.shape[0], row_blocks):
         slab = slice(start, start + row_blocks)
         offsets = row_offsets[:, slab], column_offsets
-        state, position = _run(words, (ends - used)[slab], offsets, table, counts[slab], symbols[:, slab])
+        state, position = _run(words, (ends - used)[slab], offsets, tables, counts[slab], symbols[:, slab])
         wrong[slab] = (state != STATE_LOW) | (position != ends[slab])
     first_wrong = int(np.flatnonzero(wrong)[0]) if wrong.any() else None
     return unblock(torch.from_numpy(symbols), shape), first_wrong
@@ -84,7 +85,7 @@ def _run(
     words: np.ndarray,
     start: np.ndarray,
     offsets: tuple[np.ndarray, np.ndarray],
-    table: np.ndarray,
+    tables: tuple[np.ndarray, np.ndarray],
     counts: np.ndarray,
     symbols: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -94,7 +95,7 @@ def _run(
         words: int64 [words], the stream and something behind it.
         start: int64 [row_blocks, col_blocks], first word of each chunk.
         offsets: from `_table_offsets`, the first for these rows.
-        table: from `decoding_table`.
+        tables: `decoding_table` in two: its integers, int32, and the rest of its entries, int64.
         counts: int64 [row_blocks, col_blocks], integers in each chunk.
         symbols: int32 [chunk_rows * chunk_cols, row_blocks, col_blocks], gets the integers; what a shorter chunk has
             behind its end is meaningless.
@@ -103,7 +104,7 @@ def _run(
         State and position in the stream of each chunk after its last integer.
     """
     row_offsets, column_offsets = offsets
-    values, entries = (table >> VALUE_SHIFT).astype(np.int32), table & ((1 << VALUE_SHIFT) - 1)
+    values, entries = tables
     may_escape = bool(entries.max() >> ESCAPE_SHIFT)
     # Arrays without dimensions: numpy takes as long to make one of a Python integer as for the operation.
     slots, probability, word, sign, low_state, first_escape = (
