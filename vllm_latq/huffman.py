@@ -1,19 +1,18 @@
 """Canonical, length-limited Huffman coding of integer matrices in chunks that decode alone. FORMAT.md section 3.3.
 
-    integers z [rows, cols]
-      +-----------+-----------+---+      chunk (i, j): chunk_rows x chunk_cols, row-major inside
-      | chunk 0,0 | chunk 0,1 |   |      chunk_cols = min(cols, 1024), chunk_rows = max(1, 1024 // cols)
-      +-----------+-----------+---+      chunks follow each other without padding; chunk t starts at bit
-      | chunk 1,0 |    ...        |      sum(chunk_bits[:t]) of the stream
+    chunk t of `chunks`, of about 1024 integers, starts at bit sum(chunk_bits[:t]) of the stream: no padding in between
 
 Invariant: code lengths satisfy Kraft's equality (or there is a single symbol, of length 1), none above MAX_LENGTH.
 Within a word the stream runs from the most significant bit down.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+
+from vllm_latq.chunks import Chunks
 
 MAX_LENGTH = 15
 CHUNK_WEIGHTS = 1024
@@ -87,24 +86,10 @@ class HuffmanStream:
         return 32 * self.stream.numel() + table_bits(len(self.table.lengths)) + 16 * self.chunk_bits.numel()
 
 
-def chunk_shape(cols: int) -> tuple[int, int]:
-    """(chunk_rows, chunk_cols) for a matrix of `cols` columns."""
-    return max(1, CHUNK_WEIGHTS // max(cols, 1)), min(cols, CHUNK_WEIGHTS)
-
-
-def grid_shape(shape: tuple[int, int]) -> tuple[int, int]:
-    """(row_blocks, col_blocks) of a matrix."""
-    chunk_rows, chunk_cols = chunk_shape(shape[1])
-    return -(-shape[0] // chunk_rows), -(-shape[1] // max(chunk_cols, 1))
-
-
-def chunk_counts(shape: tuple[int, int], device: torch.device | str) -> torch.Tensor:
-    """Weights in each chunk, int64 [chunks]: fewer in the last ones of rows and columns."""
-    sizes = []
-    for total, block, number in zip(shape, chunk_shape(shape[1]), grid_shape(shape), strict=True):
-        starts = torch.arange(number, device=device) * block
-        sizes.append((total - starts).clamp(max=block))
-    return (sizes[0].unsqueeze(1) * sizes[1].unsqueeze(0)).reshape(-1)
+def chunks_of(shape: Sequence[int]) -> Chunks:
+    """How a matrix [rows, cols] is cut for this code."""
+    rows, cols = shape
+    return Chunks(rows, cols, CHUNK_WEIGHTS)
 
 
 def table_bits(entries: int) -> int:
@@ -177,7 +162,7 @@ def build_table(low: int, counts: np.ndarray, outside: int = 0) -> tuple[Huffman
 def encoded_bits(integers: torch.Tensor) -> int:
     """Stored bits of `encode(integers)` without encoding: the payload in whole words, the table, the chunk lengths."""
     table, payload = build_table(*_histogram(integers))
-    row_blocks, col_blocks = grid_shape((integers.shape[0], integers.shape[1]))
+    row_blocks, col_blocks = chunks_of(integers.shape).grid
     return -(-payload // 32) * 32 + table_bits(len(table.lengths)) + 16 * row_blocks * col_blocks
 
 
@@ -187,14 +172,15 @@ def encode(integers: torch.Tensor) -> HuffmanStream:
     table, payload = build_table(*_histogram(integers))
     words = np.zeros(payload // 64 + 2, dtype=np.uint64)
     chunk_bits, end = [], 0
-    rows = chunk_shape(shape[1])[0]
+    chunks = chunks_of(shape)
+    rows = chunks.shape[0]
     for part in integers.cpu().split(max(1, _SLAB_WEIGHTS // (rows * shape[1])) * rows):
-        values, lengths, bits = _fields(part.numpy(), table)
+        values, lengths, bits = _fields(part, table)
         end = _put(words, end, values, lengths)
         chunk_bits.append(bits.astype(np.uint16))
     halves = np.stack([words >> 32, words & 0xFFFFFFFF], 1).astype(np.uint32).reshape(-1)
     stream = halves[: -(-payload // 32)].view(np.int32).copy()
-    blocked_bits = np.concatenate(chunk_bits).reshape(grid_shape(shape))
+    blocked_bits = np.concatenate(chunk_bits).reshape(chunks.grid)
     return HuffmanStream(table, torch.from_numpy(blocked_bits), torch.from_numpy(stream), shape)
 
 
@@ -230,7 +216,7 @@ def _canonical_order(lengths: np.ndarray) -> np.ndarray:
     return used[np.argsort(lengths[used], kind="stable")]
 
 
-def _fields(integers: np.ndarray, table: HuffmanTable) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _fields(integers: torch.Tensor, table: HuffmanTable) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """What is written for int32 [rows, cols], whole chunks of what `table` was made for.
 
     Returns:
@@ -239,27 +225,23 @@ def _fields(integers: np.ndarray, table: HuffmanTable) -> tuple[np.ndarray, np.n
     """
     # One entry behind ESCAPE: nothing, with which the last chunks of rows and columns are filled up.
     codes, lengths = np.append(table.codes(), 0).astype(np.uint64), np.append(table.lengths, 0).astype(np.int64)
-    symbol = np.clip(integers.astype(np.int64) - table.first_symbol, -1, table.escape)
-    symbol = _chunks(np.where(symbol < 0, table.escape, symbol), table.escape + 1)
+    symbols = (integers.to(torch.int64) - table.first_symbol).clamp_(-1, table.escape)
+    symbol = _in_order(symbols.masked_fill_(symbols < 0, table.escape), table.escape + 1)
     value, length = codes.take(symbol), lengths.take(symbol)
     bits = length.sum(1)
     escaped = symbol == table.escape
     if escaped.any():
         bits += ESCAPE_BITS * escaped.sum(1)
-        raw = _chunks(integers, 0)[escaped].view(np.uint32)
+        raw = _in_order(integers, 0)[escaped].view(np.uint32)
         behind = np.repeat(np.flatnonzero(escaped) + 1, 2)
         value = np.insert(value, behind, np.stack([raw >> 16, raw & 0xFFFF], 1).reshape(-1))
         length = np.insert(length, behind, ESCAPE_BITS // 2)
     return value.reshape(-1), length.reshape(-1), bits
 
 
-def _chunks(matrix: np.ndarray, fill: int) -> np.ndarray:
-    """Entries by chunk, [chunks, chunk_rows * chunk_cols], in stored order; `fill` where a chunk is not whole."""
-    rows, cols = matrix.shape
-    chunk_rows, chunk_cols = chunk_shape(cols)
-    filled = np.pad(matrix, ((0, -rows % chunk_rows), (0, -cols % chunk_cols)), constant_values=fill)
-    tiled = filled.reshape(len(filled) // chunk_rows, chunk_rows, -1, chunk_cols)
-    return tiled.transpose(0, 2, 1, 3).reshape(-1, chunk_rows * chunk_cols)
+def _in_order(matrix: torch.Tensor, fill: int) -> np.ndarray:
+    """Entries by chunk, [chunks, chunk's size], in stored order; `fill` where a chunk is not whole."""
+    return chunks_of(matrix.shape).split(matrix, fill).flatten(1).t().contiguous().numpy()
 
 
 def _put(words: np.ndarray, start: int, value: np.ndarray, length: np.ndarray) -> int:

@@ -11,19 +11,13 @@ Invariant: nothing is read outside the stream, whatever it contains; a chunk tha
 refused.
 """
 
+import math
+
 import numpy as np
 import torch
 
 from vllm_latq.errors import CheckpointError
-from vllm_latq.huffman import (
-    ESCAPE_BITS,
-    MAX_LENGTH,
-    HuffmanStream,
-    HuffmanTable,
-    chunk_counts,
-    chunk_shape,
-    grid_shape,
-)
+from vllm_latq.huffman import ESCAPE_BITS, MAX_LENGTH, HuffmanStream, HuffmanTable, chunks_of
 from vllm_latq.kernel_path import decode_on_device, has_kernels
 
 _WORD_BITS = 32
@@ -47,13 +41,12 @@ def decode_stream(stream: HuffmanStream, where: str, device: torch.device | str 
     """
     if has_kernels(torch.device(device)):
         return decode_on_device(stream, where, torch.device(device))
-    chunk_rows, chunk_cols = chunk_shape(stream.shape[1])
-    row_blocks, col_blocks = grid_shape(stream.shape)
-    counts = chunk_counts(stream.shape, "cpu").numpy()
+    chunks = chunks_of(stream.shape)
+    counts = chunks.counts().reshape(-1)
     ends = stream.chunk_bits.cpu().numpy().reshape(-1).cumsum(dtype=np.int64)
     reached = np.append(0, ends[:-1])
     windows, tables = _windows(stream.stream.cpu().numpy()), _tables(stream.table)
-    symbols = np.zeros((chunk_rows * chunk_cols, counts.size), dtype=np.int32)
+    symbols = np.zeros((math.prod(chunks.shape), counts.size), dtype=np.int32)
     for start in range(0, counts.size, _SLAB_CHUNKS):
         slab = slice(start, start + _SLAB_CHUNKS)
         reached[slab] = _decode_chunks(windows, tables, reached[slab], counts[slab], symbols[:, slab])
@@ -62,9 +55,7 @@ def decode_stream(stream: HuffmanStream, where: str, device: torch.device | str 
         expected = f"chunk {chunk} to end at bit {ends[chunk]}"
         hint = "The checkpoint is damaged: copy or download it again, or quantize again."
         raise CheckpointError(where, expected, f"bit {reached[chunk]}", hint)
-    blocks = torch.from_numpy(symbols).t().reshape(row_blocks, col_blocks, chunk_rows, chunk_cols)
-    tiled = blocks.permute(0, 2, 1, 3).reshape(row_blocks * chunk_rows, col_blocks * chunk_cols)
-    return tiled[: stream.shape[0], : stream.shape[1]].contiguous().to(device)
+    return chunks.join(torch.from_numpy(symbols)).to(device)
 
 
 def _windows(stream: np.ndarray) -> np.ndarray:

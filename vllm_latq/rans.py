@@ -1,10 +1,7 @@
 """rANS coding of integer matrices with a table per class of rows and columns. FORMAT.md section 3.4.
 
-    integers z [rows, cols]                    chunk: chunk_rows x chunk_cols integers, row-major inside
-      +-----------+-----------+---+            chunk_cols = min(cols, 4096), chunk_rows = max(1, 4096 // cols)
-      | chunk 0,0 | chunk 0,1 |   |            16-bit words of a chunk: state low, state high, then what decoding
-      +-----------+-----------+---+            reads, in that order; chunks follow each other without padding
-      | chunk 1,0 |    ...        |
+    16-bit words of a chunk of `chunks`, of about 4096 integers: state low, state high, then what decoding reads, in
+    that order; chunks follow each other without padding
 
 Invariant: decoding a chunk ends in the state its encoding began with, after exactly its words; anything else is
 refused. Asymmetric numeral systems: Duda, arXiv 1311.2540.
@@ -16,11 +13,9 @@ import torch
 
 from vllm_latq.errors import CheckpointError
 from vllm_latq.packing import pack_codes, unpack_codes
-from vllm_latq.rans_coder import chunk_shape, encode_chunks, estimate_words, grid_shape
+from vllm_latq.rans_coder import chunks_of, encode_chunks, estimate_words
 from vllm_latq.rans_decoder import decode_chunks
 from vllm_latq.rans_tables import CLASS_BITS, Model, Table, choose_model
-
-__all__ = ["STREAM_TENSORS", "RansStream", "chunk_shape", "decode_stream", "encode", "encoded_bits", "grid_shape"]
 
 STREAM_TENSORS = ("row_class", "column_class", "table_ranges", "frequencies", "chunk_words", "stream")
 
@@ -92,7 +87,7 @@ def encoded_bits(integers: torch.Tensor) -> int:
     words = int(estimate_words(integers, model).sum())
     classes = sum(32 * _pack(codes).numel() for codes in (model.row_class, model.column_class))
     tables = sum(table.stored_bits() for table in model.tables)
-    rows, cols = grid_shape((integers.shape[0], integers.shape[1]))
+    rows, cols = chunks_of(integers.shape).grid
     return 32 * -(-words // 2) + 16 * rows * cols + classes + tables
 
 

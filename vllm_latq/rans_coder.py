@@ -8,11 +8,12 @@
 Invariant: 2**16 <= x < 2**32 between steps, so that a symbol emits at most one word (an escape two more).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 
+from vllm_latq.chunks import Chunks
 from vllm_latq.rans_tables import ESCAPE_BITS, FREQUENCY_TOTAL, PROBABILITY_BITS, Model
 
 CHUNK_WEIGHTS = 4096
@@ -24,45 +25,10 @@ STATE_WORDS = 2
 _SLAB_CHUNKS = 2048
 
 
-def chunk_shape(cols: int) -> tuple[int, int]:
-    """(chunk_rows, chunk_cols) for a matrix of `cols` columns."""
-    return max(1, CHUNK_WEIGHTS // cols), min(cols, CHUNK_WEIGHTS)
-
-
-def grid_shape(shape: tuple[int, int]) -> tuple[int, int]:
-    """(row_blocks, col_blocks) of a matrix."""
-    chunk_rows, chunk_cols = chunk_shape(shape[1])
-    return -(-shape[0] // chunk_rows), -(-shape[1] // chunk_cols)
-
-
-def chunk_counts(shape: tuple[int, int]) -> np.ndarray:
-    """Integers in each chunk, int64 [row_blocks, col_blocks]: fewer in the last ones of rows and columns."""
-    sizes = [
-        np.minimum(total - np.arange(number) * block, block)
-        for total, block, number in zip(shape, chunk_shape(shape[1]), grid_shape(shape), strict=True)
-    ]
-    return sizes[0][:, None] * sizes[1][None, :]
-
-
-def block(matrix: torch.Tensor, cols: int, fill: int) -> torch.Tensor:
-    """Entries by position in their chunk, [chunk_rows * chunk_cols, row_blocks, col_blocks]; `fill` where none is.
-
-    A matrix has its last rows and columns filled up. Chunks of several rows are as wide as the matrix, so the filled
-    positions of a chunk are its last ones.
-    """
-    chunk_rows, chunk_cols = chunk_shape(cols)
-    rows, cols = matrix.shape
-    padding = (0, -cols % chunk_cols, 0, -rows % chunk_rows)
-    filled = torch.nn.functional.pad(matrix, padding, value=fill)
-    tiled = filled.view(filled.shape[0] // chunk_rows, chunk_rows, -1, chunk_cols)
-    return tiled.permute(1, 3, 0, 2).reshape(chunk_rows * chunk_cols, tiled.shape[0], tiled.shape[2])
-
-
-def unblock(blocked: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
-    """Inverse of `block`: the matrix [rows, cols]."""
-    (chunk_rows, chunk_cols), (row_blocks, col_blocks) = chunk_shape(shape[1]), grid_shape(shape)
-    tiled = blocked.reshape(chunk_rows, chunk_cols, row_blocks, col_blocks).permute(2, 0, 3, 1)
-    return tiled.reshape(row_blocks * chunk_rows, col_blocks * chunk_cols)[: shape[0], : shape[1]].contiguous()
+def chunks_of(shape: Sequence[int]) -> Chunks:
+    """How a matrix [rows, cols] is cut for this code."""
+    rows, cols = shape
+    return Chunks(rows, cols, CHUNK_WEIGHTS)
 
 
 class _Lookup:
@@ -84,10 +50,10 @@ class _Lookup:
         self.escaped = np.concatenate([symbol == table.escape for table, symbol in parts] + [[False]])
 
     def indices(self, integers: torch.Tensor, row_class: torch.Tensor, column_class: torch.Tensor) -> torch.Tensor:
-        """Entry of each weight int64, as `block` arranges them."""
+        """Entry of each weight int64, as `Chunks.split` arranges them."""
         table = row_class.unsqueeze(1) + column_class
         entry = (integers.to(torch.int64) - self.low).clamp_(0, self.size - 1).add_(table * self.size)
-        return block(entry, integers.shape[1], len(self.frequency) - 1)
+        return chunks_of(integers.shape).split(entry, len(self.frequency) - 1)
 
     def bits(self) -> np.ndarray:
         """Information in each entry, float64; 0 where it cannot be used."""
@@ -114,7 +80,7 @@ def encode_chunks(integers: torch.Tensor, model: Model) -> tuple[np.ndarray, np.
     words, counts = [], []
     for part, rows in _slabs(integers.cpu(), Model(model.row_class.cpu(), model.column_class.cpu(), model.tables)):
         index = lookup.indices(part, rows, model.column_class.cpu()).numpy()
-        values = block(part, part.shape[1], 0).numpy()
+        values = chunks_of(part.shape).split(part, 0).numpy()
         steps = len(index)
         part_words, part_counts = _encode(values.reshape(steps, -1), index.reshape(steps, -1), lookup)
         words.append(part_words)
@@ -126,8 +92,8 @@ def encode_chunks(integers: torch.Tensor, model: Model) -> tuple[np.ndarray, np.
 
 def _slabs(integers: torch.Tensor, model: Model) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Whole chunks at a time: rows of the matrix with their classes."""
-    _, col_blocks = grid_shape((integers.shape[0], integers.shape[1]))
-    rows = max(1, _SLAB_CHUNKS // col_blocks) * chunk_shape(integers.shape[1])[0]
+    chunks = chunks_of(integers.shape)
+    rows = max(1, _SLAB_CHUNKS // chunks.grid[1]) * chunks.shape[0]
     yield from zip(integers.split(rows), model.row_class.split(rows), strict=True)
 
 

@@ -6,18 +6,13 @@ and nothing is allocated in between.
 Invariant: nothing is read outside the stream, whatever it contains.
 """
 
+import math
+
 import numpy as np
 import torch
 
-from vllm_latq.rans_coder import (
-    STATE_LOW,
-    STATE_WORDS,
-    WORD_BITS,
-    WORD_MASK,
-    chunk_counts,
-    chunk_shape,
-    unblock,
-)
+from vllm_latq.chunks import Chunks
+from vllm_latq.rans_coder import STATE_LOW, STATE_WORDS, WORD_BITS, WORD_MASK, chunks_of
 from vllm_latq.rans_tables import ESCAPE_BITS, FREQUENCY_TOTAL, PROBABILITY_BITS, Model
 
 # A table entry: integer << 32 | whether it is ESCAPE << 25 | frequency << 12 | slot - first slot of the symbol.
@@ -37,17 +32,16 @@ def decode_chunks(chunk_words: torch.Tensor, stream: torch.Tensor, model: Model)
     Returns:
         Integers int32 [rows, cols], and the first chunk that does not end as it must (None: all do).
     """
-    shape = (len(model.row_class), len(model.column_class))
-    counts = chunk_counts(shape)
+    chunks = chunks_of((len(model.row_class), len(model.column_class)))
+    counts = chunks.counts()
     used = chunk_words.to(torch.int64).numpy()
     ends = used.cumsum().reshape(used.shape)
     # A chunk of a damaged stream that runs on reads this 0 again and again.
     words = np.append(stream.contiguous().numpy().view(np.uint16), [0]).astype(np.int64)
-    row_offsets, column_offsets = _table_offsets(model, shape)
+    row_offsets, column_offsets = _table_offsets(model, chunks)
     table = decoding_table(model)
     tables = (table >> VALUE_SHIFT).astype(np.int32), table & ((1 << VALUE_SHIFT) - 1)
-    chunk_rows, chunk_cols = chunk_shape(shape[1])
-    symbols = np.zeros((chunk_rows * chunk_cols, *counts.shape), dtype=np.int32)
+    symbols = np.zeros((math.prod(chunks.shape), *counts.shape), dtype=np.int32)
     wrong = np.zeros(counts.shape, dtype=bool)
     row_blocks = max(1, _SLAB_CHUNKS // counts.shape[1])
     for start in range(0, counts.shape[0], row_blocks):
@@ -56,7 +50,7 @@ def decode_chunks(chunk_words: torch.Tensor, stream: torch.Tensor, model: Model)
         state, position = _run(words, (ends - used)[slab], offsets, tables, counts[slab], symbols[:, slab])
         wrong[slab] = (state != STATE_LOW) | (position != ends[slab])
     first_wrong = int(np.flatnonzero(wrong)[0]) if wrong.any() else None
-    return unblock(torch.from_numpy(symbols), shape), first_wrong
+    return chunks.join(torch.from_numpy(symbols)), first_wrong
 
 
 def decoding_table(model: Model) -> np.ndarray:
@@ -71,11 +65,11 @@ def decoding_table(model: Model) -> np.ndarray:
     return entries.reshape(-1)
 
 
-def _table_offsets(model: Model, shape: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+def _table_offsets(model: Model, chunks: Chunks) -> tuple[np.ndarray, np.ndarray]:
     """First entries of a weight's table, as two terms: by row in its chunk, int64 [chunk_rows, row_blocks, 1], and by
     column in its chunk, int64 [chunk_cols, 1, col_blocks]."""
     parts = []
-    for classes, size in zip((model.row_class, model.column_class), chunk_shape(shape[1]), strict=True):
+    for classes, size in zip((model.row_class, model.column_class), chunks.shape, strict=True):
         padded = np.pad(classes.cpu().numpy() * FREQUENCY_TOTAL, (0, -len(classes) % size))
         parts.append(np.ascontiguousarray(padded.reshape(-1, size).T))
     return parts[0][:, :, None], parts[1][:, None, :]

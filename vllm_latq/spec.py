@@ -43,7 +43,7 @@ def tensor_specs(scheme: LayerScheme, rows: int, cols: int, where: str = "layer"
             "scale": TensorSpec(torch.float32, (1,)),
             "first_symbol": TensorSpec(torch.int32, (1,)),
             "code_lengths": TensorSpec(torch.uint8, (None,)),
-            "chunk_bits": TensorSpec(torch.uint16, huffman.grid_shape((rows, cols))),
+            "chunk_bits": TensorSpec(torch.uint16, huffman.chunks_of((rows, cols)).grid),
             "stream": TensorSpec(torch.int32, (None,)),
         }
     if scheme.encoding == "rans":
@@ -55,7 +55,7 @@ def tensor_specs(scheme: LayerScheme, rows: int, cols: int, where: str = "layer"
             "column_class": TensorSpec(torch.int32, (packed_words(cols, CLASS_BITS),)),
             "table_ranges": TensorSpec(torch.int32, (None, 2)),
             "frequencies": TensorSpec(torch.uint16, (None,)),
-            "chunk_words": TensorSpec(torch.uint16, rans_coder.grid_shape((rows, cols))),
+            "chunk_words": TensorSpec(torch.uint16, rans_coder.chunks_of((rows, cols)).grid),
             "stream": TensorSpec(torch.int32, (None,)),
         }
     assert scheme.bits is not None

@@ -198,7 +198,7 @@ def _stream(tensors: Mapping[str, torch.Tensor], shape: tuple[int, int], where: 
         found = f"chunks of {total} bits together, a stream of {room}"
         yield _error(f"{where}.chunk_bits", "chunks that fill the stream up to its last word", found)
         return
-    short = (chunk_bits.reshape(-1) < huffman.chunk_counts(shape, chunk_bits.device)).sum()
+    short = (chunk_bits < torch.from_numpy(huffman.chunks_of(shape).counts()).to(chunk_bits.device)).sum()
     if short:
         yield _error(f"{where}.chunk_bits", "at least one bit for each weight", f"{int(short)} chunks of fewer")
     if room > total and int(stream[-1]) & ((1 << (room - total)) - 1):

@@ -1,0 +1,61 @@
+"""Chunks of an entropy-coded matrix, which decode alone. FORMAT.md sections 3.3 and 3.4.
+
+    integers z [rows, cols]
+      +-----------+-----------+---+      chunk: shape[0] x shape[1] integers, row-major inside, fewer in the last ones
+      | chunk 0,0 | chunk 0,1 |   |      of rows and columns;  shape[1] = min(cols, weights),
+      +-----------+-----------+---+      shape[0] = max(1, weights // cols)
+      | chunk 1,0 |    ...        |      stored row by row of chunks
+
+Invariant: chunks of several rows are as wide as the matrix, so what a chunk is short of comes last in it.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """How a matrix is cut.
+
+    Attributes:
+        rows, cols: of the matrix.
+        weights: that a whole chunk has about.
+    """
+
+    rows: int
+    cols: int
+    weights: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of a whole chunk."""
+        return max(1, self.weights // max(self.cols, 1)), min(self.cols, self.weights)
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """(row_blocks, col_blocks) of the matrix."""
+        rows, cols = self.shape
+        return -(-self.rows // rows), -(-self.cols // max(cols, 1))
+
+    def counts(self) -> np.ndarray:
+        """Integers in each chunk, int64 [row_blocks, col_blocks]."""
+        rows, cols = (
+            np.minimum(total - np.arange(number) * size, size)
+            for total, size, number in zip((self.rows, self.cols), self.shape, self.grid, strict=True)
+        )
+        return rows[:, None] * cols[None, :]
+
+    def split(self, matrix: torch.Tensor, fill: int) -> torch.Tensor:
+        """Entries by position in their chunk, [shape[0] * shape[1], row_blocks, col_blocks]; `fill` where none is."""
+        rows, cols = self.shape
+        filled = torch.nn.functional.pad(matrix, (0, -self.cols % cols, 0, -self.rows % rows), value=fill)
+        tiled = filled.view(self.grid[0], rows, self.grid[1], cols)
+        return tiled.permute(1, 3, 0, 2).reshape(rows * cols, *self.grid)
+
+    def join(self, entries: torch.Tensor) -> torch.Tensor:
+        """Inverse of `split`: the matrix [rows, cols]."""
+        (rows, cols), (row_blocks, col_blocks) = self.shape, self.grid
+        tiled = entries.view(rows, cols, row_blocks, col_blocks).permute(2, 0, 3, 1)
+        return tiled.reshape(row_blocks * rows, col_blocks * cols)[: self.rows, : self.cols].contiguous()
