@@ -55,7 +55,9 @@ class Anatomy:
             embedding, head, depth = model.get_input_embeddings(), model.get_output_embeddings(), text.num_hidden_layers
         except (AttributeError, NotImplementedError) as error:
             raise UnsupportedModelError(where, "one language model, its embedding and its head", str(error)) from None
-        if base is model and not encoder:
+        if not encoder:
+            base = _below(head, base)
+        if base is None:
             raise UnsupportedModelError(where, "a head on top of a base model", f"{type(model).__name__} in one piece")
         if not isinstance(embedding, nn.Embedding):
             raise UnsupportedModelError(where, "a token embedding (nn.Embedding)", type(embedding).__name__)
@@ -73,6 +75,14 @@ class Anatomy:
     def in_tower(self, tensor: str) -> bool:
         """Whether a tensor of the model is in one of the towers."""
         return tensor.startswith(tuple(f"{tower}." for tower in self.towers))
+
+
+def _below(head: Any, model: Any) -> Any:
+    """The model of a model with a head, which transformers has no other name for where Llama 4 is concerned."""
+    if not any(module is head for module in model.modules()):
+        return model
+    inside = [child for child in model.children() if isinstance(child, PreTrainedModel)]
+    return _below(head, inside[0]) if len(inside) == 1 else None
 
 
 def outermost(names: Iterable[str], others: Iterable[str]) -> tuple[str, ...]:

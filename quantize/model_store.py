@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from vllm_latq.errors import UnsupportedModelError
-from vllm_latq.experts import FUSED
+from vllm_latq.experts import FUSED, is_llama4, matrices_shape
 from vllm_latq.quantize.float8_store import Float8Store
 from vllm_latq.tensor_names import fused_tensors, joined_tensors
 
@@ -111,14 +111,15 @@ class ModelStore(Float8Store):
         stems = {tensor.removesuffix(f".{leaf}") for leaf, tensor in tensors.items()}
         stem = stems.pop() if len(stems) == 1 else name
         for leaf in tensors:
-            count, rows, columns = expected = tuple(fused.get_parameter(leaf).shape)
-            found = super().shape(tensors[leaf])
-            if found not in (expected, (count, columns, rows)):
+            count, rows, columns = matrices_shape(fused, leaf)
+            expected, found = tuple(fused.get_parameter(leaf).shape), super().shape(tensors[leaf])
+            if found not in ((count, rows, columns), (count, columns, rows)):
                 where = f"{self.directory}: {tensors[leaf]}"
                 raise UnsupportedModelError(where, f"shape {expected}", f"{found}", "Is config.json its own?")
+            transposed = (found == expected) == is_llama4(fused)
             size = rows // len(FUSED[leaf])
             for part, projection in enumerate(FUSED[leaf]):
                 own = slice(part * size, (part + 1) * size)
                 for expert in range(count):
-                    matrix = _Matrix(tensors[leaf], expert, own, columns, found != expected)
+                    matrix = _Matrix(tensors[leaf], expert, own, columns, transposed)
                     self._matrices[f"{stem}.{expert}.{projection}.weight"] = matrix

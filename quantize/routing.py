@@ -139,7 +139,7 @@ def _fed_everything(
         mine = [expert for expert in module if expert in chosen]
         with collector.watching(linears):
             for expert in mine:
-                expert(arguments[0])
+                expert(module.tokens(*arguments))
 
     chosen = set(experts)
     layers = [module for module in block.modules() if isinstance(module, Experts)]

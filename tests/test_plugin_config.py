@@ -3,20 +3,19 @@
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from unittest.mock import Mock
 
 import pytest
 import torch
+from transformers import BloomConfig, LlamaConfig
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import get_quantization_config
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.models.utils import WeightsMapper
 
-from vllm_latq import plugin, vllm_config
+from vllm_latq import plugin
 from vllm_latq.config import CheckpointConfig, LayerScheme
-from vllm_latq.errors import ConfigError
+from vllm_latq.errors import ConfigError, UnsupportedModelError
 from vllm_latq.vllm_config import LatqConfig
 from vllm_latq.vllm_linear import LatqLinearMethod
 
@@ -27,6 +26,7 @@ QKV = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
 def quantization(ignore: tuple[str, ...] = (), overrides: dict[str, LayerScheme] | None = None) -> LatqConfig:
     config = LatqConfig(CheckpointConfig(SCHEME, ignore, overrides or {}))
     config.packed_modules_mapping = QKV
+    config.maybe_update_config("", LlamaConfig())
     return config
 
 
@@ -87,11 +87,10 @@ def test_disagreeing_shards_of_a_merged_layer_are_refused(config: LatqConfig) ->
     ("tied", "ignore", "quantized"), [(False, (), True), (True, (), False), (False, ("lm_head",), False)]
 )
 @pytest.mark.parametrize("name", ["lm_head", ""], ids=["named", "unnamed"])  # as EXAONE-MoE's is in vLLM
-def test_head(name: str, tied: bool, ignore: tuple[str, ...], quantized: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    text_config = SimpleNamespace(tie_word_embeddings=tied)
-    model_config = SimpleNamespace(hf_config=SimpleNamespace(get_text_config=lambda: text_config))
-    monkeypatch.setattr(vllm_config, "get_current_vllm_config", lambda: Mock(model_config=model_config))
-    method = quantization(ignore).get_quant_method(bare(ParallelLMHead), name)
+def test_head(name: str, tied: bool, ignore: tuple[str, ...], quantized: bool) -> None:
+    config = quantization(ignore)
+    config.maybe_update_config("", LlamaConfig(tie_word_embeddings=tied))
+    method = config.get_quant_method(bare(ParallelLMHead), name)
     assert isinstance(method, LatqLinearMethod) == quantized
     assert quantized or method is None
 
@@ -99,6 +98,14 @@ def test_head(name: str, tied: bool, ignore: tuple[str, ...], quantized: bool, m
 def test_embeddings_and_other_layers_are_left_alone() -> None:
     assert quantization().get_quant_method(bare(VocabParallelEmbedding), "model.embed_tokens") is None
     assert quantization().get_quant_method(torch.nn.Identity(), "model.layers.0.self_attn.attn") is None
+
+
+def test_heads_that_vllm_permutes_whatever_they_are_stored_in_are_refused() -> None:
+    config = quantization()
+    config.maybe_update_config("", BloomConfig())
+    with pytest.raises(UnsupportedModelError, match=r"query_key_value: expected .* one after the other, found bloom"):
+        config.get_quant_method(bare(LinearBase), "transformer.h.0.self_attention.query_key_value")
+    assert config.get_quant_method(bare(LinearBase), "transformer.h.0.mlp.dense_h_to_4h").scheme == SCHEME
 
 
 def test_names_are_mapped_to_vllm_names() -> None:

@@ -40,8 +40,14 @@ CHANGES = {
         **{"layer_types": ["sliding_attention", "full_attention"], "attention_k_eq_v": True},
         **{"global_head_dim": 64, "num_global_key_value_heads": 1},
     },
+    # Its router weighs inputs, and vLLM rotates queries and keys in another order of channels; in every second block
+    # nothing is rotated, and in this one the experts are.
+    "llama4_text": {
+        **{"num_experts_per_tok": 1, "intermediate_size_mlp": 96, "interleave_moe_layer_step": 2},
+        **{"no_rope_layer_interval": 2, "attention_chunk_size": 128},
+    },
 }
-FUSED = ("granitemoe", "gemma4_text")
+FUSED = ("granitemoe", "gemma4_text", "llama4_text")
 ENGINE = {"max_model_len": 64}
 SAMPLES = {"num_samples": 4, "seq_len": 32}
 RECIPES = {
@@ -49,6 +55,7 @@ RECIPES = {
     "qwen3_moe": Recipe("latq", target_bits=3.5, **SAMPLES),
     "granitemoe": Recipe("gptq", 4, group_size=32, ignore=("model.layers.0.block_sparse_moe.experts",), **SAMPLES),
     "gemma4_text": Recipe("hptq", target_bits=3.5, **SAMPLES),
+    "llama4_text": Recipe("latq", target_bits=4.5, **SAMPLES),
 }
 
 

@@ -177,6 +177,19 @@ def assert_every_rank_gets_its_part(
     assert (total - expected).abs().max() <= TOLERANCE * expected.abs().max()
 
 
+def test_router_weighs_inputs(rank_of: Callable[[int], None]) -> None:
+    """As Llama 4's does, which chooses one expert for each token."""
+    rank_of(0)
+    layer, weights = build(quantization(PACKED), apply_router_weight_on_input=True, top_k=1), checkpoint(PACKED)
+    load(layer, weights)
+    layer.quant_method.process_weights_after_loading(layer)
+    x, router, ids = torch.randn(7, HIDDEN), torch.rand(7, 1), torch.randint(EXPERTS, (7, 1), dtype=torch.int32)
+    gate, up, down = (torch.stack([weights[f"{e}.{leaf}"].dequantize() for e in range(EXPERTS)]) for leaf in LEAVES)
+    expected = product_of(x * router, torch.cat([gate, up], 1), down, torch.ones(7, 1), ids)
+    got = layer.quant_method.apply(layer, x, router, ids, None, None)
+    assert (got - expected).abs().max() <= TOLERANCE * expected.abs().max()
+
+
 def test_decoded_experts_share_one_width(rank_of: Callable[[int], None]) -> None:
     """Experts whose own best widths differ are stacked all the same."""
     rank_of(0)
@@ -244,7 +257,7 @@ def test_group_cut_by_tensor_parallelism_is_refused(rank_of: Callable[[int], Non
         ({"activation": "swigluoai"}, "the activation swigluoai"),
         ({"has_bias": True}, "biases"),
         ({"swiglu_limit": 7.0}, "a limit in the activation"),
-        ({"apply_router_weight_on_input": True, "top_k": 1}, "router weights applied to the input"),
+        ({"apply_router_weight_on_input": True}, "several experts that the router weighs at their input"),
     ],
 )
 def test_experts_of_another_kind_are_refused(

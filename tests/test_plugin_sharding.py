@@ -5,6 +5,7 @@ dequantized matrices is the oracle.
 """
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import vllm.model_executor.layers.mamba.mamba_mixer2 as vllm_mamba
 import vllm.model_executor.layers.vocab_parallel_embedding as vllm_vocab
 import vllm.model_executor.parameter as vllm_parameter
 from random_weights import RANS, random_weight
+from transformers import FalconConfig, Llama4TextConfig, LlamaConfig
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
@@ -23,6 +25,8 @@ from vllm.model_executor.layers.linear import (
     RowParallelLinear,
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.models.falcon import FalconModel
+from vllm.model_executor.models.llama4 import Llama4ForCausalLM
 
 from vllm_latq.config import CheckpointConfig, LayerScheme
 from vllm_latq.errors import CheckpointError, UnsupportedShapeError
@@ -32,6 +36,7 @@ from vllm_latq.vllm_config import LatqConfig
 HIDDEN = 256
 VOCABULARY = 200  # vLLM pads it to 256, so that some rank owns padding
 PACKED = LayerScheme("packed", 4, 64, True)
+MODEL = LlamaConfig()
 SCHEMES = {
     "packed4": PACKED,
     "packed3-integer": LayerScheme("packed", 3, 32, True, "integer"),
@@ -44,9 +49,10 @@ RANS_TOLERANCE = {"rtol": 1e-4, "atol": 1e-3}
 Shard = tuple[Any, int, int]  # shard id, rows and columns in the checkpoint
 
 
-def quantization(scheme: LayerScheme) -> LatqConfig:
+def quantization(scheme: LayerScheme, model: Any = MODEL) -> LatqConfig:
     config = LatqConfig(CheckpointConfig(scheme))
     config.packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up": ["gate_proj", "up_proj"]}
+    config.maybe_update_config("", model)
     return config
 
 
@@ -62,8 +68,8 @@ def _head(quant: LatqConfig | None) -> torch.nn.Module:
     return ParallelLMHead(VOCABULARY, HIDDEN, quant_config=quant, prefix="lm_head", params_dtype=torch.float32)
 
 
-def _qkv(kv_heads: int) -> Callable[..., torch.nn.Module]:
-    return _linear(QKVParallelLinear, HIDDEN, 32, 4, kv_heads, leaf="qkv_proj")
+def _qkv(kv_heads: int, leaf: str = "qkv_proj") -> Callable[..., torch.nn.Module]:
+    return _linear(QKVParallelLinear, HIDDEN, 32, 4, kv_heads, leaf=leaf)
 
 
 def _mamba(quant: LatqConfig | None) -> torch.nn.Module:
@@ -97,6 +103,7 @@ KINDS: dict[str, tuple[Callable[..., torch.nn.Module], list[Shard]]] = {
 for kv in (1, 2, 4):
     KINDS[f"qkv_{kv}"] = (_qkv(kv), [("v", 32 * kv, HIDDEN), ("q", 128, HIDDEN), ("k", 32 * kv, HIDDEN)])
     KINDS[f"qkv_{kv}_stored_merged"] = (_qkv(kv), [(None, 32 * (4 + 2 * kv), HIDDEN)])
+    KINDS[f"query_key_value_{kv}"] = (_qkv(kv, "query_key_value"), [(None, 32 * (4 + 2 * kv), HIDDEN)])
 
 
 @pytest.fixture
@@ -132,7 +139,7 @@ def dense(layer: torch.nn.Module) -> torch.Tensor:
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "query_key_value" not in kind])
 def test_every_rank_gets_its_shard(kind: str, size: int, scheme: str, rank_of: Callable[[int, int], None]) -> None:
     check_ranks(kind, size, SCHEMES[scheme], rank_of, {"rtol": 0, "atol": 0})
 
@@ -143,22 +150,63 @@ def test_every_rank_gets_its_shard_and_its_column_factors(kind: str, rank_of: Ca
 
 
 def check_ranks(
-    kind: str, size: int, scheme: LayerScheme, rank_of: Callable[[int, int], None], tolerance: dict[str, float]
+    kind: str,
+    size: int,
+    scheme: LayerScheme,
+    rank_of: Callable[[int, int], None],
+    tolerance: dict[str, float],
+    model: Any = MODEL,
+    arrange: Callable[[Any, torch.Tensor], torch.Tensor] = lambda shard_id, weight: weight,
 ) -> None:
-    """Load a layer on each rank beside an unquantized one: equal weights, and products within the tolerance."""
+    """Load a layer on each rank beside an unquantized one: equal weights, and products within the tolerance.
+
+    `arrange` is what the model of vLLM does to the weight of a shard before it gives it to the unquantized one.
+    """
     for rank in range(size):
         rank_of(rank, size)
-        layer, oracle = build(kind, quantization(scheme)), build(kind, None)
+        layer, oracle = build(kind, quantization(scheme, model)), build(kind, None)
         for seed, (shard_id, rows, cols) in enumerate(KINDS[kind][1]):
             weight = random_weight(scheme, rows, cols, seed)
             load(layer, shard_id, weight.to_tensors())
-            load(oracle, shard_id, {"weight": weight.dequantize()})
+            load(oracle, shard_id, {"weight": arrange(shard_id, weight.dequantize())})
         layer.quant_method.process_weights_after_loading(layer)
         assert kind == "head" or not hasattr(layer, "weight")
         torch.testing.assert_close(dense(layer), oracle.weight.data, rtol=0, atol=0)
         x = torch.randn(3, layer.quant_method.cols, generator=torch.Generator().manual_seed(0))
         expected = torch.nn.functional.linear(x, oracle.weight.data)
         torch.testing.assert_close(layer.quant_method.apply(layer, x), expected, **tolerance)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_rotated_rows_of_llama4(size: int, rank_of: Callable[[int, int], None]) -> None:
+    """vLLM rotates halves of a head, where the checkpoint has neighbours side by side."""
+    model = Llama4TextConfig(num_attention_heads=4, num_key_value_heads=2, head_dim=32)
+
+    def arrange(shard_id: Any, weight: torch.Tensor) -> torch.Tensor:
+        name = f"model.layers.0.self_attn.{shard_id}_proj.weight"
+        return Llama4ForCausalLM.permute_qk_weight_for_rotary(SimpleNamespace(config=model), name, weight)[1]
+
+    rows = torch.arange(64.0).unsqueeze(1)
+    assert not torch.equal(arrange("k", rows), rows)
+    check_ranks("qkv_2", size, PACKED, rank_of, {"rtol": 0, "atol": 0}, model, arrange)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_interleaved_heads_of_falcon(kv_heads: int, size: int, rank_of: Callable[[int, int], None]) -> None:
+    """It stores the queries of each head of keys, with its key and value behind them."""
+    options = {"new_decoder_architecture": kv_heads == 2, "multi_query": kv_heads == 1, "num_kv_heads": kv_heads}
+    model = FalconConfig(num_attention_heads=4, **options)
+
+    def arrange(_: Any, weight: torch.Tensor) -> torch.Tensor:
+        parameter = torch.nn.Parameter(torch.empty_like(weight), requires_grad=False)
+        parameter.output_dim = 0
+        own = torch.nn.Module()
+        own.config, own.query_key_value = model, parameter
+        FalconModel.load_weights(own, [("query_key_value", weight)])
+        return parameter.data
+
+    check_ranks(f"query_key_value_{kv_heads}", size, PACKED, rank_of, {"rtol": 0, "atol": 0}, model, arrange)
 
 
 def test_shards_of_one_input_have_one_set_of_column_factors(rank_of: Callable[[int, int], None]) -> None:

@@ -5,6 +5,7 @@ the weights differs, so each expert can have its own Hessian, scheme and scales.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,29 +62,22 @@ class Experts(nn.ModuleList):
 
     Args:
         fused: a module of transformers with `gate_up_proj` [experts, 2 * intermediate, hidden], or without a gate
-            `up_proj` [experts, intermediate, hidden], and `down_proj` [experts, hidden, intermediate].
-        name: of that module, for errors.
-
-    Raises:
-        UnsupportedModelError: biases, or transposed or interleaved weights.
+            `up_proj` [experts, intermediate, hidden], and `down_proj` [experts, hidden, intermediate]. It loses them.
+        activate: see `Expert`.
     """
 
-    def __init__(self, fused: Any, name: str) -> None:
-        gated = getattr(fused, "has_gate", True)
-        first = "gate_up_proj" if gated else "up_proj"
-        expected = {"has_bias": False, "is_transposed": False, "is_concatenated": True}
-        layout = {flag: getattr(fused, flag, None) for flag in expected}
-        shapes = {leaf: tuple(parameter.shape) for leaf, parameter in fused.named_parameters()}
-        if layout != expected or set(shapes) != {first, "down_proj"}:
-            found = f"{type(fused).__name__} with {layout} and parameters {', '.join(shapes)}"
-            raise UnsupportedModelError(name, "experts without bias, gate and up one after the other", found)
-        count, hidden, intermediate = shapes["down_proj"]
-        dtype, activate = fused.down_proj.dtype, fused._apply_gate if gated else fused.act_fn.__call__
+    def __init__(self, fused: Any, activate: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.gated = hasattr(fused, "gate_up_proj")
+        first, dtype = "gate_up_proj" if self.gated else "up_proj", fused.down_proj.dtype
+        count, hidden, intermediate = matrices_shape(fused, "down_proj")
         # A bound method keeps its module alive: hold on to the activation, let go of the weights.
-        for leaf in shapes:
+        for leaf in (first, "down_proj"):
             setattr(fused, leaf, None)
         super().__init__(Expert(hidden, intermediate, first, activate, dtype) for _ in range(count))
-        self.gated = gated
+
+    def tokens(self, hidden: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+        """Of the arguments of `forward`: what any expert may be given, [tokens, hidden]."""
+        return hidden
 
     def forward(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Sum of the chosen experts' outputs.
@@ -101,6 +95,65 @@ class Experts(nn.ModuleList):
                 result = expert(hidden[token]) * weights[token, choice, None]
                 output.index_add_(0, token, result.to(output.dtype))
         return output.to(hidden.dtype)
+
+
+class InputWeighedExperts(Experts):
+    """Llama 4's: the router weighs what goes into an expert, not what comes out."""
+
+    def tokens(self, hidden: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+        return hidden[hidden.any(-1)]
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        """Outputs for [experts * tokens, hidden]: all tokens for each expert, zeros where it was not chosen."""
+        given = hidden.view(len(self), -1, hidden.shape[-1])
+        results = []
+        for expert, own in zip(self, given, strict=True):
+            chosen, result = own.any(-1), torch.zeros_like(own)
+            if chosen.any():
+                result[chosen] = expert(own[chosen])
+            results.append(result)
+        return torch.cat(results)
+
+
+def split_experts(fused: Any, name: str) -> Experts:
+    """The experts of one layer one by one, in the place of a fused module of transformers.
+
+    Args:
+        fused: see `Experts`; it loses its weights.
+        name: of that module, for errors.
+
+    Raises:
+        UnsupportedModelError: biases, or interleaved weights, or transposed ones, but for Llama 4's.
+    """
+    gated = getattr(fused, "has_gate", True)
+    expected = {"has_bias": False, "is_transposed": False, "is_concatenated": True}
+    layout = {flag: getattr(fused, flag, None) for flag in expected}
+    parameters = {leaf for leaf, _ in fused.named_parameters()}
+    if (layout != expected and not is_llama4(fused)) or parameters != {
+        "gate_up_proj" if gated else "up_proj",
+        "down_proj",
+    }:
+        found = f"{type(fused).__name__} with {layout} and parameters {', '.join(sorted(parameters))}"
+        raise UnsupportedModelError(name, "experts without bias, gate and up one after the other", found)
+    if is_llama4(fused):
+        return InputWeighedExperts(fused, partial(_gate, fused.act_fn))
+    return Experts(fused, fused._apply_gate if gated else fused.act_fn.__call__)
+
+
+def matrices_shape(fused: Any, leaf: str) -> tuple[int, int, int]:
+    """(experts, rows, columns) of the matrices in a tensor of a fused module, however it holds them."""
+    count, rows, columns = fused.get_parameter(leaf).shape
+    return (count, columns, rows) if is_llama4(fused) else (count, rows, columns)
+
+
+def is_llama4(fused: Any) -> bool:
+    """Whether it is of the one family whose router weighs inputs, and whose model holds its matrices transposed."""
+    return type(fused).__name__ == "Llama4TextExperts"
+
+
+def _gate(act: Callable[[torch.Tensor], torch.Tensor], gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return up * act(gate)
 
 
 def fused_experts(model: nn.Module) -> dict[str, dict[str, tuple[str, ...]]]:

@@ -14,7 +14,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, Transpose, WeightConverter, WeightRenaming, rename_source_key
 
 from vllm_latq.errors import UnsupportedModelError
-from vllm_latq.experts import FUSED, Experts, fused_experts
+from vllm_latq.experts import FUSED, fused_experts, matrices_shape, split_experts
 
 # Model tensor -> rule -> stored tensors; the rule is "" for a tensor that is stored as it is, under whatever name.
 _Sources = dict[str, dict[str, list[str]]]
@@ -39,13 +39,13 @@ def stored_names(
     linears_of = {
         name: [leaf for leaves in parts.values() for leaf in leaves] for name, parts in fused_experts(model).items()
     }
-    counts = {name: len(model.get_submodule(name).down_proj) for name in linears_of}
+    counts = {name: matrices_shape(model.get_submodule(name), "down_proj")[0] for name in linears_of}
     merged = {name: _merged(name, sources) for name in counts}
     single = {name: _single(name, count, linears_of[name], sources) for name, count in counts.items()}
     linears = {tensor for rules in merged.values() for tensors in rules for tensor in tensors}
     if quantized is None or linears.intersection(quantized) or any(any(rules) for rules in single.values()):
         for name, count in counts.items():
-            experts = Experts(model.get_submodule(name), name)
+            experts = split_experts(model.get_submodule(name), name)
             found = single[name] if any(single[name]) else merged[name]
             doubled = any("" in sources.get(f"{name}.{leaf}", {}) for leaf in FUSED)
             if doubled or [len(tensors) for tensors in found] != [count] * len(linears_of[name]):

@@ -2,10 +2,10 @@
 
 import re
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import register_quantization_config
@@ -14,10 +14,12 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from vllm_latq.config import QUANT_METHOD, CheckpointConfig, LayerScheme
 from vllm_latq.errors import ConfigError, UnsupportedModelError
+from vllm_latq.row_order import stored_order
 from vllm_latq.vllm_linear import LatqLinearMethod
 from vllm_latq.vllm_moe import LatqMoEMethod, expert_leaves
 
-_PERMUTED_ON_LOAD = ("bloom", "falcon", "gpt_neox")
+# Their fused q/k/v is permuted whatever its tensors are.
+_PERMUTED_ON_LOAD = ("bloom", "gpt_neox")
 
 
 @register_quantization_config(QUANT_METHOD)
@@ -39,6 +41,7 @@ class LatqConfig(QuantizationConfig):
                 "Quantize it first (`latq quantize MODEL OUT`), then serve OUT.",
             )
         self.checkpoint = checkpoint
+        self.model: Any = None
 
     def get_name(self) -> Any:
         return QUANT_METHOD
@@ -57,6 +60,10 @@ class LatqConfig(QuantizationConfig):
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "LatqConfig":
         return cls(CheckpointConfig.from_dict(config, where="config.json: quantization_config"))
+
+    def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
+        """Keep the configuration of the model that is quantized, be it a draft's."""
+        self.model = hf_config.get_text_config()
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         """Rename the modules that the config names the way vLLM renames the model's."""
@@ -79,18 +86,23 @@ class LatqConfig(QuantizationConfig):
         if isinstance(layer, LinearBase):
             shards = self._shard_names(prefix)
             scheme = self._common_scheme(prefix, shards)
-            if scheme:
-                _refuse_interleaved_heads(prefix)
-            return LatqLinearMethod(scheme, prefix, shards, self._recipe()) if scheme else UnquantizedLinearMethod()
+            return self._linear_method(scheme, prefix, shards) if scheme else UnquantizedLinearMethod()
         if isinstance(layer, ParallelLMHead):
             # Some of vLLM's models do not name their heads.
             prefix = prefix or "lm_head"
-            scheme = None if _embeddings_are_tied() else self.checkpoint.scheme_for(prefix)
-            return LatqLinearMethod(scheme, prefix, [prefix], self._recipe()) if scheme else None
+            scheme = None if self.model.tie_word_embeddings else self.checkpoint.scheme_for(prefix)
+            return self._linear_method(scheme, prefix, [prefix]) if scheme else None
         if isinstance(layer, RoutedExperts):
             schemes = self._expert_schemes(layer, prefix)
             return LatqMoEMethod(layer.moe_config, schemes, prefix, self._recipe()) if schemes else None
         return None
+
+    def _linear_method(self, scheme: LayerScheme, prefix: str, shards: list[str]) -> LatqLinearMethod:
+        if prefix.endswith("query_key_value") and self.model.model_type in _PERMUTED_ON_LOAD:
+            expected, found = "a model whose q, k and v are stored one after the other", self.model.model_type
+            hint = "Load the checkpoint with transformers, or quantize it with query_key_value among those ignored."
+            raise UnsupportedModelError(prefix, expected, found, hint)
+        return LatqLinearMethod(scheme, prefix, shards, self._recipe(), partial(stored_order, self.model))
 
     def _recipe(self) -> dict[str, Any]:
         return dict(self.checkpoint.recipe)
@@ -126,20 +138,3 @@ class LatqConfig(QuantizationConfig):
             hint = "vLLM merges these into one matrix: quantize or ignore them alike."
             raise ConfigError(prefix, "one scheme for all of its shards", found, hint)
         return schemes[shards[0]]
-
-
-def _refuse_interleaved_heads(prefix: str) -> None:
-    """Refuse fused q/k/v that vLLM permutes head by head as it loads them, which only works on plain weights."""
-    model_config = get_current_vllm_config().model_config
-    model_type = getattr(getattr(model_config, "hf_config", None), "model_type", None)
-    if prefix.endswith("query_key_value") and model_type in _PERMUTED_ON_LOAD:
-        hint = "Load the checkpoint with transformers, or quantize it with query_key_value among the ignored modules."
-        raise UnsupportedModelError(prefix, "a model whose q, k and v are stored one after the other", model_type, hint)
-
-
-def _embeddings_are_tied() -> bool:
-    """Whether the model will use the embedding as its head; a tied head has no tensors of its own."""
-    model_config = get_current_vllm_config().model_config
-    if model_config is None:
-        return False
-    return bool(getattr(model_config.hf_config.get_text_config(), "tie_word_embeddings", False))

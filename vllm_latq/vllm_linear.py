@@ -10,7 +10,7 @@ Invariant: after `process_weights_after_loading` a layer holds validated weights
 vLLM itself does not notice missing tensors of quantized layers.
 """
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -84,10 +84,19 @@ class LatqLinearMethod(LinearMethodBase):
         prefix: vLLM's name of the layer.
         shard_names: checkpoint names of the matrices merged into it, in vLLM's order.
         recipe: of the checkpoint; sets the outlier rate of dummy weights.
+        order: name and rows of a shard -> for each row in the order of vLLM's model, the stored one.
     """
 
-    def __init__(self, scheme: LayerScheme, prefix: str, shard_names: list[str], recipe: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        scheme: LayerScheme,
+        prefix: str,
+        shard_names: list[str],
+        recipe: Mapping[str, Any],
+        order: Callable[[str, int], torch.Tensor],
+    ) -> None:
         self.scheme, self.prefix, self.shard_names, self.recipe = scheme, prefix, shard_names, recipe
+        self.order = order
         # Fixed by the first load, so that `reload_weights` can write into the same tensors.
         self.bits = scheme.bits
         self.capacity: int | None = None
@@ -151,7 +160,8 @@ class LatqLinearMethod(LinearMethodBase):
             name = self._shard_name(shard_id)
             weight = read_shard(tensors, self.scheme, self.all_cols, name)
             owned = self._owned_rows(layer, shard_id, weight.shape[0])
-            source = torch.where(owned >= 0, owned + offset, source)
+            stored = self.order(name, weight.shape[0])
+            source = torch.where(owned >= 0, stored[owned.clamp(min=0)] + offset, source)
             offset += weight.shape[0]
             read.append((name, weight))
         self._check_complete(layer, source)

@@ -116,6 +116,7 @@ class LatqMoEMethod(FusedMoEMethodBase):
             UnsupportedModelError: experts that are more than gate, up and down, or up and down.
             UnsupportedShapeError: a scale group that would be cut.
         """
+        self.weighs_inputs = bool(layer.apply_router_weight_on_input)
         self._check_supported(layer)
         self.dtype, self.leaves = params_dtype, expert_leaves(layer)
         self.dummy = str(get_current_vllm_config().load_config.load_format) == "dummy"
@@ -160,6 +161,8 @@ class LatqMoEMethod(FusedMoEMethodBase):
         ids = topk_ids
         if layer._expert_map is not None:
             ids = layer._expert_map[ids.to(torch.int64)].masked_fill(ids < 0, -1)
+        if self.weighs_inputs:  # those of the one expert of each token
+            x, topk_weights = x * topk_weights.to(x.dtype), torch.ones_like(topk_weights)
         gate_up, down = ([getattr(layer, name) for name in self.parameters[product]] for product in PRODUCTS)
         return run_experts(x, topk_weights, ids, gate_up, down, *self.constants)
 
@@ -169,7 +172,8 @@ class LatqMoEMethod(FusedMoEMethodBase):
             f"the activation {activation}": activation not in ACTIVATIONS,
             "a limit in the activation": getattr(layer, "swiglu_limit", None) is not None,
             "biases": self.moe.has_bias,
-            "router weights applied to the input": layer.apply_router_weight_on_input,
+            "several experts that the router weighs at their input": self.weighs_inputs
+            and self.moe.experts_per_token > 1,
         }
         if any(refused.values()):
             expected = f"experts of linears alone, with an activation among {', '.join(ACTIVATIONS)}"

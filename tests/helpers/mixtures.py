@@ -13,6 +13,7 @@ from torch.nn import functional
 from vllm_latq.checkpoint import CheckpointReader
 from vllm_latq.config import LayerScheme
 from vllm_latq.expert_op import ACTIVATIONS, expert_constants, run_experts
+from vllm_latq.experts import is_llama4
 from vllm_latq.operands import make_operands, stack_operands
 from vllm_latq.packed_weight import PackedWeight
 from vllm_latq.weights import RansWeight
@@ -119,6 +120,8 @@ def into_fused(model: Any, checkpoint: Path) -> None:
                 continue
             experts, _, expert = parent.rpartition(".")
             fused = modules[experts].gate_up_proj if leaf != "down_proj" else modules[experts].down_proj
+            if is_llama4(modules[experts]):
+                fused = fused.transpose(1, 2)
             rows = len(weight)
             start = rows if leaf == "up_proj" else 0
             fused[int(expert), start : start + rows].copy_(weight)

@@ -89,6 +89,39 @@ def test_hessians_are_those_of_routed_tokens(random_model: Any) -> None:
         torch.testing.assert_close(found.matrix, routed.T @ routed, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("repeats", [8, 1])
+def test_inputs_weighed_by_the_router(repeats: int, random_model: Any) -> None:
+    """Llama 4's: Hessians are those of weighed tokens, also where few reach an expert, and so are gradients."""
+    sizes = {"num_experts_per_tok": 1, "intermediate_size_mlp": 48, "attention_chunk_size": 16}
+    directory, model = random_model("llama4_text", **EXPERTS | sizes)
+    fused = model.model.layers[0].feed_forward.experts
+    seen: list[torch.Tensor] = []
+    fused.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0]))
+    samples = TOKENS.repeat(repeats, 1)
+    with torch.no_grad():
+        model(samples)
+    hidden = seen[0].requires_grad_()
+    given, everything = hidden.detach().view(4, -1, 32), hidden[hidden.any(-1)].detach()
+    assert len(everything) == samples.numel()
+    decoder, noted = Decoder(directory, "cpu"), 0
+    with decoder.block(0) as block:
+        hessians = Stream(decoder, samples).inputs(0, block, decoder.linears(0))
+        own = block.feed_forward.experts(hidden)
+        cotangent = torch.randn_like(own)
+        (own_gradient,) = torch.autograd.grad(own, hidden, cotangent)
+        (gradient,) = torch.autograd.grad(fused(hidden), hidden, cotangent)
+    torch.testing.assert_close(own_gradient, gradient)
+    for expert in range(4):
+        (found,) = (h for h in hessians if f"model.layers.0.feed_forward.experts.{expert}.gate_proj" in h.linears)
+        routed = given[expert][given[expert].any(-1)]
+        missing = max(0, 32 - len(routed))
+        expected = routed.T @ routed + missing / len(everything) * everything.T @ everything
+        assert found.tokens == len(routed) + missing
+        torch.testing.assert_close(found.matrix, expected, rtol=1e-4, atol=1e-4)
+        noted += bool(found.note)
+    assert bool(noted) is (repeats == 1)
+
+
 def test_an_expert_that_no_token_reaches(random_model: Any, calibration_text: Path, tmp_path: Path) -> None:
     directory, _ = random_model("mixtral", "starved", **EXPERTS | {"num_experts_per_tok": 1})
     never_choose(directory, 3)

@@ -55,6 +55,14 @@ FAMILIES = {
         "router.proj",
         Recipe("gptq", 3, group_size=8, grid="midrise", **SAMPLES),
     ),
+    # Its router weighs what goes into an expert, and its matrices are transposed: gate and up are as wide as they are
+    # high, so only the model says how they lie.
+    "llama4_text": (
+        {"num_experts_per_tok": 1, "intermediate_size": 16, "intermediate_size_mlp": 48, "attention_chunk_size": 8},
+        "feed_forward.experts",
+        "feed_forward.router",
+        Recipe("ssqr", 3, group_size=16, outlier_rate=0.02, **SAMPLES),
+    ),
 }
 TOKENS = torch.randint(3, 2048, (3, 20), generator=torch.Generator().manual_seed(1))
 

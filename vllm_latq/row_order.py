@@ -1,0 +1,38 @@
+"""The rows of a linear in the order in which a model of vLLM wants them, where it is not the checkpoint's.
+
+Such models permute weights by name and shape before any layer sees them; packed tensors pass them by as they are.
+
+    llama4   q_proj, k_proj    each head [d / 2, 2] -> [2, d / 2]: neighbours are rotated, vLLM rotates halves
+    falcon   query_key_value   [KV heads, queries of each + 2, d] -> all queries, all keys, all values
+"""
+
+from typing import Any
+
+import torch
+
+Config = Any  # a configuration of transformers
+
+
+def stored_order(config: Config, linear: str, rows: int) -> torch.Tensor:
+    """For each row in vLLM's order, the stored one, int64 [rows].
+
+    Args:
+        config: of the language model.
+        linear: name of the stored matrix.
+        rows: that the model gives it.
+    """
+    numbers, kind = torch.arange(rows, device="cpu"), (config.model_type, linear.rpartition(".")[2])
+    if kind == ("llama4_text", "q_proj"):
+        return _halves(numbers, config.num_attention_heads)
+    if kind == ("llama4_text", "k_proj"):
+        return _halves(numbers, config.num_key_value_heads)
+    if kind == ("falcon", "query_key_value"):
+        heads = config.num_attention_heads
+        groups = config.num_kv_heads if config.new_decoder_architecture else 1 if config.multi_query else heads
+        queries, keys, values = numbers.view(groups, heads // groups + 2, -1).split([heads // groups, 1, 1], 1)
+        return torch.cat([part.flatten() for part in (queries, keys, values)])
+    return numbers
+
+
+def _halves(numbers: torch.Tensor, heads: int) -> torch.Tensor:
+    return numbers.view(heads, -1, 2).transpose(1, 2).flatten()
