@@ -65,9 +65,19 @@ class ModelStore(Float8Store):
         return self._matrices[name].shape if name in self._matrices else super().shape(name)
 
     def get(self, name: str) -> torch.Tensor:
-        """One tensor on the CPU; raises CheckpointError if it is missing or its file is damaged."""
+        """One tensor on the CPU.
+
+        Raises:
+            CheckpointError: it is missing, or its file is damaged.
+            UnsupportedModelError: parts of several dtypes.
+        """
         if name in self._joined:
-            return torch.cat([super(ModelStore, self).get(part) for part in self._joined[name]])
+            parts = [super(ModelStore, self).get(part) for part in self._joined[name]]
+            for part, tensor in zip(self._joined[name], parts, strict=True):
+                if tensor.dtype != parts[0].dtype:
+                    wanted = f"{parts[0].dtype} like {self._joined[name][0]}, with which it makes {name}"
+                    raise UnsupportedModelError(f"{self.directory}: {part}", wanted, f"{tensor.dtype}")
+            return torch.cat(parts)
         if name not in self._matrices:
             return super().get(name)
         at = self._matrices[name]

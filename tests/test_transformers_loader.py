@@ -33,7 +33,11 @@ def test_same_logits_as_the_dequantized_model(name: str, dtype: torch.dtype, req
 
 
 @pytest.mark.parametrize(
-    "imports", ["vllm_latq, transformers.modeling_utils", "transformers.modeling_utils, vllm_latq"]
+    "imports",
+    [
+        *("vllm_latq, transformers.modeling_utils", "transformers.modeling_utils, vllm_latq"),
+        "vllm_latq, transformers.quantizers.auto",
+    ],
 )
 def test_registered_whichever_is_imported_first(imports: str) -> None:
     code = f"import {imports}; assert 'latq' in transformers.quantizers.auto.AUTO_QUANTIZER_MAPPING"

@@ -5,11 +5,18 @@ Importing this package registers the `latq` quantization method with transformer
 transformers' models are imported, before or after this package: commands that need none start without them.
 """
 
+from importlib import import_module
 from types import ModuleType
 
 from wrapt import when_imported
 
 __version__ = "0.1.0"
+
+
+@when_imported("transformers.quantizers")
+def _import_models(_: ModuleType) -> None:
+    """What may be asked for a quantizer without them must know this one."""
+    import_module("transformers.modeling_utils")
 
 
 @when_imported("transformers.modeling_utils")

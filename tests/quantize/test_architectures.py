@@ -153,6 +153,19 @@ def test_parts_that_do_not_fit_each_other_are_refused(
         Decoder(tmp_path / "model", "cpu")
 
 
+def test_parts_of_several_dtypes_are_refused(random_model: Any, tmp_path: Path) -> None:
+    source, _ = random_model("olmo_hybrid", **JOINED)
+    shutil.copytree(source, tmp_path / "model")
+    tensors = load_file(source / "model.safetensors")
+    part = "model.layers.0.linear_attn.k_conv1d.weight"
+    tensors[part] = tensors[part].to(torch.int64)
+    save_file(tensors, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        UnsupportedModelError, match=r"k_conv1d\.weight: expected torch\.float32 like .*found torch\.int"
+    ):
+        quantize_checkpoint(Recipe("rtn", 4, group_size=16), tmp_path / "model", tmp_path / "out")
+
+
 def test_linears_outside_the_blocks_are_ignored(random_model: Any) -> None:
     """OPT's projections between embeddings and blocks: vLLM would take them for quantized."""
     directory, _ = random_model("opt", "projected", word_embed_proj_dim=16)
