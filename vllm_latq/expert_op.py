@@ -10,7 +10,8 @@ How many tokens an expert gets is known only when it runs, so a graph sees one o
     else                      each expert multiplies its own tokens; how many these are is read back once a layer
     else, in a CUDA graph     every expert multiplies all tokens, and what was not asked for is dropped
 
-The last two multiply expert by expert through the operator of a linear, `latq::ssqr_tiled` or `latq::ssqr_linear`.
+The last two multiply expert by expert through the operator of a linear: `latq::ssqr_tiled`, `latq::ssqr_int4` or
+`latq::ssqr_linear`.
 
 Invariant: an id outside [0, experts) stands for an expert of another rank, and adds nothing. Sums over experts are
 float32 and rounded once.

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from vllm_latq.cpu_path import int4_arguments, ssqr_int4, takes
 from vllm_latq.errors import CheckpointError
 from vllm_latq.kernel_path import has_kernels, kernel_arguments, ssqr_tiled, unsupported
 from vllm_latq.linear_op import outlier_capacity, ssqr_linear, weight_arguments
@@ -23,7 +24,7 @@ class Operands:
     """y = multiply(x, **tensors, **constants).
 
     Attributes:
-        multiply: `ssqr_tiled` or `ssqr_linear`.
+        multiply: `ssqr_tiled`, `ssqr_int4` or `ssqr_linear`.
         tensors: by argument name; they may be replaced by others of the same shapes.
         constants: by argument name; the same for every weight of a scheme and shape.
         capacity: outliers, or slots of them, that the tensors have room for; None without outliers.
@@ -65,6 +66,8 @@ def make_operands(weight: PackedWeight, dtype: torch.dtype, where: str, capacity
         if nnz > capacity:
             hint = "Reloaded weights go into the memory of the first ones: restart the server with this checkpoint."
             raise CheckpointError(where, f"at most {capacity} outliers", str(nnz), hint)
+    if takes(weight, dtype):
+        return Operands(ssqr_int4, *int4_arguments(weight, capacity), capacity)
     constants = {name: getattr(weight, name) for name in ("bits", "group_size", "cols", "midrise")}
     return Operands(ssqr_linear, weight_arguments(weight, capacity), constants, capacity)
 

@@ -1,0 +1,119 @@
+"""`latq::ssqr_int4`, torch's 4-bit product and the outliers, against float64 products with the dequantized weight."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from mixtures import Mixture, routing
+from random_weights import random_weight
+
+from vllm_latq.config import LayerScheme
+from vllm_latq.csr import CSR
+from vllm_latq.errors import CheckpointError
+from vllm_latq.linear_op import ssqr_linear
+from vllm_latq.operands import Operands, make_operands
+from vllm_latq.packed_weight import PackedWeight
+
+# Of the norm of the products: each is rounded to bfloat16 before the outliers are added, and after.
+TOLERANCE = 2**-8
+
+
+def operands(weight: PackedWeight, capacity: int | None = None) -> Operands:
+    return make_operands(weight, torch.bfloat16, "layer", capacity)
+
+
+def product(x: torch.Tensor, made: Operands) -> torch.Tensor:
+    return made.multiply(x, **made.tensors, **made.constants)
+
+
+def assert_right(weight: PackedWeight, x: torch.Tensor, made: Operands) -> None:
+    got, expected = product(x, made), x.double() @ weight.dequantize().double().T
+    assert got.dtype == x.dtype
+    assert got.shape == expected.shape
+    assert (got - expected).norm() <= TOLERANCE * expected.norm()
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 33])
+@pytest.mark.parametrize("rows", [1, 16, 70])
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        LayerScheme("packed", bits, group, outliers, grid=grid)
+        for bits in (2, 3, 4)
+        for group, outliers, grid in (
+            *((32, True, "midrise"), (64, True, "midtread"), (96, False, "midtread"), (128, True, "midrise")),
+            *((-1, True, "midtread"), (-1, False, "midrise")),
+        )
+    ],
+    ids=lambda scheme: f"{scheme.bits}-{scheme.group_size}-{scheme.grid}-{scheme.outliers}",
+)
+def test_products(scheme: LayerScheme, rows: int, tokens: int) -> None:
+    cols = 384  # whole groups of every size
+    weight: Any = random_weight(scheme, rows, cols, seed=rows)
+    made = operands(weight)
+    assert made.operator == "ssqr_int4"
+    x = torch.randn(2, tokens, cols, generator=torch.Generator().manual_seed(tokens)).bfloat16()
+    assert_right(weight, x, made)
+    assert_right(weight, x[0, :, :].t().contiguous().t(), made)
+    assert product(x[:, :0], made).shape == (2, 0, rows)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_integers_on_one_scale_of_each_row(bits: int) -> None:
+    """HPTQ's, with their overflow: scales of rows are not rounded to bfloat16."""
+    weight: Any = random_weight(LayerScheme("huffman"), 48, 160, seed=1)
+    packed = weight.to_packed(bits)
+    assert packed.scales is None
+    assert packed.outliers.nnz > 0
+    x = torch.randn(5, 160).bfloat16()
+    assert_right(packed, x, operands(packed))
+
+
+def test_what_is_behind_the_last_outlier_is_not_read() -> None:
+    weight: Any = random_weight(LayerScheme("packed", 4, 32, True), 32, 64, seed=1)
+    empty = CSR.from_mask(torch.zeros(32, 64, dtype=torch.bool), torch.zeros(32, 64))
+    none = replace(weight, outliers=empty, outlier_integers=None)
+    first, second = operands(weight), operands(none, operands(weight).capacity)
+    shapes = [
+        {name: tensor.shape for name, tensor in made.tensors.items() if tensor is not None} for made in (first, second)
+    ]
+    assert shapes[0] == shapes[1], "a reload writes the one over the other"
+    for name in ("col_idx", "values"):
+        second.tensors[name].fill_(10**6)
+    assert_right(none, torch.randn(3, 64).bfloat16(), second)
+    with pytest.raises(CheckpointError, match="layer: expected at most 1 outliers"):
+        operands(weight, 1)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "cols", "dtype"),
+    [
+        (LayerScheme("packed", 8, 32, True), 64, torch.bfloat16),
+        (LayerScheme("packed", 4, 16, True), 64, torch.bfloat16),
+        (LayerScheme("packed", 4, -1, True), 72, torch.bfloat16),
+        (LayerScheme("packed", 4, 32, True), 64, torch.float32),
+        (LayerScheme("packed", 4, 32, True), 64, torch.float16),
+    ],
+)
+def test_all_else_is_dequantized(scheme: LayerScheme, cols: int, dtype: torch.dtype) -> None:
+    weight: Any = random_weight(scheme, 32, cols, seed=1)
+    assert make_operands(weight, dtype, "layer").multiply is ssqr_linear
+
+
+def test_a_compiler_sees_one_operator() -> None:
+    weight: Any = random_weight(LayerScheme("packed", 3, 32, True), 24, 64, seed=1)
+    made = operands(weight)
+    x = torch.randn(2, 3, 64).bfloat16()
+    arguments = (x, *made.tensors.values(), *made.constants.values())
+    torch.library.opcheck(torch.ops.latq.ssqr_int4.default, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize("name", ["packed", "rans"])
+def test_experts(name: str) -> None:
+    scheme = LayerScheme("packed", 4, 32, True) if name == "packed" else LayerScheme("rans")
+    mixture = Mixture(scheme, torch.bfloat16)
+    assert "ssqr_int4" in str(mixture.constants)
+    x, weights, ids = routing(7, 2)
+    got, expected = mixture(x.bfloat16(), weights, ids), mixture.reference(x, weights, ids)
+    assert (got - expected).norm() <= 4 * TOLERANCE * expected.norm()

@@ -1,0 +1,137 @@
+"""The way to torch's 4-bit product on a CPU: what of a packed weight it takes, and the operator `latq::ssqr_int4`.
+
+    PackedWeight --int4_arguments, once at load--> codes in the order of torch's kernel --ssqr_int4--> y
+    y[.., i] = row_scales[i] * (sum_j x[.., j] * (scales[i, j // group] * (code[i, j] - 8) + offsets[..])
+                                + sum_j x[.., j] * outliers[i, j])
+
+Codes of 2 and 3 bits are kept in 4, so a weight is read at half a byte each, and never written as a number; outliers
+are added row by row in float32, as bags of an embedding.
+
+Invariant: `int4_arguments(w, capacity)` has the same shapes for all weights of one scheme and shape, as a reload needs.
+"""
+
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from vllm_latq.config import WHOLE_ROW
+from vllm_latq.linear_op import weight_arguments
+from vllm_latq.packed_weight import PackedWeight
+from vllm_latq.packing import unpack_codes
+
+BITS = 4
+GROUPS = (256, 128, 64, 32)  # columns with one scale, of which torch's kernel takes any
+ROWS = 16  # it takes multiples of them
+ZERO = 8  # the code that it takes for zero
+
+_SCHEMA = (
+    "(Tensor x, Tensor words, Tensor scales_and_offsets, Tensor? row_scales, Tensor? row_ptr, Tensor? col_idx, "
+    "Tensor? values, int group, int rows) -> Tensor"
+)
+
+
+def takes(weight: PackedWeight, dtype: torch.dtype) -> bool:
+    """Whether torch has a kernel for a weight on its device and activations of `dtype`."""
+    aten = torch.ops.aten
+    known = hasattr(aten, "_convert_weight_to_int4pack_for_cpu") and hasattr(aten, "_weight_int4pack_mm_for_cpu")
+    # Of other dtypes it knows products too, which take longer than to dequantize.
+    fast = known and weight.qweight.device.type == "cpu" and dtype == torch.bfloat16
+    return fast and weight.bits <= BITS and _group(weight) is not None
+
+
+def int4_arguments(weight: PackedWeight, capacity: int | None) -> tuple[dict[str, torch.Tensor | None], dict[str, Any]]:
+    """The operator's tensors and constants by argument name, for a weight that it takes.
+
+    Args:
+        weight: on the CPU.
+        capacity: outliers to leave room for.
+    """
+    rows, group = weight.qweight.shape[0], _group(weight)
+    assert group is not None
+    codes = unpack_codes(weight.qweight, weight.bits, weight.cols).to(torch.int32) + ZERO - (1 << (weight.bits - 1))
+    padding = -rows % ROWS
+    words = torch.ops.aten._convert_weight_to_int4pack_for_cpu(functional.pad(codes, (0, 0, 0, padding), value=ZERO), 1)
+    scales = torch.ones(rows, 1) if weight.scales is None else weight.scales
+    scales = scales.repeat_interleave(weight.cols // group // scales.shape[1], 1).to(torch.bfloat16)
+    # A zero of a mid-rise grid is half a step.
+    pairs = torch.stack([scales, scales / 2 if weight.midrise else torch.zeros_like(scales)], -1)
+    outliers = weight_arguments(weight, capacity)
+    values = outliers["values"]
+    tensors = {
+        "words": words,
+        "scales_and_offsets": functional.pad(pairs, (0, 0, 0, 0, 0, padding)).transpose(0, 1).contiguous(),
+        "row_scales": weight.row_scales,
+        "row_ptr": outliers["row_ptr"],
+        "col_idx": None if outliers["col_idx"] is None else outliers["col_idx"].to(torch.int32),
+        "values": None if values is None else values.to(torch.float32),
+    }
+    return tensors, {"group": group, "rows": rows}
+
+
+def _group(weight: PackedWeight) -> int | None:
+    """Columns that can share a scale in torch's kernel; None if it has no such size."""
+    whole = weight.scales is None or weight.group_size == WHOLE_ROW
+    size = weight.cols if whole else weight.group_size
+    return next((group for group in GROUPS if size % group == 0), None)
+
+
+torch.library.define("latq::ssqr_int4", _SCHEMA)
+
+
+@torch.library.impl("latq::ssqr_int4", "CPU")
+def _ssqr_int4(
+    x: torch.Tensor,
+    words: torch.Tensor,
+    scales_and_offsets: torch.Tensor,
+    row_scales: torch.Tensor | None,
+    row_ptr: torch.Tensor | None,
+    col_idx: torch.Tensor | None,
+    values: torch.Tensor | None,
+    group: int,
+    rows: int,
+) -> torch.Tensor:
+    tokens = x.reshape(-1, x.shape[-1]).to(torch.bfloat16).contiguous()
+    if not len(tokens):
+        return x.new_empty((*x.shape[:-1], rows))
+    product = torch.ops.aten._weight_int4pack_mm_for_cpu(tokens, words, group, scales_and_offsets)
+    y = product[:, :rows].to(torch.float32)
+    if row_ptr is not None and col_idx is not None and values is not None:
+        y += _outliers(tokens, row_ptr, col_idx, values)
+    if row_scales is not None:
+        y *= row_scales
+    return y.to(x.dtype).view(*x.shape[:-1], rows)
+
+
+def _outliers(tokens: torch.Tensor, row_ptr: torch.Tensor, col_idx: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Tokens [n, cols] times the transposed CSR matrix: float32 [n, rows]."""
+    count = int(row_ptr[-1])
+    table = tokens.to(torch.float32).t()
+    if len(tokens) == 1:  # torch has no quick way for rows of one number
+        table = table.expand(-1, 2)
+    options: dict[str, Any] = {"mode": "sum", "include_last_offset": True}
+    sums = functional.embedding_bag(
+        col_idx[:count], table.contiguous(), row_ptr, per_sample_weights=values[:count], **options
+    )
+    return sums.t()[: len(tokens)]
+
+
+@torch.library.register_fake("latq::ssqr_int4")
+def _ssqr_int4_fake(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], arguments[-1]))
+
+
+def ssqr_int4(
+    x: torch.Tensor,
+    words: torch.Tensor,
+    scales_and_offsets: torch.Tensor,
+    row_scales: torch.Tensor | None,
+    row_ptr: torch.Tensor | None,
+    col_idx: torch.Tensor | None,
+    values: torch.Tensor | None,
+    group: int,
+    rows: int,
+) -> torch.Tensor:
+    """x bfloat16 [.., cols] times the transposed weight of `int4_arguments` -> [.., rows]."""
+    tensors = (words, scales_and_offsets, row_scales, row_ptr, col_idx, values)
+    return torch.ops.latq.ssqr_int4(x, *tensors, group, rows)  # type: ignore[no-any-return]
