@@ -8,6 +8,7 @@ import torch
 from mixtures import Mixture, routing
 from random_weights import random_weight
 
+from vllm_latq import cpu_path
 from vllm_latq.config import LayerScheme
 from vllm_latq.csr import CSR
 from vllm_latq.errors import CheckpointError
@@ -40,7 +41,7 @@ def assert_right(weight: PackedWeight, x: torch.Tensor, made: Operands) -> None:
     "scheme",
     [
         LayerScheme("packed", bits, group, outliers, grid=grid)
-        for bits in (2, 3, 4)
+        for bits in (2, 3, 4, 8)
         for group, outliers, grid in (
             *((32, True, "midrise"), (64, True, "midtread"), (96, False, "midtread"), (128, True, "midrise")),
             *((-1, True, "midtread"), (-1, False, "midrise")),
@@ -59,15 +60,24 @@ def test_products(scheme: LayerScheme, rows: int, tokens: int) -> None:
     assert product(x[:, :0], made).shape == (2, 0, rows)
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_integers_on_one_scale_of_each_row(bits: int) -> None:
     """HPTQ's, with their overflow: scales of rows are not rounded to bfloat16."""
     weight: Any = random_weight(LayerScheme("huffman"), 48, 160, seed=1)
     packed = weight.to_packed(bits)
     assert packed.scales is None
-    assert packed.outliers.nnz > 0
+    assert bits == 8 or packed.outliers.nnz > 0
     x = torch.randn(5, 160).bfloat16()
     assert_right(packed, x, operands(packed))
+
+
+@pytest.mark.parametrize("bits", [3, 8])
+def test_bands_of_rows(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight: Any = random_weight(LayerScheme("packed", bits, 32, False), 3 * cpu_path.BLOCK_ROWS + 7, 64, seed=1)
+    whole = operands(weight).tensors["words"]
+    monkeypatch.setattr(cpu_path, "BAND_WEIGHTS", 1)
+    assert cpu_path._band(64) == cpu_path.BLOCK_ROWS
+    assert torch.equal(operands(weight).tensors["words"], whole)
 
 
 def test_what_is_behind_the_last_outlier_is_not_read() -> None:
@@ -89,7 +99,6 @@ def test_what_is_behind_the_last_outlier_is_not_read() -> None:
 @pytest.mark.parametrize(
     ("scheme", "cols", "dtype"),
     [
-        (LayerScheme("packed", 8, 32, True), 64, torch.bfloat16),
         (LayerScheme("packed", 4, 16, True), 64, torch.bfloat16),
         (LayerScheme("packed", 4, -1, True), 72, torch.bfloat16),
         (LayerScheme("packed", 4, 32, True), 64, torch.float32),

@@ -4,8 +4,9 @@
     y[.., i] = row_scales[i] * (sum_j x[.., j] * (scales[i, j // group] * (code[i, j] - 8) + offsets[..])
                                 + sum_j x[.., j] * outliers[i, j])
 
-Codes of 2 and 3 bits are kept in 4, so a weight is read at half a byte each, and never written as a number; outliers
-are added row by row in float32, as bags of an embedding.
+Codes of 2 and 3 bits are kept in 4, so a weight is read at half a byte each, and never written as a number; those of 8
+bits are two of 4 side by side, 16 * high + low, and so is x. Outliers are added row by row in float32, as bags of an
+embedding.
 
 Invariant: `int4_arguments(w, capacity)` has the same shapes for all weights of one scheme and shape, as a reload needs.
 """
@@ -23,11 +24,13 @@ from vllm_latq.packing import unpack_codes
 BITS = 4
 GROUPS = (256, 128, 64, 32)  # columns with one scale, of which torch's kernel takes any
 ROWS = 16  # it takes multiples of them
+BLOCK_ROWS = 256  # no longer is what it interleaves, on any CPU
+BAND_WEIGHTS = 1 << 24
 ZERO = 8  # the code that it takes for zero
 
 _SCHEMA = (
     "(Tensor x, Tensor words, Tensor scales_and_offsets, Tensor? row_scales, Tensor? row_ptr, Tensor? col_idx, "
-    "Tensor? values, int group, int rows) -> Tensor"
+    "Tensor? values, int group, int rows, int parts) -> Tensor"
 )
 
 
@@ -37,7 +40,7 @@ def takes(weight: PackedWeight, dtype: torch.dtype) -> bool:
     known = hasattr(aten, "_convert_weight_to_int4pack_for_cpu") and hasattr(aten, "_weight_int4pack_mm_for_cpu")
     # Of other dtypes it knows products too, which take longer than to dequantize.
     fast = known and weight.qweight.device.type == "cpu" and dtype == torch.bfloat16
-    return fast and weight.bits <= BITS and _group(weight) is not None
+    return fast and _group(weight) is not None
 
 
 def int4_arguments(weight: PackedWeight, capacity: int | None) -> tuple[dict[str, torch.Tensor | None], dict[str, Any]]:
@@ -49,24 +52,41 @@ def int4_arguments(weight: PackedWeight, capacity: int | None) -> tuple[dict[str
     """
     rows, group = weight.qweight.shape[0], _group(weight)
     assert group is not None
-    codes = unpack_codes(weight.qweight, weight.bits, weight.cols).to(torch.int32) + ZERO - (1 << (weight.bits - 1))
-    padding = -rows % ROWS
-    words = torch.ops.aten._convert_weight_to_int4pack_for_cpu(functional.pad(codes, (0, 0, 0, padding), value=ZERO), 1)
+    padding, parts = -rows % ROWS, 1 if weight.bits <= BITS else 2
     scales = torch.ones(rows, 1) if weight.scales is None else weight.scales
     scales = scales.repeat_interleave(weight.cols // group // scales.shape[1], 1).to(torch.bfloat16)
     # A zero of a mid-rise grid is half a step.
-    pairs = torch.stack([scales, scales / 2 if weight.midrise else torch.zeros_like(scales)], -1)
+    offsets = scales / 2 if weight.midrise else torch.zeros_like(scales)
+    if parts == 2:  # all of these products are numbers of bfloat16
+        scales, offsets = torch.cat([16 * scales, scales], 1), torch.cat([offsets, ZERO * scales], 1)
+    pairs = torch.stack([scales, offsets], -1)
     outliers = weight_arguments(weight, capacity)
     values = outliers["values"]
     tensors = {
-        "words": words,
+        "words": torch.cat([_words(band, weight) for band in weight.qweight.split(_band(weight.cols))]),
         "scales_and_offsets": functional.pad(pairs, (0, 0, 0, 0, 0, padding)).transpose(0, 1).contiguous(),
         "row_scales": weight.row_scales,
         "row_ptr": outliers["row_ptr"],
         "col_idx": None if outliers["col_idx"] is None else outliers["col_idx"].to(torch.int32),
         "values": None if values is None else values.to(torch.float32),
     }
-    return tensors, {"group": group, "rows": rows}
+    return tensors, {"group": group, "rows": rows, "parts": parts}
+
+
+def _band(cols: int) -> int:
+    """Rows treated together, whole blocks of torch's order: bounds the temporaries to a hundred MB or two."""
+    return max(1, BAND_WEIGHTS // (BLOCK_ROWS * cols)) * BLOCK_ROWS
+
+
+def _words(qweight: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
+    """Some rows of the weight in the order of torch's kernel."""
+    codes = unpack_codes(qweight, weight.bits, weight.cols).to(torch.int32)
+    if weight.bits <= BITS:
+        codes += ZERO - (1 << (weight.bits - 1))
+    else:
+        codes = torch.cat([codes >> BITS, codes & 15], 1)
+    codes = functional.pad(codes, (0, 0, 0, -len(codes) % ROWS), value=ZERO)
+    return torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
 
 
 def _group(weight: PackedWeight) -> int | None:
@@ -90,11 +110,12 @@ def _ssqr_int4(
     values: torch.Tensor | None,
     group: int,
     rows: int,
+    parts: int,
 ) -> torch.Tensor:
     tokens = x.reshape(-1, x.shape[-1]).to(torch.bfloat16).contiguous()
     if not len(tokens):
         return x.new_empty((*x.shape[:-1], rows))
-    product = torch.ops.aten._weight_int4pack_mm_for_cpu(tokens, words, group, scales_and_offsets)
+    product = torch.ops.aten._weight_int4pack_mm_for_cpu(tokens.repeat(1, parts), words, group, scales_and_offsets)
     y = product[:, :rows].to(torch.float32)
     if row_ptr is not None and col_idx is not None and values is not None:
         y += _outliers(tokens, row_ptr, col_idx, values)
@@ -118,7 +139,7 @@ def _outliers(tokens: torch.Tensor, row_ptr: torch.Tensor, col_idx: torch.Tensor
 
 @torch.library.register_fake("latq::ssqr_int4")
 def _ssqr_int4_fake(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
-    return x.new_empty((*x.shape[:-1], arguments[-1]))
+    return x.new_empty((*x.shape[:-1], arguments[-2]))
 
 
 def ssqr_int4(
@@ -131,7 +152,8 @@ def ssqr_int4(
     values: torch.Tensor | None,
     group: int,
     rows: int,
+    parts: int,
 ) -> torch.Tensor:
     """x bfloat16 [.., cols] times the transposed weight of `int4_arguments` -> [.., rows]."""
     tensors = (words, scales_and_offsets, row_scales, row_ptr, col_idx, values)
-    return torch.ops.latq.ssqr_int4(x, *tensors, group, rows)  # type: ignore[no-any-return]
+    return torch.ops.latq.ssqr_int4(x, *tensors, group, rows, parts)  # type: ignore[no-any-return]
