@@ -55,8 +55,7 @@ class Anatomy:
             embedding, head, depth = model.get_input_embeddings(), model.get_output_embeddings(), text.num_hidden_layers
         except (AttributeError, NotImplementedError) as error:
             raise UnsupportedModelError(where, "one language model, its embedding and its head", str(error)) from None
-        if not encoder:
-            base = _below(head, base)
+        base = _below(head, base)
         if base is None:
             raise UnsupportedModelError(where, "a head on top of a base model", f"{type(model).__name__} in one piece")
         if not isinstance(embedding, nn.Embedding):
@@ -78,7 +77,7 @@ class Anatomy:
 
 
 def _below(head: Any, model: Any) -> Any:
-    """The model of a model with a head, which transformers has no other name for where Llama 4 is concerned."""
+    """The model below a head, where `model` has it inside, as Llama 4's does; None if that is not one."""
     if not any(module is head for module in model.modules()):
         return model
     inside = [child for child in model.children() if isinstance(child, PreTrainedModel)]

@@ -126,7 +126,8 @@ class ModelStore(Float8Store):
             if found not in ((count, rows, columns), (count, columns, rows)):
                 where = f"{self.directory}: {tensors[leaf]}"
                 raise UnsupportedModelError(where, f"shape {expected}", f"{found}", "Is config.json its own?")
-            transposed = (found == expected) == is_llama4(fused)
+            # Stored as its model holds it, or the other way round.
+            transposed = is_llama4(fused) if found == expected else not is_llama4(fused)
             size = rows // len(FUSED[leaf])
             for part, projection in enumerate(FUSED[leaf]):
                 own = slice(part * size, (part + 1) * size)

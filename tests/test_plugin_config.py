@@ -3,17 +3,19 @@
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from transformers import BloomConfig, LlamaConfig
-from vllm.config import VllmConfig, set_current_vllm_config
+from transformers import BloomConfig, Llama4Config, LlamaConfig, Qwen3VLTextConfig
+from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import get_quantization_config
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.models.utils import WeightsMapper
 
-from vllm_latq import plugin
+from vllm_latq import plugin, vllm_config
 from vllm_latq.config import CheckpointConfig, LayerScheme
 from vllm_latq.errors import ConfigError, UnsupportedModelError
 from vllm_latq.vllm_config import LatqConfig
@@ -28,6 +30,11 @@ def quantization(ignore: tuple[str, ...] = (), overrides: dict[str, LayerScheme]
     config.packed_modules_mapping = QKV
     config.maybe_update_config("", LlamaConfig())
     return config
+
+
+def running(model: Any) -> Any:
+    """What vLLM calls its current configuration, of a model that it runs by code of its own."""
+    return SimpleNamespace(model_config=SimpleNamespace(hf_config=model, using_transformers_backend=lambda: False))
 
 
 def bare(cls: type) -> torch.nn.Module:
@@ -87,12 +94,49 @@ def test_disagreeing_shards_of_a_merged_layer_are_refused(config: LatqConfig) ->
     ("tied", "ignore", "quantized"), [(False, (), True), (True, (), False), (False, ("lm_head",), False)]
 )
 @pytest.mark.parametrize("name", ["lm_head", ""], ids=["named", "unnamed"])  # as EXAONE-MoE's is in vLLM
-def test_head(name: str, tied: bool, ignore: tuple[str, ...], quantized: bool) -> None:
-    config = quantization(ignore)
-    config.maybe_update_config("", LlamaConfig(tie_word_embeddings=tied))
-    method = config.get_quant_method(bare(ParallelLMHead), name)
+def test_head(name: str, tied: bool, ignore: tuple[str, ...], quantized: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_config, "get_current_vllm_config", lambda: running(LlamaConfig(tie_word_embeddings=tied)))
+    method = quantization(ignore).get_quant_method(bare(ParallelLMHead), name)
     assert isinstance(method, LatqLinearMethod) == quantized
     assert quantized or method is None
+
+
+def test_a_language_model_that_does_not_say_whether_its_head_is_tied(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = Qwen3VLTextConfig()
+    assert not hasattr(text, "tie_word_embeddings")
+    monkeypatch.setattr(vllm_config, "get_current_vllm_config", lambda: running(text))
+    assert isinstance(quantization().get_quant_method(bare(ParallelLMHead), "lm_head"), LatqLinearMethod)
+
+
+def test_what_the_model_that_runs_makes_of_its_ties_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM gives a language model within another the outer model's."""
+    config = quantization()
+    config.maybe_update_config("", LlamaConfig(tie_word_embeddings=True))
+    monkeypatch.setattr(vllm_config, "get_current_vllm_config", lambda: running(LlamaConfig(tie_word_embeddings=False)))
+    assert isinstance(config.get_quant_method(bare(ParallelLMHead), "lm_head"), LatqLinearMethod)
+
+
+@pytest.mark.parametrize("implementation", ["vllm", "transformers"])
+def test_rows_are_reordered_for_models_of_vllm_alone(implementation: Any, random_model: Any) -> None:
+    """The code of transformers' models takes them as they are stored."""
+    directory, _ = random_model("llama4_text", num_local_experts=2, moe_layers=[], intermediate_size_mlp=48)
+    model = ModelConfig(str(directory), model_impl=implementation)
+    config = quantization()
+    config.maybe_update_config("", model.hf_config)
+    with set_current_vllm_config(VllmConfig(model_config=model)):
+        method = config.get_quant_method(bare(LinearBase), "model.layers.0.self_attn.qkv_proj")
+    stored = torch.arange(16)
+    assert torch.equal(method.order("model.layers.0.self_attn.v_proj", 16), stored)
+    found = method.order("model.layers.0.self_attn.k_proj", 16)
+    assert torch.equal(found, stored) is (implementation == "transformers")
+
+
+def test_rows_of_a_language_model_within_another() -> None:
+    config = quantization()
+    config.maybe_update_config("", Llama4Config())
+    method = config.get_quant_method(bare(LinearBase), "language_model.model.layers.0.self_attn.qkv_proj")
+    rows = config.model.num_attention_heads * config.model.head_dim
+    assert not torch.equal(method.order("language_model.model.layers.0.self_attn.q_proj", rows), torch.arange(rows))
 
 
 def test_embeddings_and_other_layers_are_left_alone() -> None:

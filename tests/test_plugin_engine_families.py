@@ -133,7 +133,7 @@ def test_attention(
     (served, operators), (expected,) = probe(
         [{"model": tmp_path / "out", "engine": engine, "operators": True}, {"model": dense, "engine": engine}]
     )
-    assert operators == ["ssqr_linear"]
+    assert operators == ["ssqr_int4"]
     for ours, theirs in zip(served, expected, strict=True):
         got, reference = ours["logprobs"][0], theirs["logprobs"][0]  # later tokens follow those chosen first
         common = got.keys() & reference.keys()

@@ -15,7 +15,7 @@ import vllm.model_executor.layers.mamba.mamba_mixer2 as vllm_mamba
 import vllm.model_executor.layers.vocab_parallel_embedding as vllm_vocab
 import vllm.model_executor.parameter as vllm_parameter
 from random_weights import RANS, random_weight
-from transformers import FalconConfig, Llama4TextConfig, LlamaConfig
+from transformers import FalconConfig, GPTNeoXConfig, Llama4TextConfig, LlamaConfig
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
@@ -31,6 +31,7 @@ from vllm.model_executor.models.llama4 import Llama4ForCausalLM
 from vllm_latq.config import CheckpointConfig, LayerScheme
 from vllm_latq.errors import CheckpointError, UnsupportedShapeError
 from vllm_latq.linear_op import WEIGHT_ARGUMENTS, dequantize
+from vllm_latq.row_order import stored_order
 from vllm_latq.vllm_config import LatqConfig
 
 HIDDEN = 256
@@ -206,6 +207,10 @@ def test_interleaved_heads_of_falcon(kv_heads: int, size: int, rank_of: Callable
         FalconModel.load_weights(own, [("query_key_value", weight)])
         return parameter.data
 
+    assert kv_heads < 4 or torch.equal(
+        stored_order(GPTNeoXConfig(num_attention_heads=4), "0.attention.query_key_value", 384),
+        stored_order(model, "0.query_key_value", 384),
+    ), "GPT-NeoX stores them as a Falcon without shared heads does"
     check_ranks(f"query_key_value_{kv_heads}", size, PACKED, rank_of, {"rtol": 0, "atol": 0}, model, arrange)
 
 

@@ -20,7 +20,7 @@ class Chunks:
     """How a matrix is cut.
 
     Attributes:
-        rows, cols: of the matrix.
+        rows, cols: of the matrix, both positive.
         weights: that a whole chunk has about.
     """
 
@@ -31,13 +31,13 @@ class Chunks:
     @property
     def shape(self) -> tuple[int, int]:
         """Rows and columns of a whole chunk."""
-        return max(1, self.weights // max(self.cols, 1)), min(self.cols, self.weights)
+        return max(1, self.weights // self.cols), min(self.cols, self.weights)
 
     @property
     def grid(self) -> tuple[int, int]:
         """(row_blocks, col_blocks) of the matrix."""
         rows, cols = self.shape
-        return -(-self.rows // rows), -(-self.cols // max(cols, 1))
+        return -(-self.rows // rows), -(-self.cols // cols)
 
     def counts(self) -> np.ndarray:
         """Integers in each chunk, int64 [row_blocks, col_blocks]."""

@@ -2,8 +2,9 @@
 
 Such models permute weights by name and shape before any layer sees them; packed tensors pass them by as they are.
 
-    llama4   q_proj, k_proj    each head [d / 2, 2] -> [2, d / 2]: neighbours are rotated, vLLM rotates halves
-    falcon   query_key_value   [KV heads, queries of each + 2, d] -> all queries, all keys, all values
+    llama4    q_proj, k_proj    each head [d / 2, 2] -> [2, d / 2]: neighbours are rotated, vLLM rotates halves
+    falcon    query_key_value   [KV heads, queries of each + 2, d] -> all queries, all keys, all values
+    gpt_neox  query_key_value   [heads, 3, d] -> the same
 """
 
 from typing import Any
@@ -17,11 +18,11 @@ def stored_order(config: Config, linear: str, rows: int) -> torch.Tensor:
     """For each row in vLLM's order, the stored one, int64 [rows].
 
     Args:
-        config: of the language model.
+        config: of the language model; None for one that vLLM runs by the code of transformers.
         linear: name of the stored matrix.
         rows: that the model gives it.
     """
-    numbers, kind = torch.arange(rows, device="cpu"), (config.model_type, linear.rpartition(".")[2])
+    numbers, kind = torch.arange(rows, device="cpu"), (getattr(config, "model_type", None), linear.rpartition(".")[2])
     if kind == ("llama4_text", "q_proj"):
         return _halves(numbers, config.num_attention_heads)
     if kind == ("llama4_text", "k_proj"):
@@ -29,10 +30,16 @@ def stored_order(config: Config, linear: str, rows: int) -> torch.Tensor:
     if kind == ("falcon", "query_key_value"):
         heads = config.num_attention_heads
         groups = config.num_kv_heads if config.new_decoder_architecture else 1 if config.multi_query else heads
-        queries, keys, values = numbers.view(groups, heads // groups + 2, -1).split([heads // groups, 1, 1], 1)
-        return torch.cat([part.flatten() for part in (queries, keys, values)])
+        return _one_behind_the_other(numbers, heads, groups)
+    if kind == ("gpt_neox", "query_key_value"):
+        return _one_behind_the_other(numbers, config.num_attention_heads, config.num_attention_heads)
     return numbers
 
 
 def _halves(numbers: torch.Tensor, heads: int) -> torch.Tensor:
     return numbers.view(heads, -1, 2).transpose(1, 2).flatten()
+
+
+def _one_behind_the_other(numbers: torch.Tensor, heads: int, groups: int) -> torch.Tensor:
+    parts = numbers.view(groups, heads // groups + 2, -1).split([heads // groups, 1, 1], 1)
+    return torch.cat([part.flatten() for part in parts])

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import register_quantization_config
@@ -17,9 +18,6 @@ from vllm_latq.errors import ConfigError, UnsupportedModelError
 from vllm_latq.row_order import stored_order
 from vllm_latq.vllm_linear import LatqLinearMethod
 from vllm_latq.vllm_moe import LatqMoEMethod, expert_leaves
-
-# Their fused q/k/v is permuted whatever its tensors are.
-_PERMUTED_ON_LOAD = ("bloom", "gpt_neox")
 
 
 @register_quantization_config(QUANT_METHOD)
@@ -63,7 +61,7 @@ class LatqConfig(QuantizationConfig):
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
         """Keep the configuration of the model that is quantized, be it a draft's."""
-        self.model = hf_config.get_text_config()
+        self.model = None if hf_config is None else hf_config.get_text_config()
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         """Rename the modules that the config names the way vLLM renames the model's."""
@@ -90,7 +88,7 @@ class LatqConfig(QuantizationConfig):
         if isinstance(layer, ParallelLMHead):
             # Some of vLLM's models do not name their heads.
             prefix = prefix or "lm_head"
-            scheme = None if self.model.tie_word_embeddings else self.checkpoint.scheme_for(prefix)
+            scheme = None if _embeddings_are_tied() else self.checkpoint.scheme_for(prefix)
             return self._linear_method(scheme, prefix, [prefix]) if scheme else None
         if isinstance(layer, RoutedExperts):
             schemes = self._expert_schemes(layer, prefix)
@@ -98,11 +96,15 @@ class LatqConfig(QuantizationConfig):
         return None
 
     def _linear_method(self, scheme: LayerScheme, prefix: str, shards: list[str]) -> LatqLinearMethod:
-        if prefix.endswith("query_key_value") and self.model.model_type in _PERMUTED_ON_LOAD:
-            expected, found = "a model whose q, k and v are stored one after the other", self.model.model_type
+        current = get_current_vllm_config().model_config
+        # The code of transformers' models takes rows as they are stored.
+        model = None if current is not None and current.using_transformers_backend() else self.model
+        if prefix.endswith("query_key_value") and getattr(model, "model_type", None) == "bloom":
+            # Of this one vLLM permutes every tensor, as if it were a weight.
+            expected, found = "a model whose q, k and v are stored one after the other", "bloom"
             hint = "Load the checkpoint with transformers, or quantize it with query_key_value among those ignored."
             raise UnsupportedModelError(prefix, expected, found, hint)
-        return LatqLinearMethod(scheme, prefix, shards, self._recipe(), partial(stored_order, self.model))
+        return LatqLinearMethod(scheme, prefix, shards, self._recipe(), partial(stored_order, model))
 
     def _recipe(self) -> dict[str, Any]:
         return dict(self.checkpoint.recipe)
@@ -138,3 +140,12 @@ class LatqConfig(QuantizationConfig):
             hint = "vLLM merges these into one matrix: quantize or ignore them alike."
             raise ConfigError(prefix, "one scheme for all of its shards", found, hint)
         return schemes[shards[0]]
+
+
+def _embeddings_are_tied() -> bool:
+    """Whether the model will use the embedding as its head; a tied head has no tensors of its own."""
+    # Of a multimodal model the current configuration says what it makes of its language model's, which may differ.
+    model_config = get_current_vllm_config().model_config
+    if model_config is None:
+        return False
+    return bool(getattr(model_config.hf_config.get_text_config(), "tie_word_embeddings", False))

@@ -10,7 +10,8 @@ from mixtures import never_choose
 from transformers import AutoModelForCausalLM
 
 from vllm_latq.checkpoint import CheckpointReader, verify
-from vllm_latq.errors import ConfigError
+from vllm_latq.errors import ConfigError, UnsupportedModelError
+from vllm_latq.experts import split_experts
 from vllm_latq.quantize.decoder import Decoder
 from vllm_latq.quantize.pipeline import quantize_checkpoint
 from vllm_latq.quantize.recipe import Recipe
@@ -104,6 +105,7 @@ def test_inputs_weighed_by_the_router(repeats: int, random_model: Any) -> None:
     given, everything = hidden.detach().view(4, -1, 32), hidden[hidden.any(-1)].detach()
     assert len(everything) == samples.numel()
     decoder, noted = Decoder(directory, "cpu"), 0
+    assert decoder.anatomy.base == "model"
     with decoder.block(0) as block:
         hessians = Stream(decoder, samples).inputs(0, block, decoder.linears(0))
         own = block.feed_forward.experts(hidden)
@@ -120,6 +122,15 @@ def test_inputs_weighed_by_the_router(repeats: int, random_model: Any) -> None:
         torch.testing.assert_close(found.matrix, expected, rtol=1e-4, atol=1e-4)
         noted += bool(found.note)
     assert bool(noted) is (repeats == 1)
+
+
+@pytest.mark.parametrize("flag", ["has_bias", "is_transposed", "is_concatenated"])
+def test_experts_of_another_layout_are_refused(flag: str, random_model: Any) -> None:
+    _, model = random_model("qwen3_moe", **EXPERTS)
+    fused = model.model.layers[0].mlp.experts
+    setattr(fused, flag, not getattr(fused, flag))
+    with pytest.raises(UnsupportedModelError, match=f"experts: expected experts without bias.*'{flag}'"):
+        split_experts(fused, "experts")
 
 
 def test_an_expert_that_no_token_reaches(random_model: Any, calibration_text: Path, tmp_path: Path) -> None:
