@@ -142,18 +142,6 @@ def _ssqr_int4_fake(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], arguments[-2]))
 
 
-def ssqr_int4(
-    x: torch.Tensor,
-    words: torch.Tensor,
-    scales_and_offsets: torch.Tensor,
-    row_scales: torch.Tensor | None,
-    row_ptr: torch.Tensor | None,
-    col_idx: torch.Tensor | None,
-    values: torch.Tensor | None,
-    group: int,
-    rows: int,
-    parts: int,
-) -> torch.Tensor:
-    """x bfloat16 [.., cols] times the transposed weight of `int4_arguments` -> [.., rows]."""
-    tensors = (words, scales_and_offsets, row_scales, row_ptr, col_idx, values)
-    return torch.ops.latq.ssqr_int4(x, *tensors, group, rows, parts)  # type: ignore[no-any-return]
+def ssqr_int4(x: torch.Tensor, **arguments: torch.Tensor | int | None) -> torch.Tensor:
+    """x [.., cols] times the transposed weight of `int4_arguments`, all of them by name -> [.., rows], dtype of x."""
+    return torch.ops.latq.ssqr_int4(x, **arguments)  # type: ignore[no-any-return]
