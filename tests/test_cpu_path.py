@@ -16,6 +16,9 @@ from vllm_latq.linear_op import ssqr_linear
 from vllm_latq.operands import Operands, make_operands
 from vllm_latq.packed_weight import PackedWeight
 
+pytestmark = pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() not in cpu_path.CAPABILITIES, reason="torch has no quick product here"
+)
 # Of the norm of the products: each is rounded to bfloat16 before the outliers are added, and after.
 TOLERANCE = 2**-8
 
@@ -108,6 +111,33 @@ def test_what_is_behind_the_last_outlier_is_not_read() -> None:
 def test_all_else_is_dequantized(scheme: LayerScheme, cols: int, dtype: torch.dtype) -> None:
     weight: Any = random_weight(scheme, 32, cols, seed=1)
     assert make_operands(weight, dtype, "layer").multiply is ssqr_linear
+
+
+def test_cpus_without_wide_vectors_dequantize(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight: Any = random_weight(LayerScheme("packed", 4, 32, True), 32, 64, seed=1)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
+    assert operands(weight).multiply is ssqr_linear
+
+
+@pytest.mark.parametrize("cols", [512, 65568])
+def test_wide_groups_and_columns(cols: int) -> None:
+    """Whole rows to a scale, negative ones among them, and columns that 16 bits do not number."""
+    weight: Any = random_weight(LayerScheme("packed", 3, -1, True), 17, cols, seed=1)
+    weight.scales[::2] *= -1
+    made = operands(weight)
+    assert made.constants["group"] == (256 if cols == 512 else 32)
+    assert_right(weight, torch.randn(cols).bfloat16(), made)
+
+
+@pytest.mark.parametrize("bits", [3, 8])
+def test_what_is_not_finite_stays_with_its_token(bits: int) -> None:
+    weight: Any = random_weight(LayerScheme("packed", bits, 32, True), 32, 64, seed=1)
+    x = torch.randn(4, 64).bfloat16()
+    expected = product(x, made := operands(weight))
+    x[1, 5], x[2, 7] = torch.nan, torch.inf
+    got = product(x, made)
+    assert got[1].isnan().all()
+    assert torch.equal(got[[0, 3]], expected[[0, 3]])
 
 
 def test_a_compiler_sees_one_operator() -> None:

@@ -1,12 +1,15 @@
 """The way to torch's 4-bit product on a CPU: what of a packed weight it takes, and the operator `latq::ssqr_int4`.
 
     PackedWeight --int4_arguments, once at load--> codes in the order of torch's kernel --ssqr_int4--> y
-    y[.., i] = row_scales[i] * (sum_j x[.., j] * (scales[i, j // group] * (code[i, j] - 8) + offsets[..])
-                                + sum_j x[.., j] * outliers[i, j])
+    y[.., i] = row_scales[i] * (sum_j x[.., j] * (scales[i, g] * (code[i, j] - 8) + offsets[i, g])
+                                + sum_j x[.., j] * outliers[i, j])        g = j // group
 
-Codes of 2 and 3 bits are kept in 4, so a weight is read at half a byte each, and never written as a number; those of 8
-bits are two of 4 side by side, 16 * high + low, and so is x. Outliers are added row by row in float32, as bags of an
-embedding.
+Codes of 2 and 3 bits are kept in 4, moved so that 8 stands for zero: a weight is read at half a byte each, and never
+dequantized. Those of 8 bits are two of 4 side by side, 16 * high + low, and so is x. Outliers are added row by row in
+float32, as bags of an embedding. The inner product is rounded to bfloat16 before outliers and factors of rows, y after;
+an infinite x gives NaN where high and low part, or a code and the outlier in its place, differ in sign.
+
+It pays for few tokens: with more than some hundred at once (8 bits: one hundred) dequantizing takes less time.
 
 Invariant: `int4_arguments(w, capacity)` has the same shapes for all weights of one scheme and shape, as a reload needs.
 """
@@ -22,6 +25,7 @@ from vllm_latq.packed_weight import PackedWeight
 from vllm_latq.packing import unpack_codes
 
 BITS = 4
+CAPABILITIES = ("AVX2", "AVX512")
 GROUPS = (256, 128, 64, 32)  # columns with one scale, of which torch's kernel takes any
 ROWS = 16  # it takes multiples of them
 BLOCK_ROWS = 256  # no longer is what it interleaves, on any CPU
@@ -38,9 +42,9 @@ def takes(weight: PackedWeight, dtype: torch.dtype) -> bool:
     """Whether torch has a kernel for a weight on its device and activations of `dtype`."""
     aten = torch.ops.aten
     known = hasattr(aten, "_convert_weight_to_int4pack_for_cpu") and hasattr(aten, "_weight_int4pack_mm_for_cpu")
-    # Of other dtypes it knows products too, which take longer than to dequantize.
-    fast = known and weight.qweight.device.type == "cpu" and dtype == torch.bfloat16
-    return fast and _group(weight) is not None
+    # It knows products of other dtypes, too, and on other CPUs, which take longer than to dequantize.
+    fast = known and dtype == torch.bfloat16 and torch.backends.cpu.get_cpu_capability() in CAPABILITIES
+    return fast and weight.qweight.device.type == "cpu" and weight.qweight.numel() > 0 and _group(weight) is not None
 
 
 def int4_arguments(weight: PackedWeight, capacity: int | None) -> tuple[dict[str, torch.Tensor | None], dict[str, Any]]:
@@ -63,7 +67,7 @@ def int4_arguments(weight: PackedWeight, capacity: int | None) -> tuple[dict[str
     outliers = weight_arguments(weight, capacity)
     values = outliers["values"]
     tensors = {
-        "words": torch.cat([_words(band, weight) for band in weight.qweight.split(_band(weight.cols))]),
+        "words": torch.cat([_words(band, weight) for band in weight.qweight.split(_band(parts * weight.cols))]),
         "scales_and_offsets": functional.pad(pairs, (0, 0, 0, 0, 0, padding)).transpose(0, 1).contiguous(),
         "row_scales": weight.row_scales,
         "row_ptr": outliers["row_ptr"],
@@ -139,7 +143,8 @@ def _outliers(tokens: torch.Tensor, row_ptr: torch.Tensor, col_idx: torch.Tensor
 
 @torch.library.register_fake("latq::ssqr_int4")
 def _ssqr_int4_fake(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
-    return x.new_empty((*x.shape[:-1], arguments[-2]))
+    *_, rows, _parts = arguments
+    return x.new_empty((*x.shape[:-1], rows))
 
 
 def ssqr_int4(x: torch.Tensor, **arguments: torch.Tensor | int | None) -> torch.Tensor:
