@@ -17,7 +17,7 @@ from vllm_latq.operands import Operands, make_operands
 from vllm_latq.packed_weight import PackedWeight
 
 pytestmark = pytest.mark.skipif(
-    torch.backends.cpu.get_cpu_capability() not in cpu_path.CAPABILITIES, reason="torch has no quick product here"
+    torch.backends.cpu.get_cpu_capability() not in cpu_path.INTERLEAVED, reason="torch has no quick product here"
 )
 # Of the norm of the products: each is rounded to bfloat16 before the outliers are added, and after.
 TOLERANCE = 2**-8
@@ -38,7 +38,7 @@ def assert_right(weight: PackedWeight, x: torch.Tensor, made: Operands) -> None:
     assert (got - expected).norm() <= TOLERANCE * expected.norm()
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 33])
+@pytest.mark.parametrize("tokens", [1, 2, 16, 49])
 @pytest.mark.parametrize("rows", [1, 16, 70])
 @pytest.mark.parametrize(
     "scheme",
@@ -57,6 +57,7 @@ def test_products(scheme: LayerScheme, rows: int, tokens: int) -> None:
     weight: Any = random_weight(scheme, rows, cols, seed=rows)
     made = operands(weight)
     assert made.operator == "ssqr_int4"
+    assert 2 * 49 > cpu_path.FEW_TOKENS >= 2 * 16, "products of both kinds"
     x = torch.randn(2, tokens, cols, generator=torch.Generator().manual_seed(tokens)).bfloat16()
     assert_right(weight, x, made)
     assert_right(weight, x[0, :, :].t().contiguous().t(), made)
@@ -76,11 +77,29 @@ def test_integers_on_one_scale_of_each_row(bits: int) -> None:
 
 @pytest.mark.parametrize("bits", [3, 8])
 def test_bands_of_rows(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    weight: Any = random_weight(LayerScheme("packed", bits, 32, False), 3 * cpu_path.BLOCK_ROWS + 7, 64, seed=1)
+    weight: Any = random_weight(LayerScheme("packed", bits, 32, False), 3 * cpu_path.ROWS + 7, 64, seed=1)
     whole = operands(weight).tensors["words"]
-    monkeypatch.setattr(cpu_path, "BAND_WEIGHTS", 1)
-    assert cpu_path._band(64) == cpu_path.BLOCK_ROWS
+    monkeypatch.setattr(cpu_path, "PACKED_WEIGHTS", 1)
+    assert cpu_path._band(1, 64) == cpu_path.ROWS
     assert torch.equal(operands(weight).tensors["words"], whole)
+
+
+@pytest.mark.parametrize("abilities", [{"avx512_bf16": True}, {"amx_bf16": True}, {}])
+@pytest.mark.parametrize("bits", [3, 8])
+def test_many_tokens(bits: int, abilities: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Row by row the dequantized weight, bit for bit, and a product as good as the dtype allows."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: abilities)
+    monkeypatch.setattr(cpu_path, "DENSE_WEIGHTS", 1)  # bands of 64 rows
+    weight: Any = random_weight(
+        LayerScheme("packed", bits, 32, True, grid="midrise"), 2 * cpu_path.ROWS + 7, 96, seed=1
+    )
+    made = operands(weight)
+    expected = weight.dequantize()
+    assert torch.equal(product(torch.eye(96).repeat(2, 1).bfloat16(), made)[:96].t(), expected.bfloat16())
+    x = torch.randn(128, 96).bfloat16()
+    exact = x.double() @ expected.double().t()
+    tolerance = TOLERANCE if abilities else TOLERANCE / 2
+    assert (product(x, made) - exact).norm() <= tolerance * exact.norm()
 
 
 def test_what_is_behind_the_last_outlier_is_not_read() -> None:
@@ -129,15 +148,16 @@ def test_wide_groups_and_columns(cols: int) -> None:
     assert_right(weight, torch.randn(cols).bfloat16(), made)
 
 
+@pytest.mark.parametrize("tokens", [4, 97])
 @pytest.mark.parametrize("bits", [3, 8])
-def test_what_is_not_finite_stays_with_its_token(bits: int) -> None:
+def test_what_is_not_finite_stays_with_its_token(bits: int, tokens: int) -> None:
     weight: Any = random_weight(LayerScheme("packed", bits, 32, True), 32, 64, seed=1)
-    x = torch.randn(4, 64).bfloat16()
+    x = torch.randn(tokens, 64).bfloat16()
     expected = product(x, made := operands(weight))
     x[1, 5], x[2, 7] = torch.nan, torch.inf
     got = product(x, made)
     assert got[1].isnan().all()
-    assert torch.equal(got[[0, 3]], expected[[0, 3]])
+    assert torch.equal(got[[0, *range(3, tokens)]], expected[[0, *range(3, tokens)]])
 
 
 def test_a_compiler_sees_one_operator() -> None:

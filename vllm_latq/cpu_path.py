@@ -9,7 +9,9 @@ dequantized. Those of 8 bits are two of 4 side by side, 16 * high + low, and so 
 float32, as bags of an embedding. The inner product is rounded to bfloat16 before outliers and factors of rows, y after;
 an infinite x gives NaN where high and low part, or a code and the outlier in its place, differ in sign.
 
-It pays for few tokens: with more than some hundred at once (8 bits: one hundred) dequantizing takes less time.
+A product with many tokens is bound by arithmetic, of which torch's has less to offer than that of dense matrices. So
+the same bytes become a weight again, some rows at a time: exact in float32, and rounded once, to bfloat16, where the
+CPU multiplies that; elsewhere the product is of float32.
 
 Invariant: `int4_arguments(w, capacity)` has the same shapes for all weights of one scheme and shape, as a reload needs.
 """
@@ -25,12 +27,13 @@ from vllm_latq.packed_weight import PackedWeight
 from vllm_latq.packing import unpack_codes
 
 BITS = 4
-CAPABILITIES = ("AVX2", "AVX512")
+INTERLEAVED = {"AVX2": 32, "AVX512": 64}  # rows in one block: a byte holds codes of its first and of its second half
+ROWS = 64  # whole blocks of either
 GROUPS = (256, 128, 64, 32)  # columns with one scale, of which torch's kernel takes any
-ROWS = 16  # it takes multiples of them
-BLOCK_ROWS = 256  # no longer is what it interleaves, on any CPU
-BAND_WEIGHTS = 1 << 24
 ZERO = 8  # the code that it takes for zero
+PACKED_WEIGHTS = 1 << 24  # at a time, at load: bounds the temporaries to a hundred MB or two
+DENSE_WEIGHTS = 1 << 20  # at a time, in a product: they stay in a cache
+FEW_TOKENS = 96  # of which a product with the codes takes less time than with a dense matrix, made first
 
 _SCHEMA = (
     "(Tensor x, Tensor words, Tensor scales_and_offsets, Tensor? row_scales, Tensor? row_ptr, Tensor? col_idx, "
@@ -43,7 +46,7 @@ def takes(weight: PackedWeight, dtype: torch.dtype) -> bool:
     aten = torch.ops.aten
     known = hasattr(aten, "_convert_weight_to_int4pack_for_cpu") and hasattr(aten, "_weight_int4pack_mm_for_cpu")
     # It knows products of other dtypes, too, and on other CPUs, which take longer than to dequantize.
-    fast = known and dtype == torch.bfloat16 and torch.backends.cpu.get_cpu_capability() in CAPABILITIES
+    fast = known and dtype == torch.bfloat16 and torch.backends.cpu.get_cpu_capability() in INTERLEAVED
     return fast and weight.qweight.device.type == "cpu" and weight.qweight.numel() > 0 and _group(weight) is not None
 
 
@@ -67,7 +70,9 @@ def int4_arguments(weight: PackedWeight, capacity: int | None) -> tuple[dict[str
     outliers = weight_arguments(weight, capacity)
     values = outliers["values"]
     tensors = {
-        "words": torch.cat([_words(band, weight) for band in weight.qweight.split(_band(parts * weight.cols))]),
+        "words": torch.cat(
+            [_words(band, weight) for band in weight.qweight.split(_band(PACKED_WEIGHTS, parts * weight.cols))]
+        ),
         "scales_and_offsets": functional.pad(pairs, (0, 0, 0, 0, 0, padding)).transpose(0, 1).contiguous(),
         "row_scales": weight.row_scales,
         "row_ptr": outliers["row_ptr"],
@@ -77,9 +82,9 @@ def int4_arguments(weight: PackedWeight, capacity: int | None) -> tuple[dict[str
     return tensors, {"group": group, "rows": rows, "parts": parts}
 
 
-def _band(cols: int) -> int:
-    """Rows treated together, whole blocks of torch's order: bounds the temporaries to a hundred MB or two."""
-    return max(1, BAND_WEIGHTS // (BLOCK_ROWS * cols)) * BLOCK_ROWS
+def _band(weights: int, cols: int) -> int:
+    """Rows treated together, whole blocks of torch's order: of about so many weights."""
+    return max(1, weights // (ROWS * cols)) * ROWS
 
 
 def _words(qweight: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
@@ -119,6 +124,10 @@ def _ssqr_int4(
     tokens = x.reshape(-1, x.shape[-1]).to(torch.bfloat16).contiguous()
     if not len(tokens):
         return x.new_empty((*x.shape[:-1], rows))
+    if len(tokens) * parts > FEW_TOKENS:
+        outliers = (row_ptr, col_idx, values)
+        y = _dense_product(tokens, words, scales_and_offsets, row_scales, outliers, group, rows, parts)
+        return y.to(x.dtype).view(*x.shape[:-1], rows)
     product = torch.ops.aten._weight_int4pack_mm_for_cpu(tokens.repeat(1, parts), words, group, scales_and_offsets)
     y = product[:, :rows].to(torch.float32)
     if row_ptr is not None and col_idx is not None and values is not None:
@@ -139,6 +148,53 @@ def _outliers(tokens: torch.Tensor, row_ptr: torch.Tensor, col_idx: torch.Tensor
         col_idx[:count], table.contiguous(), row_ptr, per_sample_weights=values[:count], **options
     )
     return sums.t()[: len(tokens)]
+
+
+def _dense_product(
+    tokens: torch.Tensor,
+    words: torch.Tensor,
+    scales_and_offsets: torch.Tensor,
+    row_scales: torch.Tensor | None,
+    outliers: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
+    group: int,
+    rows: int,
+    parts: int,
+) -> torch.Tensor:
+    """The operator for many tokens [n, cols]: [n, rows], of the dtype that it multiplies in."""
+    cols, abilities = tokens.shape[1], torch.cpu.get_capabilities()
+    dtype = torch.bfloat16 if abilities.get("avx512_bf16") or abilities.get("amx_bf16") else torch.float32
+    tokens = tokens.to(dtype)
+    y = torch.empty(len(tokens), rows, dtype=dtype)
+    step = _band(DENSE_WEIGHTS, cols)
+    for start in range(0, rows, step):
+        stop = min(start + step, rows)
+        band = slice(start, start + step)
+        weight = _dense(words[band], scales_and_offsets[:, band], group, parts)[: stop - start]
+        row_ptr, col_idx, values = outliers
+        if row_ptr is not None and col_idx is not None and values is not None:
+            ends = row_ptr[start : stop + 1].to(torch.int64)
+            row = torch.repeat_interleave(ends.diff())
+            entries = slice(int(ends[0]), int(ends[-1]))
+            weight.view(-1).index_add_(0, row * cols + col_idx[entries], values[entries])
+        if row_scales is not None:
+            weight *= row_scales[start:stop].unsqueeze(1)
+        y[:, start:stop] = functional.linear(tokens, weight.to(dtype))
+    return y
+
+
+def _dense(words: torch.Tensor, pairs: torch.Tensor, group: int, parts: int) -> torch.Tensor:
+    """The inliers of whole blocks of rows: float32 [rows, cols], without factors of rows."""
+    block = INTERLEAVED[torch.backends.cpu.get_cpu_capability()]
+    cols = words.shape[1] * 2 // parts
+    halves = words.view(-1, parts * cols, block // 2).transpose(1, 2).contiguous()
+    codes = torch.cat([halves & 15, halves >> BITS], 1).view(-1, parts, cols)
+    codes, zero = (codes[:, 0], ZERO) if parts == 1 else (codes[:, 0] * 16 + codes[:, 1], 16 * ZERO)
+    groups = cols // group
+    scales, offsets = pairs[-groups:, :, 0].to(torch.float32), pairs[:groups, :, 1].to(torch.float32)
+    shifts = (offsets - zero * scales).t().contiguous().unsqueeze(-1)
+    # All of it is exact: codes have at most 8 bits, scales 8, and a shift is some halves of a scale.
+    grouped = codes.to(torch.float32).view(-1, groups, group)
+    return torch.addcmul(shifts, grouped, scales.t().contiguous().unsqueeze(-1)).view(-1, cols)
 
 
 @torch.library.register_fake("latq::ssqr_int4")
