@@ -13,8 +13,8 @@ from vllm_latq.config import LayerScheme
 from vllm_latq.csr import CSR
 from vllm_latq.errors import CheckpointError
 from vllm_latq.linear_op import ssqr_linear
-from vllm_latq.operands import Operands, make_operands
-from vllm_latq.packed_weight import PackedWeight
+from vllm_latq.operands import Operands, inlier_bits, make_operands
+from vllm_latq.packed_weight import PackedWeight, best_bits
 
 pytestmark = pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() not in cpu_path.INTERLEAVED, reason="torch has no quick product here"
@@ -73,6 +73,14 @@ def test_integers_on_one_scale_of_each_row(bits: int) -> None:
     assert bits == 8 or packed.outliers.nnz > 0
     x = torch.randn(5, 160).bfloat16()
     assert_right(packed, x, operands(packed))
+
+
+def test_decoded_integers_get_the_width_that_takes_least_here() -> None:
+    cpu, narrow = torch.device("cpu"), torch.randint(-2, 2, (40, 64), dtype=torch.int32)
+    assert inlier_bits([narrow], cpu) == 4, "2 bits would be kept in 4"
+    narrow.view(-1)[: narrow.numel() // 10] = 99  # of which each costs 32 bits on GPUs, and here 64
+    assert best_bits(narrow) == 2
+    assert inlier_bits([narrow, narrow], cpu) == 8
 
 
 @pytest.mark.parametrize("bits", [3, 8])

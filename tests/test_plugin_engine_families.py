@@ -14,7 +14,7 @@ from engine_probe import NO_EXPERTS, OLD_VLLM, PROMPTS, probe
 from logprobs import assert_agrees
 from transformers import AutoModel, AutoModelForCausalLM
 
-from vllm_latq.cpu_path import CAPABILITIES
+from vllm_latq.cpu_path import INTERLEAVED
 from vllm_latq.quantize.pipeline import quantize_checkpoint
 from vllm_latq.quantize.recipe import Recipe
 
@@ -134,7 +134,7 @@ def test_attention(
     (served, operators), (expected,) = probe(
         [{"model": tmp_path / "out", "engine": engine, "operators": True}, {"model": dense, "engine": engine}]
     )
-    known = torch.backends.cpu.get_cpu_capability() in CAPABILITIES
+    known = torch.backends.cpu.get_cpu_capability() in INTERLEAVED
     assert operators == ["ssqr_int4" if known else "ssqr_linear"]
     for ours, theirs in zip(served, expected, strict=True):
         got, reference = ours["logprobs"][0], theirs["logprobs"][0]  # later tokens follow those chosen first

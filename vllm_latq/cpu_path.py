@@ -27,6 +27,8 @@ from vllm_latq.packed_weight import PackedWeight
 from vllm_latq.packing import unpack_codes
 
 BITS = 4
+WIDTHS = (4, 8)  # of codes as they are kept
+OUTLIER_BITS = 64
 INTERLEAVED = {"AVX2": 32, "AVX512": 64}  # rows in one block: a byte holds codes of its first and of its second half
 ROWS = 64  # whole blocks of either
 GROUPS = (256, 128, 64, 32)  # columns with one scale, of which torch's kernel takes any

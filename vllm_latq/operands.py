@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
+from vllm_latq import cpu_path
 from vllm_latq.cpu_path import int4_arguments, ssqr_int4, takes
 from vllm_latq.errors import CheckpointError
 from vllm_latq.kernel_path import has_kernels, kernel_arguments, ssqr_tiled, unsupported
 from vllm_latq.linear_op import outlier_capacity, ssqr_linear, weight_arguments
-from vllm_latq.packed_weight import PackedWeight
+from vllm_latq.packed_weight import PackedWeight, best_bits
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,13 @@ class Operands:
     def operator(self) -> str:
         """Name of the operator in `torch.ops.latq`; it takes x, the tensors and the constants in their order."""
         return self.multiply.__name__
+
+
+def inlier_bits(integers: Sequence[torch.Tensor], device: torch.device) -> int:
+    """The width of inliers that decoded integers [rows, cols] take least memory with on a device."""
+    if has_kernels(device):
+        return best_bits(*integers)
+    return best_bits(*integers, widths=cpu_path.WIDTHS, outlier_bits=cpu_path.OUTLIER_BITS)
 
 
 def make_operands(weight: PackedWeight, dtype: torch.dtype, where: str, capacity: int | None = None) -> Operands:

@@ -182,14 +182,16 @@ class PackedWeight:
         return cls(qweight, scheme.bits, scheme.group_size, shape[1], scales, None, outliers, None, integers, midrise)
 
 
-def best_bits(*matrices: torch.Tensor) -> int:
-    """The inlier width in SUPPORTED_BITS that minimises b + 32 * overflow rate over integer matrices [rows, cols]."""
+def best_bits(
+    *matrices: torch.Tensor, widths: tuple[int, ...] = SUPPORTED_BITS, outlier_bits: int = OUTLIER_BITS
+) -> int:
+    """The inlier width b in `widths` that minimises b + outlier_bits * overflow rate over integers [rows, cols]."""
     count = sum(integers.numel() for integers in matrices)
 
     def cost(bits: int) -> float:
-        return bits + OUTLIER_BITS * sum(_overflow(z, bits) for z in matrices) / max(count, 1)
+        return bits + outlier_bits * sum(_overflow(z, bits) for z in matrices) / max(count, 1)
 
-    return min(SUPPORTED_BITS, key=cost)
+    return min(widths, key=cost)
 
 
 def served_bits(integers: torch.Tensor, bits: int | None = None, column_scales: bool = True) -> int:

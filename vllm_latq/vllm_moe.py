@@ -25,8 +25,8 @@ from vllm_latq.dummy import dummy_weight
 from vllm_latq.errors import CheckpointError, UnsupportedModelError
 from vllm_latq.expert_op import ACTIVATIONS, expert_constants, run_experts
 from vllm_latq.merging import Shard, decode, merge, read_shard
-from vllm_latq.operands import Operands, make_operands, stack_operands
-from vllm_latq.packed_weight import PackedWeight, best_bits
+from vllm_latq.operands import Operands, inlier_bits, make_operands, stack_operands
+from vllm_latq.packed_weight import PackedWeight
 from vllm_latq.sharding import check_groups, take
 from vllm_latq.spec import SHAPE, tensor_specs
 from vllm_latq.vllm_linear import COLUMN_SCALES, CheckpointTensor, ShardId, collected
@@ -219,7 +219,7 @@ class LatqMoEMethod(FusedMoEMethodBase):
         ]
         integers = [decode(read, device) for read in experts]
         decoded = [z for matrices in integers for z in matrices if z is not None]
-        bits = self.bits.get(product) or (best_bits(*decoded) if decoded else None)
+        bits = self.bits.get(product) or (inlier_bits(decoded, device) if decoded else None)
         rows, cols = self.shapes[product]
         for number, read, matrices in zip(self.experts, experts, integers, strict=True):
             whole = merge(read, matrices, device, bits)
