@@ -61,7 +61,7 @@ def test_row_scales_scale_outliers_too() -> None:
 @pytest.mark.parametrize("block", [1, 100, 10_000])
 def test_blocks_of_rows_change_nothing(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = random_weight(3, 21, 37, 63, True)
-    monkeypatch.setattr(linear_op, "BLOCK_WEIGHTS", block)
+    monkeypatch.setattr(linear_op, "CPU_BLOCK_WEIGHTS", block)
     got = dequantize(**weight_arguments(weight), bits=3, cols=63, midrise=False)
     torch.testing.assert_close(got, weight.dequantize(), rtol=0, atol=0)
 

@@ -20,8 +20,8 @@ from vllm_latq.weights import PackedWeight
 
 WEIGHT_ARGUMENTS = ("qweight", "scales", "row_scales", "row_ptr", "col_idx", "values")
 SMALLEST_CAPACITY = 64
-# Weights unpacked at a time: bounds the int64 and float32 temporaries to a few hundred MB for the largest heads.
-BLOCK_WEIGHTS = 1 << 24
+# Weights unpacked at a time: on a CPU their float32 temporaries stay in a cache, elsewhere in a hundred MB or two.
+CPU_BLOCK_WEIGHTS, BLOCK_WEIGHTS = 1 << 20, 1 << 24
 
 _SCHEMA = (
     "(Tensor x, Tensor qweight, Tensor? scales, Tensor? row_scales, Tensor? row_ptr, Tensor? col_idx, "
@@ -93,7 +93,7 @@ def dequantize(
     """
     rows = qweight.shape[0]
     weight = torch.empty((rows, cols), dtype=dtype, device=qweight.device)
-    step = max(1, BLOCK_WEIGHTS // cols)
+    step = max(1, (CPU_BLOCK_WEIGHTS if qweight.device.type == "cpu" else BLOCK_WEIGHTS) // cols)
     for start in range(0, rows, step):
         block = slice(start, min(start + step, rows))
         inliers = unpack_codes(qweight[block], bits, cols).to(torch.float32) - zero_point(bits, midrise)

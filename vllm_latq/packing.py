@@ -4,11 +4,12 @@ Invariant: code j of a row occupies bits [j*b, (j+1)*b) of the row's little-endi
 are zero. Codes may straddle words (b = 3). `unpack_codes(pack_codes(codes, b), b, cols) == codes`.
 """
 
+import math
+
 import torch
+from torch.nn import functional
 
 WORD_BITS = 32
-# Codes treated together: their int64 intermediates (some 30 bytes a code) must not outgrow the matrix itself.
-_BAND_CODES = 1 << 18
 
 
 def packed_words(cols: int, bits: int) -> int:
@@ -18,35 +19,42 @@ def packed_words(cols: int, bits: int) -> int:
 
 def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Pack unsigned codes [rows, cols] (any integer dtype, values < 2**bits) into int32 [rows, packed_words]."""
-    return torch.cat([_pack(band, bits) for band in codes.split(_band_rows(codes.shape[1]))])
-
-
-def _pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     rows, cols = codes.shape
-    words = packed_words(cols, bits)
-    low, shift = _positions(cols, bits, codes.device)
-    wide = codes.to(torch.int64) << shift
-    packed = torch.zeros((rows, words + 1), dtype=torch.int64, device=codes.device)
-    # Fields never overlap, so addition is a bitwise or; a straddling code leaves its upper part to the next word.
-    packed.index_add_(1, low, wide & 0xFFFFFFFF)
-    packed.index_add_(1, low + 1, wide >> WORD_BITS)
-    return _signed(packed[:, :words])
+    length, fields = _stretch(bits)
+    stretches = -(-cols // len(fields))
+    parts = functional.pad(codes.to(torch.uint8), (0, stretches * len(fields) - cols))
+    parts = parts.reshape(rows, stretches, len(fields))
+    stream = parts.new_zeros((rows, stretches, length))
+    for index, (byte, shift) in enumerate(fields):
+        stream[..., byte] |= parts[..., index] << shift
+        if shift + bits > 8:
+            stream[..., byte + 1] |= parts[..., index] >> (8 - shift)
+    words = functional.pad(stream.flatten(1), (0, 4 * packed_words(cols, bits) - stretches * length))
+    return words.contiguous().view(torch.int32)
 
 
 def unpack_codes(packed: torch.Tensor, bits: int, cols: int) -> torch.Tensor:
     """Inverse of `pack_codes`: int32 [rows, packed_words] -> uint8 codes [rows, cols]."""
-    if WORD_BITS % bits == 0:
-        shifts = torch.arange(0, WORD_BITS, bits, dtype=torch.int32, device=packed.device)
-        codes = (packed.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)
-        return codes.to(torch.uint8).reshape(packed.shape[0], -1)[:, :cols]
-    return torch.cat([_unpack_straddling(band, bits, cols) for band in packed.split(_band_rows(cols))])
+    length, fields = _stretch(bits)
+    stretches = -(-cols // len(fields))
+    stream = packed.contiguous().view(torch.uint8)
+    stream = functional.pad(stream, (0, stretches * length - stream.shape[1])).view(len(packed), stretches, length)
+    codes = []
+    for byte, shift in fields:
+        code = stream[..., byte] >> shift
+        if shift + bits > 8:
+            code |= stream[..., byte + 1] << (8 - shift)
+        codes.append(code)
+    return torch.stack(codes, -1).bitwise_and_((1 << bits) - 1).flatten(1)[:, :cols]
 
 
-def _unpack_straddling(packed: torch.Tensor, bits: int, cols: int) -> torch.Tensor:
-    low, shift = _positions(cols, bits, packed.device)
-    words = torch.nn.functional.pad(packed.to(torch.int64) & 0xFFFFFFFF, (0, 1))
-    pair = words[:, low] | (words[:, low + 1] << WORD_BITS)
-    return ((pair >> shift) & ((1 << bits) - 1)).to(torch.uint8)
+def _stretch(bits: int) -> tuple[int, list[tuple[int, int]]]:
+    """The shortest run of whole bytes that codes fill: how many bytes, and the byte and bit that each code starts at.
+
+    Every such run of a row looks alike, so a code of all of them is one strided operation.
+    """
+    common = math.gcd(bits, 8)
+    return bits // common, [divmod(index * bits, 8) for index in range(8 // common)]
 
 
 def codes_at(packed: torch.Tensor, bits: int, rows: torch.Tensor, cols: torch.Tensor) -> torch.Tensor:
@@ -82,16 +90,6 @@ def put_codes(packed: torch.Tensor, bits: int, rows: torch.Tensor, cols: torch.T
 def _signed(words: torch.Tensor) -> torch.Tensor:
     """int64 in [0, 2^32) -> int32 with the same bits."""
     return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
-
-
-def _band_rows(cols: int) -> int:
-    return max(1, _BAND_CODES // max(cols, 1))
-
-
-def _positions(cols: int, bits: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Word index and bit offset of each code in a row."""
-    start = torch.arange(cols, dtype=torch.int64, device=device) * bits
-    return start // WORD_BITS, start % WORD_BITS
 
 
 def zero_point(bits: int, midrise: bool) -> float:
