@@ -14,7 +14,7 @@ def babai(
     """Babai's nearest plane algorithm, back to front ("GPTQ as Babai", Algorithm 3): the oracle of the tests.
 
     A upper triangular with A^T A = H in the reversed rounding order; y = A w; for j = c .. 1 round y_j / (A_jj s_j)
-    and take A[:, j] q_j off y. By Theorem 3 the integers are those of `nearest_plane` with the same rounding order.
+    and take A[:, j] q_j off y. By Theorem 4 the integers are those of `nearest_plane` with the same rounding order.
 
     Args:
         weight: float64 [r, c].

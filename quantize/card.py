@@ -29,7 +29,7 @@ tags:
 ({totals["bytes"]:,} bytes); in memory, while served, {bits(totals["served_bits_per_weight"])}. Per-layer errors and
 bounds are in `latq_report.json`.
 
-Serve it: `pip install vllm-latq vllm`, then `vllm serve PATH --quantization latq`.
+Serve it: with vllm and vllm-latq installed, `vllm serve PATH --quantization latq`.
 
 Check it: `latq verify PATH`. Look at it: `latq inspect PATH`.
 

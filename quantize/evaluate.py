@@ -1,4 +1,4 @@
-"""What a model got: perplexity by GPTQ's protocol and divergence from a baseline.
+"""How good a model is: perplexity by GPTQ's protocol and divergence from a baseline.
 
 Invariant: perplexity, KL divergence and agreement are means over the same predicted positions, and only one batch of
 windows of logits is held at a time.

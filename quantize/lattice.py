@@ -7,7 +7,8 @@ Invariant of a Factor, with p = order and H the damped Hessian:
 
 D is the diagonal of the LDL decomposition of H in the reverse of the rounding order, which is the order Babai's
 algorithm orthogonalises in (Chen, Hoefler, Alistarh, "The Geometry of LLM Quantization: GPTQ as Babai's Nearest Plane
-Algorithm", 2025, Theorems 3 and 4; called "GPTQ as Babai" below).
+Algorithm", ICLR 2026, Theorems 4 and 5; called "GPTQ as Babai" below, with algorithms numbered as in its
+first version).
 All of it is computed in float64 on the device of H.
 """
 

@@ -50,7 +50,7 @@ class LayerRecord:
         relative_error: error / ||X W^T||^2.
         rounding_error: ||Y (Q - W')^T||^2, W' being what was rounded: the part of the error that the bound covers;
             all of it unless targets are corrected.
-        bound: worst case of the rounding error (Theorem 5 of the ICLR paper, 4 of v1) for this order, damping and these
+        bound: worst case of the rounding error (Theorem 5) for this order, damping and these
             scales; None for plain rounding, which it does not cover.
         expected_error: the mean of the rounding error for uniformly distributed weights: a third of the bound, a sixth
             if rounding is stochastic, at least a twelfth if it counts bits.

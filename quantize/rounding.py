@@ -42,7 +42,7 @@ class Rounding:
         scales: [r or 1, G], in the dtype of the recursion.
         group_width: columns per scale.
         loss: float64 [r], sum_t D_t (w'_t - q_t)^2.
-        bound: float64 [r], 1/4 sum_t D_t s_t^2 (Theorem 4), or without the 1/4 if rounding was stochastic; the loss is
+        bound: float64 [r], 1/4 sum_t D_t s_t^2 (Theorem 5), or without the 1/4 if rounding was stochastic; the loss is
             below it unless something was clipped. With a `threshold`, that much is added for each clipped weight, and
             the loss is below it always. For integers kept, it includes their rounding to bfloat16.
         offset: of the grid, in steps.

@@ -42,7 +42,7 @@ def run_tasks(
         from lm_eval.models.huggingface import HFLM
         from lm_eval.tasks import TaskManager
     except ImportError as error:
-        raise ConfigError("tasks", "the lm-eval harness", f"{error}", 'Run pip install "vllm-latq[eval]".') from error
+        raise ConfigError("tasks", "the lm-eval harness", f"{error}", "Run pip install lm-eval.") from error
     if not tasks:
         raise ConfigError("tasks", "at least one task", "none")
     if limit is not None and not limit > 0:

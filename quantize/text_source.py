@@ -147,7 +147,7 @@ def _documents(source: str, known: HubText, split: str, seed: int | None) -> Ite
             where,
             "the `datasets` library to read it with",
             "it is not installed",
-            'Run pip install "vllm-latq[eval]", or pass a text file.',
+            "Run pip install datasets, or pass a text file.",
         ) from error
     try:
         rows: Any = datasets.load_dataset(

@@ -67,7 +67,12 @@ def test_dry_run_computes_and_writes_nothing(
 
 @pytest.mark.parametrize(
     ("options", "ignored"),
-    [([], ["lm_head"]), (["--lm-head"], []), (["--ignore", "up_proj", "lm_head", "--lm-head"], ["up_proj"])],
+    [
+        ([], ["lm_head"]),
+        (["--ignore", "up_proj"], ["up_proj", "lm_head"]),
+        (["--lm-head"], []),
+        (["--ignore", "up_proj", "lm_head", "--lm-head"], ["up_proj"]),
+    ],
 )
 def test_the_head_is_quantized_if_asked_for(
     options: list[str], ignored: list[str], mini_model: Path, capsys: pytest.CaptureFixture[str]

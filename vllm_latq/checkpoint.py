@@ -107,7 +107,9 @@ def verify(directory: str | Path) -> Iterator[LatqError]:
     fingerprint = checkpoint_fingerprint(reader.store)
     if fingerprint != reader.config.fingerprint:
         hint = "Some tensor is not the one that was written: copy the checkpoint again."
-        yield CheckpointError(f"{directory}: fingerprint", reader.config.fingerprint or "one", fingerprint, hint)
+        yield CheckpointError(
+            f"{directory}: fingerprint", reader.config.fingerprint or "one in config.json", fingerprint, hint
+        )
 
 
 def _verify_linear(reader: CheckpointReader, module: str, shape: tuple[int, int]) -> Iterator[LatqError]:

@@ -32,6 +32,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             time.sleep(SECONDS_TO_SPEAK)
         print(f"latq: {error}", file=sys.stderr)
         return 1
+    except BrokenPipeError:
+        # Whoever read the output has had enough. What is still buffered must not fail at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except KeyboardInterrupt:
         print("latq: interrupted; finished blocks are kept", file=sys.stderr)
         return 130
@@ -100,6 +104,8 @@ def _verify(options: argparse.Namespace) -> int:
     from vllm_latq.checkpoint import verify
 
     problems = [str(problem) for problem in verify(options.checkpoint)]
+    if not options.certificate and (options.model is not None or options.calibration is not None):
+        raise ConfigError("--model, --calibration", "--certificate with them", "none", "Else nothing is recomputed.")
     if options.certificate and not problems:
         problems = [str(problem) for problem in _certificate(options)]
     if options.json:
@@ -107,9 +113,18 @@ def _verify(options: argparse.Namespace) -> int:
     else:
         for problem in problems:
             print(f"latq: {problem}", file=sys.stderr)
-        sound = "valid, errors and bounds confirmed" if options.certificate else "valid"
+        sound = f"valid, {_confirmed(options.checkpoint)}" if options.certificate else "valid"
         print(f"{options.checkpoint}: {f'{len(problems)} problem(s)' if problems else sound}")
     return 1 if problems else 0
+
+
+def _confirmed(checkpoint: str) -> str:
+    from vllm_latq.checkpoint import CheckpointReader
+    from vllm_latq.quantize.recipe import Recipe
+
+    if Recipe.from_dict(CheckpointReader(checkpoint).config.recipe).bound_is_of_the_run:
+        return "errors confirmed and below their bounds; the bounds are as reported: they count what is not stored"
+    return "errors and bounds confirmed"
 
 
 def _certificate(options: argparse.Namespace) -> Iterator[LatqError]:

@@ -100,7 +100,7 @@ def _add_recipe(command: argparse.ArgumentParser) -> None:
         "--lm-head", action="store_true", help="quantize the head, too, apart from an embedding that it is tied to"
     )
     recipe.add_argument(
-        "--ignore", nargs="*", help="linears (names or endings) and modules (names) to leave alone (default lm_head)"
+        "--ignore", nargs="*", help="linears (names or endings) and modules (names) to leave alone, beside lm_head"
     )
 
 
@@ -111,9 +111,8 @@ def _quantize(options: argparse.Namespace) -> int:
 
     names = Recipe.__dataclass_fields__.keys()
     given = {name: value for name, value in vars(options).items() if name in names}
-    if hasattr(options, "lm_head"):
-        ignore = given.get("ignore", Recipe.__dataclass_fields__["ignore"].default)
-        given["ignore"] = [name for name in ignore if name != "lm_head"]
+    others = [name for name in given.get("ignore", []) if name != "lm_head"]
+    given["ignore"] = others if hasattr(options, "lm_head") else [*others, "lm_head"]
     if given["method"] == DEFAULT_METHOD:
         given.setdefault("target_bits", DEFAULT_TARGET_BITS)
     recipe = Recipe(**given)

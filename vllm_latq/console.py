@@ -36,8 +36,8 @@ def claim(bound: float | None, holds: bool | None) -> str:
 
 
 def prediction(loss: float, bound: float | None) -> str:
-    """What a checkpoint's report expects of the whole model: the second-order loss, and its bound."""
-    return f"predicted KL divergence {number(loss)} nats per token, bound {number(bound)}"
+    """What a checkpoint's report says of the whole model: the second-order loss on the calibration text, its bound."""
+    return f"second-order loss (predicted KL divergence) {number(loss)} nats per token, at most {number(bound)}"
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -43,13 +43,18 @@ _SCHEMA = (
 )
 
 
-def takes(weight: PackedWeight, dtype: torch.dtype) -> bool:
-    """Whether torch has a kernel for a weight on its device and activations of `dtype`."""
+def is_fast(dtype: torch.dtype) -> bool:
+    """Whether torch has kernels on this CPU for activations of `dtype`, which take less time than to dequantize."""
     aten = torch.ops.aten
     known = hasattr(aten, "_convert_weight_to_int4pack_for_cpu") and hasattr(aten, "_weight_int4pack_mm_for_cpu")
-    # It knows products of other dtypes, too, and on other CPUs, which take longer than to dequantize.
-    fast = known and dtype == torch.bfloat16 and torch.backends.cpu.get_cpu_capability() in INTERLEAVED
-    return fast and weight.qweight.device.type == "cpu" and weight.qweight.numel() > 0 and _group(weight) is not None
+    # It knows products of other dtypes, too, and on other CPUs, which take longer.
+    return known and dtype == torch.bfloat16 and torch.backends.cpu.get_cpu_capability() in INTERLEAVED
+
+
+def takes(weight: PackedWeight, dtype: torch.dtype) -> bool:
+    """Whether the operator multiplies a weight on its device by activations of `dtype`."""
+    on_cpu = weight.qweight.device.type == "cpu" and weight.qweight.numel() > 0
+    return on_cpu and is_fast(dtype) and _group(weight) is not None
 
 
 def int4_arguments(weight: PackedWeight, capacity: int | None) -> tuple[dict[str, torch.Tensor | None], dict[str, Any]]:

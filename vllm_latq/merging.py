@@ -11,7 +11,6 @@ import torch
 
 from vllm_latq.config import LayerScheme
 from vllm_latq.errors import CheckpointError
-from vllm_latq.operands import inlier_bits
 from vllm_latq.sharding import cat_rows
 from vllm_latq.spec import SHAPE
 from vllm_latq.validate import declared_shape
@@ -19,6 +18,7 @@ from vllm_latq.weights import (
     PackedWeight,
     RansWeight,
     Weight,
+    best_bits,
     decode_checked,
     pack_integers,
     weight_from_tensors,
@@ -74,7 +74,7 @@ def merge(
         shards: of one matrix, in order.
         integers: theirs, from `decode`.
         device: of the column scales and the decoded integers.
-        bits: width of decoded inliers; None for the one that takes the fewest bytes on the device.
+        bits: width of decoded inliers; None for the one that takes the fewest bytes on a GPU.
 
     Raises:
         CheckpointError: column scales that differ, although they multiply one input.
@@ -83,7 +83,7 @@ def merge(
     columns = None if columns is None else columns.to(device)
     decoded = [z for z in integers if z is not None]
     if decoded and bits is None:
-        bits = inlier_bits(decoded, device)
+        bits = best_bits(*decoded)
     packed = []
     for (_, weight), z in zip(shards, integers, strict=True):
         if isinstance(weight, PackedWeight):

@@ -42,11 +42,17 @@ class Operands:
         return self.multiply.__name__
 
 
-def inlier_bits(integers: Sequence[torch.Tensor], device: torch.device) -> int:
-    """The width of inliers that decoded integers [rows, cols] take least memory with on a device."""
-    if has_kernels(device):
-        return best_bits(*integers)
-    return best_bits(*integers, widths=cpu_path.WIDTHS, outlier_bits=cpu_path.OUTLIER_BITS)
+def inlier_bits(integers: Sequence[torch.Tensor], device: torch.device, dtype: torch.dtype) -> int:
+    """The width of inliers that decoded integers [rows, cols] take least memory with on a device.
+
+    Args:
+        integers: those of one matrix, or of those that share a width.
+        device: to multiply on.
+        dtype: of the activations.
+    """
+    if device.type == "cpu" and not has_kernels(device) and cpu_path.is_fast(dtype):
+        return best_bits(*integers, widths=cpu_path.WIDTHS, outlier_bits=cpu_path.OUTLIER_BITS)
+    return best_bits(*integers)
 
 
 def make_operands(weight: PackedWeight, dtype: torch.dtype, where: str, capacity: int | None = None) -> Operands:

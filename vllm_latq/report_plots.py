@@ -70,7 +70,7 @@ def draw(layers: Sequence[LayerView]) -> dict[str, str]:
     try:
         import matplotlib
     except ImportError:
-        hint = "Install it: pip install 'vllm-latq[report]'."
+        hint = "Run pip install matplotlib."
         raise ConfigError("latq report", "matplotlib to draw the plots", "no such package", hint) from None
     with matplotlib.rc_context(_STYLE):
         plots = {

@@ -26,7 +26,7 @@ from vllm_latq.dummy import dummy_weight
 from vllm_latq.errors import CheckpointError
 from vllm_latq.linear_op import scale_columns
 from vllm_latq.merging import Shard, decode, merge, read_shard
-from vllm_latq.operands import make_operands
+from vllm_latq.operands import inlier_bits, make_operands
 from vllm_latq.sharding import ZERO_ROW, check_groups, take
 from vllm_latq.spec import SHAPE, tensor_specs
 from vllm_latq.weights import PackedWeight
@@ -165,7 +165,10 @@ class LatqLinearMethod(LinearMethodBase):
             offset += weight.shape[0]
             read.append((name, weight))
         self._check_complete(layer, source)
-        whole = merge(read, decode(read, device), device, self.bits)
+        integers = decode(read, device)
+        decoded = [z for z in integers if z is not None]
+        bits = self.bits or inlier_bits(decoded, device, self.dtype)
+        whole = merge(read, integers, device, bits)
         return take(whole, source.to(whole.qweight.device), self._owned_columns(layer), self.prefix)
 
     def _owned_rows(self, layer: Any, shard_id: ShardId, checkpoint_rows: int) -> torch.Tensor:

@@ -219,7 +219,7 @@ class LatqMoEMethod(FusedMoEMethodBase):
         ]
         integers = [decode(read, device) for read in experts]
         decoded = [z for matrices in integers for z in matrices if z is not None]
-        bits = self.bits.get(product) or (inlier_bits(decoded, device) if decoded else None)
+        bits = self.bits.get(product) or (inlier_bits(decoded, device, self.dtype) if decoded else None)
         rows, cols = self.shapes[product]
         for number, read, matrices in zip(self.experts, experts, integers, strict=True):
             whole = merge(read, matrices, device, bits)

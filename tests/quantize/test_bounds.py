@@ -73,7 +73,7 @@ def _check_l2(weight: torch.Tensor, inputs: torch.Tensor, damping: float, seed: 
     corollary = trace_bounds(inputs.T @ inputs, factor.ridge, step, stochastic)
     assert float(output.norm(dim=0).max()) <= min(theorem.output, corollary.output) * SLACK
     assert float(moved.norm(dim=1).max()) <= min(theorem.weight, corollary.weight) * SLACK
-    # Theorem 4 of "GPTQ as Babai" knows the factor itself, Theorem 3.3 the conditioning, Corollary 3.6 the trace.
+    # Theorem 5 of "GPTQ as Babai" knows the factor itself, Theorem 3.3 the conditioning, Corollary 3.6 the trace.
     assert float(rounding.bound.max()) <= theorem.output**2 * SLACK
     assert theorem.weight <= corollary.weight * SLACK
     assert float(factor.diagonal.max()) <= projection_constant(ordered, factor.ridge) * SLACK

@@ -37,7 +37,7 @@ def test_factor_inverts_the_permuted_damped_hessian(cols, name, seed):
     torch.testing.assert_close(identity, torch.eye(cols, dtype=torch.float64), rtol=0, atol=FLOAT64_TOLERANCE)
     assert torch.equal(factor.upper, factor.upper.triu())
     assert torch.equal(factor.diagonal, factor.upper.diagonal().pow(-2))
-    # D is the diagonal of the LDL decomposition in the reverse order (Theorem 4).
+    # D is the diagonal of the LDL decomposition in the reverse order (Theorem 5).
     reverse = torch.linalg.cholesky(permuted.flip(0, 1)).diagonal().square().flip(0)
     torch.testing.assert_close(factor.diagonal, reverse, rtol=FLOAT64_TOLERANCE, atol=0)
 

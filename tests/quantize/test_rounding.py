@@ -60,7 +60,7 @@ def test_blocked_gptq_equals_the_unblocked_loop_and_babai(shape, grid, name, blo
     factor = factorize(hessian, name)
     rounding = nearest_plane(weight, factor, scales, *grid, block_size=block)
     assert torch.equal(rounding.z, textbook_gptq(weight, factor, scales, *grid))
-    # Theorem 3: Babai's algorithm in the opposite order finds the same integers, clipped or not.
+    # Theorem 4: Babai's algorithm in the opposite order finds the same integers, clipped or not.
     assert torch.equal(rounding.z, babai(weight, factor.hessian, scales, factor.order, *grid))
     assert torch.equal(rounding.dequantized, rounding.z * scales)
 

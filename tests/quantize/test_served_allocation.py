@@ -10,7 +10,7 @@ from vllm_latq.checkpoint import CheckpointReader, verify
 from vllm_latq.config import SUPPORTED_BITS
 from vllm_latq.errors import ConfigError, NumericalError
 from vllm_latq.merging import decode, merge
-from vllm_latq.packed_weight import OUTLIER_BITS, best_bits, pack_integers, served_bits, served_overhead
+from vllm_latq.packed_weight import OUTLIER_BITS, pack_integers, served_bits, served_overhead
 from vllm_latq.quantize.allocation import RateCurve
 from vllm_latq.quantize.budget import check_budget
 from vllm_latq.quantize.evaluate import evaluate
@@ -181,8 +181,7 @@ def test_merged_as_they_are_served_the_linears_take_no_more(checkpoint: Path) ->
         for parts in ("qkv", "o"):
             linears = [f"model.layers.{block}.self_attn.{part}_proj" for part in parts]
             shards = [(name, reader.weight(name)) for name in linears]
-            integers = decode(shards, cpu := torch.device("cpu"))
-            merged = merge(shards, integers, cpu, best_bits(*(z for z in integers if z is not None)))
+            merged = merge(shards, decode(shards, torch.device("cpu")), torch.device("cpu"))
             alone = sum(records[name].served_bits * math.prod(reader.shapes[name]) for name in linears)
             # Column scales and the first row pointer are there once.
             saved = (len(linears) - 1) * 32 * (merged.cols + 1)
