@@ -1,4 +1,4 @@
-"""What of a model is never quantized: routers of experts, towers of images or sound, an encoder's pooler and heads."""
+"""What of a model is never quantized: routers of experts, Mamba-1 mixers, towers, an encoder's pooler and heads."""
 
 from torch import nn
 
@@ -14,6 +14,8 @@ MIXER = "altup"
 # What chooses the tokens that sparse attention sees (DeepSeek-V3.2, GLM-5): no gradient reaches it, and vLLM fuses part
 # of it, unquantized.
 INDEXER = "indexer"
+# What the first generation of Mamba mixers has, and no later one: vLLM has no quantized linears for them.
+MAMBA = ("x_proj", "dt_proj")
 Shape = tuple[int, ...]
 
 
@@ -69,11 +71,12 @@ def _others(decoder: Decoder) -> dict[str, Shape]:
 
 
 def _routers(decoder: Decoder) -> tuple[str, ...]:
-    """Names in the checkpoint of what decides between experts or tokens, or mixes streams, linears or not."""
+    """Names in the checkpoint of what decides between experts or tokens or mixes streams, and of Mamba-1 mixers."""
     modules = list(decoder.model.named_modules())
     parents = {name.rpartition(".")[0] for name, module in modules if isinstance(module, Experts)}
     routers = [f"{parent}.{leaf}" for parent in sorted(parents) for leaf in ROUTERS]
     others = [name for name, _ in modules if name.endswith((f".{MIXER}", f".{INDEXER}"))]
+    others += [name for name, module in modules if all(hasattr(module, leaf) for leaf in MAMBA)]
     small = tuple(f"{name}." for name in [*routers, *others])
     found = [
         name.removesuffix(".weight") for name in decoder.stored if name.startswith(small) and name.endswith(".weight")

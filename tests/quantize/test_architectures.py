@@ -210,6 +210,21 @@ def test_head_under_another_name(random_model: Any, make_dense_twin: Any, tmp_pa
         torch.testing.assert_close(loaded(TOKENS).logits, dense(TOKENS).logits, rtol=0, atol=0)
 
 
+def test_mixers_of_mamba_1_stay_as_they_are(random_model: Any, tmp_path: Path) -> None:
+    """vLLM has no quantized linears for them; what stands beside them in a hybrid model is quantized."""
+    sizes = {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 9, "expert_layer_offset": 8}
+    mamba = {"mamba_d_state": 8, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_dt_rank": 8, "use_mamba_kernels": False}
+    source, _ = random_model("jamba", num_experts=2, **sizes, **mamba)
+    quantize_checkpoint(Recipe("rtn", 4, group_size=-1), source, tmp_path / "out")
+    names = CheckpointReader(tmp_path / "out").shapes.keys()
+    assert any(".self_attn." in name for name in names)
+    assert any(".layers.0.feed_forward." in name for name in names)
+    assert not any(".mamba." in name for name in names)
+    whole, _ = random_model("mamba", state_size=8, time_step_rank=8)
+    with pytest.raises(LatqError, match="expected"):
+        quantize_checkpoint(Recipe("rtn", 4, group_size=-1), whole, tmp_path / "mamba")
+
+
 REFUSED = [
     ("gpt2", {}, r"transformer\.h: expected blocks with linear layers, found .*Conv1D"),
     ("gpt_oss", {}, "expected experts without bias"),

@@ -90,6 +90,9 @@ def test_from_the_command_line(
     command = ["verify", "--certificate", str(certified("rtn"))]
     assert main([*command, "--calibration", str(calibration_text), "--model", str(two_blocks)]) == 0
     assert "valid, errors and bounds confirmed" in capsys.readouterr().out
+    saving = ["verify", "--certificate", str(certified("saving")), "--model", str(two_blocks)]
+    assert main([*saving, "--calibration", str(calibration_text)]) == 0
+    assert "the bounds are as reported" in capsys.readouterr().out
     assert main([*command, "--calibration", str(calibration_text)]) == 1
     assert "--model: expected the original model, found none" in capsys.readouterr().err
     assert main(["verify", str(certified("rtn")), "--model", str(two_blocks)]) == 1
