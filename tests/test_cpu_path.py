@@ -1,5 +1,8 @@
 """`latq::ssqr_int4`, torch's 4-bit product and the outliers, against float64 products with the dequantized weight."""
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +17,7 @@ from vllm_latq.csr import CSR
 from vllm_latq.errors import CheckpointError
 from vllm_latq.linear_op import ssqr_linear
 from vllm_latq.operands import Operands, inlier_bits, make_operands
-from vllm_latq.packed_weight import PackedWeight, best_bits
+from vllm_latq.packed_weight import PackedWeight, best_bits, pack_integers
 
 pytestmark = pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() not in cpu_path.INTERLEAVED, reason="torch has no quick product here"
@@ -78,6 +81,8 @@ def test_integers_on_one_scale_of_each_row(bits: int) -> None:
 def test_decoded_integers_get_the_width_that_takes_least_here() -> None:
     cpu, narrow = torch.device("cpu"), torch.randint(-2, 2, (40, 64), dtype=torch.int32)
     assert inlier_bits([narrow], cpu, torch.float32) == 2
+    assert inlier_bits([narrow[:, :40]], cpu, torch.bfloat16) == 2, "40 columns are dequantized"
+    assert inlier_bits([narrow], torch.device("cuda"), torch.bfloat16) == 2
     assert inlier_bits([narrow], cpu, torch.bfloat16) == 4, "2 bits would be kept in 4"
     narrow.view(-1)[: narrow.numel() // 10] = 99  # of which each costs 32 bits on GPUs, and here 64
     assert best_bits(narrow) == 2
@@ -102,6 +107,7 @@ def test_many_tokens(bits: int, abilities: dict[str, bool], monkeypatch: pytest.
     weight: Any = random_weight(
         LayerScheme("packed", bits, 32, True, grid="midrise"), 2 * cpu_path.ROWS + 7, 96, seed=1
     )
+    weight.scales[::2] *= -1
     made = operands(weight)
     expected = weight.dequantize()
     assert torch.equal(product(torch.eye(96).repeat(2, 1).bfloat16(), made)[:96].t(), expected.bfloat16())
@@ -109,6 +115,28 @@ def test_many_tokens(bits: int, abilities: dict[str, bool], monkeypatch: pytest.
     exact = x.double() @ expected.double().t()
     tolerance = TOLERANCE if abilities else TOLERANCE / 2
     assert (product(x, made) - exact).norm() <= tolerance * exact.norm()
+
+
+@pytest.mark.parametrize("bits", [3, 8])
+def test_many_tokens_with_factors_of_rows(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """HPTQ's and latq's: another factor for each row, in every band."""
+    monkeypatch.setattr(cpu_path, "DENSE_WEIGHTS", 1)
+    rows = 2 * cpu_path.ROWS + 7
+    integers = torch.randint(-9, 9, (rows, 96), dtype=torch.int32)
+    weight = pack_integers(integers, torch.linspace(0.5, 3, rows), bits)
+    dense = product(torch.eye(96).repeat(2, 1).bfloat16(), operands(weight))[:96].t()
+    assert torch.equal(dense, weight.dequantize().bfloat16())
+
+
+def test_the_order_of_codes_on_cpus_without_avx512() -> None:
+    """They interleave other rows; a process of its own, because torch chooses its kernels once."""
+    if torch.backends.cpu.get_cpu_capability() == "AVX2":
+        return  # every other test is this one
+    tests = [f"{__file__}::test_many_tokens", f"{__file__}::test_many_tokens_with_factors_of_rows"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
+    ran = subprocess.run(command, env=os.environ | {"ATEN_CPU_CAPABILITY": "avx2"}, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout[-3000:]
+    assert "8 passed" in ran.stdout
 
 
 def test_what_is_behind_the_last_outlier_is_not_read() -> None:

@@ -21,6 +21,19 @@ def test_round_trip(bits: int, rows: int, cols: int, seed: int) -> None:
 
 
 @pytest.mark.parametrize("bits", SUPPORTED_BITS)
+@pytest.mark.parametrize("rows", [0, 1, 2])
+def test_every_width_of_rows(rows: int, bits: int) -> None:
+    for cols in range(100):
+        codes = torch.randint(0, 2**bits, (rows, cols), generator=torch.Generator().manual_seed(cols))
+        packed = pack_codes(codes, bits)
+        assert packed.is_contiguous()
+        assert packed.shape == (rows, packed_words(cols, bits))
+        assert torch.equal(unpack_codes(packed, bits, cols), codes.to(torch.uint8))
+        apart = torch.nn.functional.pad(packed, (1, 1), value=-1)[:, 1:]
+        assert torch.equal(unpack_codes(apart, bits, cols), codes.to(torch.uint8)), "and of words that are a view"
+
+
+@pytest.mark.parametrize("bits", SUPPORTED_BITS)
 def test_bit_positions_are_those_of_the_format(bits: int) -> None:
     cols = 67
     codes = torch.randint(0, 2**bits, (1, cols), generator=torch.Generator().manual_seed(0))

@@ -50,7 +50,8 @@ def inlier_bits(integers: Sequence[torch.Tensor], device: torch.device, dtype: t
         device: to multiply on.
         dtype: of the activations.
     """
-    if device.type == "cpu" and not has_kernels(device) and cpu_path.is_fast(dtype):
+    whole = all(z.shape[1] % min(cpu_path.GROUPS) == 0 for z in integers)
+    if device.type == "cpu" and not has_kernels(device) and cpu_path.is_fast(dtype) and whole:
         return best_bits(*integers, widths=cpu_path.WIDTHS, outlier_bits=cpu_path.OUTLIER_BITS)
     return best_bits(*integers)
 

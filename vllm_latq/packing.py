@@ -29,12 +29,15 @@ def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
         stream[..., byte] |= parts[..., index] << shift
         if shift + bits > 8:
             stream[..., byte + 1] |= parts[..., index] >> (8 - shift)
-    words = functional.pad(stream.flatten(1), (0, 4 * packed_words(cols, bits) - stretches * length))
-    return words.contiguous().view(torch.int32)
+    words = packed_words(cols, bits)
+    stream = functional.pad(stream.view(rows, stretches * length), (0, 4 * words - stretches * length))
+    # Flat, because a single row that was cut keeps its stride, which no word has.
+    return stream.reshape(-1).view(torch.int32).view(rows, words)
 
 
 def unpack_codes(packed: torch.Tensor, bits: int, cols: int) -> torch.Tensor:
     """Inverse of `pack_codes`: int32 [rows, packed_words] -> uint8 codes [rows, cols]."""
+    assert packed.shape[1] >= packed_words(cols, bits), f"{tuple(packed.shape)} words for {cols} codes of {bits} bits"
     length, fields = _stretch(bits)
     stretches = -(-cols // len(fields))
     stream = packed.contiguous().view(torch.uint8)
@@ -45,7 +48,8 @@ def unpack_codes(packed: torch.Tensor, bits: int, cols: int) -> torch.Tensor:
         if shift + bits > 8:
             code |= stream[..., byte + 1] << (8 - shift)
         codes.append(code)
-    return torch.stack(codes, -1).bitwise_and_((1 << bits) - 1).flatten(1)[:, :cols]
+    whole = torch.stack(codes, -1).bitwise_and_((1 << bits) - 1)
+    return whole.view(len(packed), stretches * len(fields))[:, :cols]
 
 
 def _stretch(bits: int) -> tuple[int, list[tuple[int, int]]]:
