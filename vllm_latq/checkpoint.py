@@ -105,11 +105,12 @@ def verify(directory: str | Path) -> Iterator[LatqError]:
         yield CheckpointError(f"{directory}: {module}", f"a tensor {SHAPE}", "none", "The checkpoint is incomplete.")
     yield from _verify_report(reader)
     fingerprint = checkpoint_fingerprint(reader.store)
-    if fingerprint != reader.config.fingerprint:
+    claimed = reader.config.fingerprint
+    if not claimed:
+        yield CheckpointError(f"{directory}: config.json: fingerprint", fingerprint, "none", "Copy config.json again.")
+    elif fingerprint != claimed:
         hint = "Some tensor is not the one that was written: copy the checkpoint again."
-        yield CheckpointError(
-            f"{directory}: fingerprint", reader.config.fingerprint or "one in config.json", fingerprint, hint
-        )
+        yield CheckpointError(f"{directory}: fingerprint", claimed, fingerprint, hint)
 
 
 def _verify_linear(reader: CheckpointReader, module: str, shape: tuple[int, int]) -> Iterator[LatqError]:

@@ -34,7 +34,8 @@ class TensorStore:
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
         if not self.directory.is_dir():
-            raise CheckpointError(str(directory), "a model directory", "no such directory", "Check the path.")
+            found = "a file" if self.directory.is_file() else "no such directory"
+            raise CheckpointError(str(directory), "a model directory", found, "Check the path.")
         self._open: dict[str, Any] = {}
         self._shapes: dict[str, dict[str, tuple[int, ...]]] = {}  # by file and tensor
 
