@@ -25,7 +25,7 @@ from vllm_latq.spec import tensor_specs
 _RECURSION = ("order", "damping", "block_size", "rounding", "condition", "target", "correction", "beam", "sweeps")
 _OUTLIERS = ("outlier_rate", "outliers", "outlier_coding", "budget")
 _GRID = ("bits", "group_size", "scales", "grid", *_OUTLIERS)
-_UNUSED = {
+UNUSED = {
     "rtn": (*_OUTLIERS, "target_bits", "count", "without", "reduction", *_RECURSION),
     "gptq": (*_OUTLIERS, "target_bits", "count", "without", "reduction"),
     "ssqr": ("target_bits", "count", "without", "reduction"),
@@ -36,7 +36,7 @@ _UNUSED = {
 # Parts of latq that can be switched off, see `latq`: the model's one step, column and row scales, feedback between
 # outputs, and damping that charges for bits.
 PARTS = ("allocation", "columns", "rows", "feedback", "rate-damping")
-METHODS = tuple(_UNUSED)
+METHODS = tuple(UNUSED)
 HUFFMAN_METHODS = ("hptq", "hrtn")
 CODED_METHODS = (*HUFFMAN_METHODS, "latq")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -170,7 +170,7 @@ class Recipe:
                 if getattr(self, name) != default:
                     raise _error(name, "the default", getattr(self, name), "A budget chooses it: leave it out.")
         for field in fields(self):
-            if field.name in _UNUSED[self.method] and getattr(self, field.name) != field.default:
+            if field.name in UNUSED[self.method] and getattr(self, field.name) != field.default:
                 instead = "set target_bits" if field.name == "bits" else "leave it out"
                 hint = f"{self.method} does not use {field.name}: {instead}."
                 raise _error(field.name, f"the default {field.default!r}", getattr(self, field.name), hint)
@@ -253,7 +253,7 @@ class Recipe:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values of the fields that the method reads."""
         values = {**asdict(self), "ignore": list(self.ignore), "without": list(self.without)}
-        return {name: value for name, value in values.items() if name not in _UNUSED[self.method]}
+        return {name: value for name, value in values.items() if name not in UNUSED[self.method]}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Recipe":

@@ -89,12 +89,15 @@ def test_the_head_is_quantized_if_asked_for(
     ("arguments", "message"),
     [
         (["quantize", "nowhere", "out", "--method", "rtn"], "expected a model directory or a hub name"),
-        (["quantize", "MODEL", "out", "--method", "rtn", "--bits", "5"], "bits: expected one of"),
-        (["quantize", "MODEL", "out", "--method", "hptq"], "target_bits: expected"),
+        (["quantize", "MODEL", "out", "--method", "rtn", "--bits", "5"], "--bits: expected one of"),
+        (["quantize", "MODEL", "out", "--bits", "4"], "It is for rtn, gptq, ssqr. For latq say --target-bits."),
+        (["quantize", "MODEL", "out", "--method", "ssqr", "--target-bits", "3"], "It is for hptq, hrtn, latq."),
+        (["quantize", "MODEL", "out", "--method", "hptq"], "--target-bits: expected"),
         (["quantize", "MODEL", "out", "--method", "gptq"], "expected calibration data for method gptq"),
         (["quantize", "MODEL", "out", "--method", "gptq", "--calibration", "no.txt"], "no.txt"),
         (["verify", "MODEL"], "expected a `quantization_config`, found none"),
         (["inspect", "nowhere"], "expected a model directory, found no such directory"),
+        (["inspect", "MODEL/config.json"], "expected a model directory, found a file"),
         (["eval", "MODEL"], "expected --text, --dataset or --tasks"),
         (["eval", "nowhere", "--text", "x"], "nowhere"),
     ],
@@ -104,7 +107,7 @@ def test_bad_input_is_one_clear_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
-    assert main([str(mini_model) if argument == "MODEL" else argument for argument in arguments]) == 1
+    assert main([argument.replace("MODEL", str(mini_model)) for argument in arguments]) == 1
     captured = capsys.readouterr()
     assert message in captured.err
     assert captured.err.startswith("latq: ")

@@ -5,18 +5,32 @@ Invariant: defaults of the recipe live in Recipe alone; an option that is not gi
 
 import argparse
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_latq import console
 from vllm_latq.config import GRIDS, OUTLIER_CODINGS
+from vllm_latq.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vllm_latq.quantize.recipe import Recipe
 
 DEFAULT_METHOD = "latq"
 DEFAULT_TARGET_BITS = 4.0
+EXAMPLES = """examples:
+  latq quantize MODEL OUT --target-bits 3 --calibration wikitext2
+  latq quantize MODEL OUT --method ssqr --bits 3 --outlier-rate 0.01 --calibration wikitext2
+  latq quantize MODEL OUT --method hptq --target-bits 3.125 --calibration text.txt --num-samples 256 --seq-len 2048
+  latq quantize MODEL OUT --method gptq --bits 4 --group-size 128 --calibration wikitext2 --dry-run"""
 
 
 def add_command(commands: Any) -> None:
     """Add `quantize` to the subparsers of `latq`."""
-    command = commands.add_parser("quantize", help="quantize a model into a checkpoint")
+    command = commands.add_parser(
+        "quantize",
+        help="quantize a model into a checkpoint",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     command.set_defaults(run=_quantize)
     command.add_argument("model", metavar="MODEL", help="model directory or hub name")
     command.add_argument("destination", metavar="OUT", help="directory to create")
@@ -104,18 +118,38 @@ def _add_recipe(command: argparse.ArgumentParser) -> None:
     )
 
 
-def _quantize(options: argparse.Namespace) -> int:
-    from vllm_latq.quantize.loading import model_directory
-    from vllm_latq.quantize.pipeline import quantize_checkpoint
-    from vllm_latq.quantize.recipe import Recipe
+def _recipe(options: argparse.Namespace) -> "Recipe":
+    """The recipe of the options that were given; raises ConfigError, which names them."""
+    from vllm_latq.quantize.recipe import UNUSED, Recipe
 
     names = Recipe.__dataclass_fields__.keys()
     given = {name: value for name, value in vars(options).items() if name in names}
+    for name, value in given.items():
+        if name in UNUSED[options.method]:
+            methods = ", ".join(method for method, unused in UNUSED.items() if name not in unused)
+            hint = f"It is for {methods}." + (f" For {options.method} say --target-bits." if name == "bits" else "")
+            raise ConfigError(_option(name), f"no such option with --method {options.method}", str(value), hint)
     others = [name for name in given.get("ignore", []) if name != "lm_head"]
     given["ignore"] = others if hasattr(options, "lm_head") else [*others, "lm_head"]
     if given["method"] == DEFAULT_METHOD:
         given.setdefault("target_bits", DEFAULT_TARGET_BITS)
-    recipe = Recipe(**given)
+    try:
+        return Recipe(**given)
+    except ConfigError as error:
+        raise ConfigError(
+            _option(error.where.removeprefix("recipe.")), error.expected, error.found, error.hint
+        ) from None
+
+
+def _option(field: str) -> str:
+    return f"--{field.replace('_', '-')}"
+
+
+def _quantize(options: argparse.Namespace) -> int:
+    from vllm_latq.quantize.loading import model_directory
+    from vllm_latq.quantize.pipeline import quantize_checkpoint
+
+    recipe = _recipe(options)
     source = model_directory(options.model)
     if options.dry_run:
         return _dry_run(recipe, source, options)
