@@ -164,9 +164,13 @@ def test_what_is_behind_the_last_outlier_is_not_read() -> None:
         (LayerScheme("packed", 4, 32, True), 64, torch.float16),
     ],
 )
-def test_all_else_is_dequantized(scheme: LayerScheme, cols: int, dtype: torch.dtype) -> None:
+def test_all_else_is_dequantized(
+    scheme: LayerScheme, cols: int, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
+) -> None:
     weight: Any = random_weight(scheme, 32, cols, seed=1)
-    assert make_operands(weight, dtype, "layer").multiply is ssqr_linear
+    assert make_operands(weight, dtype, f"layer {cols} {scheme.group_size}").multiply is ssqr_linear
+    said = "takes a multiple of 32 columns with one scale; every product will dequantize"
+    assert (said in caplog.text) == (dtype == torch.bfloat16)
 
 
 def test_cpus_without_wide_vectors_dequantize(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 Invariant: operands made with the capacity of earlier ones have their shapes, so a reload copies one into the other.
 """
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -42,6 +43,12 @@ class Operands:
         return self.multiply.__name__
 
 
+@functools.cache
+def _warn(message: str) -> None:
+    """Once: the experts of a layer have one name."""
+    logger.warning("%s", message)
+
+
 def inlier_bits(integers: Sequence[torch.Tensor], device: torch.device, dtype: torch.dtype) -> int:
     """The width of inliers that decoded integers [rows, cols] take least memory with on a device.
 
@@ -74,7 +81,7 @@ def make_operands(weight: PackedWeight, dtype: torch.dtype, where: str, capacity
             tensors, constants = kernel_arguments(weight, where, capacity)
             entries = tensors["entries"]
             return Operands(ssqr_tiled, tensors, constants, None if entries is None else entries.shape[0])
-        logger.warning("%s: the kernels do not take %s; every product will dequantize", where, reason)
+        _warn(f"{where}: the kernels do not take {reason}; every product will dequantize")
     if weight.outliers is not None:
         nnz = weight.outliers.nnz
         capacity = capacity or outlier_capacity(nnz)
@@ -83,6 +90,9 @@ def make_operands(weight: PackedWeight, dtype: torch.dtype, where: str, capacity
             raise CheckpointError(where, f"at most {capacity} outliers", str(nnz), hint)
     if takes(weight, dtype):
         return Operands(ssqr_int4, *int4_arguments(weight, capacity), capacity)
+    if weight.qweight.device.type == "cpu" and cpu_path.is_fast(dtype) and not has_kernels(weight.qweight.device):
+        reason = f"a multiple of {min(cpu_path.GROUPS)} columns with one scale"
+        _warn(f"{where}: torch's 4-bit product takes {reason}; every product will dequantize")
     constants = {name: getattr(weight, name) for name in ("bits", "group_size", "cols", "midrise")}
     return Operands(ssqr_linear, weight_arguments(weight, capacity), constants, capacity)
 
