@@ -33,6 +33,8 @@ from vllm_latq.quantize.writer import CheckpointWriter, free_destination
 from vllm_latq.spec import tensor_specs
 from vllm_latq.store import read_json
 
+MERGED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
 
 def quantize_checkpoint(
     recipe: Recipe,
@@ -138,7 +140,22 @@ def quantized_linears(decoder: Decoder, recipe: Recipe) -> dict[str, nn.Linear]:
         raise ConfigError("ignore", "some linear left to quantize", "all of them ignored")
     for name, linear in chosen.items():
         tensor_specs(recipe.scheme, linear.out_features, linear.in_features, where=name)
+    _warn_of_parts(chosen, linears)
     return chosen
+
+
+def _warn_of_parts(chosen: Collection[str], linears: Collection[str]) -> None:
+    """Of what most models of vLLM merge into one matrix, which is quantized whole or not at all."""
+    for name in chosen:
+        module, _, leaf = name.rpartition(".")
+        parts = {f"{module}.{part}" for parts in MERGED if leaf in parts for part in parts}
+        if left := sorted(parts & set(linears) - set(chosen)):
+            warnings.warn(
+                f"{name} is quantized, {', '.join(left)} not: vLLM merges them in most models, and refuses to then. "
+                "Quantize or ignore them alike, unless transformers is to read the checkpoint.",
+                stacklevel=3,
+            )
+            return
 
 
 def ignored_modules(decoder: Decoder, recipe: Recipe) -> tuple[str, ...]:

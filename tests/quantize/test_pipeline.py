@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +167,15 @@ def test_names_that_say_too_much(mini_model: Path, tmp_path: Path) -> None:
     save_file(tensors | {"up_proj.0.weight": torch.ones(4, 4)}, source / "model.safetensors")
     with pytest.raises(UnsupportedModelError, match="expected no linear in the blocks that ends as up_proj"):
         quantize_checkpoint(Recipe("rtn", 4), source, tmp_path / "out")
+
+
+def test_parts_of_what_vllm_merges_are_named(mini_model: Path) -> None:
+    left = r"layers\.0\.self_attn\.q_proj is quantized, .*layers\.0\.self_attn\.k_proj not: vLLM merges them"
+    with pytest.warns(UserWarning, match=left):
+        plan(Recipe("rtn", ignore=("lm_head", "k_proj")), mini_model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plan(Recipe("rtn", ignore=("lm_head", "k_proj", "q_proj", "v_proj", "down_proj")), mini_model)
 
 
 def test_everything_ignored(mini_model: Path, tmp_path: Path) -> None:
