@@ -30,7 +30,11 @@ def test_every_width_of_rows(rows: int, bits: int) -> None:
         assert packed.shape == (rows, packed_words(cols, bits))
         assert torch.equal(unpack_codes(packed, bits, cols), codes.to(torch.uint8))
         apart = torch.nn.functional.pad(packed, (1, 1), value=-1)[:, 1:]
-        assert torch.equal(unpack_codes(apart, bits, cols), codes.to(torch.uint8)), "and of words that are a view"
+        for words in (apart, packed.t().contiguous().t(), packed.t().contiguous().t()[:1]):
+            assert torch.equal(unpack_codes(words, bits, cols), codes[: len(words)].to(torch.uint8)), (
+                "of words in a view"
+            )
+        assert torch.equal(pack_codes(codes.t().contiguous().t(), bits), packed)
 
 
 @pytest.mark.parametrize("bits", SUPPORTED_BITS)

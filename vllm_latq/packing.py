@@ -40,7 +40,8 @@ def unpack_codes(packed: torch.Tensor, bits: int, cols: int) -> torch.Tensor:
     assert packed.shape[1] >= packed_words(cols, bits), f"{tuple(packed.shape)} words for {cols} codes of {bits} bits"
     length, fields = _stretch(bits)
     stretches = -(-cols // len(fields))
-    stream = packed.contiguous().view(torch.uint8)
+    # A copy, because what is contiguous may still have strides that no view takes, where a dimension has size 1.
+    stream = packed.clone(memory_format=torch.contiguous_format).view(torch.uint8)
     stream = functional.pad(stream, (0, stretches * length - stream.shape[1])).view(len(packed), stretches, length)
     codes = []
     for byte, shift in fields:
