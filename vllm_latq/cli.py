@@ -103,9 +103,9 @@ def _add_eval(commands: Any) -> None:
 def _verify(options: argparse.Namespace) -> int:
     from vllm_latq.checkpoint import verify
 
-    problems = [str(problem) for problem in verify(options.checkpoint)]
     if not options.certificate and (options.model is not None or options.calibration is not None):
         raise ConfigError("--model, --calibration", "--certificate with them", "none", "Else nothing is recomputed.")
+    problems = [str(problem) for problem in verify(options.checkpoint)]
     if options.certificate and not problems:
         problems = [str(problem) for problem in _certificate(options)]
     if options.json:

@@ -37,6 +37,8 @@ PACKED_WEIGHTS = 1 << 24  # at a time, at load: bounds the temporaries to a hund
 DENSE_WEIGHTS = 1 << 20  # at a time, in a product: they stay in a cache
 FEW_TOKENS = 96  # of which a product with the codes takes less time than with a dense matrix, made first
 
+Outliers = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # row_ptr, col_idx, values
+
 _SCHEMA = (
     "(Tensor x, Tensor words, Tensor scales_and_offsets, Tensor? row_scales, Tensor? row_ptr, Tensor? col_idx, "
     "Tensor? values, int group, int rows, int parts) -> Tensor"
@@ -131,17 +133,30 @@ def _ssqr_int4(
     tokens = x.reshape(-1, x.shape[-1]).to(torch.bfloat16).contiguous()
     if not len(tokens):
         return x.new_empty((*x.shape[:-1], rows))
-    if len(tokens) * parts > FEW_TOKENS:
+    outliers = None
+    if row_ptr is not None and col_idx is not None and values is not None:
         outliers = (row_ptr, col_idx, values)
-        y = _dense_product(tokens, words, scales_and_offsets, row_scales, outliers, group, rows, parts)
-        return y.to(x.dtype).view(*x.shape[:-1], rows)
+    multiply = _dense_product if len(tokens) * parts > FEW_TOKENS else _coded_product
+    y = multiply(tokens, words, scales_and_offsets, row_scales, outliers, group, rows, parts)
+    return y.to(x.dtype).view(*x.shape[:-1], rows)
+
+
+def _coded_product(
+    tokens: torch.Tensor,
+    words: torch.Tensor,
+    scales_and_offsets: torch.Tensor,
+    row_scales: torch.Tensor | None,
+    outliers: Outliers | None,
+    group: int,
+    rows: int,
+    parts: int,
+) -> torch.Tensor:
+    """The operator for few tokens [n, cols]: float32 [n, rows]."""
     product = torch.ops.aten._weight_int4pack_mm_for_cpu(tokens.repeat(1, parts), words, group, scales_and_offsets)
     y = product[:, :rows].to(torch.float32)
-    if row_ptr is not None and col_idx is not None and values is not None:
-        y += _outliers(tokens, row_ptr, col_idx, values)
-    if row_scales is not None:
-        y *= row_scales
-    return y.to(x.dtype).view(*x.shape[:-1], rows)
+    if outliers is not None:
+        y += _outliers(tokens, *outliers)
+    return y if row_scales is None else y.mul_(row_scales)
 
 
 def _outliers(tokens: torch.Tensor, row_ptr: torch.Tensor, col_idx: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -162,7 +177,7 @@ def _dense_product(
     words: torch.Tensor,
     scales_and_offsets: torch.Tensor,
     row_scales: torch.Tensor | None,
-    outliers: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
+    outliers: Outliers | None,
     group: int,
     rows: int,
     parts: int,
@@ -177,8 +192,8 @@ def _dense_product(
         stop = min(start + step, rows)
         band = slice(start, start + step)
         weight = _dense(words[band], scales_and_offsets[:, band], group, parts)[: stop - start]
-        row_ptr, col_idx, values = outliers
-        if row_ptr is not None and col_idx is not None and values is not None:
+        if outliers is not None:
+            row_ptr, col_idx, values = outliers
             ends = row_ptr[start : stop + 1].to(torch.int64)
             row = torch.repeat_interleave(ends.diff())
             entries = slice(int(ends[0]), int(ends[-1]))

@@ -49,18 +49,24 @@ def _warn(message: str) -> None:
     logger.warning("%s", message)
 
 
-def inlier_bits(integers: Sequence[torch.Tensor], device: torch.device, dtype: torch.dtype) -> int:
+def inlier_bits(integers: Sequence[torch.Tensor | None], device: torch.device, dtype: torch.dtype) -> int | None:
     """The width of inliers that decoded integers [rows, cols] take least memory with on a device.
 
     Args:
-        integers: those of one matrix, or of those that share a width.
+        integers: of the shards that share a width; None for those that were not coded. If none was, the width is None.
         device: to multiply on.
         dtype: of the activations.
     """
-    whole = all(z.shape[1] % min(cpu_path.GROUPS) == 0 for z in integers)
-    if device.type == "cpu" and not has_kernels(device) and cpu_path.is_fast(dtype) and whole:
-        return best_bits(*integers, widths=cpu_path.WIDTHS, outlier_bits=cpu_path.OUTLIER_BITS)
-    return best_bits(*integers)
+    decoded = [z for z in integers if z is not None]
+    if not decoded:
+        return None
+    if _has_int4(device, dtype) and all(z.shape[1] % min(cpu_path.GROUPS) == 0 for z in decoded):
+        return best_bits(*decoded, widths=cpu_path.WIDTHS, outlier_bits=cpu_path.OUTLIER_BITS)
+    return best_bits(*decoded)
+
+
+def _has_int4(device: torch.device, dtype: torch.dtype) -> bool:
+    return device.type == "cpu" and not has_kernels(device) and cpu_path.is_fast(dtype)
 
 
 def make_operands(weight: PackedWeight, dtype: torch.dtype, where: str, capacity: int | None = None) -> Operands:
@@ -90,7 +96,7 @@ def make_operands(weight: PackedWeight, dtype: torch.dtype, where: str, capacity
             raise CheckpointError(where, f"at most {capacity} outliers", str(nnz), hint)
     if takes(weight, dtype):
         return Operands(ssqr_int4, *int4_arguments(weight, capacity), capacity)
-    if weight.qweight.device.type == "cpu" and cpu_path.is_fast(dtype) and not has_kernels(weight.qweight.device):
+    if _has_int4(weight.qweight.device, dtype):
         reason = f"a multiple of {min(cpu_path.GROUPS)} columns with one scale"
         _warn(f"{where}: torch's 4-bit product takes {reason}; every product will dequantize")
     constants = {name: getattr(weight, name) for name in ("bits", "group_size", "cols", "midrise")}

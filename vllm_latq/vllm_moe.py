@@ -218,8 +218,8 @@ class LatqMoEMethod(FusedMoEMethodBase):
             [self._read_shard(product, n, shard, shards) for shard in self.leaves[product]] for n in self.experts
         ]
         integers = [decode(read, device) for read in experts]
-        decoded = [z for matrices in integers for z in matrices if z is not None]
-        bits = self.bits.get(product) or (inlier_bits(decoded, device, self.dtype) if decoded else None)
+        shared = [z for matrices in integers for z in matrices]
+        bits = self.bits.get(product) or inlier_bits(shared, device, self.dtype)
         rows, cols = self.shapes[product]
         for number, read, matrices in zip(self.experts, experts, integers, strict=True):
             whole = merge(read, matrices, device, bits)
