@@ -16,7 +16,7 @@ CPU multiplies that; elsewhere the product is of float32.
 Invariant: `int4_arguments(w, capacity)` has the same shapes for all weights of one scheme and shape, as a reload needs.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
@@ -36,8 +36,6 @@ ZERO = 8  # the code that it takes for zero
 PACKED_WEIGHTS = 1 << 24  # at a time, at load: bounds the temporaries to a hundred MB or two
 DENSE_WEIGHTS = 1 << 20  # at a time, in a product: they stay in a cache
 FEW_TOKENS = 96  # of which a product with the codes takes less time than with a dense matrix, made first
-
-Outliers = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # row_ptr, col_idx, values
 
 _SCHEMA = (
     "(Tensor x, Tensor words, Tensor scales_and_offsets, Tensor? row_scales, Tensor? row_ptr, Tensor? col_idx, "
@@ -114,6 +112,18 @@ def _group(weight: PackedWeight) -> int | None:
     return next((group for group in GROUPS if size % group == 0), None)
 
 
+class Int4Weight(NamedTuple):
+    """The operator's weight: its arguments but x, the three of the outliers as one."""
+
+    words: torch.Tensor
+    scales_and_offsets: torch.Tensor
+    row_scales: torch.Tensor | None
+    outliers: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None  # row_ptr, col_idx, values
+    group: int
+    rows: int
+    parts: int
+
+
 torch.library.define("latq::ssqr_int4", _SCHEMA)
 
 
@@ -136,27 +146,20 @@ def _ssqr_int4(
     outliers = None
     if row_ptr is not None and col_idx is not None and values is not None:
         outliers = (row_ptr, col_idx, values)
+    weight = Int4Weight(words, scales_and_offsets, row_scales, outliers, group, rows, parts)
     multiply = _dense_product if len(tokens) * parts > FEW_TOKENS else _coded_product
-    y = multiply(tokens, words, scales_and_offsets, row_scales, outliers, group, rows, parts)
+    y = multiply(tokens, weight)
     return y.to(x.dtype).view(*x.shape[:-1], rows)
 
 
-def _coded_product(
-    tokens: torch.Tensor,
-    words: torch.Tensor,
-    scales_and_offsets: torch.Tensor,
-    row_scales: torch.Tensor | None,
-    outliers: Outliers | None,
-    group: int,
-    rows: int,
-    parts: int,
-) -> torch.Tensor:
+def _coded_product(tokens: torch.Tensor, weight: Int4Weight) -> torch.Tensor:
     """The operator for few tokens [n, cols]: float32 [n, rows]."""
-    product = torch.ops.aten._weight_int4pack_mm_for_cpu(tokens.repeat(1, parts), words, group, scales_and_offsets)
-    y = product[:, :rows].to(torch.float32)
-    if outliers is not None:
-        y += _outliers(tokens, *outliers)
-    return y if row_scales is None else y.mul_(row_scales)
+    multiply = torch.ops.aten._weight_int4pack_mm_for_cpu
+    product = multiply(tokens.repeat(1, weight.parts), weight.words, weight.group, weight.scales_and_offsets)
+    y: torch.Tensor = product[:, : weight.rows].to(torch.float32)
+    if weight.outliers is not None:
+        y += _outliers(tokens, *weight.outliers)
+    return y if weight.row_scales is None else y.mul_(weight.row_scales)
 
 
 def _outliers(tokens: torch.Tensor, row_ptr: torch.Tensor, col_idx: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -172,35 +175,27 @@ def _outliers(tokens: torch.Tensor, row_ptr: torch.Tensor, col_idx: torch.Tensor
     return sums.t()[: len(tokens)]
 
 
-def _dense_product(
-    tokens: torch.Tensor,
-    words: torch.Tensor,
-    scales_and_offsets: torch.Tensor,
-    row_scales: torch.Tensor | None,
-    outliers: Outliers | None,
-    group: int,
-    rows: int,
-    parts: int,
-) -> torch.Tensor:
+def _dense_product(tokens: torch.Tensor, weight: Int4Weight) -> torch.Tensor:
     """The operator for many tokens [n, cols]: [n, rows], of the dtype that it multiplies in."""
     cols, abilities = tokens.shape[1], torch.cpu.get_capabilities()
     dtype = torch.bfloat16 if abilities.get("avx512_bf16") or abilities.get("amx_bf16") else torch.float32
     tokens = tokens.to(dtype)
-    y = torch.empty(len(tokens), rows, dtype=dtype)
+    y = torch.empty(len(tokens), weight.rows, dtype=dtype)
     step = _band(DENSE_WEIGHTS, cols)
-    for start in range(0, rows, step):
-        stop = min(start + step, rows)
+    for start in range(0, weight.rows, step):
+        stop = min(start + step, weight.rows)
         band = slice(start, start + step)
-        weight = _dense(words[band], scales_and_offsets[:, band], group, parts)[: stop - start]
-        if outliers is not None:
-            row_ptr, col_idx, values = outliers
+        dense = _dense(weight.words[band], weight.scales_and_offsets[:, band], weight.group, weight.parts)
+        dense = dense[: stop - start]
+        if weight.outliers is not None:
+            row_ptr, col_idx, values = weight.outliers
             ends = row_ptr[start : stop + 1].to(torch.int64)
             row = torch.repeat_interleave(ends.diff())
             entries = slice(int(ends[0]), int(ends[-1]))
-            weight.view(-1).index_add_(0, row * cols + col_idx[entries], values[entries])
-        if row_scales is not None:
-            weight *= row_scales[start:stop].unsqueeze(1)
-        y[:, start:stop] = functional.linear(tokens, weight.to(dtype))
+            dense.view(-1).index_add_(0, row * cols + col_idx[entries], values[entries])
+        if weight.row_scales is not None:
+            dense *= weight.row_scales[start:stop].unsqueeze(1)
+        y[:, start:stop] = functional.linear(tokens, dense.to(dtype))
     return y
 
 
