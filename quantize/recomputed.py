@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from vllm_latq.checkpoint import CheckpointReader
+from vllm_latq.packed_weight import PackedWeight
 from vllm_latq.quantize.decoder import Decoder
 from vllm_latq.quantize.hessian import InputHessian
 from vllm_latq.quantize.kept import Overflow, kept_excess
@@ -34,7 +35,7 @@ from vllm_latq.quantize.stream import Stream, hessians_of
 from vllm_latq.quantize.target import corrected_target, measure_errors
 from vllm_latq.quantize.whole_model import expected_error
 from vllm_latq.report import LayerReport
-from vllm_latq.weights import HuffmanWeight, PackedWeight, RansWeight, Weight
+from vllm_latq.weights import HuffmanWeight, RansWeight, Weight
 
 
 def layer_by_layer(

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from vllm_latq.packed_weight import served_bits
 from vllm_latq.quantize.budget import choose, price, together
 from vllm_latq.quantize.hessian import InputHessian
 from vllm_latq.quantize.latq import InputLattice, LatqResult, OutputLattice, latq
@@ -31,7 +32,6 @@ from vllm_latq.quantize.run import Quantized, Run
 from vllm_latq.quantize.statistics_files import LayerStatistics
 from vllm_latq.quantize.stream import Stream, hessians_of
 from vllm_latq.quantize.target import measure_errors
-from vllm_latq.weights import served_bits
 
 
 class StatisticsRun(Run):

@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from vllm_latq.config import CheckpointConfig, LayerScheme
 from vllm_latq.huffman import encode
-from vllm_latq.weights import HuffmanWeight, PackedWeight, RansWeight, Weight, octave_eighths
+from vllm_latq.packed_weight import PackedWeight
+from vllm_latq.weights import HuffmanWeight, RansWeight, Weight, octave_eighths
 
 settings.register_profile("fuzz", max_examples=20_000, derandomize=False)  # make fuzz: other examples every time
 settings.register_profile("test", derandomize=True, deadline=None)  # else every run tests the same

@@ -6,7 +6,7 @@ import torch._dynamo.testing
 
 from vllm_latq import linear_op
 from vllm_latq.linear_op import SMALLEST_CAPACITY, dequantize, outlier_capacity, ssqr_linear, weight_arguments
-from vllm_latq.weights import PackedWeight, pack_integers
+from vllm_latq.packed_weight import PackedWeight, pack_integers
 
 CASES = [(2, 32, 33, 64), (3, 21, 500, 63), (4, -1, 1, 33), (8, 1, 5, 1), (3, 32, 64, 96)]
 

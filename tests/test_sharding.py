@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from vllm_latq.errors import UnsupportedShapeError
+from vllm_latq.packed_weight import PackedWeight, pack_integers
 from vllm_latq.sharding import ZERO_ROW, cat_rows, take
-from vllm_latq.weights import PackedWeight, pack_integers
 
 
 def packed(rows: int, cols: int, bits: int, group_size: int, seed: int = 0, midrise: bool = False) -> PackedWeight:

@@ -9,7 +9,8 @@ import torch
 from vllm_latq import huffman, validate
 from vllm_latq.config import LayerScheme
 from vllm_latq.errors import CheckpointError
-from vllm_latq.weights import HuffmanWeight, PackedWeight, RansWeight, decode_checked
+from vllm_latq.packed_weight import PackedWeight
+from vllm_latq.weights import HuffmanWeight, RansWeight, decode_checked
 
 SHAPE = (9, 66)
 PACKED = LayerScheme("packed", 3, 33, True)

@@ -5,7 +5,8 @@ import torch
 
 from vllm_latq import huffman
 from vllm_latq.config import LayerScheme
-from vllm_latq.weights import HuffmanWeight, PackedWeight, RansWeight, best_bits, octave_eighths, weight_from_tensors
+from vllm_latq.packed_weight import PackedWeight, best_bits
+from vllm_latq.weights import HuffmanWeight, RansWeight, octave_eighths, weight_from_tensors
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])

@@ -16,10 +16,11 @@ import torch
 from vllm_latq import validate
 from vllm_latq.config import CheckpointConfig
 from vllm_latq.errors import CheckpointError, LatqError
+from vllm_latq.packed_weight import PackedWeight
 from vllm_latq.report import LayerReport, layer_reports
 from vllm_latq.spec import SHAPE, tensor_suffixes
 from vllm_latq.store import TensorStore, read_json
-from vllm_latq.weights import PackedWeight, Weight, decode_checked, weight_from_tensors
+from vllm_latq.weights import Weight, decode_checked, weight_from_tensors
 
 REPORT_FILE = "latq_report.json"
 FINGERPRINT_PREFIX = "sha256:"

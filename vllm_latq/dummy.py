@@ -7,8 +7,8 @@ import torch
 
 from vllm_latq.config import WHOLE_ROW, LayerScheme
 from vllm_latq.csr import CSR
+from vllm_latq.packed_weight import PackedWeight
 from vllm_latq.packing import packed_words
-from vllm_latq.weights import PackedWeight
 
 DEFAULT_OUTLIER_RATE = 0.01
 # The width that entropy-coded checkpoints of about 4 bits decode to.

@@ -12,11 +12,13 @@ Factors of columns are none of its business: `scale_columns` gives them to x fir
 It is registered once, when this module is imported, for every backend, with a fake implementation for tracing.
 """
 
+from typing import Any
+
 import torch
 
 from vllm_latq.csr import CSR
+from vllm_latq.packed_weight import PackedWeight
 from vllm_latq.packing import unpack_codes, zero_point
-from vllm_latq.weights import PackedWeight
 
 WEIGHT_ARGUMENTS = ("qweight", "scales", "row_scales", "row_ptr", "col_idx", "values")
 SMALLEST_CAPACITY = 64
@@ -157,38 +159,14 @@ def _ssqr_linear(
 
 
 @torch.library.register_fake("latq::ssqr_linear")
-def _ssqr_linear_fake(
-    x: torch.Tensor,
-    qweight: torch.Tensor,
-    scales: torch.Tensor | None,
-    row_scales: torch.Tensor | None,
-    row_ptr: torch.Tensor | None,
-    col_idx: torch.Tensor | None,
-    values: torch.Tensor | None,
-    bits: int,
-    group_size: int,
-    cols: int,
-    midrise: bool,
-) -> torch.Tensor:
+def _ssqr_linear_fake(x: torch.Tensor, qweight: torch.Tensor, *_: Any) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], qweight.shape[0]))
 
 
-def ssqr_linear(
-    x: torch.Tensor,
-    qweight: torch.Tensor,
-    scales: torch.Tensor | None,
-    row_scales: torch.Tensor | None,
-    row_ptr: torch.Tensor | None,
-    col_idx: torch.Tensor | None,
-    values: torch.Tensor | None,
-    bits: int,
-    group_size: int,
-    cols: int,
-    midrise: bool,
-) -> torch.Tensor:
-    """x [.., cols] times the transposed weight (arguments as `dequantize` takes them) -> [.., rows], dtype of x.
+def ssqr_linear(x: torch.Tensor, **arguments: torch.Tensor | int | None) -> torch.Tensor:
+    """x [.., cols] times the transposed weight -> [.., rows], dtype of x.
 
-    `group_size` (-1: the whole row) is redundant with the shape of `scales`; kernels are chosen by it.
+    Arguments: by name, as `dequantize` takes them, and `group_size` (-1: the whole row), which the shape of `scales`
+    says, too.
     """
-    tensors = (qweight, scales, row_scales, row_ptr, col_idx, values)
-    return torch.ops.latq.ssqr_linear(x, *tensors, bits, group_size, cols, midrise)
+    return torch.ops.latq.ssqr_linear(x, **arguments)  # type: ignore[no-any-return]

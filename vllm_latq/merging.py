@@ -11,18 +11,11 @@ import torch
 
 from vllm_latq.config import LayerScheme
 from vllm_latq.errors import CheckpointError
+from vllm_latq.packed_weight import PackedWeight, best_bits, pack_integers
 from vllm_latq.sharding import cat_rows
 from vllm_latq.spec import SHAPE
 from vllm_latq.validate import declared_shape
-from vllm_latq.weights import (
-    PackedWeight,
-    RansWeight,
-    Weight,
-    best_bits,
-    decode_checked,
-    pack_integers,
-    weight_from_tensors,
-)
+from vllm_latq.weights import RansWeight, Weight, decode_checked, weight_from_tensors
 
 Shard = tuple[str, Weight]  # name in the checkpoint, weight
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from vllm_latq import cpu_path
 from vllm_latq.cpu_path import int4_arguments, ssqr_int4, takes
@@ -120,8 +121,4 @@ def _stack(tensors: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
     if not present:
         return None
     assert len(present) == len(tensors), "all weights of a stack have the tensor, or none has"
-    first, longest = present[0], max(len(tensor) for tensor in present)
-    stack = first.new_zeros((len(present), longest, *first.shape[1:]))
-    for entry, tensor in zip(stack, present, strict=True):
-        entry[: len(tensor)] = tensor
-    return stack
+    return pad_sequence(present, batch_first=True)

@@ -16,9 +16,10 @@ import torch
 from vllm_latq.checkpoint import CheckpointReader
 from vllm_latq.console import number, prediction
 from vllm_latq.errors import ConfigError
+from vllm_latq.packed_weight import PackedWeight
 from vllm_latq.report import LayerReport, summed
 from vllm_latq.report_plots import ROW_BANDS, SCALE_EDGES, LayerView, draw
-from vllm_latq.weights import PackedWeight, Weight
+from vllm_latq.weights import Weight
 
 _PAGE = """<!DOCTYPE html>
 <html lang="en">

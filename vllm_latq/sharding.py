@@ -11,8 +11,8 @@ import torch
 from vllm_latq.config import WHOLE_ROW
 from vllm_latq.csr import CSR
 from vllm_latq.errors import UnsupportedShapeError
+from vllm_latq.packed_weight import PackedWeight
 from vllm_latq.packing import WORD_BITS, pack_codes, packed_words, unpack_codes
-from vllm_latq.weights import PackedWeight
 
 ZERO_ROW = -1
 

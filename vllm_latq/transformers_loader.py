@@ -18,9 +18,10 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from vllm_latq.config import QUANT_METHOD, CheckpointConfig, LayerScheme
 from vllm_latq.experts import Experts
 from vllm_latq.linear_op import WEIGHT_ARGUMENTS, dequantize, scale_columns, ssqr_linear, weight_arguments
+from vllm_latq.packed_weight import PackedWeight, pack_integers
 from vllm_latq.spec import SHAPE, tensor_specs
 from vllm_latq.tensor_names import stored_names, unmerged
-from vllm_latq.weights import PackedWeight, decode_checked, pack_integers, weight_from_tensors
+from vllm_latq.weights import decode_checked, weight_from_tensors
 
 # Shape of a tensor that is not in the checkpoint; no stored tensor has three dimensions.
 _ABSENT = (0, 0, 0)

@@ -27,9 +27,9 @@ from vllm_latq.errors import CheckpointError
 from vllm_latq.linear_op import scale_columns
 from vllm_latq.merging import Shard, decode, merge, read_shard
 from vllm_latq.operands import inlier_bits, make_operands
+from vllm_latq.packed_weight import PackedWeight
 from vllm_latq.sharding import ZERO_ROW, check_groups, take
 from vllm_latq.spec import SHAPE, tensor_specs
-from vllm_latq.weights import PackedWeight
 
 COLUMN_SCALES = "column_scales"
 KNOWN_NAMES = {"words": "qweight"}  # LoRA takes a quantized layer's device from a parameter whose name it knows

@@ -14,23 +14,9 @@ from vllm_latq.config import LayerScheme
 from vllm_latq.huffman import HuffmanStream, HuffmanTable
 from vllm_latq.huffman_decode import decode_stream
 from vllm_latq.kernel_path import decode_rans_on_device, has_kernels
-from vllm_latq.packed_weight import PackedWeight, best_bits, pack_integers, served_bits, shape_tensor
+from vllm_latq.packed_weight import PackedWeight, pack_integers, served_bits, shape_tensor
 from vllm_latq.rans import RansStream
 from vllm_latq.spec import SHAPE, stored_bits
-
-__all__ = [
-    "CodedWeight",
-    "HuffmanWeight",
-    "PackedWeight",
-    "RansWeight",
-    "Weight",
-    "best_bits",
-    "decode_checked",
-    "octave_eighths",
-    "pack_integers",
-    "served_bits",
-    "weight_from_tensors",
-]
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ import torch
 
 from vllm_latq.config import LayerScheme
 from vllm_latq.huffman import encode
-from vllm_latq.weights import HuffmanWeight, PackedWeight, RansWeight, Weight
+from vllm_latq.packed_weight import PackedWeight
+from vllm_latq.weights import HuffmanWeight, RansWeight, Weight
 
 RANS = LayerScheme("rans")
 

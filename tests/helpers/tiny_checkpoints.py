@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 from vllm_latq.checkpoint import fingerprint_of, tensor_digest
 from vllm_latq.config import CheckpointConfig, LayerScheme
 from vllm_latq.huffman import encode
-from vllm_latq.weights import HuffmanWeight, PackedWeight, RansWeight, Weight
+from vllm_latq.packed_weight import PackedWeight
+from vllm_latq.weights import HuffmanWeight, RansWeight, Weight
 
 SHAPES = {"layers.0.up": (9, 66), "layers.0.down": (40, 36), "layers.1.up": (1, 33)}
 SCHEMES = {

@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from vllm_latq.errors import CalibrationError, ConfigError, NumericalError, UnsupportedShapeError
+from vllm_latq.packed_weight import PackedWeight
 from vllm_latq.quantize.lattice import factorize
 from vllm_latq.quantize.methods import LayerResult, quantize_layer
 from vllm_latq.quantize.recipe import METHODS as ALL_METHODS
 from vllm_latq.quantize.recipe import Recipe
 from vllm_latq.quantize.target import output_energy
-from vllm_latq.weights import HuffmanWeight, PackedWeight, weight_from_tensors
+from vllm_latq.weights import HuffmanWeight, weight_from_tensors
 
 # latq looks at the whole model: see test_whole_model.py.
 EVERYTHING = (
