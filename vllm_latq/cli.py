@@ -109,22 +109,33 @@ def _verify(options: argparse.Namespace) -> int:
     if options.certificate and not problems:
         problems = [str(problem) for problem in _certificate(options)]
     if options.json:
-        console.print_json({"checkpoint": options.checkpoint, "valid": not problems, "problems": problems})
+        found: dict[str, Any] = {"checkpoint": options.checkpoint, "valid": not problems, "problems": problems}
+        if options.certificate and not problems:
+            found["bounds"] = _bounds(options.checkpoint)
+        console.print_json(found)
     else:
         for problem in problems:
             print(f"latq: {problem}", file=sys.stderr)
-        sound = f"valid, {_confirmed(options.checkpoint)}" if options.certificate else "valid"
-        print(f"{options.checkpoint}: {f'{len(problems)} problem(s)' if problems else sound}")
+        verdict = f"{len(problems)} problem(s)" if problems else "valid"
+        if options.certificate and not problems:
+            verdict += f", {_CONFIRMED[_bounds(options.checkpoint)]}"
+        print(f"{options.checkpoint}: {verdict}")
     return 1 if problems else 0
 
 
-def _confirmed(checkpoint: str) -> str:
+_CONFIRMED = {
+    "recomputed": "errors and bounds confirmed",
+    "reported": "errors confirmed and below their bounds; the bounds are as reported: they count what is not stored",
+}
+
+
+def _bounds(checkpoint: str) -> str:
+    """Where the bounds of a checkpoint whose certificate holds are from: a key of `_CONFIRMED`."""
     from vllm_latq.checkpoint import CheckpointReader
     from vllm_latq.quantize.recipe import Recipe
 
-    if Recipe.from_dict(CheckpointReader(checkpoint).config.recipe).bound_is_of_the_run:
-        return "errors confirmed and below their bounds; the bounds are as reported: they count what is not stored"
-    return "errors and bounds confirmed"
+    recipe = Recipe.from_dict(CheckpointReader(checkpoint).config.recipe)
+    return "reported" if recipe.bound_is_of_the_run else "recomputed"
 
 
 def _certificate(options: argparse.Namespace) -> Iterator[LatqError]:

@@ -93,6 +93,9 @@ def test_from_the_command_line(
     saving = ["verify", "--certificate", str(certified("saving")), "--model", str(two_blocks)]
     assert main([*saving, "--calibration", str(calibration_text)]) == 0
     assert "the bounds are as reported" in capsys.readouterr().out
+    assert main([*saving, "--calibration", str(calibration_text), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found == {"checkpoint": saving[2], "valid": True, "problems": [], "bounds": "reported"}
     assert main([*command, "--calibration", str(calibration_text)]) == 1
     assert "--model: expected the original model, found none" in capsys.readouterr().err
     assert main(["verify", str(certified("rtn")), "--model", str(two_blocks)]) == 1
