@@ -26,6 +26,7 @@ from vllm_latq.quantize.refine import refine
 from vllm_latq.quantize.scales import SCALE_DTYPE, grid, group_scales
 from vllm_latq.quantize.ssqr import ssqr, ssqr_by_saving
 from vllm_latq.quantize.target import Drift, LayerErrors, corrected_target, measure_errors
+from vllm_latq.report import LayerReport
 from vllm_latq.weights import HuffmanWeight, Weight
 
 # The recursion runs in float32: a bound met with equality may be missed by its rounding.
@@ -34,54 +35,17 @@ BOUND_SLACK = 1e-6
 BOUND_TO_MEAN = {"nearest": 3, "stochastic": 6, "rate": 12}
 
 
-@dataclass(frozen=True)
-class LayerRecord:
-    """What was measured while a layer was quantized; None where there was nothing to measure it with.
+@dataclass(frozen=True, kw_only=True)
+class LayerRecord(LayerReport):
+    """What a run reports of a layer that it quantized.
 
     Attributes:
-        name: of the layer.
         shape: (r, c).
-        bits: stored bits per weight, everything counted.
-        served_bits: per weight, in memory while it is served by itself; linears that are served as one matrix share a
-            width, and may take more.
-        outlier_density: share of weights in the CSR part.
-        error: ||Y Q^T - X W^T||^2 summed over outputs and calibration tokens; Y are the inputs after the quantized
-            prefix, X is the same, or with corrected targets the original model's inputs (`target` says what it is of
-            the last linear of a block).
-        relative_error: error / ||X W^T||^2.
-        rounding_error: ||Y (Q - W')^T||^2, W' being what was rounded: the part of the error that the bound covers;
-            all of it unless targets are corrected.
-        bound: worst case of the rounding error (Theorem 5) for this order, damping and these
-            scales; None for plain rounding, which it does not cover.
-        expected_error: the mean of the rounding error for uniformly distributed weights: a third of the bound, a sixth
-            if rounding is stochastic, at least a twelfth if it counts bits.
-        bound_holds: rounding_error <= bound; None where weights were clipped, which voids the bound.
-        damping: relative damping that was used; None for plain rounding.
-        seconds: wall time, the factorisation excluded if it was given.
         clipped: number of weights whose integer the grid cut; 0 for plain rounding, where it voids no bound.
-        note: anything that did not go as asked, in words; empty if nothing.
-        loss: what rounding the layer adds to KL(original || quantized), nats per token, to second order (`kronecker`);
-            only measured by latq.
-        loss_bound: its worst case.
     """
 
-    name: str
     shape: tuple[int, int]
-    bits: float
-    served_bits: float
-    outlier_density: float
-    error: float | None
-    relative_error: float | None
-    rounding_error: float | None
-    bound: float | None
-    expected_error: float | None
-    bound_holds: bool | None
-    damping: float | None
-    seconds: float
     clipped: int = 0
-    note: str = ""
-    loss: float | None = None
-    loss_bound: float | None = None
 
 
 @dataclass(frozen=True)

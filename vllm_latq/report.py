@@ -30,9 +30,31 @@ _HINT = "Copy the checkpoint again; the weights do not depend on its report."
 
 @dataclass(frozen=True)
 class LayerReport:
-    """What was measured of one linear; None where nothing was. Units: FORMAT.md section 6.
+    """What was measured of one linear, Q [r, c] for W; None where there was nothing to measure it with.
 
-    `note` says what is unusual about it: a target that was not met, too few calibration tokens.
+    Attributes:
+        name: of the linear.
+        bits: stored bits per weight, everything counted.
+        served_bits: per weight, in memory while it is served by itself; linears that are served as one matrix share a
+            width, and may take more.
+        outlier_density: share of weights in the CSR part.
+        error: ||Y Q^T - X W^T||^2 summed over outputs and calibration tokens; Y are the inputs after the quantized
+            prefix, X is the same, or with corrected targets the original model's inputs (`target` says what it is of
+            the last linear of a block).
+        relative_error: error / ||X W^T||^2.
+        rounding_error: ||Y (Q - W')^T||^2, W' being what was rounded: the part of the error that the bound covers;
+            all of it unless targets are corrected.
+        bound: worst case of the rounding error (Theorem 5) for this order, damping and these scales; None for plain
+            rounding, which it does not cover.
+        expected_error: the mean of the rounding error for uniformly distributed weights: a third of the bound, a sixth
+            if rounding is stochastic, at least a twelfth if it counts bits.
+        damping: relative damping that was used; None for plain rounding.
+        seconds: wall time, the factorisation excluded if it was given.
+        bound_holds: rounding_error <= bound, or loss <= loss_bound; None where weights were clipped, which voids it.
+        loss: what rounding the layer adds to KL(original || quantized), nats per token, to second order (`kronecker`);
+            only measured by latq.
+        loss_bound: its worst case.
+        note: what did not go as asked, in words: a target that was not met, too few calibration tokens.
     """
 
     name: str
