@@ -42,6 +42,7 @@ CODED_METHODS = (*HUFFMAN_METHODS, "latq")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 OUTLIER_CHOICES = ("overflow", "saving")
 COUNTS = ("stored", "served")
+CHOSEN_BY_BUDGET = ("bits", "outlier_rate")
 MAX_OUTLIER_RATE = 0.5
 MAX_TARGET_BITS = 16.0
 MAX_SERVED_BITS = 9.0  # codes have at most 8
@@ -166,8 +167,8 @@ class Recipe:
     def _check_unused(self) -> None:
         if self.budget is not None:
             _check_number("budget", self.budget, 1.0, MAX_TARGET_BITS)
-            for name, default in (("bits", 4), ("outlier_rate", 0.01)):
-                if getattr(self, name) != default:
+            for name in CHOSEN_BY_BUDGET:
+                if getattr(self, name) != getattr(Recipe, name):
                     raise _error(name, "the default", getattr(self, name), "A budget chooses it: leave it out.")
         for field in fields(self):
             if field.name in UNUSED[self.method] and getattr(self, field.name) != field.default:

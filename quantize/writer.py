@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from vllm_latq.checkpoint import REPORT_FILE, fingerprint_of, tensor_digest
+from vllm_latq.checkpoint import REPORT_FILE, config_digest, fingerprint_of, tensor_digest, verify
 from vllm_latq.config import CheckpointConfig
 from vllm_latq.errors import CheckpointError, ConfigError
 from vllm_latq.store import INDEX_FILE, read_json
@@ -90,9 +90,12 @@ class CheckpointWriter:
         self.complete = (self.partial / "config.json").exists()
         if (self.partial / STATE_FILE).exists():
             self._check_same(state)
-        elif not self.complete:
+        elif self.complete:
+            self._check_finished(identity)
+        else:
             # No state, no finished block: a run may be killed right after it made the directory.
-            with _named_failures(self.partial):
+            self._check_unused()
+            with named_failures(self.partial):
                 self.partial.mkdir(parents=True, exist_ok=True)
                 self._write_json(STATE_FILE, state)
 
@@ -104,7 +107,14 @@ class CheckpointWriter:
     def records(self, shard: int) -> dict[str, Any] | None:
         """What `add` recorded for a shard of an earlier run; None if it was not finished."""
         path = self.partial / self._records_name(shard)
-        return read_json(path) if path.exists() else None
+        if not path.exists():
+            return None
+        records = read_json(path)
+        digests, layers = records.get("digests"), records.get("layers")
+        if not isinstance(digests, list) or not isinstance(layers, list):
+            hint = "Remove it and go on with --resume: its block is done again."
+            raise CheckpointError(str(path), "lists `digests` and `layers` of a finished block", "something else", hint)
+        return records
 
     def add(self, shard: int, tensors: Mapping[str, torch.Tensor], records: Mapping[str, Any]) -> None:
         """Write a shard and its records; when this returns they survive a crash."""
@@ -114,7 +124,7 @@ class CheckpointWriter:
             "digests": [tensor_digest(name, tensor) for name, tensor in stored.items()],
             "bytes": sum(tensor.element_size() * tensor.numel() for tensor in stored.values()),
         }
-        with _named_failures(self.partial):
+        with named_failures(self.partial):
             save_file(stored, path.with_suffix(".tmp"), metadata={"format": "pt"})
             rename_durably(path.with_suffix(".tmp"), path)
             self._write_json(self._records_name(shard), {**records, **bookkeeping})
@@ -136,7 +146,7 @@ class CheckpointWriter:
             card: the model card.
             untied: the checkpoint's head no longer is the embedding.
         """
-        with _named_failures(self.partial):
+        with named_failures(self.partial):
             self._finish(source, quantization, report, card, untied)
 
     def _finish(
@@ -159,12 +169,22 @@ class CheckpointWriter:
                 (self.partial / name).parent.mkdir(exist_ok=True)
                 shutil.copyfile(source / name, self.partial / name)
         config = model_config(source, untied)
-        quantization_config = {**quantization.to_dict(), "fingerprint": fingerprint_of(digests)}
+        quantization_config = {
+            **quantization.to_dict(),
+            "fingerprint": fingerprint_of([config_digest(quantization), *digests]),
+        }
         self._write_json("config.json", {**config, "quantization_config": quantization_config})
         self.seal()
 
     def seal(self) -> None:
-        """Move a complete directory to its destination, without what only a resumed run would need."""
+        """Move a complete directory to its destination, without what only a resumed run would need.
+
+        Raises:
+            LatqError: it is not valid, as may be if it is an earlier run's.
+        """
+        if self.complete:
+            for problem in verify(self.partial):
+                raise problem
         shutil.rmtree(self.scratch, ignore_errors=True)
         for pattern in ("records-*", "*.tmp", "activations-*", STATE_FILE):
             for file in self.partial.glob(pattern):
@@ -182,11 +202,31 @@ class CheckpointWriter:
     def _check_same(self, state: Mapping[str, Any]) -> None:
         found = read_json(self.partial / STATE_FILE)
         if found != state:
-            old, new = found.get("identity", {}), state["identity"]
+            old, new = found.get("identity"), state["identity"]
+            old = old if isinstance(old, dict) else {}
             changed = sorted(key for key in {*old, *new} if old.get(key) != new.get(key)) or ["shards"]
             hint = "Resume with the same options, or remove it to start over."
             expected = "an interrupted run of the same recipe and model"
             raise ConfigError(str(self.partial), expected, f"one with another {', '.join(changed)}", hint)
+
+    def _check_finished(self, identity: Mapping[str, Any]) -> None:
+        """Raise unless what has only to be moved is a whole checkpoint of this recipe, which its state told before."""
+        quantization = read_json(self.partial / "config.json").get("quantization_config")
+        recipe = quantization.get("recipe") if isinstance(quantization, dict) else None
+        if recipe is None or recipe != json.loads(json.dumps(identity.get("recipe"))):
+            expected, hint = "a finished run of the same recipe", "Move it away, or choose another directory."
+            raise ConfigError(str(self.partial), expected, "something else", hint)
+
+    def _check_unused(self) -> None:
+        """Raise if the directory holds anything but what a run leaves that is killed before it has a state."""
+        held: list[str] = []
+        if self.partial.is_dir():
+            held = sorted(path.name for path in self.partial.iterdir() if path.name != f"{STATE_FILE}.tmp")
+        elif self.partial.exists():
+            held = ["a file"]
+        if held:
+            expected, hint = f"an interrupted run, with its {STATE_FILE}", "Move it away, or choose another directory."
+            raise CheckpointError(str(self.partial), expected, f"{held[0]} without it", hint)
 
     def _write_json(self, name: str, value: Mapping[str, Any]) -> None:
         path = self.partial / name
@@ -210,7 +250,7 @@ def model_config(source: Path, untied: bool) -> dict[str, Any]:
 
 
 @contextmanager
-def _named_failures(directory: Path) -> Iterator[None]:
+def named_failures(directory: Path) -> Iterator[None]:
     """A full disk or a missing permission, as an error that says what is kept."""
     try:
         yield

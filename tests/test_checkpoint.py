@@ -123,6 +123,17 @@ def test_flipped_bit_changes_the_fingerprint(damaged: Path) -> None:
     assert "fingerprint: expected sha256:" in problems(damaged)
 
 
+@pytest.mark.parametrize("change", [{"grid": "midrise"}, {"ignore": ["lm_head", "other"]}])
+def test_changed_config_changes_the_fingerprint(change: dict[str, object], damaged: Path) -> None:
+    """The same tensors would be read as other weights, or not at all."""
+    path = damaged / "config.json"
+    config = json.loads(path.read_text())["quantization_config"]
+    edit_json(path, quantization_config={**config, **change})
+    assert "fingerprint: expected sha256:" in problems(damaged)
+    edit_json(path, quantization_config={**config, "recipe": {"seed": 7}})
+    assert problems(damaged) == ""
+
+
 def test_report_that_lists_more_than_is_stored(damaged: Path) -> None:
     report = json.loads((damaged / "latq_report.json").read_text())
     report["layers"].append({**report["layers"][0], "name": "model.layers.9.mlp.up_proj"})

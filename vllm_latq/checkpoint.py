@@ -5,6 +5,7 @@ Invariant: every tensor that leaves this module for a quantized linear has passe
 """
 
 import hashlib
+import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
@@ -105,12 +106,12 @@ def verify(directory: str | Path) -> Iterator[LatqError]:
     for module in reader.shapeless():
         yield CheckpointError(f"{directory}: {module}", f"a tensor {SHAPE}", "none", "The checkpoint is incomplete.")
     yield from _verify_report(reader)
-    fingerprint = checkpoint_fingerprint(reader.store)
+    fingerprint = checkpoint_fingerprint(reader)
     claimed = reader.config.fingerprint
     if not claimed:
         yield CheckpointError(f"{directory}: config.json: fingerprint", fingerprint, "none", "Copy config.json again.")
     elif fingerprint != claimed:
-        hint = "Some tensor is not the one that was written: copy the checkpoint again."
+        hint = "A tensor or config.json is not the one that was written: copy the checkpoint again."
         yield CheckpointError(f"{directory}: fingerprint", claimed, fingerprint, hint)
 
 
@@ -149,12 +150,19 @@ def tensor_digest(name: str, tensor: torch.Tensor) -> str:
     return f"{name} {tensor.dtype} {shape} {hashlib.sha256(data).hexdigest()}"
 
 
+def config_digest(config: CheckpointConfig) -> str:
+    """The line of the fingerprint that says how the tensors are to be read."""
+    return f"config {json.dumps(config.reading(), sort_keys=True, separators=(',', ':'))}"
+
+
 def fingerprint_of(digests: Iterable[str]) -> str:
-    """The checkpoint's fingerprint from its tensors' digests, in any order."""
+    """The fingerprint of what has these digests, in any order."""
     joined = "\n".join(sorted(digests))
     return FINGERPRINT_PREFIX + hashlib.sha256(joined.encode()).hexdigest()
 
 
-def checkpoint_fingerprint(store: TensorStore) -> str:
-    """Recompute the fingerprint from the stored tensors, one tensor in memory at a time."""
-    return fingerprint_of(tensor_digest(name, store.get(name)) for name in store.names())
+def checkpoint_fingerprint(reader: CheckpointReader) -> str:
+    """Recompute the fingerprint from config and stored tensors, one tensor in memory at a time."""
+    store = reader.store
+    tensors = (tensor_digest(name, store.get(name)) for name in store.names())
+    return fingerprint_of([config_digest(reader.config), *tensors])

@@ -101,7 +101,7 @@ class CheckpointConfig:
         ignore: modules that stay unquantized: linears by their names, or endings of these after a dot; others, with all
             that is in them, by their names.
         overrides: full module name -> its own scheme.
-        fingerprint: "sha256:" + hex digest over all tensors (FORMAT.md section 5); "" before it is known.
+        fingerprint: "sha256:" + hex digest over `reading` and all tensors (FORMAT.md section 5); "" before it is known.
         recipe: the recipe that made the checkpoint, as plain JSON values; informative.
     """
 
@@ -118,16 +118,19 @@ class CheckpointConfig:
         """The scheme of a linear by its full module name; None if it stays unquantized."""
         return None if self.is_ignored(module) else self.overrides.get(module, self.scheme)
 
-    def to_dict(self) -> dict[str, Any]:
+    def reading(self) -> dict[str, Any]:
+        """What the tensors' meaning depends on, as JSON: all but the fingerprint, which covers it, and the recipe."""
         return {
             "quant_method": QUANT_METHOD,
             "format_version": FORMAT_VERSION,
             **self.scheme.to_dict(),
             "ignore": list(self.ignore),
             "overrides": {name: scheme.to_dict() for name, scheme in self.overrides.items()},
-            "fingerprint": self.fingerprint,
-            "recipe": dict(self.recipe),
         }
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON."""
+        return {**self.reading(), "fingerprint": self.fingerprint, "recipe": dict(self.recipe)}
 
     @classmethod
     def from_dict(cls, config: Any, where: str = _DEFAULT_WHERE) -> "CheckpointConfig":

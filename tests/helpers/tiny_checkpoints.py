@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from vllm_latq.checkpoint import fingerprint_of, tensor_digest
+from vllm_latq.checkpoint import config_digest, fingerprint_of, tensor_digest
 from vllm_latq.config import CheckpointConfig, LayerScheme
 from vllm_latq.huffman import encode
 from vllm_latq.packed_weight import PackedWeight
@@ -76,7 +76,12 @@ def write_tiny_checkpoint(directory: Path, encoding: str) -> Path:
     documents = {
         "model.safetensors.index.json": {"metadata": {}, "weight_map": weight_map},
         "latq_report.json": {"layers": layers, "recipe": {"method": encoding}},
-        "config.json": {"quantization_config": {**config.to_dict(), "fingerprint": fingerprint_of(digests)}},
+        "config.json": {
+            "quantization_config": {
+                **config.to_dict(),
+                "fingerprint": fingerprint_of([config_digest(config), *digests]),
+            }
+        },
     }
     for file, value in documents.items():
         (directory / file).write_text(json.dumps(value))

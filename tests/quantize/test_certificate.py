@@ -61,7 +61,7 @@ def renew_fingerprint(checkpoint: Path, **changes: float) -> None:
     """Make a changed checkpoint valid in itself, with other changes to its config."""
     path = checkpoint / "config.json"
     config = json.loads(path.read_text()) | changes
-    config["quantization_config"]["fingerprint"] = checkpoint_fingerprint(CheckpointReader(checkpoint).store)
+    config["quantization_config"]["fingerprint"] = checkpoint_fingerprint(CheckpointReader(checkpoint))
     path.write_text(json.dumps(config))
 
 
@@ -99,7 +99,7 @@ def test_from_the_command_line(
     assert main([*command, "--calibration", str(calibration_text)]) == 1
     assert "--model: expected the original model, found none" in capsys.readouterr().err
     assert main(["verify", str(certified("rtn")), "--model", str(two_blocks)]) == 1
-    assert "expected --certificate with them" in capsys.readouterr().err
+    assert "expected --certificate with it" in capsys.readouterr().err
 
 
 def test_changed_report_is_named_by_layer_and_field(

@@ -10,7 +10,7 @@ from typing import Any
 import forked
 import pytest
 
-from vllm_latq.errors import CheckpointError, ConfigError
+from vllm_latq.errors import CheckpointError, ConfigError, LatqError
 from vllm_latq.quantize.pipeline import quantize_checkpoint
 from vllm_latq.quantize.recipe import Recipe
 
@@ -141,6 +141,25 @@ def test_killed_in_the_gaps(moment: str, runs: Runs, tmp_path: Path) -> None:
     assert not partial.exists()
 
 
+@pytest.mark.parametrize(("changed", "error"), [("recipe", "of the same recipe"), ("a bit", "fingerprint")])
+def test_a_complete_run_is_checked_before_it_is_moved(changed: str, error: str, runs: Runs, tmp_path: Path) -> None:
+    """One that was killed when it had nothing left to do but to move its directory."""
+    partial = tmp_path / "out.partial"
+    shutil.copytree(runs.uninterrupted("ssqr"), partial)
+    if changed == "a bit":
+        flip_a_bit(next(partial.glob("model-00004-*")))
+    with pytest.raises(LatqError, match=error):
+        runs.whole("hptq" if changed == "recipe" else "ssqr", tmp_path / "out", resume=True)
+    assert not (tmp_path / "out").exists()
+    assert (partial / "config.json").exists()
+
+
+def flip_a_bit(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[-100] ^= 1
+    file.write_bytes(data)
+
+
 def interrupted(runs: Runs, method: str, out: Path) -> Path:
     """What a run leaves that was killed when its second block was on disk."""
     process = runs.child(method, out)
@@ -159,9 +178,10 @@ def interrupted(runs: Runs, method: str, out: Path) -> Path:
 def test_a_damaged_block_is_refused_and_can_be_redone(damage: str, runs: Runs, tmp_path: Path) -> None:
     partial = interrupted(runs, "ssqr", tmp_path / "out")
     shard = next(partial.glob("model-00001-*"))
-    data = bytearray(shard.read_bytes())
-    data[-100] ^= 1
-    shard.write_bytes(data[: len(data) // 2] if damage == "truncated" else data)
+    if damage == "changed":
+        flip_a_bit(shard)
+    else:
+        shard.write_bytes(shard.read_bytes()[: shard.stat().st_size // 2])
     with pytest.raises(CheckpointError, match=r"model-00001.*Remove it with its records"):
         runs.whole("ssqr", tmp_path / "out", resume=True)
     shard.unlink()
@@ -169,10 +189,27 @@ def test_a_damaged_block_is_refused_and_can_be_redone(damage: str, runs: Runs, t
     assert_same_bytes(runs.whole("ssqr", tmp_path / "out", resume=True), runs.uninterrupted("ssqr"))
 
 
-def test_damaged_statistics_are_refused_and_can_be_redone(runs: Runs, tmp_path: Path) -> None:
+def test_a_damaged_last_shard_is_refused(runs: Runs, tmp_path: Path) -> None:
+    """The embedding: nothing is computed from it when its records are there."""
+    partial = tmp_path / "out.partial"
+    process = runs.child("ssqr", tmp_path / "out", forked.killed_at_rename, 2 * (BLOCKS + 1) + 2, False)
+    assert runs.fate(process) == -signal.SIGKILL
+    assert len(list(partial.glob("records-*"))) == BLOCKS + 1
+    flip_a_bit(next(partial.glob("model-00004-*")))
+    with pytest.raises(CheckpointError, match=r"model-00004.*Remove it with its records"):
+        runs.whole("ssqr", tmp_path / "out", resume=True)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "changed", "another's"])
+def test_damaged_statistics_are_refused_and_can_be_redone(damage: str, runs: Runs, tmp_path: Path) -> None:
     partial = interrupted(runs, "latq", tmp_path / "out")
     statistics = partial / "scratch" / "statistics-00002.safetensors"
-    statistics.write_bytes(statistics.read_bytes()[:1000])
+    if damage == "truncated":
+        statistics.write_bytes(statistics.read_bytes()[:1000])
+    elif damage == "changed":
+        flip_a_bit(statistics)
+    else:
+        shutil.copy(partial / "scratch" / "statistics-00001.safetensors", statistics)
     with pytest.raises(CheckpointError, match=r"statistics-00002.*Remove it"):
         runs.whole("latq", tmp_path / "out", resume=True)
     statistics.unlink()

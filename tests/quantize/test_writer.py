@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from vllm_latq.checkpoint import TensorStore, checkpoint_fingerprint
+from vllm_latq.checkpoint import CheckpointReader, TensorStore, checkpoint_fingerprint
 from vllm_latq.config import CheckpointConfig, LayerScheme
 from vllm_latq.errors import CheckpointError, ConfigError
 from vllm_latq.quantize.writer import CheckpointWriter
@@ -49,7 +49,7 @@ def test_complete_directory(tmp_path: Path, source: Path) -> None:
     assert sorted(store.names()) == ["tensor0", "tensor1"]
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["model_type"] == "llama"
-    assert config["quantization_config"]["fingerprint"] == checkpoint_fingerprint(store)
+    assert config["quantization_config"]["fingerprint"] == checkpoint_fingerprint(CheckpointReader(tmp_path / "out"))
     assert not (tmp_path / "out.partial").exists()
 
 
@@ -73,6 +73,32 @@ def test_resume_with_another_recipe_is_refused(tmp_path: Path) -> None:
     CheckpointWriter(tmp_path / "out", 2, IDENTITY)
     with pytest.raises(ConfigError, match="found one with another recipe"):
         CheckpointWriter(tmp_path / "out", 2, {**IDENTITY, "recipe": {"bits": 3}}, resume=True)
+
+
+@pytest.mark.parametrize("files", [["notes"], ["config.json", "model.safetensors"]])
+def test_resume_does_not_touch_what_no_run_left(files: list[str], tmp_path: Path) -> None:
+    partial = tmp_path / "out.partial"
+    partial.mkdir()
+    for name in files:
+        (partial / name).write_text("{}")
+    with pytest.raises((CheckpointError, ConfigError), match=r"out\.partial: expected .*Move it away"):
+        CheckpointWriter(tmp_path / "out", 2, IDENTITY, resume=True)
+    assert sorted(path.name for path in partial.iterdir()) == files
+    assert (partial / files[0]).read_text() == "{}"
+
+
+def test_a_file_in_the_place_of_the_partial_run(tmp_path: Path) -> None:
+    (tmp_path / "out.partial").write_text("x")
+    with pytest.raises(CheckpointError, match="found a file without it"):
+        CheckpointWriter(tmp_path / "out", 2, IDENTITY, resume=True)
+
+
+@pytest.mark.parametrize("content", ["{}", '{"digests": {}, "layers": []}', '{"digests": [], "layers": 3}'])
+def test_damaged_records_are_named(content: str, tmp_path: Path) -> None:
+    writer = CheckpointWriter(tmp_path / "out", 2, IDENTITY)
+    (tmp_path / "out.partial" / "records-00001.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"records-00001.*its block is done again"):
+        writer.records(0)
 
 
 def test_a_destination_that_links_elsewhere(tmp_path: Path, source: Path) -> None:
