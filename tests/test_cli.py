@@ -71,7 +71,7 @@ def test_dry_run_computes_and_writes_nothing(
         ([], ["lm_head"]),
         (["--ignore", "up_proj"], ["up_proj", "lm_head"]),
         (["--lm-head"], []),
-        (["--ignore", "up_proj", "lm_head", "--lm-head"], ["up_proj"]),
+        (["--ignore", "up_proj", "--lm-head", "--ignore", "down_proj"], ["up_proj", "down_proj"]),
     ],
 )
 def test_the_head_is_quantized_if_asked_for(
@@ -93,6 +93,10 @@ def test_the_head_is_quantized_if_asked_for(
         (["quantize", "MODEL", "out", "--bits", "4"], "It is for rtn, gptq, ssqr. For latq say --target-bits."),
         (["quantize", "MODEL", "out", "--method", "ssqr", "--target-bits", "3"], "It is for hptq, hrtn, latq."),
         (["quantize", "MODEL", "out", "--method", "hptq"], "--target-bits: expected"),
+        (["quantize", "MODEL", "out", "--lm-head", "--ignore", "lm_head"], "Leave one of them out"),
+        (["eval", "MODEL", "--text", "x", "--limit", "3"], "--limit"),
+        (["verify", "MODEL", "--tolerance", "0.1"], "--tolerance"),
+        (["quantize", "MODEL", "out", "--method", "ssqr", "--budget", "3", "--bits", "4"], "--bits"),
         (["quantize", "MODEL", "out", "--method", "gptq"], "expected calibration data for method gptq"),
         (["quantize", "MODEL", "out", "--method", "gptq", "--calibration", "no.txt"], "no.txt"),
         (["verify", "MODEL"], "expected a `quantization_config`, found none"),

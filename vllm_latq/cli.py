@@ -4,6 +4,7 @@ Exit status: 0 done, 1 a problem that was reported, 2 wrong usage.
 """
 
 import argparse
+import errno
 import os
 import sys
 import time
@@ -18,23 +19,31 @@ from vllm_latq.errors import ConfigError, LatqError
 # How long a process that torchrun started leaves it to the first one to report an error of all. It is spent only where
 # the error is this process's own: else torchrun ends it, seconds later on a crowded machine, when the first one ends.
 SECONDS_TO_SPEAK = 30.0
+DEFAULT_TOLERANCE = 0.01
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit status."""
     options = build_parser().parse_args(arguments)
     warnings.showwarning = _show_warning
+    warnings.simplefilter("once", UserWarning, append=True)
     try:
-        return options.run(options)
+        status: int = options.run(options)
+        sys.stdout.flush()  # what cannot be written fails here, and not at exit
+        return status
     except LatqError as error:
         if not _speaks():
             # The first process meets the same error, says it and ends, upon which torchrun ends this one.
             time.sleep(SECONDS_TO_SPEAK)
         print(f"latq: {error}", file=sys.stderr)
         return 1
-    except BrokenPipeError:
-        # Whoever read the output has had enough. What is still buffered must not fail at exit.
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.ENOSPC):
+            raise
+        # Whoever read the output has had enough, or there is no room for it. What is buffered must not fail at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if error.errno == errno.ENOSPC:
+            print(f"latq: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("latq: interrupted; finished blocks are kept", file=sys.stderr)
@@ -61,7 +70,7 @@ def _add_verify(commands: Any) -> None:
     certificate.add_argument("--certificate", action="store_true", help="needs --model and the same --calibration")
     certificate.add_argument("--model", help="the original model, directory or hub name")
     certificate.add_argument("--calibration", help="what `latq quantize` was given")
-    certificate.add_argument("--tolerance", type=float, default=0.01, help="relative, of each number (default 0.01)")
+    certificate.add_argument("--tolerance", type=float, help="relative, of each number (default 0.01)")
     certificate.add_argument("--device", help="torch device (default: cuda where there is one)")
     command.add_argument("--json", action="store_true")
 
@@ -103,8 +112,9 @@ def _add_eval(commands: Any) -> None:
 def _verify(options: argparse.Namespace) -> int:
     from vllm_latq.checkpoint import verify
 
-    if not options.certificate and (options.model is not None or options.calibration is not None):
-        raise ConfigError("--model, --calibration", "--certificate with them", "none", "Else nothing is recomputed.")
+    for name in ("model", "calibration", "tolerance", "device"):
+        if not options.certificate and getattr(options, name) is not None:
+            raise ConfigError(f"--{name}", "--certificate with it", "none", "Else nothing is recomputed.")
     problems = [str(problem) for problem in verify(options.checkpoint)]
     if options.certificate and not problems:
         problems = [str(problem) for problem in _certificate(options)]
@@ -145,7 +155,8 @@ def _certificate(options: argparse.Namespace) -> Iterator[LatqError]:
     if options.model is None:
         raise ConfigError("--model", "the original model", "none", "Its weights are what the errors are measured from.")
     model = model_directory(options.model)
-    tolerance, device = options.tolerance, options.device
+    tolerance = DEFAULT_TOLERANCE if options.tolerance is None else options.tolerance
+    device = options.device
     return verify_certificate(options.checkpoint, model, options.calibration, tolerance=tolerance, device=device)
 
 
@@ -217,6 +228,9 @@ def _eval(options: argparse.Namespace) -> int:
     source = options.text or options.dataset
     if source is None and not options.tasks:
         raise ConfigError("eval", "--text, --dataset or --tasks", "none of them")
+    for name in ("limit", "include_path"):
+        if getattr(options, name) is not None and not options.tasks:
+            raise ConfigError(f"--{name.replace('_', '-')}", "--tasks with it", "none")
     result: dict[str, Any] = {}
     if source is not None:
         from vllm_latq.quantize.evaluate import evaluate

@@ -114,13 +114,16 @@ def _add_recipe(command: argparse.ArgumentParser) -> None:
         "--lm-head", action="store_true", help="quantize the head, too, apart from an embedding that it is tied to"
     )
     recipe.add_argument(
-        "--ignore", nargs="*", help="linears (names or endings) and modules (names) to leave alone, beside lm_head"
+        "--ignore",
+        nargs="*",
+        action="extend",
+        help="linears (names or endings) and modules (names) to leave alone, beside lm_head",
     )
 
 
 def _recipe(options: argparse.Namespace) -> "Recipe":
     """The recipe of the options that were given; raises ConfigError, which names them."""
-    from vllm_latq.quantize.recipe import UNUSED, Recipe
+    from vllm_latq.quantize.recipe import CHOSEN_BY_BUDGET, UNUSED, Recipe
 
     names = Recipe.__dataclass_fields__.keys()
     given = {name: value for name, value in vars(options).items() if name in names}
@@ -129,6 +132,13 @@ def _recipe(options: argparse.Namespace) -> "Recipe":
             methods = ", ".join(method for method, unused in UNUSED.items() if name not in unused)
             hint = f"It is for {methods}." + (f" For {options.method} say --target-bits." if name == "bits" else "")
             raise ConfigError(_option(name), f"no such option with --method {options.method}", str(value), hint)
+    for name in CHOSEN_BY_BUDGET if "budget" in given else ():
+        if name in given:
+            raise ConfigError(_option(name), "no such option with --budget", str(given[name]), "The budget chooses it.")
+    if hasattr(options, "lm_head") and "lm_head" in given.get("ignore", []):
+        raise ConfigError(
+            "--ignore", "no lm_head with --lm-head, which quantizes it", "lm_head", "Leave one of them out."
+        )
     others = [name for name in given.get("ignore", []) if name != "lm_head"]
     given["ignore"] = others if hasattr(options, "lm_head") else [*others, "lm_head"]
     if given["method"] == DEFAULT_METHOD:
