@@ -97,7 +97,7 @@ class Share:
     def spent(self, integers: torch.Tensor) -> float:
         """Bits per weight of int32 [r, c], everything counted."""
         if self.width is None:
-            return _stored_bits(integers)
+            return stored_bits(integers)
         return served_bits(integers, self.width) / integers.numel()
 
 
@@ -249,10 +249,10 @@ def rounded_bits(weight: torch.Tensor, inputs: InputLattice, outputs: OutputLatt
     """Stored bits per weight if it were rounded with these steps, without feedback: what the allocation goes by."""
     scale = 2.0 ** (math.log2(step) - inputs.level - outputs.level)
     rows, cols = (octave_eighths(side.exponents).to(weight.device) for side in (outputs, inputs))
-    return _stored_bits((weight.to(torch.float32) / (scale * rows)[:, None] / cols).round().to(torch.int32))
+    return stored_bits((weight.to(torch.float32) / (scale * rows)[:, None] / cols).round().to(torch.int32))
 
 
-def _stored_bits(integers: torch.Tensor) -> float:
+def stored_bits(integers: torch.Tensor) -> float:
     """Per weight of int32 [r, c], everything counted: the stream, the exponents, the scale and the shape."""
     return (encoded_bits(integers) + _EXPONENT_BITS * sum(integers.shape) + _FIXED_BITS) / integers.numel()
 

@@ -131,9 +131,9 @@ class ModelLattice:
             return served_curves(weights, inputs, outputs, target)
         return {name: rate_curve(weight, inputs, outputs[name], target) for name, weight in weights.items()}
 
-    def share_out(self, inputs: Sequence[Prices]) -> dict[str, Share]:
-        """The target, shared out over the linears of some inputs: layer name -> its share."""
-        target = self.recipe.target_bits
+    def share_out(self, inputs: Sequence[Prices], target: float | None = None) -> dict[str, Share]:
+        """A target (None: the recipe's), shared out over the linears of some inputs: layer name -> its share."""
+        target = target or self.recipe.target_bits
         assert target is not None
         if self.recipe.count == "served":
             return allocate_served(inputs, expert_stacks(self.decoder.model, self.quantized), target)

@@ -137,7 +137,7 @@ def quantized_linears(decoder: Decoder, recipe: Recipe) -> dict[str, nn.Linear]:
     chosen = {name: linear for name, linear in linears.items() if not config.is_ignored(name)}
     _check_ignored(recipe.ignore, ignored[len(recipe.ignore) :], linears.keys(), str(decoder.source))
     if not chosen:
-        raise ConfigError("ignore", "some linear left to quantize", "all of them ignored")
+        raise ConfigError("recipe.ignore", "some linear left to quantize", "all of them ignored")
     for name, linear in chosen.items():
         tensor_specs(recipe.scheme, linear.out_features, linear.in_features, where=name)
     _warn_of_parts(chosen, linears)
@@ -180,7 +180,7 @@ def _check_ignored(given: tuple[str, ...], kept: tuple[str, ...], linears: Colle
         inside = entry.startswith(tuple(f"{module}." for module in kept))
         if entry != "lm_head" and not inside and not any(covers(entry, name) for name in (*linears, *kept)):
             expected = "names of linears, their endings after a dot, or names of modules"
-            raise ConfigError("ignore", expected, repr(entry), "Take names from `latq quantize --dry-run`.")
+            raise ConfigError("recipe.ignore", expected, repr(entry), "Take names from `latq quantize --dry-run`.")
     for entry in kept:
         found = [name for name in linears if name != entry and covers(entry, name)]
         if found and entry not in given:

@@ -18,9 +18,9 @@ from vllm_latq.config import SUPPORTED_BITS
 from vllm_latq.packed_weight import served_overhead
 from vllm_latq.quantize.decoder import Decoder
 from vllm_latq.quantize.handed_on import Batch
-from vllm_latq.quantize.latq import InputLattice, OutputLattice, Share, latq
+from vllm_latq.quantize.latq import InputLattice, OutputLattice, Share, latq, stored_bits
 from vllm_latq.quantize.model_lattice import ModelLattice, aimed, full_weight
-from vllm_latq.quantize.recipe import MAX_SERVED_BITS, Recipe
+from vllm_latq.quantize.recipe import Recipe
 from vllm_latq.quantize.rehearsal import Cost, Rehearsal, measured, timed
 from vllm_latq.quantize.shards import shard_linears, shard_weights, untouched_names
 from vllm_latq.quantize.stages import Kind, Stage, block_kinds, lead_to, stored_bytes
@@ -188,14 +188,14 @@ def _side(model: ModelLattice, weight: torch.Tensor, statistics: LayerStatistics
     return Rehearsal(1).cost(work, size, size, cubic=True)
 
 
-def _alone(model: ModelLattice, rows: int, cols: int) -> ModelLattice:
-    """The model with a target that a linear can meet by itself: on a small one scales weigh more."""
-    if model.recipe.count == "stored":
-        return model
-    assert model.recipe.target_bits is not None
-    least = served_overhead(rows, cols, SUPPORTED_BITS[0]) / (rows * cols)
-    target = min(max(model.recipe.target_bits, least + 0.5), MAX_SERVED_BITS)
-    return replace(model, recipe=replace(model.recipe, target_bits=target))
+def _target_alone(recipe: Recipe, rows: int, cols: int) -> float:
+    """A target that a linear can meet by itself: on a small one scales weigh more."""
+    assert recipe.target_bits is not None
+    if recipe.count == "served":
+        least = served_overhead(rows, cols, SUPPORTED_BITS[0]) / (rows * cols)
+    else:
+        least = stored_bits(torch.zeros(rows, cols, dtype=torch.int32))
+    return max(recipe.target_bits, least + 0.5)
 
 
 def _rounding(model: ModelLattice, weight: torch.Tensor, statistics: LayerStatistics, name: str) -> tuple[Cost, Cost]:
@@ -211,9 +211,9 @@ def _rounding(model: ModelLattice, weight: torch.Tensor, statistics: LayerStatis
     shares: dict[tuple[int, int], Share] = {}
 
     def curve(rows: int, cols: int) -> None:
-        cut, alone = sides[rows, cols], _alone(model, rows, cols)
-        prices = alone.price({name: cut.weight}, cut.inputs, {name: cut.outputs})
-        shares[rows, cols] = alone.share_out([prices])[name]
+        cut = sides[rows, cols]
+        prices = model.price({name: cut.weight}, cut.inputs, {name: cut.outputs})
+        shares[rows, cols] = model.share_out([prices], _target_alone(model.recipe, rows, cols))[name]
 
     priced = rehearsal.cost(curve, *weight.shape)
 

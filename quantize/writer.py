@@ -109,10 +109,10 @@ class CheckpointWriter:
         path = self.partial / self._records_name(shard)
         if not path.exists():
             return None
-        records = read_json(path)
+        hint = "Remove it and go on with --resume: its block is done again."
+        records = read_json(path, hint)
         digests, layers = records.get("digests"), records.get("layers")
-        if not isinstance(digests, list) or not isinstance(layers, list):
-            hint = "Remove it and go on with --resume: its block is done again."
+        if not _list_of(str, digests) or not _list_of(dict, layers):
             raise CheckpointError(str(path), "lists `digests` and `layers` of a finished block", "something else", hint)
         return records
 
@@ -200,7 +200,7 @@ class CheckpointWriter:
         return f"records-{shard + 1:05d}.json"
 
     def _check_same(self, state: Mapping[str, Any]) -> None:
-        found = read_json(self.partial / STATE_FILE)
+        found = read_json(self.partial / STATE_FILE, "Remove the directory to start over.")
         if found != state:
             old, new = found.get("identity"), state["identity"]
             old = old if isinstance(old, dict) else {}
@@ -247,6 +247,10 @@ def model_config(source: Path, untied: bool) -> dict[str, Any]:
         text = config.get("text_config")
         config |= own_head | ({"text_config": {**text, **own_head}} if text else {})
     return config
+
+
+def _list_of(kind: type, value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, kind) for one in value)
 
 
 @contextmanager

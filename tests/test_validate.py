@@ -210,3 +210,24 @@ def test_chunk_that_ends_elsewhere_is_refused_when_decoded() -> None:
     weight = HuffmanWeight.from_tensors(tensors, HUFFMAN, (40, 300), "layer")
     with pytest.raises(CheckpointError, match=r"layer\.stream: expected chunk 0 to end at bit \d+, found bit"):
         decode_checked(weight, "layer")
+
+
+@pytest.mark.parametrize(("octaves", "refused"), [(123.9, False), (124.1, True)])
+def test_weights_that_could_be_infinite_are_refused_when_decoded(octaves: float, refused: bool) -> None:
+    """The largest integer is -8: a scale below 2^124 keeps all weights below 2^127, whatever the columns' factors."""
+    integers, scale = torch.tensor([[3, -8, 0, 7]], dtype=torch.int32), torch.tensor([2.0**octaves])
+    flat, down = torch.zeros(1, dtype=torch.int8), torch.tensor([-8, -16, 0, -64], dtype=torch.int8)
+    up = torch.tensor([0, 0, 0, 24], dtype=torch.int8)
+    weights: list[HuffmanWeight | RansWeight] = [
+        HuffmanWeight(scale, huffman.encode(integers)),
+        RansWeight.from_integers(integers, scale, flat, down),
+        RansWeight.from_integers(integers, scale / 8, flat, up),
+    ]
+    for weight in weights:
+        weight.from_tensors(weight.to_tensors(), weight.scheme, (1, 4), "layer")
+        if refused:
+            with pytest.raises(CheckpointError, match=r"layer\.scale: expected a scale of which the largest multiple"):
+                decode_checked(weight, "layer")
+        else:
+            assert torch.equal(decode_checked(weight, "layer"), integers)
+            assert torch.isfinite(weight.dequantize(torch.bfloat16)).all()

@@ -209,7 +209,8 @@ def _dense(words: torch.Tensor, pairs: torch.Tensor, group: int, parts: int) -> 
     groups = cols // group
     scales, offsets = pairs[-groups:, :, 0].to(torch.float32), pairs[:groups, :, 1].to(torch.float32)
     shifts = (offsets - zero * scales).t().contiguous().unsqueeze(-1)
-    # All of it is exact: codes have at most 8 bits, scales 8, and a shift is some halves of a scale.
+    # All of it is exact while scales are normal numbers: codes and scales have at most 8 bits, a shift is some halves
+    # of a scale.
     grouped = codes.to(torch.float32).view(-1, groups, group)
     return torch.addcmul(shifts, grouped, scales.t().contiguous().unsqueeze(-1)).view(-1, cols)
 

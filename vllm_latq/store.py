@@ -130,23 +130,23 @@ def readable(path: Path, hint: str = _REPAIR) -> Iterator[None]:
         raise CheckpointError(str(path), "a valid safetensors file", str(error), hint) from None
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; raises CheckpointError saying what is wrong with it.
+def read_json(path: Path, hint: str = _REPAIR) -> dict[str, Any]:
+    """A JSON object from a file; raises CheckpointError saying what is wrong with it, and the hint.
 
     Duplicate keys and the non-standard numbers NaN and Infinity are refused: parsers do not agree on them.
     """
     file = regular_file(path, "a JSON file")
     try:
         if (size := file.stat().st_size) > MAX_JSON_BYTES:
-            raise CheckpointError(str(path), f"at most {MAX_JSON_BYTES} bytes of JSON", str(size), _REPAIR)
+            raise CheckpointError(str(path), f"at most {MAX_JSON_BYTES} bytes of JSON", str(size), hint)
         text = file.read_text(encoding="utf-8")
         value = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
     except CheckpointError:
         raise
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(str(path), "a readable JSON file", str(error), _REPAIR) from None
+        raise CheckpointError(str(path), "a readable JSON file", str(error), hint) from None
     if not isinstance(value, dict):
-        raise CheckpointError(str(path), "a JSON object", type(value).__name__, _REPAIR)
+        raise CheckpointError(str(path), "a JSON object", type(value).__name__, hint)
     return value
 
 

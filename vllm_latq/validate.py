@@ -18,7 +18,7 @@ from vllm_latq.rans_coder import STATE_WORDS
 from vllm_latq.rans_tables import CLASS_BITS, FREQUENCY_TOTAL, MAX_SYMBOLS, MAX_TABLES
 from vllm_latq.spec import SHAPE, tensor_specs
 
-_REPAIR = "The checkpoint is damaged: copy or download it again, or quantize again."
+REPAIR = "The checkpoint is damaged: copy or download it again, or quantize again."
 
 
 def check(tensors: Mapping[str, torch.Tensor], scheme: LayerScheme, shape: tuple[int, int], where: str) -> None:
@@ -58,7 +58,7 @@ def problems(
 
 
 def _error(where: str, expected: str, found: str) -> CheckpointError:
-    return CheckpointError(where, expected, found, _REPAIR)
+    return CheckpointError(where, expected, found, REPAIR)
 
 
 def _structure(

@@ -11,12 +11,17 @@ import torch
 
 from vllm_latq import rans, validate
 from vllm_latq.config import LayerScheme
+from vllm_latq.errors import CheckpointError
 from vllm_latq.huffman import HuffmanStream, HuffmanTable
 from vllm_latq.huffman_decode import decode_stream
 from vllm_latq.kernel_path import decode_rans_on_device, has_kernels
 from vllm_latq.packed_weight import PackedWeight, pack_integers, served_bits, shape_tensor
 from vllm_latq.rans import RansStream
 from vllm_latq.spec import SHAPE, stored_bits
+from vllm_latq.validate import REPAIR
+
+# A weight of an entropy-coded linear is smaller: no product of a scale and an integer overflows float32 or bfloat16.
+WEIGHT_LIMIT = 2.0**127
 
 
 @dataclass(frozen=True)
@@ -191,10 +196,24 @@ def weight_from_tensors(
 
 
 def decode_checked(weight: CodedWeight, where: str, device: torch.device | str = "cpu") -> torch.Tensor:
-    """The integers of a coded weight, int32 [rows, cols] on `device`; a damaged stream raises CheckpointError."""
-    if isinstance(weight, RansWeight):
-        # Chosen here and not, as for Huffman, in the decoder: the format modules that it needs import `rans`.
-        if has_kernels(torch.device(device)):
-            return decode_rans_on_device(weight.stream, f"{where}.stream", torch.device(device))
-        return rans.decode_stream(weight.stream, f"{where}.stream", device)
-    return decode_stream(weight.stream, f"{where}.stream", device)
+    """The integers of a coded weight, int32 [rows, cols] on `device`.
+
+    Raises:
+        CheckpointError: the stream is damaged, or scales and integers are so large that weights may be infinite.
+    """
+    integers = _decode(weight, f"{where}.stream", torch.device(device))
+    columns = 1.0 if weight.column_scales is None else max(1.0, float(weight.column_scales.max()))
+    largest = float(weight.row_scales.max()) * columns * max(-int(integers.min()), int(integers.max()))
+    if largest >= WEIGHT_LIMIT:
+        expected = f"a scale of which the largest multiple stays below {WEIGHT_LIMIT:g}"
+        raise CheckpointError(f"{where}.scale", expected, f"{largest:g}", REPAIR)
+    return integers
+
+
+def _decode(weight: CodedWeight, where: str, device: torch.device) -> torch.Tensor:
+    if isinstance(weight, HuffmanWeight):
+        return decode_stream(weight.stream, where, device)
+    # Chosen here and not, as for Huffman, in the decoder: the format modules that it needs import `rans`.
+    if has_kernels(device):
+        return decode_rans_on_device(weight.stream, where, device)
+    return rans.decode_stream(weight.stream, where, device)

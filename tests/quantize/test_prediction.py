@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import forked
 import pytest
@@ -47,6 +48,15 @@ def test_linears_too_small_for_the_models_served_bits_are_rehearsed(mini_model: 
     # Of k and v, and of the half of q that is rehearsed, scales alone leave less than the codes of 2 bits take.
     recipe = Recipe("latq", target_bits=2.45, count="served", ignore=LATQ_SERVED_IGNORES, num_samples=4, seq_len=64)
     assert predict_run(recipe, mini_model, str(calibration_text)).stages["quantization"].seconds > 0
+
+
+@pytest.mark.parametrize(("count", "bits"), [("stored", 3), ("served", 3.5)])
+def test_linears_of_two_rows_are_rehearsed(count: str, bits: float, random_model: Any, calibration_text: Path) -> None:
+    """k and v of one head of two numbers: half of one is a single row. A run takes this model."""
+    shape = {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 2, "hidden_size": 256}
+    source, _ = random_model("llama", **shape, intermediate_size=1024, num_hidden_layers=1)
+    recipe = Recipe("latq", target_bits=bits, count=count, num_samples=4, seq_len=64)
+    assert predict_run(recipe, source, str(calibration_text)).stages["quantization"].seconds > 0
 
 
 def test_live_bytes_are_those_alive_at_once() -> None:

@@ -11,6 +11,7 @@ from vllm_latq.config import CheckpointConfig, LayerScheme
 from vllm_latq.errors import CheckpointError, ConfigError
 from vllm_latq.quantize.writer import CheckpointWriter
 
+RECORDS = ["", "[]", "{}", '{"digests": {}, "layers": []}', '{"digests": [], "layers": [3]}']
 IDENTITY = {"recipe": {"bits": 4}, "source": "model"}
 CONFIG = CheckpointConfig(LayerScheme("packed", 4, 128))
 
@@ -55,13 +56,13 @@ def test_complete_directory(tmp_path: Path, source: Path) -> None:
 
 def test_interrupted_run_does_not_load_and_resumes(tmp_path: Path, source: Path) -> None:
     writer = CheckpointWriter(tmp_path / "out", 2, IDENTITY)
-    writer.add(0, {"tensor0": torch.full((3,), 0)}, {"layers": [0]})
+    writer.add(0, {"tensor0": torch.full((3,), 0)}, {"layers": [{"name": "up"}]})
     assert not (tmp_path / "out").exists()
     assert not (tmp_path / "out.partial" / "config.json").exists()
     with pytest.raises(CheckpointError, match=r"found an interrupted one\. Go on with --resume"):
         CheckpointWriter(tmp_path / "out", 2, IDENTITY)
     resumed = CheckpointWriter(tmp_path / "out", 2, IDENTITY, resume=True)
-    assert resumed.records(0)["layers"] == [0]  # type: ignore[index]
+    assert resumed.records(0)["layers"] == [{"name": "up"}]  # type: ignore[index]
     assert resumed.records(1) is None
     write(tmp_path / "out", source, resume=True)
     write(tmp_path / "straight", source)
@@ -93,7 +94,7 @@ def test_a_file_in_the_place_of_the_partial_run(tmp_path: Path) -> None:
         CheckpointWriter(tmp_path / "out", 2, IDENTITY, resume=True)
 
 
-@pytest.mark.parametrize("content", ["{}", '{"digests": {}, "layers": []}', '{"digests": [], "layers": 3}'])
+@pytest.mark.parametrize("content", RECORDS)
 def test_damaged_records_are_named(content: str, tmp_path: Path) -> None:
     writer = CheckpointWriter(tmp_path / "out", 2, IDENTITY)
     (tmp_path / "out.partial" / "records-00001.json").write_text(content)
