@@ -192,7 +192,7 @@ def check_seq_len(decoder: Decoder, recipe: Recipe) -> None:
     """Raise ConfigError if the model has no positions for calibration samples as long as the recipe's."""
     if decoder.longest is not None and recipe.seq_len > decoder.longest:
         expected = f"at most {decoder.longest}, the positions of the model"
-        raise ConfigError("seq_len", expected, str(recipe.seq_len), f"Use --seq-len {decoder.longest} or less.")
+        raise ConfigError("recipe.seq_len", expected, str(recipe.seq_len), f"Use --seq-len {decoder.longest} or less.")
 
 
 def calibration_samples(decoder: Decoder, recipe: Recipe, calibration: str | None) -> torch.Tensor | None:

@@ -101,7 +101,7 @@ def test_notes_and_the_prediction_are_shown(tmp_path: Path) -> None:
     text = Page(report_page(path)).text
     count = len(report["layers"])
     assert f"{report['layers'][0]['name']}: 3 routed tokens." in text
-    assert f"second-order loss (predicted KL divergence) {count / 4:g} nats per token, at most {count}" in text
+    assert f"second-order loss on the calibration text {count / 4:g} nats per token, at most {count};" in text
     summary = inspect_checkpoint(path)
     assert (summary["loss"], summary["loss_bound"]) == (count / 4, count)
     assert summary["layers"][0]["note"] == "3 routed tokens"

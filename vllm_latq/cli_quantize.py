@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 DEFAULT_METHOD = "latq"
 DEFAULT_TARGET_BITS = 4.0
+INSTEAD = {"bits": "--target-bits", "target_bits": "--bits"}  # no method takes both
 EXAMPLES = """examples:
   latq quantize MODEL OUT --target-bits 3 --calibration wikitext2
   latq quantize MODEL OUT --method ssqr --bits 3 --outlier-rate 0.01 --calibration wikitext2
@@ -130,8 +131,9 @@ def _recipe(options: argparse.Namespace) -> "Recipe":
     for name, value in given.items():
         if name in UNUSED[options.method]:
             methods = ", ".join(method for method, unused in UNUSED.items() if name not in unused)
-            hint = f"It is for {methods}." + (f" For {options.method} say --target-bits." if name == "bits" else "")
-            raise ConfigError(_option(name), f"no such option with --method {options.method}", str(value), hint)
+            instead = f" For {options.method} say {INSTEAD[name]}." if name in INSTEAD else ""
+            expected, hint = f"no such option with --method {options.method}", f"It is for {methods}.{instead}"
+            raise ConfigError(_option(name), expected, str(value), hint)
     for name in CHOSEN_BY_BUDGET if "budget" in given else ():
         if name in given:
             raise ConfigError(_option(name), "no such option with --budget", str(given[name]), "The budget chooses it.")
@@ -143,12 +145,7 @@ def _recipe(options: argparse.Namespace) -> "Recipe":
     given["ignore"] = others if hasattr(options, "lm_head") else [*others, "lm_head"]
     if given["method"] == DEFAULT_METHOD:
         given.setdefault("target_bits", DEFAULT_TARGET_BITS)
-    try:
-        return Recipe(**given)
-    except ConfigError as error:
-        raise ConfigError(
-            _option(error.where.removeprefix("recipe.")), error.expected, error.found, error.hint
-        ) from None
+    return Recipe(**given)
 
 
 def _option(field: str) -> str:
@@ -156,6 +153,16 @@ def _option(field: str) -> str:
 
 
 def _quantize(options: argparse.Namespace) -> int:
+    try:
+        return _run(options)
+    except ConfigError as error:
+        if not error.where.startswith("recipe."):
+            raise
+        option = _option(error.where.removeprefix("recipe."))
+        raise ConfigError(option, error.expected, error.found, error.hint) from None
+
+
+def _run(options: argparse.Namespace) -> int:
     from vllm_latq.quantize.loading import model_directory
     from vllm_latq.quantize.pipeline import quantize_checkpoint
 
