@@ -31,6 +31,9 @@ from vllm_latq.weights import HuffmanWeight, Weight
 
 # The recursion runs in float32: a bound met with equality may be missed by its rounding.
 BOUND_SLACK = 1e-6
+# Of the errors that gptq's scales are chosen by. On two trained models squares have 1.05 times the KL at 4 bits, 1.04
+# and 1.22 at 3, 1.37 and 1.86 at 2; where outliers catch what would be clipped they are best.
+GPTQ_POWER = 3
 # Bound to mean of the squared error of a step: (s/2)^2 to s^2/12, s^2 to s^2/6, and s^2 to at least s^2/12.
 BOUND_TO_MEAN = {"nearest": 3, "stochastic": 6, "rate": 12}
 
@@ -180,7 +183,7 @@ def _gptq(weight: torch.Tensor, factor: Factor | None, recipe: Recipe, where: st
     if recipe.scales == "fitted":
         scales = fitted_scales(weight, factor, *layout, recipe.block_size, where, recipe.offset)
     else:
-        scales = group_scales(weight, *layout, recipe.scales, where, offset=recipe.offset)
+        scales = group_scales(weight, *layout, recipe.scales, where, offset=recipe.offset, power=GPTQ_POWER)
     low, high = grid(recipe.bits)
     options = (recipe.block_size, recipe.group_size, where, recipe.rounding_seed(where))
     rounding = plane_of_width(recipe.beam)(weight, factor, scales, low, high, "clip", *options, offset=recipe.offset)

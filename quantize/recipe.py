@@ -70,8 +70,8 @@ class Recipe:
         rounding: nearest; stochastic: up with the fractional part as probability, drawn from `seed` and the layer's
             name; or rate (hptq): what is cheapest in error and bits together.
         reduction: none or lll: hptq rounds on the reduced basis where that lowers the bound.
-        scales: absmax, mse, signed (mse, with the sign that suits the group), or for gptq fitted: signed, and to the
-            errors that the recursion makes with them.
+        scales: absmax, mse (for gptq of the errors' cubes), signed (mse, with the sign that suits the group), or for
+            gptq fitted: signed, and to the errors that the recursion makes with them.
         grid: midtread (the multiples of the scale, zero among them) or midrise (those and half a scale, symmetric
             around zero: the better one for dense weights in 2 bits).
         target: what a layer's output should be: quantized (of its own weights, on the inputs that the quantized prefix

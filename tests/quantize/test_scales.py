@@ -20,11 +20,11 @@ def weights(rows: int, cols: int, seed: int = 0) -> torch.Tensor:
     return weight * (1 + 4 * torch.rand(rows, cols, generator=generator).pow(10))
 
 
-def squared_error(weight: torch.Tensor, scales: torch.Tensor, bits: int) -> torch.Tensor:
+def summed_error(weight: torch.Tensor, scales: torch.Tensor, bits: int, power: int = 2) -> torch.Tensor:
     """Error of each group, float64 [r, G]."""
     grouped = weight.double().view(*scales.shape, -1)
     steps = scales.double().unsqueeze(-1)
-    return ((grouped / steps).round().clamp(*grid(bits)) * steps - grouped).square().sum(-1)
+    return ((grouped / steps).round().clamp(*grid(bits)) * steps - grouped).abs().pow(power).sum(-1)
 
 
 def test_grid_is_twos_complement():
@@ -64,16 +64,23 @@ def test_factors_tried_together_or_one_by_one(how, offset, monkeypatch):
     groups=st.sampled_from([1, 3]),
     group_size=st.sampled_from([1, 21, 64]),
     seed=st.integers(0, 10**6),
+    power=st.sampled_from([2, 3]),
 )
 @settings(max_examples=25, deadline=None)
-def test_mse_is_the_best_of_all_candidates(bits, rows, groups, group_size, seed):
+def test_mse_is_the_best_of_all_candidates(bits, rows, groups, group_size, seed, power):
     weight = weights(rows, groups * group_size, seed)
-    found = squared_error(weight, group_scales(weight, bits, group_size, "mse"), bits)
+    found = summed_error(weight, group_scales(weight, bits, group_size, power=power), bits, power)
     largest = weight.view(rows, groups, -1).abs().amax(-1) / grid(bits)[1]
     for step in range(1, SHRINK_STEPS + 1):
         candidate = (largest * (SMALLEST_SHRINK + (1 - SMALLEST_SHRINK) * step / SHRINK_STEPS)).to(torch.bfloat16)
-        error = squared_error(weight, candidate, bits)
+        error = summed_error(weight, candidate, bits, power)
         assert bool((found <= error * (1 + FLOAT32_TOLERANCE) + 1e-12).all())
+
+
+@pytest.mark.parametrize("octaves", [-90, 90])
+def test_cubes_of_small_and_large_errors_are_numbers(octaves: int) -> None:
+    scales = group_scales(weights(9, 64) * 2.0**octaves, 3, 16, "signed", power=3)
+    assert torch.equal(scales.float() * 2.0**-octaves, group_scales(weights(9, 64), 3, 16, "signed", power=3).float())
 
 
 @pytest.mark.parametrize("bits", [2, 4])
