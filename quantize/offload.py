@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from vllm_latq.errors import ConfigError
+from vllm_latq.quantize.writer import named_failures
 
 OFFLOADS = ("cpu", "disk")
 Place = Callable[[torch.Tensor], torch.Tensor]
@@ -45,7 +46,8 @@ def return_freed_memory() -> None:
 def _mapped(tensor: torch.Tensor, folder: Path) -> torch.Tensor:
     if not tensor.numel():
         return tensor
-    with tempfile.NamedTemporaryFile(dir=folder if folder.is_dir() else None, prefix="activations-") as file:
+    folder = folder if folder.is_dir() else Path(tempfile.gettempdir())
+    with named_failures(folder), tempfile.NamedTemporaryFile(dir=folder, prefix="activations-") as file:
         # Reserves the space now: a full disk is an error here, and not a bus error at some later write.
         _reserve(file.fileno(), tensor.numel() * tensor.element_size())
         place = torch.from_file(file.name, shared=True, size=tensor.numel(), dtype=tensor.dtype)

@@ -96,6 +96,7 @@ def _quantize_checkpoint(
         "recipe": recipe.to_dict(),
         "source": str(source.resolve()),
         "config": hashlib.sha256((source / "config.json").read_bytes()).hexdigest(),
+        "weights": decoder.store.sampled_digest(),
         "calibration": calibration,
         "tokens": None if samples is None else hashlib.sha256(samples.cpu().numpy().tobytes()).hexdigest(),
         "version": vllm_latq.__version__,
@@ -104,7 +105,9 @@ def _quantize_checkpoint(
     writer = world.from_first(lambda: CheckpointWriter(destination, len(decoder) + 1, identity, resume))
     if writer.complete:
         world.from_first(writer.seal)
-        return read_json(destination / REPORT_FILE)
+        report = read_json(destination / REPORT_FILE)
+        emit({"event": "done", "destination": str(destination), **report["totals"]})
+        return report
     emit({"event": "start", "blocks": len(decoder), "linears": len(quantized), "samples": sizes(samples)})
     run = _run_class(recipe)(decoder, recipe, quantized, writer, emit, world)
     run.blocks(samples, placer(offload, writer.partial))

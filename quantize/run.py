@@ -180,6 +180,7 @@ class Run:
             "vllm_latq": vllm_latq.__version__,
             "torch": torch.__version__,
             "recipe": self.recipe.to_dict(),
+            "run": self.writer.run,
             "calibration": sizes(samples),
             "device": str(self.decoder.device.type),
             "seconds": round(seconds, 3),

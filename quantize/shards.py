@@ -13,7 +13,7 @@ from vllm_latq.config import LayerScheme
 from vllm_latq.errors import CheckpointError
 from vllm_latq.quantize.decoder import Decoder
 from vllm_latq.spec import TensorSpec, tensor_specs
-from vllm_latq.store import readable
+from vllm_latq.store import readable, regular_file
 from vllm_latq.weights import weight_from_tensors
 
 _DAMAGED = "Remove it with its records-*.json and go on with --resume: the block is then quantized again."
@@ -54,7 +54,7 @@ def stored_tensors(
     Raises:
         CheckpointError: the shard is not what was written.
     """
-    with readable(path, _DAMAGED), safe_open(path, framework="pt", device="cpu") as shard:
+    with readable(path, _DAMAGED), safe_open(regular_file(path), framework="pt", device="cpu") as shard:
         tensors = {name: shard.get_tensor(name) for name in shard.keys()}  # noqa: SIM118 - not a mapping
     if {tensor_digest(name, tensor) for name, tensor in tensors.items()} != set(digests):
         raise CheckpointError(str(path), "the tensors that were written", "others: the file was damaged", _DAMAGED)

@@ -5,6 +5,7 @@ renamed into place after it was written. `finish` adds the index, the report, th
 config.json, and renames the directory to `OUT`. A later run may adopt the finished blocks of `OUT.partial`.
 """
 
+import hashlib
 import json
 import os
 import shutil
@@ -45,6 +46,8 @@ COMPANION_FILES = (
 # What sentence-transformers keeps of each further step (1_Pooling, 2_Dense) of the model that modules.json lists.
 STEP_FILES = ("[0-9]_*/*.json", "[0-9]_*/*.safetensors")
 STATE_FILE = "state.json"
+# Files that a killed run was writing, here or in safetensors, and its activations.
+UNFINISHED = ("*.tmp", ".tmp*", "activations-*")
 
 
 def partial_of(destination: Path) -> Path:
@@ -55,17 +58,18 @@ def partial_of(destination: Path) -> Path:
 def free_destination(destination: str | Path, resume: bool) -> Path:
     """Where to create a checkpoint; raises CheckpointError if something is there, or an interrupted run that stays."""
     given = Path(destination)
-    # A directory cannot be renamed to a link: it becomes what the link points to.
-    free = given.resolve() if given.is_symlink() else given
     if not given.name:
         raise CheckpointError(str(given), "a name to create a directory by", "none", "Choose another directory.")
-    if free.exists() and (not free.is_dir() or any(free.iterdir())):
-        hint = "Choose another directory or remove this one."
-        raise CheckpointError(str(destination), "a new or empty directory", "one that holds files", hint)
-    if partial_of(free).exists() and not resume:
-        hint = "Go on with --resume, or remove it to start over."
-        raise CheckpointError(str(partial_of(free)), "no partial run", "an interrupted one", hint)
-    return free
+    with named_failures(given):
+        # A directory cannot be renamed to a link: it becomes what the link points to.
+        free = Path(os.path.realpath(given)) if given.is_symlink() else given
+        if free.is_symlink() or (free.exists() and (not free.is_dir() or any(free.iterdir()))):
+            hint = "Choose another directory or remove this one."
+            raise CheckpointError(str(destination), "a new or empty directory", "one that holds files", hint)
+        if partial_of(free).exists() and not resume:
+            hint = "Go on with --resume, or remove it to start over."
+            raise CheckpointError(str(partial_of(free)), "no partial run", "an interrupted one", hint)
+        return free
 
 
 class CheckpointWriter:
@@ -79,25 +83,28 @@ class CheckpointWriter:
 
     Attributes:
         complete: the interrupted run got as far as `seal`, which is all that is left to do.
+        run: digest of the identity, for the report.
     """
 
     def __init__(self, destination: str | Path, shards: int, identity: Mapping[str, Any], resume: bool = False) -> None:
         self.destination = free_destination(destination, resume)
         self.shards = shards
         self.partial = partial_of(self.destination)
+        self.run = _digest(identity)
         state = {"shards": shards, "identity": json.loads(json.dumps(identity))}
-        # config.json comes last: a run killed after it has only to be moved, and may have lost its state already.
-        self.complete = (self.partial / "config.json").exists()
-        if (self.partial / STATE_FILE).exists():
-            self._check_same(state)
-        elif self.complete:
-            self._check_finished(identity)
-        else:
-            # No state, no finished block: a run may be killed right after it made the directory.
-            self._check_unused()
-            with named_failures(self.partial):
+        with named_failures(self.partial):
+            # config.json comes last: a run killed after it has only to be moved, and may have lost its state already.
+            self.complete = (self.partial / "config.json").exists()
+            if (self.partial / STATE_FILE).exists():
+                self._check_same(state)
+            elif self.complete:
+                self._check_finished()
+            else:
+                # No state, no finished block: a run may be killed right after it made the directory.
+                self._check_unused()
                 self.partial.mkdir(parents=True, exist_ok=True)
                 self._write_json(STATE_FILE, state)
+            self._remove(*UNFINISHED)
 
     @property
     def scratch(self) -> Path:
@@ -111,9 +118,8 @@ class CheckpointWriter:
             return None
         hint = "Remove it and go on with --resume: its block is done again."
         records = read_json(path, hint)
-        digests, layers = records.get("digests"), records.get("layers")
-        if not _list_of(str, digests) or not _list_of(dict, layers):
-            raise CheckpointError(str(path), "lists `digests` and `layers` of a finished block", "something else", hint)
+        if records.pop("fingerprint", None) != _digest(records):
+            raise CheckpointError(str(path), "the records of a finished block as they were written", "others", hint)
         return records
 
     def add(self, shard: int, tensors: Mapping[str, torch.Tensor], records: Mapping[str, Any]) -> None:
@@ -127,7 +133,8 @@ class CheckpointWriter:
         with named_failures(self.partial):
             save_file(stored, path.with_suffix(".tmp"), metadata={"format": "pt"})
             rename_durably(path.with_suffix(".tmp"), path)
-            self._write_json(self._records_name(shard), {**records, **bookkeeping})
+            written = {**records, **bookkeeping}
+            self._write_json(self._records_name(shard), {**written, "fingerprint": _digest(written)})
 
     def finish(
         self,
@@ -152,7 +159,7 @@ class CheckpointWriter:
     def _finish(
         self, source: Path, quantization: CheckpointConfig, report: Mapping[str, Any], card: str, untied: bool
     ) -> None:
-        finished = [read_json(self.partial / self._records_name(shard)) for shard in range(self.shards)]
+        finished = [records for shard in range(self.shards) if (records := self.records(shard))]
         digests = [digest for records in finished for digest in records["digests"]]
         weight_map = {
             digest.split(" ", 1)[0]: self.shard_name(shard)
@@ -163,11 +170,13 @@ class CheckpointWriter:
         self._write_json(INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
         self._write_json(REPORT_FILE, report)
         (self.partial / "README.md").write_text(card, encoding="utf-8")
+        _sync(self.partial / "README.md")
         steps = [str(file.relative_to(source)) for pattern in STEP_FILES for file in source.glob(pattern)]
         for name in (*COMPANION_FILES, *steps):
             if (source / name).is_file():
                 (self.partial / name).parent.mkdir(exist_ok=True)
                 shutil.copyfile(source / name, self.partial / name)
+                _sync(self.partial / name)
         config = model_config(source, untied)
         quantization_config = {
             **quantization.to_dict(),
@@ -185,13 +194,12 @@ class CheckpointWriter:
         if self.complete:
             for problem in verify(self.partial):
                 raise problem
-        shutil.rmtree(self.scratch, ignore_errors=True)
-        for pattern in ("records-*", "*.tmp", "activations-*", STATE_FILE):
-            for file in self.partial.glob(pattern):
-                file.unlink()
-        if self.destination.exists():
-            self.destination.rmdir()
-        rename_durably(self.partial, self.destination)
+        with named_failures(self.partial):
+            shutil.rmtree(self.scratch, ignore_errors=True)
+            self._remove("records-*", *UNFINISHED, STATE_FILE)
+            if self.destination.exists():
+                self.destination.rmdir()
+            rename_durably(self.partial, self.destination)
 
     def shard_name(self, shard: int) -> str:
         return f"model-{shard + 1:05d}-of-{self.shards:05d}.safetensors"
@@ -209,12 +217,11 @@ class CheckpointWriter:
             expected = "an interrupted run of the same recipe and model"
             raise ConfigError(str(self.partial), expected, f"one with another {', '.join(changed)}", hint)
 
-    def _check_finished(self, identity: Mapping[str, Any]) -> None:
-        """Raise unless what has only to be moved is a whole checkpoint of this recipe, which its state told before."""
-        quantization = read_json(self.partial / "config.json").get("quantization_config")
-        recipe = quantization.get("recipe") if isinstance(quantization, dict) else None
-        if recipe is None or recipe != json.loads(json.dumps(identity.get("recipe"))):
-            expected, hint = "a finished run of the same recipe", "Move it away, or choose another directory."
+    def _check_finished(self) -> None:
+        """Raise unless what has only to be moved is of this run, which its state told before."""
+        report, hint = self.partial / REPORT_FILE, "Move it away, or choose another directory."
+        if not report.exists() or read_json(report, hint).get("run") != self.run:
+            expected = "a finished run of the same recipe and model"
             raise ConfigError(str(self.partial), expected, "something else", hint)
 
     def _check_unused(self) -> None:
@@ -228,9 +235,15 @@ class CheckpointWriter:
             expected, hint = f"an interrupted run, with its {STATE_FILE}", "Move it away, or choose another directory."
             raise CheckpointError(str(self.partial), expected, f"{held[0]} without it", hint)
 
+    def _remove(self, *patterns: str) -> None:
+        for pattern in patterns:
+            for file in self.partial.glob(pattern):
+                file.unlink()
+
     def _write_json(self, name: str, value: Mapping[str, Any]) -> None:
         path = self.partial / name
         temporary = path.with_name(path.name + ".tmp")
+        temporary.unlink(missing_ok=True)  # nothing is written through a link
         temporary.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
         rename_durably(temporary, path)
 
@@ -249,8 +262,8 @@ def model_config(source: Path, untied: bool) -> dict[str, Any]:
     return config
 
 
-def _list_of(kind: type, value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(one, kind) for one in value)
+def _digest(value: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 @contextmanager

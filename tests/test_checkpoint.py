@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from vllm_latq.checkpoint import CheckpointReader, TensorStore, verify
 from vllm_latq.errors import CheckpointError, ConfigError
 from vllm_latq.inspection import inspect_checkpoint
+from vllm_latq.store import INDEX_FILE, SINGLE_FILE
 
 
 @pytest.fixture
@@ -144,3 +145,19 @@ def test_report_that_lists_more_than_is_stored(damaged: Path) -> None:
 def test_missing_report(damaged: Path) -> None:
     (damaged / "latq_report.json").unlink()
     assert "latq_report.json: expected a JSON file, found no such file" in problems(damaged)
+
+
+def test_tensors_that_the_index_does_not_place(damaged: Path) -> None:
+    """Another copy of a tensor in a later shard, or in a single file: vLLM or transformers would serve that."""
+    index = json.loads((damaged / INDEX_FILE).read_text())["weight_map"]
+    name = "model.layers.0.input_layernorm.weight"
+    last = sorted(set(index.values()))[-1]
+    assert index[name] != last
+    whole = load_file(damaged / last)
+    save_file({**whole, name: torch.zeros(8)}, damaged / last, metadata={"format": "pt"})
+    assert any(f"found {name} in {last}" in str(problem) for problem in verify(damaged))
+    save_file(whole, damaged / last, metadata={"format": "pt"})
+    save_file({name: torch.zeros(8)}, damaged / SINGLE_FILE)
+    assert any(f"found {SINGLE_FILE} beside" in str(problem) for problem in verify(damaged))
+    (damaged / SINGLE_FILE).unlink()
+    assert list(verify(damaged)) == []

@@ -118,3 +118,21 @@ def test_bad_input_is_one_clear_line(
     assert captured.err.startswith("latq: ")
     assert "Traceback" not in captured.err
     assert not list(tmp_path.iterdir())
+
+
+def test_warnings_are_shown_once_wherever_they_come_from(
+    mini_model: Path, calibration_text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A dry run looks at the linears twice, in two modules."""
+    few = ["--num-samples", "2", "--seq-len", "64", "--calibration", str(calibration_text)]
+    assert main(["quantize", str(mini_model), "out", "--method", "gptq", "--ignore", "q_proj", *few, "--dry-run"]) == 0
+    lines = [line for line in capsys.readouterr().err.splitlines() if "vLLM merges them" in line]
+    assert len(lines) == 1
+
+
+def test_output_that_was_closed(tmp_path: Path, mini_model: Path) -> None:
+    command = f"{sys.executable} -m vllm_latq.cli quantize {mini_model} {tmp_path / 'out'} --method rtn --json >&-"
+    assert subprocess.run(command, shell=True, check=False, timeout=120).returncode == 0
+    for of_it in ("inspect", "verify"):
+        command = f"{sys.executable} -m vllm_latq.cli {of_it} {tmp_path / 'out'} >&-"
+        assert subprocess.run(command, shell=True, check=False, timeout=120).returncode == 0

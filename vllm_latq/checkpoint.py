@@ -105,6 +105,12 @@ def verify(directory: str | Path) -> Iterator[LatqError]:
         yield from _verify_linear(reader, module, shape)
     for module in reader.shapeless():
         yield CheckpointError(f"{directory}: {module}", f"a tensor {SHAPE}", "none", "The checkpoint is incomplete.")
+    for stray in reader.store.strays():
+        expected, hint = (
+            "no tensors but those of the index",
+            "It may be served in place of what was verified: remove it.",
+        )
+        yield CheckpointError(str(directory), expected, stray, hint)
     yield from _verify_report(reader)
     fingerprint = checkpoint_fingerprint(reader)
     claimed = reader.config.fingerprint

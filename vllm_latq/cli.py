@@ -25,8 +25,8 @@ DEFAULT_TOLERANCE = 0.01
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit status."""
     options = build_parser().parse_args(arguments)
-    warnings.showwarning = _show_warning
-    warnings.simplefilter("once", UserWarning, append=True)
+    warnings.showwarning = console.WarnOnce(_speaks())
+    console.prepare_streams()
     try:
         status: int = options.run(options)
         sys.stdout.flush()  # what cannot be written fails here, and not at exit
@@ -228,6 +228,8 @@ def _eval(options: argparse.Namespace) -> int:
     source = options.text or options.dataset
     if source is None and not options.tasks:
         raise ConfigError("eval", "--text, --dataset or --tasks", "none of them")
+    if options.baseline is not None and source is None:
+        raise ConfigError("--baseline", "--text or --dataset with it", "none")
     for name in ("limit", "include_path"):
         if getattr(options, name) is not None and not options.tasks:
             raise ConfigError(f"--{name.replace('_', '-')}", "--tasks with it", "none")
@@ -274,11 +276,6 @@ def _eval(options: argparse.Namespace) -> int:
 def _speaks() -> bool:
     """Whether this process reports: of those that torchrun starts, the first."""
     return os.environ.get("RANK", "0") == "0"
-
-
-def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-    if _speaks():
-        print(f"latq: warning: {message}", file=sys.stderr)
 
 
 if __name__ == "__main__":

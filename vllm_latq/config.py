@@ -89,7 +89,7 @@ class LayerScheme:
     def to_dict(self) -> dict[str, Any]:
         """As JSON."""
         values = {key: getattr(self, key) for key in _SCHEME_KEYS}
-        return {key: value for key, value in values.items() if _LATER_KEYS.get(key) != value}
+        return {key: value for key, value in values.items() if value is not None and value != _LATER_KEYS.get(key)}
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,8 @@
 """What the commands show: tables, and the progress of a quantization as a live bar, plain lines or JSON lines."""
 
+import io
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -39,6 +41,31 @@ def prediction(loss: float, bound: float | None) -> str:
     """What a checkpoint's report says of the whole model: the second-order loss on the calibration text, its bound."""
     said = f"second-order loss on the calibration text {number(loss)} nats per token, at most {number(bound)}"
     return f"{said}; it predicts the KL divergence, too low where that text is short"
+
+
+def prepare_streams() -> None:
+    """Output that was closed goes nowhere; names that cannot be encoded are shown escaped."""
+    sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+class WarnOnce:
+    """In place of `warnings.showwarning`: a warning, however often and wherever it is raised, is shown once.
+
+    Args:
+        speaks: False shows none.
+    """
+
+    def __init__(self, speaks: bool) -> None:
+        self.speaks = speaks
+        self._shown: set[str] = set()
+
+    def __call__(self, message: Warning | str, *_: Any, **__: Any) -> None:
+        if self.speaks and str(message) not in self._shown:
+            self._shown.add(str(message))
+            print(f"latq: warning: {message}", file=sys.stderr)
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

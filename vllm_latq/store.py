@@ -4,7 +4,9 @@ Invariant: only regular files of the directory are opened (or, in a snapshot of 
 its links name), nothing is executed, and whatever is wrong with a file is raised as a CheckpointError that names it.
 """
 
+import hashlib
 import json
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +23,7 @@ INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 # Parsed JSON takes up to 20 times its size in memory. The index of a model of 10**5 linears has about 60 MB.
 MAX_JSON_BYTES = 1 << 27
+SAMPLED_PAGES, PAGE = 256, 4096
 _REPAIR = "The file is truncated or damaged: copy or download it again."
 
 
@@ -85,6 +88,30 @@ class TensorStore:
         with readable(self.directory / file):
             part: torch.Tensor = self._handle(file).get_slice(name)[index]
             return part
+
+    def strays(self) -> list[str]:
+        """What other readers may take for tensors of the model, in place of those that are read here: in its files,
+        tensors that the index does not place there; a single file beside the index."""
+        strays = [
+            f"{name} in {file}"
+            for file, shapes in self._shapes.items()
+            for name in shapes
+            if self.files.get(name) != file
+        ]
+        alone = SINGLE_FILE not in self.files.values() and (self.directory / SINGLE_FILE).exists()
+        return [*strays, f"{SINGLE_FILE} beside {INDEX_FILE}"] if alone else strays
+
+    def sampled_digest(self) -> str:
+        """SHA-256 of the files' names, sizes, and a few pages of each: tells other weights without reading them all."""
+        digest = hashlib.sha256()
+        for name in sorted(set(self.files.values())):
+            with readable(self.directory / name), (self.directory / name).open("rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                digest.update(f"{name} {size} ".encode())
+                for index in range(SAMPLED_PAGES):
+                    file.seek(size * index // SAMPLED_PAGES)
+                    digest.update(file.read(PAGE))
+        return digest.hexdigest()
 
     def close(self) -> None:
         """Close the files, until one is read again."""

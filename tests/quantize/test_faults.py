@@ -9,10 +9,12 @@ from typing import Any
 
 import forked
 import pytest
+from safetensors.torch import save_file
 
 from vllm_latq.errors import CheckpointError, ConfigError, LatqError
 from vllm_latq.quantize.pipeline import quantize_checkpoint
 from vllm_latq.quantize.recipe import Recipe
+from vllm_latq.store import TensorStore
 
 FEW = {"num_samples": 4, "seq_len": 32}
 IGNORED = ("lm_head", "q_proj", "k_proj", "gate_proj", "up_proj", "down_proj")
@@ -224,4 +226,16 @@ def test_another_text_under_the_same_name_is_refused(runs: Runs, tmp_path: Path)
     interrupted(own, "ssqr", tmp_path / "out")
     text.write_text(runs.text.read_text()[5000:])
     with pytest.raises(ConfigError, match="another tokens"):
+        own.whole("ssqr", tmp_path / "out", resume=True)
+
+
+def test_other_weights_in_the_same_place_are_refused(runs: Runs, tmp_path: Path) -> None:
+    """Files of the same names, sizes and headers."""
+    own = Runs(Path(shutil.copytree(runs.source, tmp_path / "source")), runs.text, tmp_path)
+    interrupted(own, "ssqr", tmp_path / "out")
+    store = TensorStore(own.source)
+    for file in set(store.files.values()):
+        tensors = {name: 1.01 * store.get(name) for name, place in store.files.items() if place == file}
+        save_file(tensors, own.source / file, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match="another weights"):
         own.whole("ssqr", tmp_path / "out", resume=True)

@@ -11,7 +11,7 @@ from vllm_latq.config import CheckpointConfig, LayerScheme
 from vllm_latq.errors import CheckpointError, ConfigError
 from vllm_latq.quantize.writer import CheckpointWriter
 
-RECORDS = ["", "[]", "{}", '{"digests": {}, "layers": []}', '{"digests": [], "layers": [3]}']
+RECORDS = ["", "[]", "{}", '{"digests": [], "layers": [], "bytes": 0}']
 IDENTITY = {"recipe": {"bits": 4}, "source": "model"}
 CONFIG = CheckpointConfig(LayerScheme("packed", 4, 128))
 
@@ -131,3 +131,40 @@ def test_existing_files_are_never_touched(tmp_path: Path) -> None:
         CheckpointWriter(out, 1, IDENTITY)
     assert [path.name for path in out.iterdir()] == ["precious"]
     assert not (tmp_path / "out.partial").exists()
+
+
+@pytest.mark.parametrize(("old", "new"), [('"up"', '"down"'), ('"bytes": 24', '"bytes": -5'), ("tensor0", "tensor1")])
+def test_records_that_were_changed_are_refused(old: str, new: str, tmp_path: Path) -> None:
+    writer = CheckpointWriter(tmp_path / "out", 2, IDENTITY)
+    writer.add(0, {"tensor0": torch.full((3,), 0)}, {"layers": [{"name": "up", "bits": 0.1 + 0.2}]})
+    assert writer.records(0) is not None
+    path = tmp_path / "out.partial" / "records-00001.json"
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new))
+    with pytest.raises(CheckpointError, match=r"records-00001.*as they were written, found others"):
+        writer.records(0)
+
+
+def test_what_a_killed_run_was_writing_is_removed(tmp_path: Path, source: Path) -> None:
+    """safetensors writes to a hidden file of its own first; what a temporary name links to is not ours."""
+    CheckpointWriter(tmp_path / "out", 2, IDENTITY)
+    (tmp_path / "foreign").write_text("x")
+    for name in (".tmpQAnJ9r", "model-00001-of-00002.tmp", "activations-1"):
+        (tmp_path / "out.partial" / name).write_text("torn")
+    (tmp_path / "out.partial" / "config.json.tmp").symlink_to(tmp_path / "foreign")
+    write(tmp_path / "out", source, resume=True)
+    write(tmp_path / "straight", source)
+    listed = [sorted(path.name for path in (tmp_path / name).iterdir()) for name in ("out", "straight")]
+    assert listed[0] == listed[1]
+    assert (tmp_path / "foreign").read_text() == "x"
+
+
+def test_a_destination_that_links_to_itself(tmp_path: Path) -> None:
+    (tmp_path / "out").symlink_to("out")
+    with pytest.raises(CheckpointError, match="expected a new or empty directory"):
+        CheckpointWriter(tmp_path / "out", 2, IDENTITY)
+
+
+def test_a_name_that_is_too_long(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="expected a directory that can be written to"):
+        CheckpointWriter(tmp_path / ("x" * 300), 2, IDENTITY)
