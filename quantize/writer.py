@@ -159,7 +159,12 @@ class CheckpointWriter:
     def _finish(
         self, source: Path, quantization: CheckpointConfig, report: Mapping[str, Any], card: str, untied: bool
     ) -> None:
-        finished = [records for shard in range(self.shards) if (records := self.records(shard))]
+        finished = []
+        for shard in range(self.shards):
+            if (records := self.records(shard)) is None:
+                path, hint = self.partial / self._records_name(shard), "Go on with --resume: its block is done again."
+                raise CheckpointError(str(path), "the records of a finished block", "no such file", hint)
+            finished.append(records)
         digests = [digest for records in finished for digest in records["digests"]]
         weight_map = {
             digest.split(" ", 1)[0]: self.shard_name(shard)

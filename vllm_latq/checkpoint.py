@@ -106,11 +106,8 @@ def verify(directory: str | Path) -> Iterator[LatqError]:
     for module in reader.shapeless():
         yield CheckpointError(f"{directory}: {module}", f"a tensor {SHAPE}", "none", "The checkpoint is incomplete.")
     for stray in reader.store.strays():
-        expected, hint = (
-            "no tensors but those of the index",
-            "It may be served in place of what was verified: remove it.",
-        )
-        yield CheckpointError(str(directory), expected, stray, hint)
+        hint = "It may be served in place of what was verified: remove it."
+        yield CheckpointError(str(directory), "no tensors but those of the index", stray, hint)
     yield from _verify_report(reader)
     fingerprint = checkpoint_fingerprint(reader)
     claimed = reader.config.fingerprint

@@ -168,3 +168,11 @@ def test_a_destination_that_links_to_itself(tmp_path: Path) -> None:
 def test_a_name_that_is_too_long(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="expected a directory that can be written to"):
         CheckpointWriter(tmp_path / ("x" * 300), 2, IDENTITY)
+
+
+def test_a_run_whose_records_vanish_does_not_finish(tmp_path: Path, source: Path) -> None:
+    writer = CheckpointWriter(tmp_path / "out", 2, IDENTITY)
+    writer.add(0, {"tensor0": torch.full((3,), 0)}, {"layers": []})
+    with pytest.raises(CheckpointError, match=r"records-00002.*found no such file"):
+        writer.finish(source, CONFIG, {"layers": []}, "# card\n")
+    assert not (tmp_path / "out").exists()
