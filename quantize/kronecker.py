@@ -11,7 +11,13 @@ V D V^T in rounding order, of both matrices,
     q_ij   = s_ij round(target_ij / s_ij)
     tr(G E H E^T) == sum_ij DG_i DH_j (target_ij - q_ij)^2 <= 1/4 sum_ij DG_i DH_j s_ij^2    (GPTQ's identity)
 
-so steps s_ij = s / sqrt(DG_i DH_j) make every weight contribute alike. Entries of an antidiagonal do not depend on each
+so steps s_ij = s / sqrt(DG_i DH_j) make every weight contribute alike.
+
+Where integers become codes of some width while they are served, those that do not fit are dear. The grid is then
+mid-rise, (z + 1/2) s_ij, and a target that lies at most a step beyond its last point goes there, instead of becoming an
+outlier: its error, like any other, is fed back, and it is at most twice half a step, so the bound is four times higher.
+
+Entries of an antidiagonal do not depend on each
 other; tiles are swept along antidiagonals, and inside them entries:
 
         J=0  J=1  J=2
@@ -42,14 +48,25 @@ class TwoSided:
     """What a pass found.
 
     Attributes:
-        z: int32 [r, c], integers in the original order; the weight is z * row_steps[:, None] * col_steps.
+        z: int32 [r, c], integers in the original order; the weight is z * row_steps[:, None] * col_steps, with z + 1/2
+            for z on the grid of served codes.
         loss: sum_ij DG_i DH_j (target - q)^2, the damped tr(G E H E^T).
-        bound: its worst case, 1/4 sum_ij DG_i DH_j s_ij^2.
+        bound: its worst case, sum_ij DG_i DH_j (furthest s_ij)^2.
     """
 
     z: torch.Tensor
     loss: float
     bound: float
+
+
+def reach(width: int) -> float:
+    """How many steps from zero a target can lie that codes take: a step beyond the last point of their grid."""
+    return 2.0 ** (width - 1) + 0.5
+
+
+def furthest(served: bool) -> float:
+    """How many steps a target can lie from where it goes: half of one, but a whole one beyond the grid of codes."""
+    return 1.0 if served else 0.5
 
 
 def two_sided_plane(
@@ -60,8 +77,9 @@ def two_sided_plane(
     col_steps: torch.Tensor,
     where: str = "",
     feedback: bool = True,
+    width: int | None = None,
 ) -> TwoSided:
-    """Unclipped nearest plane on the lattice of G (x) H.
+    """Nearest plane on the lattice of G (x) H.
 
     Args:
         weight: [r, c]; the recursion runs in float32, or in float64 where integers need it.
@@ -71,6 +89,8 @@ def two_sided_plane(
         where: name of the layer, for errors.
         feedback: False rounds each row on its own, as GPTQ does; G then only weighs the rows by its diagonal, which
             `outputs` must be factors of for loss and bound to hold.
+        width: of codes in bits, whose grid then is mid-rise, and takes what lies at most a step beyond it; None for
+            the multiples of the steps, without end.
 
     Raises:
         NumericalError: integers that float32 does not hold exactly, or values that are not finite.
@@ -85,12 +105,12 @@ def two_sided_plane(
             left = _triangle(factor, dtype) if feedback else torch.eye(len(rows), dtype=dtype, device=weight.device)
             steps = (row_steps[rows].to(dtype), col_steps[inputs.order].to(dtype))
             permuted = weight[rows][:, inputs.order].to(dtype)
-            integers, residual = _waves(permuted, left, right(dtype), steps)
+            integers, residual = _waves(permuted, left, right(dtype), steps, width)
             largest = float(integers.abs().max()) if integers.numel() else 0.0
             if largest < FLOAT32_INTEGERS:
                 break
         loss += float(factor.diagonal @ (residual.to(torch.float64).square() @ inputs.diagonal))
-        bound += _bound(factor, inputs, steps)
+        bound += _squares(factor, inputs, steps) * furthest(width is not None) ** 2
         _check(largest, loss, where)
         back = torch.empty_like(integers)
         back[:, inputs.order] = integers
@@ -103,9 +123,10 @@ def _triangle(factor: Factor, dtype: torch.dtype) -> torch.Tensor:
     return factor.unit_triangle32 if dtype == torch.float32 else factor.unit_triangle()
 
 
-def _bound(outputs: Factor, inputs: Factor, steps: tuple[torch.Tensor, torch.Tensor]) -> float:
+def _squares(outputs: Factor, inputs: Factor, steps: tuple[torch.Tensor, torch.Tensor]) -> float:
+    """sum_ij DG_i DH_j s_ij^2."""
     rows, cols = (step.to(torch.float64).square() for step in steps)
-    return float((outputs.diagonal @ rows) * (inputs.diagonal @ cols)) / 4
+    return float((outputs.diagonal @ rows) * (inputs.diagonal @ cols))
 
 
 def _check(largest: float, loss: float, where: str) -> None:
@@ -120,7 +141,11 @@ def _check(largest: float, loss: float, where: str) -> None:
 
 
 def _waves(
-    weight: torch.Tensor, left: torch.Tensor, right: torch.Tensor, steps: tuple[torch.Tensor, torch.Tensor]
+    weight: torch.Tensor,
+    left: torch.Tensor,
+    right: torch.Tensor,
+    steps: tuple[torch.Tensor, torch.Tensor],
+    width: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Round a permuted weight [r, c]; returns integers and target - q, both [r, c] in its dtype."""
     rows, cols = weight.shape
@@ -144,7 +169,7 @@ def _waves(
         above = [left[: i.start, i].T @ moved[: i.start, j] for i, j in tiles]
         triangles = [left[i, i] for i, _ in tiles], [right[j, j] for _, j in tiles]
         parts = [weight[tile] for tile in tiles], [steps_all[tile] for tile in tiles], beside, above, *triangles
-        done = _round_tiles(*(torch.stack(part, -1) for part in parts))
+        done = _round_tiles(width, *(torch.stack(part, -1) for part in parts))
         for result, whole in zip(done, (integers, error, moved, residual), strict=True):
             for tile, values in zip(tiles, result.unbind(-1), strict=True):
                 whole[tile] = values
@@ -156,6 +181,7 @@ def _pad(matrix: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
 
 
 def _round_tiles(
+    width: int | None,
     weight: torch.Tensor,
     steps: torch.Tensor,
     beside: torch.Tensor,
@@ -202,14 +228,24 @@ def _round_tiles(
         views = zip(*(part.unbind() for part in (*parts, right_of, below)), reversed(v_h.unbind()), strict=True)
         for value, step, left_sum, top_sum, integer, missed, carried, wanted, to_right, to_below, by in views:
             torch.add(left_sum, top_sum, out=wanted).add_(value)
-            torch.div(wanted, step, out=integer).round_()
-            quantized = integer * step
+            torch.div(wanted, step, out=integer)
+            quantized = _round(integer, width) * step
             torch.sub(value, quantized, out=missed)
             torch.add(missed, left_sum, out=carried)
             to_right.addcmul_(missed, by)
             to_below.addcmul_(carried, v_g)
-    residual = target.sub_(z * steps)
+    residual = target.sub_((z if width is None else z + 0.5) * steps)
     return tuple(part[place] for part in (z, error, moved, residual))
+
+
+def _round(steps: torch.Tensor, width: int | None) -> torch.Tensor:
+    """Targets in steps, replaced by the integers that they go to; returns those, or of a mid-rise grid its points."""
+    if width is None:
+        return steps.round_()
+    half = 1 << (width - 1)
+    clipped = steps.clamp(-half, half - 1)
+    torch.where(steps.abs() <= reach(width), clipped, steps, out=steps).floor_()
+    return steps + 0.5
 
 
 def _shifts(triangle: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,8 @@
 
     W[i, j] = s * 2^(row_exponents[i] / 8) * 2^(column_exponents[j] / 8) * z[i, j]
 
+(z[i, j] + 1/2 where bits are counted while the model is served).
+
 The exponents are those of 1 / sqrt(DG_i) and 1 / sqrt(DH_j) (water-filling; the column scales of WaterSIC, 2026), so
 every weight of every layer adds the same s^2 / 12 to the loss of the model, in units where s is the one number that the
 whole model shares. That is the optimum at a given sum of entropies: equal slope everywhere (reverse water-filling).
@@ -115,7 +117,7 @@ class LatqResult:
         """What `weight` decodes to, bit for bit, float32 [r, c] where it was rounded; nothing is decoded for it."""
         z = self.rounding.z
         rows, cols = self.weight.row_scales.to(z.device), self.weight.column_scales.to(z.device)
-        return z.to(torch.float32) * rows[:, None] * cols
+        return (z.to(torch.float32) + 0.5 * self.weight.midrise) * rows[:, None] * cols
 
 
 def output_lattice(statistics: LayerStatistics, order: str, without: Sequence[str], where: str) -> OutputLattice:
@@ -200,12 +202,14 @@ def latq(
         col_steps=cols,
         where=where,
         feedback="feedback" not in without,
+        width=share.width,
     )
     start = math.log2(share.step) - inputs.level - outputs.level
     found = _search(lambda scale: plane(row_steps=rows * scale.to(rows.device)), start, share, where)
     scale, rounding = found.best.payload
     # A copy: a file cannot hold one tensor under the names of several linears.
-    stored = RansWeight.from_integers(rounding.z, scale, outputs.exponents, inputs.exponents.clone())
+    exponents = (outputs.exponents, inputs.exponents.clone())
+    stored = RansWeight.from_integers(rounding.z, scale, *exponents, midrise=share.width is not None)
     bits = stored.storage_bits() / weight.numel()
     note = "" if found.met else f"{found.best.value:.4f} bits per weight, the nearest found to {share.bits:g}"
     return LatqResult(stored, rounding, bits, note)

@@ -199,7 +199,7 @@ class Recipe:
     def scheme(self) -> LayerScheme:
         """How the layers are stored."""
         if self.method == "latq":
-            return LayerScheme("rans")
+            return LayerScheme("rans", grid="midrise" if self.count == "served" else "midtread")
         if self.method in HUFFMAN_METHODS:
             return LayerScheme("huffman")
         return LayerScheme("packed", self.bits, self.group_size, self.method == "ssqr", self.outlier_coding, self.grid)

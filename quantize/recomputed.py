@@ -22,6 +22,7 @@ from vllm_latq.packed_weight import PackedWeight
 from vllm_latq.quantize.decoder import Decoder
 from vllm_latq.quantize.hessian import InputHessian
 from vllm_latq.quantize.kept import Overflow, kept_excess
+from vllm_latq.quantize.kronecker import furthest
 from vllm_latq.quantize.latq import InputLattice, OutputLattice
 from vllm_latq.quantize.lattice import Factor
 from vllm_latq.quantize.methods import BOUND_SLACK, BOUND_TO_MEAN, layer_factor
@@ -164,7 +165,7 @@ def _measured_on_loss(
     weight = aim.weight
     rows, cols = stored.row_scales.to(weight.device), stored.column_scales.to(weight.device)
     # The same numbers as the stored weight's own, decoded once.
-    packed = stored.to_packed()
+    packed = stored.pack(stored.integers())
     quantized = packed.dequantize().to(weight.device)
     errors = measure_errors(quantized, weight, aim.target, statistics.inputs, aim.drift, name)
     assert errors.total is not None
@@ -177,7 +178,7 @@ def _measured_on_loss(
         float(((gram.double() @ part) * product).sum()) / 2
         for gram, part, product in zip(statistics.outputs, parts, seen, strict=True)
     )
-    worst = _worst_loss(rows.double().square(), cols.double().square(), inputs, outputs)
+    worst = _worst_loss(rows.double().square(), cols.double().square(), inputs, outputs, furthest(stored.midrise))
     bound = 2 * worst / outputs.ridge * statistics.tokens
     bounded = "feedback" not in recipe.without
     return LayerReport(
@@ -197,13 +198,15 @@ def _measured_on_loss(
     )
 
 
-def _worst_loss(rows: torch.Tensor, cols: torch.Tensor, inputs: InputLattice, outputs: OutputLattice) -> float:
-    """1/8 sum_ij DG_i DH_j s_ij^2 from squared steps [r] and [c]: half the square of residuals of half a step."""
+def _worst_loss(
+    rows: torch.Tensor, cols: torch.Tensor, inputs: InputLattice, outputs: OutputLattice, steps: float
+) -> float:
+    """1/2 sum_ij DG_i DH_j (steps s_ij)^2 from squared s of rows [r] and columns [c]: with all residuals so long."""
     total, start = 0.0, 0
     for factor in outputs.factors:
         total += float(factor.diagonal @ rows[start + factor.order])
         start += len(factor.order)
-    return total * float(inputs.factor.diagonal @ cols[inputs.factor.order]) / 8
+    return total * float(inputs.factor.diagonal @ cols[inputs.factor.order]) * steps**2 / 2
 
 
 def bound_holds(found: float | None, bound: float | None) -> bool | None:

@@ -28,6 +28,7 @@ from vllm_latq.errors import NumericalError
 from vllm_latq.packed_weight import OUTLIER_BITS, served_overhead
 from vllm_latq.quantize.allocation import RateCurve
 from vllm_latq.quantize.hptq import GAUSSIAN_BITS
+from vllm_latq.quantize.kronecker import reach
 from vllm_latq.quantize.latq import OCTAVE, InputLattice, OutputLattice, Share
 from vllm_latq.quantize.search import sample_rows
 
@@ -192,11 +193,7 @@ def _as_the_loss_counts(linears: Iterable[tuple[torch.Tensor, OutputLattice]], i
 
 def _limits(exact: torch.Tensor, width: int) -> torch.Tensor:
     """The step below which each weight overflows the codes of a width, in eighths of an octave, float32 [r, c]."""
-    half = 1 << (width - 1)
-    limits = torch.empty_like(exact)
-    for some, found in zip(exact.split(_band(exact)), limits.split(_band(exact)), strict=True):
-        found.copy_(torch.where(some < 0, some / (-half - 0.5), some / (half - 0.5)).log2_().mul_(OCTAVE))
-    return limits
+    return (exact.abs() / reach(width)).log2_().mul_(OCTAVE)
 
 
 def _fit(limits: torch.Tensor, octaves: float, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -212,7 +209,7 @@ def _fit(limits: torch.Tensor, octaves: float, width: int) -> tuple[torch.Tensor
     """
     model = OCTAVE * octaves
     # Feedback moves every weight by steps of others: none is smaller than half a step of the model, not even a zero.
-    limits = limits.clamp(min=model - OCTAVE * math.log2((1 << width) - 1))
+    limits = limits.clamp(min=model - OCTAVE * math.log2(2 * reach(width)))
     cols = torch.zeros(limits.shape[1], dtype=torch.int64, device=limits.device)
     rows, overflow = _best(_counts_of_rows(limits, cols + model), cols)
     for _ in range(_ROUNDS):

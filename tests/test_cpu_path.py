@@ -67,11 +67,12 @@ def test_products(scheme: LayerScheme, rows: int, tokens: int) -> None:
     assert product(x[:, :0], made).shape == (2, 0, rows)
 
 
+@pytest.mark.parametrize("midrise", [False, True])
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
-def test_integers_on_one_scale_of_each_row(bits: int) -> None:
+def test_integers_on_one_scale_of_each_row(bits: int, midrise: bool) -> None:
     """HPTQ's, with their overflow: scales of rows are not rounded to bfloat16."""
     weight: Any = random_weight(LayerScheme("huffman"), 48, 160, seed=1)
-    packed = weight.to_packed(bits)
+    packed = pack_integers(weight.integers(), weight.row_scales, bits, midrise=midrise)
     assert packed.scales is None
     assert bits == 8 or packed.outliers.nnz > 0
     x = torch.randn(5, 160).bfloat16()

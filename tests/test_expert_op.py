@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 from mixtures import EXPERTS, HIDDEN, Mixture, routing
-from random_weights import RANS, random_weight
+from random_weights import RANS, RANS_MIDRISE, random_weight
 from torch.nn import functional
 
 from vllm_latq import expert_op
@@ -20,6 +20,7 @@ SCHEMES = {
     "packed4-plain": LayerScheme("packed", 4, -1, False),
     "huffman": LayerScheme("huffman"),
     "rans": RANS,
+    "rans-midrise": RANS_MIDRISE,
 }
 # Of the largest output: float32 sums in another order.
 TOLERANCE = 1e-5

@@ -28,10 +28,10 @@ def random_weight(
     return PackedWeight.from_integers(integers, scales, bits, group_size, mask, values, midrise)
 
 
-def row_scaled_weight() -> PackedWeight:
+def row_scaled_weight(midrise: bool = False) -> PackedWeight:
     generator = torch.Generator().manual_seed(1)
     integers = (torch.randn(65, 63, generator=generator) * 4).round().to(torch.int32)
-    return pack_integers(integers, torch.rand(65, generator=generator) + 0.1, bits=3)
+    return pack_integers(integers, torch.rand(65, generator=generator) + 0.1, bits=3, midrise=midrise)
 
 
 def run(weight: PackedWeight, x: torch.Tensor) -> torch.Tensor:
@@ -52,10 +52,16 @@ def test_equals_the_dense_product(
     torch.testing.assert_close(run(weight, x), expected, rtol=0, atol=0)
 
 
-def test_row_scales_scale_outliers_too() -> None:
-    weight = row_scaled_weight()
-    x = torch.randn(4, 63)
-    torch.testing.assert_close(run(weight, x), torch.nn.functional.linear(x, weight.dequantize()), rtol=0, atol=0)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("midrise", [False, True])
+def test_row_scales_scale_outliers_too(midrise: bool, dtype: torch.dtype) -> None:
+    weight = row_scaled_weight(midrise)
+    x = torch.randn(4, 63).to(dtype)
+    expected = torch.nn.functional.linear(x, weight.dequantize(dtype))
+    arguments = weight_arguments(weight)
+    for _ in range(2):  # which leaves the weight as it is
+        y = ssqr_linear(x, **arguments, bits=3, group_size=-1, cols=63, midrise=midrise)
+        torch.testing.assert_close(y, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("block", [1, 100, 10_000])

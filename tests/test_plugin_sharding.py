@@ -14,7 +14,7 @@ import vllm.model_executor.layers.linear as vllm_linear_layers
 import vllm.model_executor.layers.mamba.mamba_mixer2 as vllm_mamba
 import vllm.model_executor.layers.vocab_parallel_embedding as vllm_vocab
 import vllm.model_executor.parameter as vllm_parameter
-from random_weights import RANS, random_weight
+from random_weights import RANS, RANS_MIDRISE, random_weight
 from transformers import FalconConfig, GPTNeoXConfig, Llama4TextConfig, LlamaConfig
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.linear import (
@@ -145,9 +145,12 @@ def test_every_rank_gets_its_shard(kind: str, size: int, scheme: str, rank_of: C
     check_ranks(kind, size, SCHEMES[scheme], rank_of, {"rtol": 0, "atol": 0})
 
 
+@pytest.mark.parametrize("scheme", [RANS, RANS_MIDRISE], ids=["midtread", "midrise"])
 @pytest.mark.parametrize("kind", ["row", "gate_up", "qkv_1", "head"])
-def test_every_rank_gets_its_shard_and_its_column_factors(kind: str, rank_of: Callable[[int, int], None]) -> None:
-    check_ranks(kind, 2, RANS, rank_of, RANS_TOLERANCE)
+def test_every_rank_gets_its_shard_and_its_column_factors(
+    kind: str, scheme: LayerScheme, rank_of: Callable[[int, int], None]
+) -> None:
+    check_ranks(kind, 2, scheme, rank_of, RANS_TOLERANCE)
 
 
 def check_ranks(

@@ -60,33 +60,37 @@ def test_outliers_as_integers_round_trip(bits: int, shape: tuple[int, int], grou
 
 @pytest.mark.parametrize("spread", [0.2, 1.0, 6.0, 60.0])
 @pytest.mark.parametrize("bits", [None, 2, 8])
-def test_huffman_to_packed_is_lossless(spread: float, bits: int | None) -> None:
+def test_huffman_packed_is_lossless(spread: float, bits: int | None) -> None:
     integers = (torch.randn(20, 65, generator=torch.Generator().manual_seed(0)) * spread).round().to(torch.int32)
     integers[3, 7] = 12345
     weight = HuffmanWeight(torch.tensor([0.0123]), huffman.encode(integers))
     again = weight_from_tensors(weight.to_tensors(), LayerScheme("huffman"), (20, 65), "layer")
     assert isinstance(again, HuffmanWeight)
-    packed = again.to_packed(bits)
+    packed = again.pack(again.integers(), bits)
     assert torch.equal(packed.dequantize(), weight.dequantize())
     assert torch.equal(packed.dequantize(), integers.float() * torch.tensor(0.0123))
 
 
+@pytest.mark.parametrize("midrise", [False, True])
 @pytest.mark.parametrize("spread", [0.2, 6.0])
 @pytest.mark.parametrize("bits", [None, 2, 8])
-def test_rans_to_packed_is_lossless(spread: float, bits: int | None) -> None:
+def test_rans_packed_is_lossless(spread: float, bits: int | None, midrise: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     integers = (torch.randn(20, 65, generator=generator) * spread).round().to(torch.int32)
     integers[3, 7] = 12345
     rows = torch.randint(-128, 128, (20,), generator=generator).to(torch.int8)
     cols = torch.randint(-128, 128, (65,), generator=generator).to(torch.int8)
-    weight = RansWeight.from_integers(integers, torch.tensor([0.0123]), rows, cols)
+    weight = RansWeight.from_integers(integers, torch.tensor([0.0123]), rows, cols, midrise)
     assert weight.storage_bits() == sum(tensor.nbytes * 8 for tensor in weight.to_tensors().values())
-    again = weight_from_tensors(weight.to_tensors(), LayerScheme("rans"), (20, 65), "layer")
+    scheme = LayerScheme("rans", grid="midrise" if midrise else "midtread")
+    again = weight_from_tensors(weight.to_tensors(), scheme, (20, 65), "layer")
     assert isinstance(again, RansWeight)
+    assert again.scheme == weight.scheme == scheme
     assert torch.equal(again.integers(), integers)
-    expected = integers * (0.0123 * torch.exp2(rows.double() / 8))[:, None] * torch.exp2(cols.double() / 8)
+    steps = (0.0123 * torch.exp2(rows.double() / 8))[:, None] * torch.exp2(cols.double() / 8)
+    expected = (integers + 0.5 * midrise) * steps
     torch.testing.assert_close(weight.dequantize(), expected.float(), rtol=3e-7, atol=0)
-    assert torch.equal(again.to_packed(bits).dequantize(), weight.dequantize())
+    assert torch.equal(again.pack(again.integers(), bits).dequantize(), weight.dequantize())
 
 
 def test_factors_are_powers_rounded_once() -> None:

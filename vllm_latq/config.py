@@ -35,8 +35,8 @@ class LayerScheme:
         group_size: input channels that share a scale, -1 for the whole row; None if not "packed".
         outliers: whether "packed" carries a CSR matrix of outliers.
         outlier_coding: "bfloat16" (any value, 32 bits each) or "integer" (a point of the lattice beyond the grid, 16).
-        grid: of "packed": "midtread", the multiples of the scale from -2^(bits-1) to 2^(bits-1) - 1, or "midrise",
-            those half a step above them, which lie symmetrically around zero and leave zero out.
+        grid: "midtread", the multiples of the scale (of "packed" from -2^(bits-1) to 2^(bits-1) - 1), or "midrise", of
+            "packed" and "rans", those half a step above them, which lie symmetrically around zero and leave zero out.
     """
 
     encoding: Literal["packed", "huffman", "rans"]
@@ -58,8 +58,8 @@ class LayerScheme:
             )
         if self.outlier_coding != "bfloat16" and not self.outliers:
             raise ConfigError(f"{where}.outlier_coding", "none where there are no outliers", repr(self.outlier_coding))
-        if self.grid not in GRIDS or (self.grid != "midtread" and self.encoding != "packed"):
-            expected = f"one of {', '.join(GRIDS)}, the latter only of encoding 'packed'"
+        if self.grid not in GRIDS or (self.grid != "midtread" and self.encoding == "huffman"):
+            expected = f"one of {', '.join(GRIDS)}, the latter not of encoding 'huffman'"
             raise ConfigError(f"{where}.grid", expected, repr(self.grid))
         if self.encoding != "packed":
             if (self.bits, self.group_size, self.outliers) != (None, None, False):

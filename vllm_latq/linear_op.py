@@ -106,7 +106,7 @@ def dequantize(
             inliers *= row_scales[block].unsqueeze(1)
         weight[block] = inliers
     if row_ptr is not None and col_idx is not None and values is not None:
-        _put_outliers(weight, scales if midrise else None, row_scales, row_ptr, col_idx, values)
+        _put_outliers(weight, scales, row_scales, row_ptr, col_idx, values, midrise)
     return weight
 
 
@@ -117,9 +117,10 @@ def _put_outliers(
     row_ptr: torch.Tensor,
     col_idx: torch.Tensor,
     values: torch.Tensor,
+    midrise: bool,
 ) -> None:
-    """Put padded outliers in place. The inlier below an outlier is 0, or half of `scales` where they are given: that
-    is taken out and put back with the outlier, so that nothing is rounded twice.
+    """Put padded outliers in place. The inlier below an outlier is 0, or on a mid-rise grid half a step: that is taken
+    out and put back with the outlier, so that nothing is rounded twice.
 
     No size here depends on row_ptr's contents: the device is not synchronised, and CUDA graphs can capture it.
     """
@@ -128,10 +129,10 @@ def _put_outliers(
     row = torch.searchsorted(row_ptr[1:].contiguous(), entry, right=True).clamp_(max=rows - 1)
     col, flat, entries = col_idx.to(torch.int64), weight.view(-1), values.to(torch.float32)
     place = row * cols + col
-    if scales is not None:
+    if midrise:
         real = entry < row_ptr[-1]
         flat.index_add_(0, place, torch.where(real, -flat[place], 0.0))
-        entries += 0.5 * real * scales[row, col // (cols // scales.shape[1])]
+        entries = entries + 0.5 * real * (1.0 if scales is None else scales[row, col // (cols // scales.shape[1])])
     if row_scales is not None:
         entries = entries * row_scales[row]
     flat.index_add_(0, place, entries.to(weight.dtype))

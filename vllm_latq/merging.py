@@ -11,7 +11,7 @@ import torch
 
 from vllm_latq.config import LayerScheme
 from vllm_latq.errors import CheckpointError
-from vllm_latq.packed_weight import PackedWeight, best_bits, pack_integers
+from vllm_latq.packed_weight import PackedWeight, best_bits
 from vllm_latq.sharding import cat_rows
 from vllm_latq.spec import SHAPE
 from vllm_latq.validate import declared_shape
@@ -72,8 +72,7 @@ def merge(
     Raises:
         CheckpointError: column scales that differ, although they multiply one input.
     """
-    columns = _common_column_scales(shards)
-    columns = None if columns is None else columns.to(device)
+    _check_column_scales(shards)
     decoded = [z for z in integers if z is not None]
     if decoded and bits is None:
         bits = best_bits(*decoded)
@@ -83,11 +82,11 @@ def merge(
             packed.append(weight)
         else:
             assert z is not None
-            packed.append(pack_integers(z, weight.row_scales.to(device), bits, columns))
+            packed.append(weight.pack(z, bits))
     return cat_rows(packed)
 
 
-def _common_column_scales(shards: Sequence[Shard]) -> torch.Tensor | None:
+def _check_column_scales(shards: Sequence[Shard]) -> None:
     (first, weight), *others = shards
     for name, other in others:
         if not isinstance(other, RansWeight) or not isinstance(weight, RansWeight):
@@ -96,7 +95,6 @@ def _common_column_scales(shards: Sequence[Shard]) -> torch.Tensor | None:
             expected = f"those of {first}, with which it is one matrix"
             hint = "Quantize with equal exponents for a shared input."
             raise CheckpointError(f"{name}.column_exponents", expected, "others", hint)
-    return weight.column_scales
 
 
 def _narrow(integers: torch.Tensor) -> torch.Tensor:

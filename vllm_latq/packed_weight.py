@@ -216,14 +216,16 @@ def pack_integers(
     row_scales: torch.Tensor,
     bits: int | None = None,
     column_scales: torch.Tensor | None = None,
+    midrise: bool = False,
 ) -> PackedWeight:
-    """Unclipped integers as inliers and overflow, without loss.
+    """Integers of any size as inliers and overflow, without loss.
 
     Args:
         integers: int32 [rows, cols].
         row_scales: float32 [rows].
         bits: of the inliers; None takes `best_bits`.
         column_scales: float32 [cols], or None.
+        midrise: whether each is worth half a step more.
     """
     bits = bits or best_bits(integers)
     half = 1 << (bits - 1)
@@ -234,7 +236,8 @@ def pack_integers(
         codes.append(pack_codes(band.masked_fill(overflow, 0) + half, bits))
     row_scales = row_scales.to(torch.float32).contiguous()
     qweight, csr = torch.cat(codes), CSR.cat(outliers)
-    return PackedWeight(qweight, bits, WHOLE_ROW, integers.shape[1], None, row_scales, csr, column_scales)
+    layout = (bits, WHOLE_ROW, integers.shape[1])
+    return PackedWeight(qweight, *layout, None, row_scales, csr, column_scales, midrise=midrise)
 
 
 def shape_tensor(shape: tuple[int, int]) -> torch.Tensor:

@@ -63,7 +63,7 @@ def take(weight: PackedWeight, rows: torch.Tensor, columns: tuple[int, int], whe
         qweight=cut,
         cols=high - low,
         scales=_take_scales(weight, rows, low, high, where),
-        row_scales=None if weight.row_scales is None else weight.row_scales[rows.clamp(min=0)],
+        row_scales=_take_row_scales(weight, rows),
         outliers=outliers,
         outlier_integers=None,
         column_scales=None if weight.column_scales is None else weight.column_scales[low:high].contiguous(),
@@ -83,11 +83,16 @@ def _take_columns(qweight: torch.Tensor, bits: int, cols: int, low: int, high: i
     return pack_codes(unpack_codes(qweight, bits, cols)[:, low:high], bits)
 
 
+def _take_row_scales(weight: PackedWeight, rows: torch.Tensor) -> torch.Tensor | None:
+    # On a mid-rise grid no code is worth zero.
+    return None if weight.row_scales is None else weight.row_scales[rows.clamp(min=0)].masked_fill_(rows < 0, 0)
+
+
 def _take_scales(weight: PackedWeight, rows: torch.Tensor, low: int, high: int, where: str) -> torch.Tensor | None:
     if weight.scales is None:
         return None
     scales = weight.scales[rows.clamp(min=0)]
-    scales[rows < 0] = 0  # on a mid-rise grid no code is worth zero
+    scales[rows < 0] = 0  # as of the rows themselves
     if weight.group_size == WHOLE_ROW:
         return scales
     check_groups(weight.group_size, low, high, where)

@@ -18,7 +18,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from vllm_latq.config import QUANT_METHOD, CheckpointConfig, LayerScheme
 from vllm_latq.experts import Experts
 from vllm_latq.linear_op import WEIGHT_ARGUMENTS, dequantize, scale_columns, ssqr_linear, weight_arguments
-from vllm_latq.packed_weight import PackedWeight, pack_integers
+from vllm_latq.packed_weight import PackedWeight
 from vllm_latq.spec import SHAPE, tensor_specs
 from vllm_latq.tensor_names import stored_names, unmerged
 from vllm_latq.weights import decode_checked, weight_from_tensors
@@ -79,10 +79,7 @@ class LatqLinear(nn.Module):
         for suffix in self.specs:
             delattr(self, suffix)
         if not isinstance(weight, PackedWeight):
-            integers = decode_checked(weight, self.name, device)
-            columns = weight.column_scales
-            columns = None if columns is None else columns.to(device)
-            weight = pack_integers(integers, weight.row_scales.to(device), None, columns)
+            weight = weight.pack(decode_checked(weight, self.name, device))
         self.bits, self.group_size, self.midrise = weight.bits, weight.group_size, weight.midrise
         self.register_buffer("column_scales", weight.column_scales)
         for name, tensor in weight_arguments(weight).items():

@@ -53,6 +53,11 @@ class HuffmanWeight:
     def column_scales(self) -> None:
         """There are none."""
 
+    @property
+    def midrise(self) -> bool:
+        """Zero is one of its integers."""
+        return False
+
     def integers(self) -> torch.Tensor:
         """z, int32 [rows, cols] on the CPU."""
         return decode_stream(self.stream, "stream")
@@ -82,9 +87,14 @@ class HuffmanWeight:
         """Bits in memory while it is served, by itself; decodes it."""
         return served_bits(self.integers(), column_scales=False)
 
-    def to_packed(self, bits: int | None = None) -> PackedWeight:
-        """The same integers as b-bit inliers and CSR overflow, without loss; `bits` None picks the fewest bytes."""
-        return pack_integers(self.integers(), self.row_scales, bits)
+    def pack(self, integers: torch.Tensor, bits: int | None = None) -> PackedWeight:
+        """Its decoded integers as b-bit inliers and CSR overflow, without loss, on their device.
+
+        Args:
+            integers: [rows, cols].
+            bits: None picks the fewest bytes.
+        """
+        return pack_integers(integers, self.row_scales.to(integers.device), bits)
 
     @classmethod
     def from_tensors(
@@ -99,19 +109,21 @@ class HuffmanWeight:
 
 @dataclass(frozen=True)
 class RansWeight:
-    """W[i, j] = scale * 2^(row_exponents[i] / 8) * z[i, j] * 2^(column_exponents[j] / 8) with entropy-coded integers.
+    """W[i, j] = scale * 2^(row_exponents[i] / 8) * (z[i, j] + h) * 2^(column_exponents[j] / 8) with entropy-coded z.
 
     Attributes:
         scale: float32 [1].
         row_exponents: int8 [rows], eighths of an octave.
         column_exponents: int8 [cols], eighths of an octave.
         stream: the encoded integers.
+        midrise: whether h is 1/2 instead of 0.
     """
 
     scale: torch.Tensor
     row_exponents: torch.Tensor
     column_exponents: torch.Tensor
     stream: RansStream
+    midrise: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -119,7 +131,7 @@ class RansWeight:
 
     @property
     def scheme(self) -> LayerScheme:
-        return LayerScheme("rans")
+        return LayerScheme("rans", grid="midrise" if self.midrise else "midtread")
 
     @property
     def row_scales(self) -> torch.Tensor:
@@ -136,8 +148,8 @@ class RansWeight:
         return rans.decode_stream(self.stream, "stream")
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """W, (z * row_scales) * column_scales in float32, rounded once more to `dtype`, [rows, cols]."""
-        weight = self.integers().to(torch.float32)
+        """W, ((z + h) * row_scales) * column_scales in float32, rounded once more to `dtype`, [rows, cols]."""
+        weight = self.integers().to(torch.float32).add_(0.5 * self.midrise)
         return weight.mul_(self.row_scales.unsqueeze(1)).mul_(self.column_scales).to(dtype)
 
     def outlier_density(self) -> float:
@@ -155,16 +167,27 @@ class RansWeight:
         """Bits in memory while it is served, by itself; decodes it."""
         return served_bits(self.integers())
 
-    def to_packed(self, bits: int | None = None) -> PackedWeight:
-        """The same integers as b-bit inliers and CSR overflow, without loss; `bits` None picks the fewest bytes."""
-        return pack_integers(self.integers(), self.row_scales, bits, self.column_scales)
+    def pack(self, integers: torch.Tensor, bits: int | None = None) -> PackedWeight:
+        """Its decoded integers as b-bit inliers and CSR overflow, without loss, on their device.
+
+        Args:
+            integers: [rows, cols].
+            bits: None picks the fewest bytes.
+        """
+        scales = self.row_scales.to(integers.device), self.column_scales.to(integers.device)
+        return pack_integers(integers, scales[0], bits, scales[1], self.midrise)
 
     @classmethod
     def from_integers(
-        cls, z: torch.Tensor, scale: torch.Tensor, row_exponents: torch.Tensor, column_exponents: torch.Tensor
+        cls,
+        z: torch.Tensor,
+        scale: torch.Tensor,
+        row_exponents: torch.Tensor,
+        column_exponents: torch.Tensor,
+        midrise: bool = False,
     ) -> "RansWeight":
         """Encode int32 [rows, cols] on scale float32 [1] and exponents int8 [rows] and [cols]."""
-        return cls(scale.cpu(), row_exponents.cpu(), column_exponents.cpu(), rans.encode(z))
+        return cls(scale.cpu(), row_exponents.cpu(), column_exponents.cpu(), rans.encode(z), midrise)
 
     @classmethod
     def from_tensors(
@@ -174,7 +197,7 @@ class RansWeight:
         validate.check(tensors, scheme, shape, where)
         parts = {name: tensors[name].cpu() for name in rans.STREAM_TENSORS}
         exponents = (tensors["row_exponents"].cpu(), tensors["column_exponents"].cpu())
-        return cls(tensors["scale"].cpu(), *exponents, RansStream(**parts, shape=shape))
+        return cls(tensors["scale"].cpu(), *exponents, RansStream(**parts, shape=shape), scheme.grid == "midrise")
 
 
 def octave_eighths(exponents: torch.Tensor) -> torch.Tensor:
@@ -203,7 +226,7 @@ def decode_checked(weight: CodedWeight, where: str, device: torch.device | str =
     """
     integers = _decode(weight, f"{where}.stream", torch.device(device))
     columns = 1.0 if weight.column_scales is None else max(1.0, float(weight.column_scales.max()))
-    largest = float(weight.row_scales.max()) * columns * max(-int(integers.min()), int(integers.max()))
+    largest = float(weight.row_scales.max()) * columns * max(-int(integers.min()), int(integers.max()) + weight.midrise)
     if largest >= WEIGHT_LIMIT:
         expected = f"a scale of which the largest multiple stays below {WEIGHT_LIMIT:g}"
         raise CheckpointError(f"{where}.scale", expected, f"{largest:g}", REPAIR)

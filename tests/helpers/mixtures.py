@@ -45,7 +45,7 @@ class Mixture:
         weight = random_weight(scheme, rows, cols, seed)
         if isinstance(weight, RansWeight):  # column scales that tell the experts apart
             weight = replace(weight, column_exponents=weight.column_exponents + seed % 10)
-        return weight if isinstance(weight, PackedWeight) else weight.to_packed(3)
+        return weight if isinstance(weight, PackedWeight) else weight.pack(weight.integers(), 3)
 
     def __call__(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         return run_experts(x, weights, ids, *self.stacks, *self.constants)

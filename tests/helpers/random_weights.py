@@ -8,6 +8,7 @@ from vllm_latq.packed_weight import PackedWeight
 from vllm_latq.weights import HuffmanWeight, RansWeight, Weight
 
 RANS = LayerScheme("rans")
+RANS_MIDRISE = LayerScheme("rans", grid="midrise")
 
 
 def random_weight(scheme: LayerScheme, rows: int, cols: int, seed: int) -> Weight:
@@ -16,9 +17,10 @@ def random_weight(scheme: LayerScheme, rows: int, cols: int, seed: int) -> Weigh
     if scheme.encoding != "packed":
         integers = (torch.randn(rows, cols, generator=generator) * 3).round().to(torch.int32)
         integers[-1] = 100 + torch.arange(cols, dtype=torch.int32)
-        if scheme == RANS:
+        if scheme.encoding == "rans":
             exponents = ((torch.arange(size) * 7 % 17 - 8).to(torch.int8) for size in (rows, cols))
-            return RansWeight.from_integers(integers, torch.rand(1, generator=generator) + 0.1, *exponents)
+            scale = torch.rand(1, generator=generator) + 0.1
+            return RansWeight.from_integers(integers, scale, *exponents, scheme.grid == "midrise")
         return HuffmanWeight(torch.rand(1, generator=generator) + 0.1, encode(integers))
     half, midrise = 1 << (scheme.bits - 1), scheme.grid == "midrise"
     integers = torch.randint(-half, half, (rows, cols), generator=generator, dtype=torch.int32)

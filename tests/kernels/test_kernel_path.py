@@ -37,12 +37,13 @@ def packed(
     return PackedWeight.from_integers(integers, scales, bits, group_size, mask, values, midrise).to(DEVICE)
 
 
-def decoded(rows: int, cols: int, seed: int = 0) -> PackedWeight:
-    """What an HPTQ layer becomes: 2-bit inliers on row scales, with overflow beyond 256 in one full row."""
+def decoded(rows: int, cols: int, seed: int = 0, midrise: bool = False) -> PackedWeight:
+    """What a coded layer becomes: 2-bit inliers on row scales, with overflow beyond 256 in one full row."""
     generator = torch.Generator().manual_seed(seed)
     integers = torch.randn(rows, cols, generator=generator).round().to(torch.int32)
     integers[-1] = 250 + torch.arange(cols, dtype=torch.int32)
-    return pack_integers(integers, torch.rand(rows, generator=generator) * 0.1 + 0.01, bits=2).to(DEVICE)
+    scales = torch.rand(rows, generator=generator) * 0.1 + 0.01
+    return pack_integers(integers, scales, bits=2, midrise=midrise).to(DEVICE)
 
 
 def assert_product(weight: PackedWeight, tensors: dict, constants: dict, m: int = 3) -> None:
@@ -63,6 +64,8 @@ WEIGHTS: dict[str, Callable[[int], PackedWeight]] = {
     "2-bit mid-rise": lambda seed: packed(2, 128, 70, 256, 0.02, seed, midrise=True),
     "one row": lambda seed: packed(3, 32, 1, 64, 1.0, seed),
     "hptq": lambda seed: decoded(40, 300, seed),
+    "latq, counted as served": lambda seed: decoded(70, 300, seed, midrise=True),
+    "padded mid-rise": lambda seed: take(decoded(20, 192, seed, midrise=True), PADDED, (64, 192)),
     "merged": lambda seed: cat_rows([packed(3, 64, rows, 128, 0.02, seed + rows) for rows in (64, 32, 33)]),
     "padded": lambda seed: take(packed(4, 64, 20, 192, 0.05, seed), PADDED, (64, 192)),
 }

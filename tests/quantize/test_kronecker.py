@@ -54,6 +54,37 @@ def test_loss_of_huge_integers_too(octaves: int) -> None:
     assert found.loss <= found.bound
 
 
+@pytest.mark.parametrize("width", [2, 3, 8])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_codes_take_what_lies_a_step_beyond_them(shape: tuple[int, int], width: int) -> None:
+    weight, inputs, outputs, rows, cols = problem(*shape)
+    weight = weight * 2.0 ** (width - 2)  # so that some targets are within the codes' reach, and some are not
+    found = two_sided_plane(weight, inputs, [outputs], rows, cols, width=width)
+    steps = torch.outer(rows.double(), cols.double())
+    missed = weight.double() - (found.z + 0.5) * steps
+    assert found.loss == pytest.approx(kronecker_loss(missed, inputs, outputs), rel=1e-4)
+    assert found.loss <= found.bound
+    assert found.bound == pytest.approx(4 * two_sided_plane(weight, inputs, [outputs], rows, cols).bound)
+    # The targets, from the errors, by the recursion as it is written.
+    right, left = inputs.unit_triangle(), outputs.unit_triangle()
+    permuted = missed[outputs.order][:, inputs.order]
+    moved = permuted @ right
+    target = weight.double()[outputs.order][:, inputs.order] + moved - permuted + left.T @ moved - moved
+    relative = target / steps[outputs.order][:, inputs.order]
+    z, half = found.z[outputs.order][:, inputs.order], 2 ** (width - 1)
+    clear = (relative.abs() - half - 0.5).abs() > 1e-3  # of what float32 rounds to either side
+    near, far = clear & (relative.abs() < half + 0.5), clear & (relative.abs() > half + 0.5)
+    assert ((z[near] >= -half) & (z[near] < half)).all()
+    assert ((z[far] < -half) | (z[far] >= half)).all()
+    away = (relative - z - 0.5).abs()
+    assert (away[near & (relative.abs() > half)] > 0.5 - 1e-3).all()
+    assert (away[near | far] <= 1.0 + 1e-3).all()
+    assert (away[far | (relative.abs() < half)] <= 0.5 + 1e-3).all()
+    if shape[0] > 1:
+        assert far.any()
+        assert (near & (relative.abs() > half)).any()
+
+
 def test_bound_is_that_of_the_product_lattice() -> None:
     weight, inputs, outputs, rows, cols = problem(5, 7)
     lattice = torch.kron(outputs.diagonal, inputs.diagonal)
