@@ -186,7 +186,9 @@ def round_to_nearest(weight: torch.Tensor, scheme: LayerScheme) -> Weight:
         # Over two octaves; equal for matrices of one input, as merged layers need them.
         rows, cols = ((torch.arange(size) * 7 % 17 - 8).to(torch.int8) for size in weight.shape)
         scales = scale * octave_eighths(rows)[:, None] * octave_eighths(cols)
-        return RansWeight.from_integers((weight / scales).round().to(torch.int32), scale, rows, cols)
+        midrise = scheme.grid == "midrise"
+        integers = (weight / scales - 0.5 * midrise).round().to(torch.int32)
+        return RansWeight.from_integers(integers, scale, rows, cols, midrise)
     mask = weight.abs() > weight.abs().flatten().kthvalue(int(0.99 * weight.numel())).values
     inliers = weight.masked_fill(mask, 0) if scheme.outliers else weight
     grouped = inliers.view(weight.shape[0], scheme.groups(weight.shape[1]), -1)
@@ -250,7 +252,8 @@ def tasks_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="session")
 def biased_pair(mini_model: Path, tmp_path_factory: pytest.TempPathFactory) -> CheckpointPair:
-    """A random Qwen2: biases on q, k and v, one key-value head, which TP must replicate; half mid-rise, half rANS."""
+    """A random Qwen2: biases on q, k and v, one key-value head, which TP must replicate; half packed, half rANS, and
+    mid-rise but for the latter's MLP."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)
@@ -268,7 +271,7 @@ def biased_pair(mini_model: Path, tmp_path_factory: pytest.TempPathFactory) -> C
         shutil.copy(mini_model / file, source)
     maker = CheckpointMaker(source, source.parent)
     coded = [name for name, _ in model.named_modules() if ".layers.1." in name and name.endswith("_proj")]
-    overrides = dict.fromkeys(coded, LayerScheme("rans"))
+    overrides = {name: LayerScheme("rans", grid="midtread" if "mlp" in name else "midrise") for name in coded}
     return maker(
         "biased", CheckpointConfig(LayerScheme("packed", 3, 32, True, grid="midrise"), ("lm_head",), overrides)
     )
