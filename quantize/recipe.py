@@ -55,14 +55,15 @@ class Recipe:
 
     Attributes:
         method: rtn (round to nearest), gptq (clipped), ssqr (unclipped, overflow to sparse outliers), hptq (unclipped,
-            one scale, Huffman-coded), hrtn (the same by plain rounding) or latq (unclipped, against the loss of the
-            whole model, one step for all layers, entropy-coded).
+            one scale, Huffman-coded), hrtn (the same by plain rounding) or latq (against the loss of the whole model,
+            one step for all layers, entropy-coded; unclipped where stored bits are counted).
         bits: code width of rtn, gptq and ssqr: 2, 3, 4 or 8.
         group_size: input channels per scale, -1 for the whole row.
         outlier_rate: share of the weights that ssqr may keep as outliers, in (0, 0.5].
         target_bits: average bits per weight, of each layer (hptq, hrtn) or of the model (latq), in (1, 16].
         count: which bits these are (latq): stored, or served, in memory while the model runs, which is what decoding
-            reads: codes of 2, 3, 4 or 8 bits, and 32 for each integer beyond them; at most 9.
+            reads: codes of 2, 3, 4 or 8 bits, and 32 for each integer beyond them; at most 9. Grids are mid-rise then,
+            and weights are clipped that lie at most a step beyond the codes: four times the bound.
         order: rounding order: natural, act or min-pivot.
         damping: lambda relative to the mean diagonal of the Hessian.
         condition: chooses the damping of each layer instead: the least that brings the condition number of the damped
@@ -72,8 +73,8 @@ class Recipe:
         reduction: none or lll: hptq rounds on the reduced basis where that lowers the bound.
         scales: absmax, mse (for gptq of the errors' cubes), signed (mse, with the sign that suits the group), or for
             gptq fitted: signed, and to the errors that the recursion makes with them.
-        grid: midtread (the multiples of the scale, zero among them) or midrise (those and half a scale, symmetric
-            around zero: the better one for dense weights in 2 bits).
+        grid: of packed weights, midtread (the multiples of the scale, zero among them) or midrise (those and half a
+            scale, symmetric around zero: the better one for dense weights in 2 bits).
         target: what a layer's output should be: quantized (of its own weights, on the inputs that the quantized prefix
             gives it), original (of the original model), or residual (the same, and what a block adds last to the
             residual stream brings that to where it is in the original model).
