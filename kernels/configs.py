@@ -163,9 +163,9 @@ FUSED_LAUNCHES = 2  # of the widest kernel, that a product takes at most; above,
 DEFAULT = ADA  # of what other GPUs have, the least shared memory
 
 
-def max_decode_rows(bits: int, midrise: bool = False) -> int:
-    """Rows up to which one launch of the fused kernel serves: 8-bit codes and mid-rise grids spill at 64."""
-    return REGIMES[-2] if bits == 8 or midrise else REGIMES[-1]
+def max_decode_rows(bits: int) -> int:
+    """Rows up to which one launch of the fused kernel serves: 8-bit codes spill at 64."""
+    return REGIMES[-2] if bits == 8 else REGIMES[-1]
 
 
 @lru_cache(maxsize=1024)

@@ -79,7 +79,7 @@ def ssqr_matmul(x: torch.Tensor, weight: KernelWeight, config: DecodeConfig | No
     m = flat.shape[0]
     if m == 0:
         return x.new_empty(*x.shape[:-1], weight.rows)
-    widest = config.max_rows if config else max_decode_rows(weight.bits, weight.midrise)
+    widest = config.max_rows if config else max_decode_rows(weight.bits)
     # Triton launches on the current device, which need not be the tensors'.
     with torch.cuda.device_of(flat):
         if m > FUSED_LAUNCHES * widest:

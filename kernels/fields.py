@@ -19,6 +19,9 @@ so that the field's lowest bit is one unit, an even column's float equals bias +
 exactly. In the odd columns the pattern also flips the code and the sign: their float is code - bias - largest code. So
 the biases of neighbouring columns nearly cancel in a dot product, and its partial sums, which tensor cores truncate,
 stay small. bf16 has 7 mantissa bits, fp16 has 10, so each has its own shifts; the stored words are the same.
+
+On a mid-rise grid fields are *raised*: they begin at bit 1 or above, so that their bias is 64 or less, and bf16 holds a
+half, too, in the number that is subtracted: the grid costs a shift for those fields that begin at bit 0 elsewhere.
 """
 
 from dataclasses import dataclass
@@ -102,6 +105,17 @@ _FP16 = {
 }
 
 
+# Raised fields; fp16's begin higher anyway.
+_RAISED = {
+    2: ((-1, 1), (0, 2), (0, 4), (5, 1), (5, 3), (5, 5), (11, 1), (11, 3)),
+    4: ((-1, 1), (3, 1), (7, 1), (11, 1)),
+    "a": ((-1, 1), (0, 4), (6, 1), (6, 4), (12, 1)),
+    "b": ((-1, 1), (0, 3), (5, 1), (5, 4), (11, 1)),
+    "c": ((-1, 1), (0, 3), (5, 1), (5, 4), (10, 2)),
+    "spare": _BF16["spare"],
+}
+
+
 @triton.constexpr_function
 def field_plane(bits, field, digit):
     """Plane that a field is read from; `digit` 1 is the high digit of 8-bit codes."""
@@ -111,18 +125,18 @@ def field_plane(bits, field, digit):
 
 
 @triton.constexpr_function
-def field_shift(bits, field, half):
+def field_shift(bits, field, half, raised=False):
     """Right shift (left where negative) before the mask. `half`: the activations are fp16."""
-    table = _FP16 if half else _BF16
+    table = _FP16 if half else _RAISED if raised else _BF16
     if bits == 3:
         return table["abc"[field // 5]][field % 5][0]
     return table[4][field % 4][0] if bits in (4, 8) else table[2][field % 8][0]
 
 
 @triton.constexpr_function
-def field_offset(bits, field, half):
+def field_offset(bits, field, half, raised=False):
     """Bit of the half-word where the shifted field starts."""
-    table = _FP16 if half else _BF16
+    table = _FP16 if half else _RAISED if raised else _BF16
     if bits == 3:
         return table["spare"][3] if field == 15 else table["abc"[field // 5]][field % 5][1]
     return table[4][field % 4][1] if bits in (4, 8) else table[2][field % 8][1]
@@ -135,55 +149,61 @@ def spare_shift(plane, half):
 
 
 @triton.constexpr_function
-def field_mask(bits, field, half):
+def field_mask(bits, field, half, raised=False):
     """The field's bits in both halves of a word, after the shift."""
     width = 4 if bits == 8 else bits
-    return ((1 << width) - 1 << field_offset(bits, field, half)) * 0x10001
+    return ((1 << width) - 1 << field_offset(bits, field, half, raised)) * 0x10001
 
 
 @triton.constexpr_function
-def field_exponent(bits, field, half, digit):
+def field_exponent(bits, field, half, digit, raised=False):
     """Exponent bits, in both halves, that make the field's lowest bit worth 1 (16 for the high digit of 8 bits)."""
     mantissa, excess = (10, 15) if half else (7, 127)
-    exponent = excess + mantissa - field_offset(bits, field, half) + 4 * digit
+    exponent = excess + mantissa - field_offset(bits, field, half, raised) + 4 * digit
     return (exponent << mantissa) * 0x10001
 
 
 @triton.constexpr_function
-def field_pattern(bits, field, half, digit):
+def field_pattern(bits, field, half, digit, raised=False):
     """What the masked field is xor-ed with: the exponent; in odd columns the sign and the field's bits, too.
 
     As an int32, which the sign bit makes negative.
     """
-    flips = 0x8000_0000 | field_mask(bits, field, half) & 0xFFFF_0000
-    return (field_exponent(bits, field, half, digit) | flips) - (1 << 32)
+    flips = 0x8000_0000 | field_mask(bits, field, half, raised) & 0xFFFF_0000
+    return (field_exponent(bits, field, half, digit, raised) | flips) - (1 << 32)
 
 
 @triton.constexpr_function
-def field_bias(bits, field, half, digit, odd=False):
-    """What the float exceeds the weight's integer by, in even or odd columns; exact in both types."""
+def field_bias(bits, field, half, digit, odd=False, raised=False):
+    """What the float exceeds the weight's integer by, if raised also a half, in even or odd columns; exact in both
+    types."""
     unit, width = (16 if digit else 1), (4 if bits == 8 else bits)
     zero_point = 0 if bits == 8 and not digit else 2 ** (bits - 1)
-    bias = unit * 2 ** ((10 if half else 7) - field_offset(bits, field, half))
+    if raised and not digit:
+        zero_point -= 0.5
+    bias = unit * 2 ** ((10 if half else 7) - field_offset(bits, field, half, raised))
     return zero_point - bias - unit * (2**width - 1) if odd else zero_point + bias
 
 
 @triton.constexpr_function
 def minus_pair(even, odd, half):
-    """Bits of -even and -odd (integers, exact in the type) as fp16 or bf16 in the halves of a word, a signed int32."""
+    """Bits of -even and -odd (halves of integers, exact in the type) as fp16 or bf16 in the halves of a word, a signed
+    int32."""
     mantissa, excess = (10, 15) if half else (7, 127)
     word = 0
     for place, value in ((0, -even), (16, -odd)):
-        exponent = abs(value).bit_length() - 1
-        fraction = (abs(value) << mantissa >> exponent) & (1 << mantissa) - 1
-        word |= ((0x8000 if value < 0 else 0) | exponent + excess << mantissa | fraction) << place
+        halves = int(2 * abs(value))
+        exponent = halves.bit_length() - 1
+        fraction = (halves << mantissa >> exponent) & (1 << mantissa) - 1
+        word |= ((0x8000 if value < 0 else 0) | exponent - 1 + excess << mantissa | fraction) << place
     return word - (1 << 32) if word >> 31 else word
 
 
 @triton.constexpr_function
-def minus_bias(bits, field, half, digit):
+def minus_bias(bits, field, half, digit, raised=False):
     """Minus the biases of a field's even and odd columns, as a pair of floats in an int32."""
-    return minus_pair(field_bias(bits, field, half, digit), field_bias(bits, field, half, digit, True), half)
+    even, odd = (field_bias(bits, field, half, digit, place, raised) for place in (False, True))
+    return minus_pair(even, odd, half)
 
 
 planes_of = triton.constexpr_function(planes)

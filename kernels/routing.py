@@ -105,7 +105,7 @@ def batch_size(tokens: int, k: int, experts: int, stacks: Sequence[KernelWeight]
     """
     if tokens == 1:
         return 1
-    widest = min(max_decode_rows(stack.bits, stack.midrise) for stack in stacks)
+    widest = min(max_decode_rows(stack.bits) for stack in stacks)
     if tokens * k > FUSED_LAUNCHES * widest * experts:
         return None
     return next((rows for rows in REGIMES if rows < widest and 2 * rows * experts >= 3 * tokens * k), widest)

@@ -31,7 +31,7 @@ from vllm_latq.kernels.outlier_tile import (
     outlier_tile,
 )
 from vllm_latq.kernels.tiles import activation_places, load_planes, load_scale, tile_scale_pairs, tile_words
-from vllm_latq.kernels.unpack import anew, below, bias_piece, floats_piece, half_piece, paired_columns, upper_rows
+from vllm_latq.kernels.unpack import anew, below, bias_piece, floats_piece, paired_columns, upper_rows
 from vllm_latq.kernels.weight import KernelWeight
 
 
@@ -46,12 +46,12 @@ def multiply(a, b, acc, UPCAST: tl.constexpr):
 
 @triton.jit
 def constant_dot(
-    words, x, P: tl.constexpr, SIZE: tl.constexpr, BITS: tl.constexpr, HALF: tl.constexpr, BIAS_DOT: tl.constexpr,
-    BIAS_ROWS: tl.constexpr, MIDRISE: tl.constexpr, PAIRED: tl.constexpr, UPCAST: tl.constexpr,
+    words, x, P: tl.constexpr, SIZE: tl.constexpr, BITS: tl.constexpr, HALF: tl.constexpr, BIAS_ROWS: tl.constexpr,
+    MIDRISE: tl.constexpr, PAIRED: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """float32 [rows of words, BLOCK_M], equal rows: what is the same for all weights of a piece, by BIAS_ROWS rows.
 
-    With BIAS_DOT minus the bias times x, and on a mid-rise grid half of x: bf16 does not hold the two in one number.
+    That is minus the bias times x.
 
     The constant operand is built from the loaded words (their bits cancel), so that the compiler gives both dots one
     operand layout: otherwise x would be read from shared memory twice and no longer copied asynchronously.
@@ -66,15 +66,11 @@ def constant_dot(
         top = upper_rows(top)
     zero = (top.to(tl.uint32, bitcast=True) >> 16 >> 16).to(tl.int32, bitcast=True)
     p = tl.zeros((BIAS_ROWS, x.shape[1]), tl.float32)
-    if BIAS_DOT:
-        bias = anew(bias_piece(zero, P, SIZE, BITS, 0, HALF, PAIRED), P, PAIRED)
-        p = multiply(bias, x, p, UPCAST)
-        if BITS == 8:
-            bias = anew(bias_piece(zero, P, SIZE, BITS, 1, HALF, PAIRED), P, PAIRED)
-            p = multiply(bias, anew(x, 1, PAIRED), p, UPCAST)
-    if MIDRISE:
-        half = anew(half_piece(zero, SIZE, HALF, PAIRED), P, PAIRED)
-        p = multiply(half, anew(x, 2, PAIRED), p, UPCAST)
+    bias = anew(bias_piece(zero, P, SIZE, BITS, 0, HALF, MIDRISE, PAIRED), P, PAIRED)
+    p = multiply(bias, x, p, UPCAST)
+    if BITS == 8:
+        bias = anew(bias_piece(zero, P, SIZE, BITS, 1, HALF, MIDRISE, PAIRED), P, PAIRED)
+        p = multiply(bias, anew(x, 1, PAIRED), p, UPCAST)
     if rows > BIAS_ROWS:
         p = below(p, p)
     if rows > 2 * BIAS_ROWS:
@@ -91,15 +87,15 @@ def piece_product(
     UPCAST: tl.constexpr,
 ):  # fmt: skip
     """float32 [BLOCK_N, BLOCK_M]: the integers of one piece, plus 1/2 if MIDRISE, times x [SIZE, BLOCK_M]."""
-    if BIAS_DOT or MIDRISE:
-        p = constant_dot(a, x, P, SIZE, BITS, HALF, BIAS_DOT, BIAS_ROWS, MIDRISE, PAIRED, UPCAST)
+    EXACT: tl.constexpr = not BIAS_DOT
+    if BIAS_DOT:
+        p = constant_dot(a, x, P, SIZE, BITS, HALF, BIAS_ROWS, MIDRISE, PAIRED, UPCAST)
     else:
         p = tl.zeros((BLOCK_N, x.shape[1]), tl.float32)
-    EXACT: tl.constexpr = not BIAS_DOT
-    w = floats_piece(a, b, c, d, P, SIZE, BITS, 0, HALF, EXACT, PAIRED, ASM, UPCAST)
+    w = floats_piece(a, b, c, d, P, SIZE, BITS, 0, HALF, MIDRISE, EXACT, PAIRED, ASM, UPCAST)
     p = multiply(w, anew(x, 3, PAIRED), p, UPCAST)
     if BITS == 8:
-        w = floats_piece(a, b, c, d, P, SIZE, BITS, 1, HALF, EXACT, PAIRED, ASM, UPCAST)
+        w = floats_piece(a, b, c, d, P, SIZE, BITS, 1, HALF, MIDRISE, EXACT, PAIRED, ASM, UPCAST)
         p = multiply(w, anew(x, 4, PAIRED), p, UPCAST)
     return p
 

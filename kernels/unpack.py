@@ -1,8 +1,8 @@
 """Packed words -> floats in registers, for the kernels. The bit positions are those of `fields.py`.
 
-The floats exceed the weights' integers by a bias that depends only on the field and on whether the column is even.
-HALF: fp16 floats instead of bf16. ASM: NVIDIA inline assembly, which keeps the two halves of a word together (with
-plain operators the compiler splits them and doubles the work).
+The floats exceed the weights' integers, on a MIDRISE grid with a half, by a bias that depends only on the field and on
+whether the column is even. HALF: fp16 floats instead of bf16. ASM: NVIDIA inline assembly, which keeps the two halves
+of a word together (with plain operators the compiler splits them and doubles the work).
 """
 
 import triton
@@ -131,17 +131,17 @@ def spare_field(a, b, c, HALF: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def field(
-    a, b, c, d, F: tl.constexpr, BITS: tl.constexpr, DIGIT: tl.constexpr, HALF: tl.constexpr, EXACT: tl.constexpr,
-    ASM: tl.constexpr,
+    a, b, c, d, F: tl.constexpr, BITS: tl.constexpr, DIGIT: tl.constexpr, HALF: tl.constexpr, MIDRISE: tl.constexpr,
+    EXACT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """int32 [R, words]: field F as pairs of floats, bias + integer; with EXACT, without the bias (needs ASM)."""
     if BITS == 3 and F == 15:
         v = spare_field(a, b, c, HALF, ASM)
     else:
-        v = shifted(plane(a, b, c, d, field_plane(BITS, F, DIGIT)), field_shift(BITS, F, HALF))
-        v = mask_xor(v, field_mask(BITS, F, HALF), field_pattern(BITS, F, HALF, DIGIT), ASM)
+        v = shifted(plane(a, b, c, d, field_plane(BITS, F, DIGIT)), field_shift(BITS, F, HALF, MIDRISE))
+        v = mask_xor(v, field_mask(BITS, F, HALF, MIDRISE), field_pattern(BITS, F, HALF, DIGIT, MIDRISE), ASM)
     if EXACT:
-        v = add_pair(v, minus_bias(BITS, F, HALF, DIGIT), HALF)
+        v = add_pair(v, minus_bias(BITS, F, HALF, DIGIT, MIDRISE), HALF)
     return v
 
 
@@ -153,103 +153,96 @@ def upper_rows(v):
 
 
 @triton.jit
-def bias_field(zero, F: tl.constexpr, BITS: tl.constexpr, DIGIT: tl.constexpr, HALF: tl.constexpr):
+def bias_field(
+    zero, F: tl.constexpr, BITS: tl.constexpr, DIGIT: tl.constexpr, HALF: tl.constexpr, MIDRISE: tl.constexpr
+):
     """int32 [R, words]: minus the bias of field F, as pairs of floats."""
-    return zero | minus_bias(BITS, F, HALF, DIGIT)
+    return zero | minus_bias(BITS, F, HALF, DIGIT, MIDRISE)
 
 
 @triton.jit
 def words32(
-    a, b, c, d, P: tl.constexpr, BITS: tl.constexpr, DIGIT: tl.constexpr, HALF: tl.constexpr, EXACT: tl.constexpr,
-    ASM: tl.constexpr,
+    a, b, c, d, P: tl.constexpr, BITS: tl.constexpr, DIGIT: tl.constexpr, HALF: tl.constexpr, MIDRISE: tl.constexpr,
+    EXACT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """int32 [R, 16]: codes 32 P .. 32 P + 31 of a superblock as pairs of floats."""
     if words_of(BITS) == 8:
-        left = field(a, b, c, d, 2 * P, BITS, DIGIT, HALF, EXACT, ASM)
-        right = field(a, b, c, d, 2 * P + 1, BITS, DIGIT, HALF, EXACT, ASM)
+        left = field(a, b, c, d, 2 * P, BITS, DIGIT, HALF, MIDRISE, EXACT, ASM)
+        right = field(a, b, c, d, 2 * P + 1, BITS, DIGIT, HALF, MIDRISE, EXACT, ASM)
         return beside(left, right)
     else:
-        return field(a, b, c, d, P, BITS, DIGIT, HALF, EXACT, ASM)
+        return field(a, b, c, d, P, BITS, DIGIT, HALF, MIDRISE, EXACT, ASM)
 
 
 @triton.jit
 def words64(
-    a, b, c, d, P: tl.constexpr, BITS: tl.constexpr, DIGIT: tl.constexpr, HALF: tl.constexpr, EXACT: tl.constexpr,
-    ASM: tl.constexpr,
+    a, b, c, d, P: tl.constexpr, BITS: tl.constexpr, DIGIT: tl.constexpr, HALF: tl.constexpr, MIDRISE: tl.constexpr,
+    EXACT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    left = words32(a, b, c, d, 2 * P, BITS, DIGIT, HALF, EXACT, ASM)
-    right = words32(a, b, c, d, 2 * P + 1, BITS, DIGIT, HALF, EXACT, ASM)
+    left = words32(a, b, c, d, 2 * P, BITS, DIGIT, HALF, MIDRISE, EXACT, ASM)
+    right = words32(a, b, c, d, 2 * P + 1, BITS, DIGIT, HALF, MIDRISE, EXACT, ASM)
     return beside(left, right)
 
 
 @triton.jit
 def words_piece(
     a, b, c, d, P: tl.constexpr, SIZE: tl.constexpr, BITS: tl.constexpr, DIGIT: tl.constexpr, HALF: tl.constexpr,
-    EXACT: tl.constexpr, ASM: tl.constexpr,
+    MIDRISE: tl.constexpr, EXACT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """int32 [R, SIZE / 2]: codes SIZE * P .. SIZE * (P + 1) - 1 of a superblock, SIZE in {32, 64, 128}."""
     if SIZE == 32:
-        return words32(a, b, c, d, P, BITS, DIGIT, HALF, EXACT, ASM)
+        return words32(a, b, c, d, P, BITS, DIGIT, HALF, MIDRISE, EXACT, ASM)
     elif SIZE == 64:
-        return words64(a, b, c, d, P, BITS, DIGIT, HALF, EXACT, ASM)
+        return words64(a, b, c, d, P, BITS, DIGIT, HALF, MIDRISE, EXACT, ASM)
     else:
-        left = words64(a, b, c, d, 2 * P, BITS, DIGIT, HALF, EXACT, ASM)
-        right = words64(a, b, c, d, 2 * P + 1, BITS, DIGIT, HALF, EXACT, ASM)
+        left = words64(a, b, c, d, 2 * P, BITS, DIGIT, HALF, MIDRISE, EXACT, ASM)
+        right = words64(a, b, c, d, 2 * P + 1, BITS, DIGIT, HALF, MIDRISE, EXACT, ASM)
         return beside(left, right)
 
 
 @triton.jit
-def bias32(zero, P: tl.constexpr, BITS: tl.constexpr, DIGIT: tl.constexpr, HALF: tl.constexpr):
+def bias32(zero, P: tl.constexpr, BITS: tl.constexpr, DIGIT: tl.constexpr, HALF: tl.constexpr, MIDRISE: tl.constexpr):
     """int32 [R, 16]: minus the bias of `words32`, as pairs of floats."""
     if words_of(BITS) == 8:
-        return beside(bias_field(zero, 2 * P, BITS, DIGIT, HALF), bias_field(zero, 2 * P + 1, BITS, DIGIT, HALF))
+        left = bias_field(zero, 2 * P, BITS, DIGIT, HALF, MIDRISE)
+        return beside(left, bias_field(zero, 2 * P + 1, BITS, DIGIT, HALF, MIDRISE))
     else:
-        return bias_field(zero, P, BITS, DIGIT, HALF)
+        return bias_field(zero, P, BITS, DIGIT, HALF, MIDRISE)
 
 
 @triton.jit
-def bias64(zero, P: tl.constexpr, BITS: tl.constexpr, DIGIT: tl.constexpr, HALF: tl.constexpr):
-    return beside(bias32(zero, 2 * P, BITS, DIGIT, HALF), bias32(zero, 2 * P + 1, BITS, DIGIT, HALF))
+def bias64(zero, P: tl.constexpr, BITS: tl.constexpr, DIGIT: tl.constexpr, HALF: tl.constexpr, MIDRISE: tl.constexpr):
+    left = bias32(zero, 2 * P, BITS, DIGIT, HALF, MIDRISE)
+    return beside(left, bias32(zero, 2 * P + 1, BITS, DIGIT, HALF, MIDRISE))
 
 
 @triton.jit
 def bias_piece(
     zero, P: tl.constexpr, SIZE: tl.constexpr, BITS: tl.constexpr, DIGIT: tl.constexpr, HALF: tl.constexpr,
-    PAIRED: tl.constexpr,
+    MIDRISE: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
     """[R, SIZE] bf16 or fp16: minus the bias of `floats_piece`, the same in every row. zero: int32 zeros [R, words]."""
     if SIZE == 32:
-        v = bias32(zero, P, BITS, DIGIT, HALF)
+        v = bias32(zero, P, BITS, DIGIT, HALF, MIDRISE)
     elif SIZE == 64:
-        v = bias64(zero, P, BITS, DIGIT, HALF)
+        v = bias64(zero, P, BITS, DIGIT, HALF, MIDRISE)
     else:
-        v = beside(bias64(zero, 2 * P, BITS, DIGIT, HALF), bias64(zero, 2 * P + 1, BITS, DIGIT, HALF))
-    return halves(v, HALF, PAIRED)
-
-
-@triton.jit
-def half_piece(zero, SIZE: tl.constexpr, HALF: tl.constexpr, PAIRED: tl.constexpr):
-    """[R, SIZE] bf16 or fp16: one half everywhere, laid out as `bias_piece` is. zero: int32 zeros [R, words]."""
-    v = zero | (0x38003800 if HALF else 0x3F003F00)
-    if zero.shape[1] == 8:
-        v = beside(v, v)
-    if SIZE > 32:
-        v = beside(v, v)
-    if SIZE > 64:
-        v = beside(v, v)
+        left = bias64(zero, 2 * P, BITS, DIGIT, HALF, MIDRISE)
+        v = beside(left, bias64(zero, 2 * P + 1, BITS, DIGIT, HALF, MIDRISE))
     return halves(v, HALF, PAIRED)
 
 
 @triton.jit
 def floats_piece(
     a, b, c, d, P: tl.constexpr, SIZE: tl.constexpr, BITS: tl.constexpr, DIGIT: tl.constexpr, HALF: tl.constexpr,
-    EXACT: tl.constexpr, PAIRED: tl.constexpr, ASM: tl.constexpr, UPCAST: tl.constexpr,
+    MIDRISE: tl.constexpr, EXACT: tl.constexpr, PAIRED: tl.constexpr, ASM: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """[R, SIZE] bias + integer, or with EXACT the integers themselves; bf16 or fp16, float32 with UPCAST."""
-    v = halves(words_piece(a, b, c, d, P, SIZE, BITS, DIGIT, HALF, EXACT and ASM, ASM), HALF, PAIRED)
+    v = halves(words_piece(a, b, c, d, P, SIZE, BITS, DIGIT, HALF, MIDRISE, EXACT and ASM, ASM), HALF, PAIRED)
     if UPCAST:
         v = v.to(tl.float32)
     if EXACT and not ASM:
-        bias = bias_piece(tl.zeros((v.shape[0], words_of(BITS)), tl.int32), P, SIZE, BITS, DIGIT, HALF, PAIRED)
+        zero = tl.zeros((v.shape[0], words_of(BITS)), tl.int32)
+        bias = bias_piece(zero, P, SIZE, BITS, DIGIT, HALF, MIDRISE, PAIRED)
         v = (v.to(tl.float32) + bias.to(tl.float32)).to(v.dtype)
     return v

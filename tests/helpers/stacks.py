@@ -6,7 +6,7 @@ from kernel_device import DEVICE
 from vllm_latq.kernels.weight import KernelWeight, prepare, stack_weights
 
 
-def stack_of_experts(experts: int, bits: int = 3, midrise: bool = False) -> KernelWeight:
+def stack_of_experts(experts: int, bits: int = 3) -> KernelWeight:
     """64 by 64 each, all the same."""
     codes = torch.zeros(64, 64 * bits // 32, dtype=torch.int32, device=DEVICE)
-    return stack_weights([prepare(codes, bits, -1, 64, midrise=midrise)] * experts)
+    return stack_weights([prepare(codes, bits, -1, 64)] * experts)

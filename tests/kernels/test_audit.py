@@ -18,7 +18,7 @@ pytestmark = pytest.mark.compiler
 # which needs no launch of its own.
 CEILINGS = {2: 1.23, 3: 1.40, 4: 1.51}
 WIDER = {("sm_80", 16): 1.65, ("sm_86", 64): 3.9, ("sm_90", 32): 2.4}  # 3 bits, counted: 1.56, 3.73 and 2.30
-MIDRISE_CEILING = 0.05  # what a mid-rise grid may add to the ceiling; counted: 0.02 to 0.04
+MIDRISE_CEILING = 0.08  # what a mid-rise grid may add to the ceiling; counted: 1.21, 1.42 and 1.56
 NOTES_TOLERANCE = 0.05  # counts differ with the version of ptxas; registers more, so those are not compared
 REGISTERS = 65536  # of a multiprocessor
 SHARED_LIMIT = {"sm_80": 163 << 10, "sm_86": 99 << 10, "sm_89": 99 << 10, "sm_90": 227 << 10}
@@ -28,7 +28,12 @@ SHARED_LIMIT = {"sm_80": 163 << 10, "sm_86": 99 << 10, "sm_89": 99 << 10, "sm_90
 # without, the load-time kernels.
 LOW_BATCH = [(arch, bits, 8, "*bf16", 128) for arch in SHARED_LIMIT for bits in CEILINGS]
 WIDE = [(arch, 3, rows, "*bf16", 128) for arch, rows in WIDER]
-MIDRISE = [("sm_80", bits, 8, "*bf16", 128, True) for bits in CEILINGS] + [("sm_86", 2, 32, "*bf16", 128, True)]
+MIDRISE = [
+    *(("sm_80", bits, 8, "*bf16", 128, True) for bits in CEILINGS),
+    ("sm_86", 2, 32, "*bf16", 128, True),
+    ("sm_80", 4, 64, "*bf16", -1, True),
+    ("sm_90", 3, 64, "*bf16", -1, True, True),
+]
 GROUPED = [("sm_80", 3, 8, "*bf16", 128, False, True), ("sm_90", 3, 32, "*bf16", 128, False, True)]
 OTHERS = [
     ("sm_80", 3, 8, "*fp16", 128),

@@ -66,7 +66,7 @@ def multiply_and_compare(layer: Any, m: int, dtype: torch.dtype, config: DecodeC
     with poisoned_allocations():
         y = ssqr_matmul(x, weight, config)
     expected = matmul_reference(x.cpu(), layer.dense)
-    widest = config.max_rows if config else max_decode_rows(weight.bits, weight.midrise)
+    widest = config.max_rows if config else max_decode_rows(weight.bits)
     prefill = m > FUSED_LAUNCHES * widest
     assert y.shape == (m, weight.rows)
     assert y.dtype == dtype
@@ -96,7 +96,7 @@ def test_every_number_of_rows(make_layer, m: int) -> None:
         bits, 33 + m % 2, cols, group_size=group_size, outliers=0.02, row_scales=m % 5 == 0, midrise=midrise
     )
     config = None
-    if m <= max_decode_rows(bits, midrise):
+    if m <= max_decode_rows(bits):
         base = decode_config(m, bits, layer.weight.arch, group_size)
         config = replace(base, programs_per_processor=1 + m % 2, min_superblocks=1)
     multiply_and_compare(layer, m, DTYPES[m // 2 % 2], config)
@@ -110,8 +110,8 @@ def test_every_number_of_rows(make_layer, m: int) -> None:
         (4, 32, False, 65, [64, 1]),
         (2, 64, False, 128, [64, 64]),
         (2, 64, False, 129, []),
-        (4, 128, True, 40, [32, 8]),
-        (4, 128, True, 65, []),
+        (4, 128, True, 65, [64, 1]),
+        (4, 128, True, 129, []),
         (8, 32, False, 64, [32, 32]),
         (8, 32, False, 65, []),
     ],

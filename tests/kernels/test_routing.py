@@ -71,7 +71,6 @@ def test_sizes_of_batches() -> None:
     stack, tokens = stack_of_experts(16), (1, 2, 42, 43, 170, 171, 1024, 1025)
     assert [batch_size(count, 2, 16, [stack] * 2) for count in tokens] == [1, 8, 8, 16, 32, 64, 64, None]
     assert [batch_size(count, 2, 16, [stack_of_experts(16, 8), stack]) for count in (256, 512, 513)] == [32, 32, None]
-    assert batch_size(256, 2, 16, [stack_of_experts(16, midrise=True)]) == 32
     assert batch_size(170, 2, 64, [stack]) == 8  # three quarters of the experts are on other ranks
 
 
