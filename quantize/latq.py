@@ -40,6 +40,8 @@ OCTAVE = 8  # exponents count eighths of an octave: rounding them costs 0.001 bi
 BITS_TOLERANCE = 0.005
 MAX_PROBES = 12
 _OCTAVES_AROUND = 8.0
+# Served: beyond this, coarser steps do not make less of what overflows.
+_OCTAVES_COARSER = 4.0
 _EXPONENT_BITS, _FIXED_BITS = 8, 32 + 64
 
 
@@ -180,7 +182,7 @@ def latq(
     without: Sequence[str] = (),
     where: str = "",
 ) -> LatqResult:
-    """The finest scale whose bits lie in [share.bits - 0.005, share.bits].
+    """The finest scale whose bits lie in [share.bits - 0.005, share.bits], or those found nearest to it, with a note.
 
     Args:
         weight: [r, c].
@@ -190,7 +192,7 @@ def latq(
         where: name of the layer, for errors.
 
     Raises:
-        NumericalError: not even the coarsest scale meets it.
+        NumericalError: not even the coarsest scale meets a share of stored bits.
     """
     # The factors that are stored, so that the steps rounded with are the steps read back.
     rows, cols = (octave_eighths(side.exponents).to(weight.device) for side in (outputs, inputs))
@@ -220,8 +222,11 @@ def _search(
 ) -> Outcome[tuple[torch.Tensor, TwoSided]]:
     """The scale, float32 [1], at which what `plane` rounds to spends the share; and that rounding.
 
+    Where served bits are counted it may spend more: on a mid-rise grid errors, and what they feed back, grow with the
+    steps, even those of zeros. On an ill-conditioned lattice some targets then overflow at any scale.
+
     Raises:
-        NumericalError: not even the coarsest scale meets it.
+        NumericalError: not even the coarsest scale meets a share of stored bits.
     """
 
     def probe(octaves: float) -> tuple[float, tuple[torch.Tensor, TwoSided]]:
@@ -236,10 +241,10 @@ def _search(
         start=start,
         slope=USUAL_SLOPE,
         lower=start - _OCTAVES_AROUND,
-        upper=start + _OCTAVES_AROUND,
+        upper=start + (_OCTAVES_AROUND if share.width is None else _OCTAVES_COARSER),
         max_probes=MAX_PROBES,
     )
-    if not found.feasible:
+    if not found.feasible and share.width is None:
         raise NumericalError(
             where or "target_bits",
             f"at most {share.bits:g} bits per weight",

@@ -14,7 +14,8 @@ from vllm_latq.packed_weight import OUTLIER_BITS, pack_integers, served_bits, se
 from vllm_latq.quantize.allocation import RateCurve
 from vllm_latq.quantize.budget import check_budget
 from vllm_latq.quantize.evaluate import evaluate
-from vllm_latq.quantize.latq import InputLattice, OutputLattice, Share
+from vllm_latq.quantize.latq import InputLattice, OutputLattice, Share, latq
+from vllm_latq.quantize.lattice import factorize
 from vllm_latq.quantize.pipeline import quantize_checkpoint
 from vllm_latq.quantize.recipe import Recipe
 from vllm_latq.quantize.served_allocation import (
@@ -156,6 +157,24 @@ def test_recipes_that_cannot_count_what_is_served() -> None:
         Recipe("latq", target_bits=9.5, count="served")
     with pytest.raises(ConfigError, match=r"recipe\.count: expected one of stored, served"):
         Recipe("latq", target_bits=4.0, count="memory")
+
+
+def test_where_some_targets_always_overflow_the_fewest_are_taken_and_noted() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(24, 96, generator=generator) @ torch.randn(96, 96, generator=generator)  # fewer tokens than inputs
+    factor = factorize((x.T @ x).double() / 24, "act", 1e-4)
+    identity = factorize(torch.eye(8, dtype=torch.float64), "natural", 1e-4)
+    inputs = InputLattice(factor, torch.zeros(96, dtype=torch.int8), 0.0)
+    outputs = OutputLattice([identity], torch.zeros(8, dtype=torch.int8), 0.0)
+    weight = torch.randn(8, 96, generator=generator)
+    least = served_overhead(8, 96, 2) / weight.numel()
+    found = latq(weight, inputs, outputs, Share(1.0, least, 2))
+    overflow = served_bits(found.rounding.z, 2) / weight.numel() - least
+    assert overflow > 0
+    assert found.note == f"{least + overflow:.4f} bits per weight, the nearest found to {least:g}"
+    assert 2.0**-8 <= float(found.weight.scale) <= 2.0**4
+    assert found.rounding.loss <= found.rounding.bound
+    assert torch.equal(found.dequantized, found.weight.dequantize())
 
 
 @pytest.fixture(scope="module")
