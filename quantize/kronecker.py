@@ -17,8 +17,7 @@ Where integers become codes of some width while they are served, those that do n
 mid-rise, (z + 1/2) s_ij, and a target that lies at most a step beyond its last point goes there, instead of becoming an
 outlier: its error, like any other, is fed back, and it is at most twice half a step, so the bound is four times higher.
 
-Entries of an antidiagonal do not depend on each
-other; tiles are swept along antidiagonals, and inside them entries:
+Entries of an antidiagonal do not depend on each other; tiles are swept along antidiagonals, and inside them entries:
 
         J=0  J=1  J=2
       +----+----+----+     wave 0: tile (0,0)   wave 1: (1,0) (0,1)   wave 2: (2,0) (1,1) (0,2) ...
