@@ -60,7 +60,8 @@ class TwoSided:
 
 def reach(width: int) -> float:
     """How many steps from zero a target can lie that codes take: a step beyond the last point of their grid."""
-    return 2.0 ** (width - 1) + 0.5
+    # Less what float32 may err by, so that no residual is longer than a step.
+    return (2.0 ** (width - 1) + 0.5) * (1 - 2.0**-20)
 
 
 def furthest(served: bool) -> float:

@@ -231,3 +231,16 @@ def test_weights_that_could_be_infinite_are_refused_when_decoded(octaves: float,
         else:
             assert torch.equal(decode_checked(weight, "layer"), integers)
             assert torch.isfinite(weight.dequantize(torch.bfloat16)).all()
+
+
+@pytest.mark.parametrize("midrise", [False, True])
+def test_half_a_step_counts_where_weights_could_be_infinite(midrise: bool) -> None:
+    """3 * 2^125 is below the limit, and so is 3.5 * 2^125, but not half a step more."""
+    flat = (torch.zeros(size, dtype=torch.int8) for size in (1, 2))
+    integers = torch.tensor([[3, -2]], dtype=torch.int32)
+    weight = RansWeight.from_integers(integers, torch.tensor([2.0**125]), *flat, midrise)
+    if midrise:
+        with pytest.raises(CheckpointError, match=r"layer\.scale: expected a scale of which the largest multiple"):
+            decode_checked(weight, "layer")
+    else:
+        assert torch.equal(decode_checked(weight, "layer"), integers)

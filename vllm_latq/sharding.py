@@ -18,8 +18,9 @@ ZERO_ROW = -1
 
 
 def cat_rows(weights: Sequence[PackedWeight]) -> PackedWeight:
-    """Stack weights of equal bits, group size, columns and column scales on top of each other."""
+    """Stack weights of equal bits, group size, grid, columns and column scales on top of each other."""
     first = weights[0]
+    assert len({(weight.bits, weight.group_size, weight.midrise, weight.cols) for weight in weights}) == 1
     if len(weights) == 1:
         return first
     outliers = None

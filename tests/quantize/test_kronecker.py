@@ -7,6 +7,7 @@ from vllm_latq.errors import NumericalError
 from vllm_latq.quantize.kronecker import two_sided_plane
 from vllm_latq.quantize.latq import output_lattice
 from vllm_latq.quantize.lattice import Factor, factorize
+from vllm_latq.quantize.methods import BOUND_SLACK
 from vllm_latq.quantize.rounding import nearest_plane
 from vllm_latq.quantize.statistics_files import LayerStatistics
 
@@ -83,6 +84,16 @@ def test_codes_take_what_lies_a_step_beyond_them(shape: tuple[int, int], width: 
     if shape[0] > 1:
         assert far.any()
         assert (near & (relative.abs() > half)).any()
+
+
+@pytest.mark.parametrize("width", [2, 3, 4, 8])
+def test_what_lies_at_the_end_of_the_reach_is_within_the_bound(width: int) -> None:
+    identity = factorize(torch.ones(1, 1, dtype=torch.float64), "natural", 1e-6)
+    for seed in range(50):
+        rows, cols = torch.rand(2, 1, generator=torch.Generator().manual_seed(seed)) + 0.1
+        weight = torch.outer(rows, cols) * (2.0 ** (width - 1) + 0.5)
+        found = two_sided_plane(weight, identity, [identity], rows, cols, width=width)
+        assert found.loss <= found.bound * (1 + BOUND_SLACK)
 
 
 def test_bound_is_that_of_the_product_lattice() -> None:
