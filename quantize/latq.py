@@ -40,7 +40,7 @@ OCTAVE = 8  # exponents count eighths of an octave: rounding them costs 0.001 bi
 BITS_TOLERANCE = 0.005
 MAX_PROBES = 12
 _OCTAVES_AROUND = 8.0
-# Served: beyond this, coarser steps do not make less of what overflows.
+# Served: coarser steps than this lose more than the bits are worth that they might save.
 _OCTAVES_COARSER = 4.0
 _EXPONENT_BITS, _FIXED_BITS = 8, 32 + 64
 

@@ -50,7 +50,7 @@ class LayerReport:
             if rounding is stochastic, at least a twelfth if it counts bits.
         damping: relative damping that was used; None for plain rounding.
         seconds: wall time, the factorisation excluded if it was given.
-        bound_holds: rounding_error <= bound, or loss <= loss_bound; None where weights were clipped, which voids it.
+        bound_holds: rounding_error <= bound, or loss <= loss_bound; None where clipping voids it.
         loss: what rounding the layer adds to KL(original || quantized), nats per token, to second order (`kronecker`);
             only measured by latq.
         loss_bound: its worst case.
