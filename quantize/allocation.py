@@ -1,8 +1,8 @@
 """One step size for the whole model: how many bits each layer gets.
 
 Every weight of every layer adds step^2 / 12 to the model's loss (see `latq`), so the best allocation of a total of bits
-is the one that a common step leads to. How many bits a layer takes at a step is estimated by rounding its weights
-without feedback, at a few steps around the expected one; the layer's own search then meets its share exactly.
+is the one that a common step leads to. How many bits a layer takes at a step is estimated by rounding its weights, with
+noise in place of feedback, at a few steps around the expected one; the layer's own search then meets its share exactly.
 
 Invariant: the shares of the layers average to the target, weighted by their sizes.
 """
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm_latq.quantize.hptq import GAUSSIAN_BITS
-from vllm_latq.quantize.latq import InputLattice, OutputLattice, Share, rounded_bits
+from vllm_latq.quantize.latq import InputLattice, OutputLattice, Share, feedback_noise, rounded_bits
 from vllm_latq.quantize.search import sample_rows
 
 _OCTAVES = (-3.0, -2.0, -1.25, -0.5, 0.25, 1.0, 2.0, 3.0)
@@ -51,10 +51,13 @@ def rate_curve(weight: torch.Tensor, inputs: InputLattice, outputs: OutputLattic
     """Bits of a layer [r, c] at steps around the one at which Gaussian weights take `target_bits`."""
     energy = outputs.weights @ weight.to(torch.float64).square() @ inputs.weights / weight.numel()
     middle = 0.5 * math.log2(max(float(energy), 1e-300)) + GAUSSIAN_BITS - target_bits
-    count, chosen = weight.numel(), sample_rows(weight)
+    count, chosen, spread = weight.numel(), sample_rows(weight), outputs.spread
     if chosen is not None:
-        weight, outputs = weight[chosen], OutputLattice([], outputs.exponents[chosen], outputs.level)
-    points = [(middle + octave, rounded_bits(weight, inputs, outputs, 2.0 ** (middle + octave))) for octave in _OCTAVES]
+        weight, spread = weight[chosen], spread[chosen]
+        outputs = OutputLattice([], outputs.exponents[chosen], outputs.level)
+    noise = feedback_noise(spread, inputs.factor.spread())
+    octaves = [middle + octave for octave in _OCTAVES]
+    points = [(octave, rounded_bits(weight, inputs, outputs, 2.0**octave, noise)) for octave in octaves]
     return RateCurve(count, tuple(points))
 
 

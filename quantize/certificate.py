@@ -4,13 +4,14 @@ What a certificate proves, if recipe, model and calibration text are what they a
 the errors, losses and worst cases that the report claims, on the lattices (order, damping, and for latq the model's
 step) that this recipe leads to; all other tensors, and config.json, are the model's. It does not prove that the weights
 are the ones nearest plane rounds to, and does not look at the tokenizer. Where a bound counts what only the run knew
-(`Recipe.bound_is_of_the_run`), its claim is taken, and the errors must be below it.
+(`Recipe.bound_is_of_the_run`), its claim is taken, and the errors must be below it. So is its claim of how often a
+damping was quadrupled for a share of served bits: any damping's worst case holds.
 
 Invariant: nothing else of the report enters what it is compared with; only the recipe is taken on trust.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -92,13 +93,16 @@ class _Certificate:
             raise CheckpointError(
                 str(self.reader.directory), "the model's linears", found, "Is it made from this model?"
             )
-        encoding = self.recipe.scheme.encoding
+        stores = self.recipe.scheme
         for name in wanted:
             scheme = self.reader.config.scheme_for(name)
-            if scheme is None or scheme.encoding != encoding:
-                found = "none" if scheme is None else scheme.encoding
-                expected = f"encoding {encoding}, which method {self.recipe.method} stores"
-                raise CheckpointError(f"{self.reader.directory}: {name}", expected, found, "Was its recipe changed?")
+            for key in ("encoding", "grid"):
+                is_stored = getattr(scheme, key, None)
+                if is_stored != getattr(stores, key):
+                    where = f"{self.reader.directory}: {name}"
+                    expected = f"{key} {getattr(stores, key)}, which this recipe of {self.recipe.method} stores"
+                    hint = "Was its recipe changed, or is it of an earlier version?"
+                    raise CheckpointError(where, expected, str(is_stored), hint)
 
     def foreign_parts(self) -> Iterator[LatqError]:
         """Where config.json and the unquantized tensors are not the model's own."""
@@ -137,9 +141,8 @@ class _Certificate:
     def layers(self, samples: torch.Tensor) -> Iterator[LatqError]:
         """The claims of each linear, in the order of the model, and their totals."""
         claims = {claim.name: claim for claim in self.reader.measured()}
-        recompute = whole_model if self.recipe.method == "latq" else layer_by_layer
         everything = []
-        for found in recompute(self.reader, self.decoder, self.recipe, samples):
+        for found in self._recomputed(samples, claims):
             claim = claims.get(found.name)
             if claim is None:
                 yield CheckpointError(self._report, f"a record of {found.name}", "none")
@@ -148,6 +151,12 @@ class _Certificate:
                 yield from self._compare(claim, found)
             everything.append(asdict(found) | {"shape": self.reader.shapes[found.name]})
         yield from self._totals(totals(everything))
+
+    def _recomputed(self, samples: torch.Tensor, claims: Mapping[str, LayerReport]) -> Iterator[LayerReport]:
+        checkpoint = (self.reader, self.decoder, self.recipe, samples)
+        if self.recipe.method != "latq":
+            return layer_by_layer(*checkpoint)
+        return whole_model(*checkpoint, lambda name: claims[name].damping if name in claims else None)
 
     def _with_bound_of_the_run(self, found: LayerReport, claim: LayerReport) -> LayerReport:
         """`found`, with the claimed bound where only the run knew what it consists of."""

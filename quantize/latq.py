@@ -40,7 +40,7 @@ OCTAVE = 8  # exponents count eighths of an octave: rounding them costs 0.001 bi
 BITS_TOLERANCE = 0.005
 MAX_PROBES = 12
 _OCTAVES_AROUND = 8.0
-# Served: coarser steps than this lose more than the bits are worth that they might save.
+# Served: coarser steps than this lose more than damping does.
 _OCTAVES_COARSER = 4.0
 _EXPONENT_BITS, _FIXED_BITS = 8, 32 + 64
 
@@ -63,6 +63,11 @@ class OutputLattice:
     def weights(self) -> torch.Tensor:
         """DG_i as the rounded exponents have it, float64 [r], unless they were fitted to served codes."""
         return _squared_weights(self.exponents, self.level)
+
+    @property
+    def spread(self) -> torch.Tensor:
+        """`Factor.spread` of the rows, float64 [r]."""
+        return torch.cat([factor.spread() for factor in self.factors])
 
     @property
     def ridge(self) -> float:
@@ -107,11 +112,20 @@ class Share:
 
 @dataclass(frozen=True)
 class LatqResult:
-    """A layer's integers and what was found with them; bits counts everything stored, per weight."""
+    """A layer's integers and what was found with them.
+
+    Attributes:
+        weight: as it is stored.
+        rounding: what it consists of.
+        bits: per weight, everything stored.
+        feasible: whether they are within the share, as it counts them.
+        note: what was found where it is not the share.
+    """
 
     weight: RansWeight
     rounding: TwoSided
     bits: float
+    feasible: bool
     note: str
 
     @property
@@ -214,7 +228,7 @@ def latq(
     stored = RansWeight.from_integers(rounding.z, scale, *exponents, midrise=share.width is not None)
     bits = stored.storage_bits() / weight.numel()
     note = "" if found.met else f"{found.best.value:.4f} bits per weight, the nearest found to {share.bits:g}"
-    return LatqResult(stored, rounding, bits, note)
+    return LatqResult(stored, rounding, bits, found.feasible, note)
 
 
 def _search(
@@ -222,8 +236,8 @@ def _search(
 ) -> Outcome[tuple[torch.Tensor, TwoSided]]:
     """The scale, float32 [1], at which what `plane` rounds to spends the share; and that rounding.
 
-    Where served bits are counted it may spend more: on a mid-rise grid errors, and what they feed back, grow with the
-    steps, even those of zeros. On an ill-conditioned lattice some targets then overflow at any scale.
+    Where served bits are counted none may be feasible: on a mid-rise grid errors, and what they feed back, grow with
+    the steps, even those of zeros. On an ill-conditioned lattice some targets then overflow at any scale.
 
     Raises:
         NumericalError: not even the coarsest scale meets a share of stored bits.
@@ -254,11 +268,30 @@ def _search(
     return found
 
 
-def rounded_bits(weight: torch.Tensor, inputs: InputLattice, outputs: OutputLattice, step: float) -> float:
-    """Stored bits per weight if it were rounded with these steps, without feedback: what the allocation goes by."""
+def feedback_noise(rows: torch.Tensor, cols: torch.Tensor) -> torch.Tensor:
+    """What stands in for the errors that are fed back where nothing is rounded yet, float32 [r, c].
+
+    In steps, where those make all residuals cost alike: normal, and as large as uniform residuals would make it.
+
+    Args:
+        rows, cols: `Factor.spread` of G and H, [r] and [c].
+    """
+    # The spread of both sides is their product; an entry's own residual is not fed back to it.
+    deviation = torch.outer(rows, cols).sub_(1).clamp_(min=0).div_(12).sqrt_().to(torch.float32)
+    # Drawn where every machine draws the same.
+    noise = torch.randn(deviation.shape, generator=torch.Generator().manual_seed(0))
+    return deviation.mul_(noise.to(deviation.device))
+
+
+def rounded_bits(
+    weight: torch.Tensor, inputs: InputLattice, outputs: OutputLattice, step: float, noise: torch.Tensor
+) -> float:
+    """Stored bits per weight if it were rounded with these steps, and noise [r, c] in place of feedback: what the
+    allocation goes by."""
     scale = 2.0 ** (math.log2(step) - inputs.level - outputs.level)
     rows, cols = (octave_eighths(side.exponents).to(weight.device) for side in (outputs, inputs))
-    return stored_bits((weight.to(torch.float32) / (scale * rows)[:, None] / cols).round().to(torch.int32))
+    steps = weight.to(torch.float32) / (scale * rows)[:, None] / cols
+    return stored_bits(steps.add_(noise).round_().to(torch.int32))
 
 
 def stored_bits(integers: torch.Tensor) -> float:

@@ -82,6 +82,16 @@ class Factor:
         identity = torch.eye(len(self.order), dtype=torch.float64, device=self.order.device)
         return torch.linalg.solve_triangular(self._propagation(), identity, upper=True, unitriangular=True)
 
+    def spread(self) -> torch.Tensor:
+        """How many times the loss of its own residual each entry's error would cost alone, float64 [c], original order.
+
+        Errors w - q consist of residuals, its own and those fed back. Where all residuals cost alike, as steps of
+        1 / sqrt(D) make them, the mean of D_t (w - q)_t^2 is that of one of them times sum_k (U_kt / U_tt)^2.
+        """
+        spread = torch.empty_like(self.diagonal)
+        spread[self.order] = (self.upper / self.upper.diagonal()).square().sum(0)
+        return spread
+
     def _propagation(self) -> torch.Tensor:
         return self.upper / self.upper.diagonal()[:, None]
 

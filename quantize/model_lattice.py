@@ -1,7 +1,7 @@
 """The lattices of all linears of a model, and the step they share: from statistics on disk, one input after the other.
 
     collect     one pass forward and one backward  -> FOLDER/statistics-*.safetensors
-    allocation  what each step would take          -> step and bits of every layer
+    allocation  what each step would take          -> step and bits of every layer; twice, as damping goes by the step
     lattices    of the linears of one input, with the damping that this step asks for
 
 Invariant: everything depends on the model, the samples and the recipe only. A quantization and the certificate of its
@@ -10,6 +10,7 @@ checkpoint get the same, and so do the processes that share a run.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -115,11 +116,23 @@ class ModelLattice:
         made = {shard: of_shard for part in parts for shard, of_shard in part.items()}
         return [one for shard in self.shards for one in made[shard]]
 
+    @property
+    def allocations(self) -> int:
+        """How many are made: damping goes by the step, and the step by what damped lattices take."""
+        return 1 if "rate-damping" in self.recipe.without else 2
+
     def allocation(self) -> dict[str, Share]:
         """Layer name -> what it gets of the model's bits."""
-        return self.share_out(
-            self.of_inputs(lambda weights, members: self.price(weights, *self.lattices(weights, members, None)))
-        )
+        step, shares = None, {}
+        for _ in range(self.allocations):
+            shares = self.share_out(self.of_inputs(partial(self._priced, step=step)))
+            step = next(iter(shares.values())).step
+        return shares
+
+    def _priced(
+        self, weights: Mapping[str, torch.Tensor], members: Mapping[str, LayerStatistics], step: float | None
+    ) -> Prices:
+        return self.price(weights, *self.lattices(weights, members, step))
 
     def price(
         self, weights: Mapping[str, torch.Tensor], inputs: InputLattice, outputs: Mapping[str, OutputLattice]
@@ -160,6 +173,12 @@ class ModelLattice:
         if step is not None and "rate-damping" not in without:
             damping = rate_aware_damping(step, list(weights.values()), first.inputs, list(outputs.values()))
         return input_lattice(first, order, damping, without, leader), outputs
+
+    def damped(self, inputs: InputLattice, members: Mapping[str, LayerStatistics], times: int) -> InputLattice:
+        """The lattice of an input whose damping is quadrupled so many times."""
+        leader, first = next(iter(members.items()))
+        damping = inputs.factor.damping * 4.0**times
+        return input_lattice(first, self.recipe.order, damping, self.recipe.without, leader)
 
 
 @dataclass(frozen=True)

@@ -112,11 +112,23 @@ def _quantize_checkpoint(
     run = _run_class(recipe)(decoder, recipe, quantized, writer, emit, world)
     run.blocks(samples, placer(offload, writer.partial))
     report = run.report(samples, time.perf_counter() - started)
+    _warn_of_excess(recipe, report["totals"])
     config = CheckpointConfig(recipe.scheme, ignored_modules(decoder, recipe), run.overrides(), recipe=recipe.to_dict())
     card, untied = model_card(source, recipe, report), decoder.unties(quantized)
     world.from_first(lambda: writer.finish(source, config, report, card, untied))
     emit({"event": "done", "destination": str(destination), **report["totals"]})
     return report
+
+
+def _warn_of_excess(recipe: Recipe, totals: dict[str, Any]) -> None:
+    """Of more served bits than were asked for, where not even damping lets every layer meet its share."""
+    target, found = recipe.target_bits, totals["served_bits_per_weight"]
+    if recipe.method == "latq" and recipe.count == "served" and target is not None and found > target:
+        warnings.warn(
+            f"target_bits: {found:.4f} served bits per weight, more than {target:g}: the notes of the report name the "
+            "layers whose lattice is too ill-conditioned. Calibrate on more text, or raise target_bits.",
+            stacklevel=4,
+        )
 
 
 def _run_class(recipe: Recipe) -> type[Run]:

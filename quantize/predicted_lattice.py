@@ -63,7 +63,9 @@ def lattice_stages(
         allocation, rounding = Stage(0.0, 0.0), Stage(0.0, 0.0)
         for kind in kinds:
             priced, rounded = _layers(model, kind)
-            allocation, rounding = _sum(allocation, priced, 0, kind), _sum(rounding, rounded, 0, kind)
+            for _ in range(model.allocations):
+                allocation = _sum(allocation, priced, 0, kind)
+            rounding = _sum(rounding, rounded, 0, kind)
         stages |= {"allocation": allocation, "quantization": rounding}
     return stages
 
@@ -224,7 +226,7 @@ def _rounding(model: ModelLattice, weight: torch.Tensor, statistics: LayerStatis
         aim = aimed(cut.weight, cut.inputs, drift, model.recipe)
         inputs, outputs = model.fitted({name: cut.weight}, cut.inputs, {name: cut.outputs}, share)
         result = latq(aim.target, inputs, outputs[name], share, model.recipe.without, name)
-        layer_record(name, aim, result, cut.inputs, cut.outputs, cut.statistics, model.recipe)
+        layer_record(name, aim, result, cut.inputs, cut.outputs, cut.statistics, model.recipe, share.width)
         return result, result.weight.to_tensors()
 
     return priced, rehearsal.cost(work, *weight.shape)

@@ -11,7 +11,7 @@ Invariant: of the checkpoint only weights and recipe are read; its report never 
 
 import math
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -34,7 +34,7 @@ from vllm_latq.quantize.shards import all_shard_linears, shard_weights
 from vllm_latq.quantize.statistics_files import LayerStatistics
 from vllm_latq.quantize.stream import Stream, hessians_of
 from vllm_latq.quantize.target import corrected_target, measure_errors
-from vllm_latq.quantize.whole_model import expected_error
+from vllm_latq.quantize.whole_model import DAMPED_AT_MOST, expected_error
 from vllm_latq.report import LayerReport
 from vllm_latq.weights import HuffmanWeight, RansWeight, Weight
 
@@ -127,11 +127,20 @@ def worst_case(weight: Weight, factor: Factor, rounding: str) -> float:
 
 
 def whole_model(
-    reader: CheckpointReader, decoder: Decoder, recipe: Recipe, samples: torch.Tensor
+    reader: CheckpointReader,
+    decoder: Decoder,
+    recipe: Recipe,
+    samples: torch.Tensor,
+    claimed_damping: Callable[[str], float | None],
 ) -> Iterator[LayerReport]:
-    """The records of every linear of a latq checkpoint, in the order of the model; `samples` int64 [n, tokens].
+    """The records of every linear of a latq checkpoint, in the order of the model.
 
     The statistics wait in the system's folder for temporary files, as large as `OUT.partial/scratch` was.
+
+    Args:
+        reader, decoder, recipe: the checkpoint, the model it was made from, and how.
+        samples: int64 [n, tokens].
+        claimed_damping: of a linear, by name; None where there is no claim.
     """
     with tempfile.TemporaryDirectory(prefix="latq-certificate-") as folder:
         model = ModelLattice(decoder, quantized_linears(decoder, recipe), recipe, Path(folder))
@@ -143,13 +152,23 @@ def whole_model(
             for group in model.groups(shard):
                 weights = {name: full_weight(linears[name]) for name in group}
                 members, drift = behind_prefix(model.moved(group), seen)
-                inputs, outputs = model.lattices(weights, members, shares[next(iter(group))].step)
+                leader = next(iter(group))
+                inputs, outputs = model.lattices(weights, members, shares[leader].step)
+                if recipe.count == "served" and (times := _quadrupled(inputs.factor.damping, claimed_damping(leader))):
+                    inputs = model.damped(inputs, members, times)
                 for name, weight in weights.items():
-                    stored, aim = reader.weight(name), aimed(weight, inputs, drift, recipe)
+                    stored, aim, width = reader.weight(name), aimed(weight, inputs, drift, recipe), shares[name].width
                     assert isinstance(stored, RansWeight)
-                    yield _measured_on_loss(name, aim, stored, members[name], inputs, outputs[name], recipe)
+                    yield _measured_on_loss(name, aim, stored, members[name], inputs, outputs[name], recipe, width)
                     if stream:
                         linears[name].weight.copy_(stored.dequantize())
+
+
+def _quadrupled(damping: float, claimed: float | None) -> int:
+    """How many times a damping may have been quadrupled if so much is claimed."""
+    if not claimed or claimed <= damping:
+        return 0
+    return min(round(math.log(claimed / damping, 4)), DAMPED_AT_MOST)
 
 
 def _measured_on_loss(
@@ -160,12 +179,13 @@ def _measured_on_loss(
     inputs: InputLattice,
     outputs: OutputLattice,
     recipe: Recipe,
+    width: int | None,
 ) -> LayerReport:
     """As `whole_model.layer_record` states it, with H and G in float64 and every step as it is stored."""
     weight = aim.weight
     rows, cols = stored.row_scales.to(weight.device), stored.column_scales.to(weight.device)
     # The same numbers as the stored weight's own, decoded once.
-    packed = stored.pack(stored.integers())
+    packed = stored.pack(stored.integers(), width)
     quantized = packed.dequantize().to(weight.device)
     errors = measure_errors(quantized, weight, aim.target, statistics.inputs, aim.drift, name)
     assert errors.total is not None

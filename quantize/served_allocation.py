@@ -8,15 +8,15 @@ get finer steps than the model's s, and those with large ones coarser steps: eac
     sum of their squared steps / 12 + price * bits,    price = 2 ln2 s^2 / 12
 
 which is what a bit is worth to an entropy code of step s. Rows and columns take turns. At every s an input gets the
-width for which the sum is least, and s is where the model meets its target. How many integers overflow is estimated by
-rounding without feedback; the layer's own search for a scale then meets its share.
+width for which the sum is least, and s is where the model meets its target. How many integers overflow is estimated
+with noise in place of feedback; the layer's own search for a scale then meets its share.
 
 Invariant: the linears of one input get one width, because they are served as one matrix, and so do the experts of a
 layer; the shares of the layers average to the target, weighted by their sizes.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import TypeVar
@@ -29,7 +29,7 @@ from vllm_latq.packed_weight import OUTLIER_BITS, served_overhead
 from vllm_latq.quantize.allocation import RateCurve
 from vllm_latq.quantize.hptq import GAUSSIAN_BITS
 from vllm_latq.quantize.kronecker import reach
-from vllm_latq.quantize.latq import OCTAVE, InputLattice, OutputLattice, Share
+from vllm_latq.quantize.latq import OCTAVE, InputLattice, OutputLattice, Share, feedback_noise
 from vllm_latq.quantize.search import sample_rows
 
 # The model's steps that are tried, in octaves around the one at which an entropy code would take the target.
@@ -82,18 +82,18 @@ def served_curves(
         inputs, outputs: their lattices.
         target_bits: of the model: where the steps are.
     """
-    samples = {name: _sample(weight, outputs[name]) for name, weight in weights.items()}
-    exact = _as_the_loss_counts(samples.values(), inputs)
-    size = max(float(exact.to(torch.float64).square().mean().sqrt()), 1e-150)
+    samples = {name: sample_rows(weight) for name, weight in weights.items()}
+    targets = _targets(weights, inputs, outputs, samples)
+    size = max(float(targets.weights.to(torch.float64).square().mean().sqrt()), 1e-150)
     octaves = [math.log2(size) + GAUSSIAN_BITS - target_bits + tried for tried in _TRIED]
     found: dict[str, dict[int, ServedCurve]] = {name: {} for name in weights}
     for width in SUPPORTED_BITS:
-        limits = _limits(exact, width)
-        steps = [_fit(limits, octave, width) for octave in octaves]
+        steps = [_fit(targets, octave, width) for octave in octaves]
         start = 0
         for name, weight in weights.items():
-            part = slice(start, start + len(samples[name][0]))
-            start, (rows, cols) = part.stop, weight.shape
+            (rows, cols), sampled = weight.shape, samples[name]
+            part = slice(start, start + (rows if sampled is None else len(sampled)))
+            start = part.stop
             share = rows / (part.stop - part.start)
             overflow = [share * float(of_rows[part].sum()) for *_, of_rows in steps]
             bits = [(served_overhead(rows, cols, width) + OUTLIER_BITS * some) / (rows * cols) for some in overflow]
@@ -155,8 +155,8 @@ def served_lattices(
 ) -> tuple[InputLattice, dict[str, OutputLattice]]:
     """The lattices of one input's linears with exponents that make use of codes of `share.width` at `share.step`."""
     assert share.width is not None
-    exact = _as_the_loss_counts([(weight, outputs[name]) for name, weight in weights.items()], inputs)
-    rows, cols, _ = _fit(_limits(exact, share.width), math.log2(share.step), share.width)
+    targets = _targets(weights, inputs, outputs, dict.fromkeys(weights))
+    rows, cols, _ = _fit(targets, math.log2(share.step), share.width)
     of_linears = rows.split([len(weight) for weight in weights.values()])
     fitted = {name: _moved(outputs[name], some) for name, some in zip(weights, of_linears, strict=True)}
     return _moved(inputs, cols), fitted
@@ -174,33 +174,47 @@ def _moved(side: Side, eighths: torch.Tensor) -> Side:
     )
 
 
-def _sample(weight: torch.Tensor, outputs: OutputLattice) -> tuple[torch.Tensor, OutputLattice]:
-    rows = sample_rows(weight)
-    if rows is None:
-        return weight, outputs
-    return weight[rows], OutputLattice([], outputs.exponents[rows.to(outputs.exponents.device)], outputs.level)
+@dataclass(frozen=True)
+class _Targets:
+    """What is rounded, in units in which the squared error of each weight is a loss.
+
+    Attributes:
+        weights: float32 [all r, c].
+        feedback: what others' errors add where their steps are 1, float32 [all r, c].
+    """
+
+    weights: torch.Tensor
+    feedback: torch.Tensor
+
+    def limits(self, width: int, steps: float) -> torch.Tensor:
+        """The step below which each overflows the codes of a width where others' steps are so large, in eighths of an
+        octave, float32 [all r, c]."""
+        targets = torch.add(self.weights, self.feedback, alpha=steps)
+        return targets.abs_().div_(reach(width)).log2_().mul_(OCTAVE)
 
 
-def _as_the_loss_counts(linears: Iterable[tuple[torch.Tensor, OutputLattice]], inputs: InputLattice) -> torch.Tensor:
-    """Weights in units in which the squared error of each is a loss: float32 [all r, c]."""
-    return torch.cat(
-        [
-            weight.to(torch.float32) * outputs.weights.sqrt().to(weight)[:, None] * inputs.weights.sqrt().to(weight)
-            for weight, outputs in linears
-        ]
-    )
+def _targets(
+    weights: Mapping[str, torch.Tensor],
+    inputs: InputLattice,
+    outputs: Mapping[str, OutputLattice],
+    samples: Mapping[str, torch.Tensor | None],
+) -> _Targets:
+    """Of the sampled rows of the linears of one input (None: of all)."""
+    columns, column_spread = inputs.weights.sqrt(), inputs.factor.spread()
+    scaled, feedback = [], []
+    for name, weight in weights.items():
+        rows = slice(None) if samples[name] is None else samples[name]
+        factors, spread = (of_rows[rows].to(weight.device) for of_rows in (outputs[name].weights, outputs[name].spread))
+        scaled.append(weight[rows].to(torch.float32) * factors.sqrt().to(weight)[:, None] * columns.to(weight))
+        feedback.append(feedback_noise(spread, column_spread))
+    return _Targets(torch.cat(scaled), torch.cat(feedback))
 
 
-def _limits(exact: torch.Tensor, width: int) -> torch.Tensor:
-    """The step below which each weight overflows the codes of a width, in eighths of an octave, float32 [r, c]."""
-    return (exact.abs() / reach(width)).log2_().mul_(OCTAVE)
-
-
-def _fit(limits: torch.Tensor, octaves: float, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _fit(targets: _Targets, octaves: float, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Steps of rows and columns with the least cost.
 
     Args:
-        limits: [r, c], of the codes' width.
+        targets: [r, c].
         octaves: log2 of the model's step.
         width: of the codes.
 
@@ -208,9 +222,10 @@ def _fit(limits: torch.Tensor, octaves: float, width: int) -> tuple[torch.Tensor
         int64 [r], int64 [c]: eighths of an octave coarser than that step; int64 [r]: weights that overflow.
     """
     model = OCTAVE * octaves
-    # Feedback moves every weight by steps of others: none is smaller than half a step of the model, not even a zero.
-    limits = limits.clamp(min=model - OCTAVE * math.log2(2 * reach(width)))
-    cols = torch.zeros(limits.shape[1], dtype=torch.int64, device=limits.device)
+    cols = torch.zeros(targets.weights.shape[1], dtype=torch.int64, device=targets.weights.device)
+    # What is fed back depends on the steps: those of rows that suit the weights alone tell how much.
+    rows, _ = _best(_counts_of_rows(targets.limits(width, 0.0), cols + model), cols)
+    limits = targets.limits(width, 2.0**octaves * math.sqrt(float(_squared(rows).mean())))
     rows, overflow = _best(_counts_of_rows(limits, cols + model), cols)
     for _ in range(_ROUNDS):
         cols, _ = _best(_counts_of_columns(limits, rows + model), rows)

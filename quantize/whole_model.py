@@ -13,7 +13,7 @@ were written before; so an interrupted run goes on with the next block.
 
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -31,7 +31,10 @@ from vllm_latq.quantize.routing import expert_stacks
 from vllm_latq.quantize.run import Quantized, Run
 from vllm_latq.quantize.statistics_files import LayerStatistics
 from vllm_latq.quantize.stream import Stream, hessians_of
-from vllm_latq.quantize.target import measure_errors
+from vllm_latq.quantize.target import Drift, measure_errors
+
+# Enough for any lattice that was seen, three times over: next to nothing is fed back then.
+DAMPED_AT_MOST = 8
 
 
 class StatisticsRun(Run):
@@ -43,6 +46,15 @@ class StatisticsRun(Run):
         self.model = ModelLattice(self.decoder, self.quantized, self.recipe, self.writer.scratch, self.world)
         started = {"event": "stage", "stage": "statistics", "samples": len(samples)}
         self.model.collect(samples, place, lambda: self.emit(started))
+
+
+@dataclass(frozen=True)
+class _Rounded:
+    """A linear's record, its stored tensors, and its weight, float32 [r, c], where text will pass through it."""
+
+    record: dict[str, Any]
+    tensors: dict[str, torch.Tensor]
+    dequantized: torch.Tensor | None
 
 
 class WholeModelRun(StatisticsRun):
@@ -73,25 +85,52 @@ class WholeModelRun(StatisticsRun):
         linears: Mapping[str, nn.Linear],
         seen: Mapping[str, InputHessian],
     ) -> Quantized:
-        """Quantize the linears that read one input."""
-        records, tensors = {}, {}
+        """Quantize the linears that read one input, damped as much as their shares need.
+
+        Where H is ill-conditioned, what errors feed back can be more than codes take, whatever the scale.
+        """
         weights = {name: full_weight(linears[name]) for name in group}
         members, drift = behind_prefix(self.model.moved(group), seen)
-        share = self.allocation[next(iter(group))]
-        inputs, outputs = self.model.lattices(weights, members, share.step)
-        inputs, outputs = self.model.fitted(weights, inputs, outputs, share)
-        for name, weight in weights.items():
-            started = time.perf_counter()
-            aim = aimed(weight, inputs, drift, self.recipe)
-            result = latq(aim.target, inputs, outputs[name], self.allocation[name], self.recipe.without, name)
-            record = layer_record(name, aim, result, inputs, outputs[name], members[name], self.recipe)
-            records[name] = asdict(record) | {"seconds": time.perf_counter() - started}
-            if seen:
-                linears[name].weight.copy_(result.dequantized)
-            stored = result.weight.to_tensors()
-            tensors.update({f"{name}.{suffix}": tensor.cpu() for suffix, tensor in stored.items()})
+        inputs, outputs = self.model.lattices(weights, members, self.allocation[next(iter(group))].step)
+        for times in range(DAMPED_AT_MOST + 1):
+            damped = self.model.damped(inputs, members, times) if times else inputs
+            found = self._rounded(weights, members, damped, outputs, drift, anyhow=times == DAMPED_AT_MOST)
+            if found is not None:
+                break
+        assert found is not None
+        records, tensors = {}, {}
+        for name, one in found.items():
+            note = f"damping raised {4**times}-fold for its share of the bits" if times else ""
+            records[name] = one.record | {"note": "; ".join(filter(None, (note, one.record["note"])))}
+            tensors.update({f"{name}.{suffix}": tensor for suffix, tensor in one.tensors.items()})
+            if one.dequantized is not None:
+                linears[name].weight.copy_(one.dequantized)
             self.emit({"event": "layer", **records[name]})
         return records, tensors
+
+    def _rounded(
+        self,
+        weights: Mapping[str, torch.Tensor],
+        members: Mapping[str, LayerStatistics],
+        inputs: InputLattice,
+        outputs: dict[str, OutputLattice],
+        drift: Drift | None,
+        anyhow: bool = False,
+    ) -> dict[str, _Rounded] | None:
+        """The linears of one input; None if one of them cannot meet its share, unless that is to be taken `anyhow`."""
+        inputs, outputs = self.model.fitted(weights, inputs, outputs, self.allocation[next(iter(weights))])
+        found = {}
+        for name, weight in weights.items():
+            started = time.perf_counter()
+            share, aim = self.allocation[name], aimed(weight, inputs, drift, self.recipe)
+            result = latq(aim.target, inputs, outputs[name], share, self.recipe.without, name)
+            if not (result.feasible or anyhow):
+                return None
+            record = layer_record(name, aim, result, inputs, outputs[name], members[name], self.recipe, share.width)
+            tensors = {suffix: tensor.cpu() for suffix, tensor in result.weight.to_tensors().items()}
+            dequantized = None if drift is None else result.dequantized
+            found[name] = _Rounded(asdict(record) | {"seconds": time.perf_counter() - started}, tensors, dequantized)
+        return found
 
 
 class BudgetRun(StatisticsRun):
@@ -128,6 +167,7 @@ def layer_record(
     outputs: OutputLattice,
     statistics: LayerStatistics,
     recipe: Recipe,
+    width: int | None,
 ) -> LayerRecord:
     """Measured on what is stored, with the undamped grams, in float64.
 
@@ -155,7 +195,7 @@ def layer_record(
         name=name,
         shape=(weight.shape[0], weight.shape[1]),
         bits=result.bits,
-        served_bits=served_bits(result.rounding.z) / weight.numel(),
+        served_bits=served_bits(result.rounding.z, width) / weight.numel(),
         outlier_density=0.0,
         error=errors.total * statistics.tokens,
         relative_error=errors.relative,

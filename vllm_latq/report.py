@@ -35,8 +35,8 @@ class LayerReport:
     Attributes:
         name: of the linear.
         bits: stored bits per weight, everything counted.
-        served_bits: per weight, in memory while it is served by itself; linears that are served as one matrix share a
-            width, and may take more.
+        served_bits: per weight, in memory while it is served by itself, or by latq with `--count served` with codes of
+            the width it shares; other linears that are served as one matrix share a width, too, and may take more.
         outlier_density: share of weights in the CSR part.
         error: ||Y Q^T - X W^T||^2 summed over outputs and calibration tokens; Y are the inputs after the quantized
             prefix, X is the same, or with corrected targets the original model's inputs (`target` says what it is of
@@ -46,8 +46,9 @@ class LayerReport:
             all of it unless targets are corrected.
         bound: worst case of the rounding error (Theorem 5) for this order, damping and these scales; None for plain
             rounding, which it does not cover.
-        expected_error: the mean of the rounding error for uniformly distributed weights: a third of the bound, a sixth
-            if rounding is stochastic, at least a twelfth if it counts bits.
+        expected_error: the mean of the rounding error for uniformly distributed residuals: a third of the bound, a
+            sixth if rounding is stochastic, at least a twelfth if it counts bits; of latq a formula of its own, a lower
+            limit where served bits are counted.
         damping: relative damping that was used; None for plain rounding.
         seconds: wall time, the factorisation excluded if it was given.
         bound_holds: rounding_error <= bound, or loss <= loss_bound; None where clipping voids it.

@@ -5,7 +5,7 @@ import torch
 
 from vllm_latq.errors import NumericalError
 from vllm_latq.quantize.kronecker import two_sided_plane
-from vllm_latq.quantize.latq import output_lattice
+from vllm_latq.quantize.latq import feedback_noise, output_lattice
 from vllm_latq.quantize.lattice import Factor, factorize
 from vllm_latq.quantize.methods import BOUND_SLACK
 from vllm_latq.quantize.rounding import nearest_plane
@@ -53,6 +53,36 @@ def test_loss_of_huge_integers_too(octaves: int) -> None:
     assert found.z.abs().max() > 2**octaves
     assert found.loss == pytest.approx(kronecker_loss(moved, inputs, outputs), rel=1e-3)
     assert found.loss <= found.bound
+
+
+def test_errors_spread_and_are_fed_back_as_predicted() -> None:
+    """In steps that make all residuals cost alike; 300 weights, so that a mean square is known to some percent."""
+    inputs, outputs = factorize(gram(24, 1), damping=0.05), factorize(gram(20, 2), damping=0.1)
+    at_rest = [torch.empty_like(factor.diagonal) for factor in (outputs, inputs)]
+    for side, factor in zip(at_rest, (outputs, inputs), strict=True):
+        side[factor.order] = factor.diagonal
+    rows, cols = (side.rsqrt() for side in at_rest)
+    left, right = outputs.unit_triangle(), inputs.unit_triangle()
+    errors, fed_back = torch.zeros(20, 24).double(), torch.zeros(20, 24).double()
+    for seed in range(300):
+        weight = torch.randn(20, 24, generator=torch.Generator().manual_seed(seed)) * 20
+        found = two_sided_plane(weight, inputs, [outputs], rows.float(), cols.float())
+        missed = weight.double() - found.z * torch.outer(rows, cols)
+        residual = torch.empty_like(missed)
+        residual[outputs.order[:, None], inputs.order] = left.T @ missed[outputs.order][:, inputs.order] @ right
+        errors += (missed / torch.outer(rows, cols)).square() / 300
+        fed_back += ((residual - missed) / torch.outer(rows, cols)).square() / 300
+    spread = torch.outer(outputs.spread(), inputs.spread())
+    assert spread.min() == pytest.approx(1.0)
+    assert spread.max() > 10
+    torch.testing.assert_close(errors * 12, spread, rtol=0.5, atol=0.0)
+    assert float((errors * 12 / spread).mean()) == pytest.approx(1, rel=0.02)
+    assert float(fed_back.mean() * 12) == pytest.approx(float((spread - 1).mean()), rel=0.02)
+    noise = feedback_noise(outputs.spread(), inputs.spread())
+    assert noise.shape == (20, 24)
+    assert float(noise.square().mean()) == pytest.approx(float(fed_back.mean()), rel=0.3)
+    wide = feedback_noise(outputs.spread().repeat(30), inputs.spread().repeat(30)).square()
+    assert float(wide.mean()) == pytest.approx(float(fed_back.mean()), rel=0.02)
 
 
 @pytest.mark.parametrize("width", [2, 3, 8])

@@ -14,8 +14,8 @@ from vllm_latq.packed_weight import OUTLIER_BITS, pack_integers, served_bits, se
 from vllm_latq.quantize.allocation import RateCurve
 from vllm_latq.quantize.budget import check_budget
 from vllm_latq.quantize.evaluate import evaluate
-from vllm_latq.quantize.latq import InputLattice, OutputLattice, Share, latq
-from vllm_latq.quantize.lattice import factorize
+from vllm_latq.quantize.latq import InputLattice, OutputLattice, Share, feedback_noise, latq
+from vllm_latq.quantize.lattice import Factor, factorize
 from vllm_latq.quantize.pipeline import quantize_checkpoint
 from vllm_latq.quantize.recipe import Recipe
 from vllm_latq.quantize.served_allocation import (
@@ -24,7 +24,8 @@ from vllm_latq.quantize.served_allocation import (
     _PRICE,
     ServedCurve,
     _fit,
-    _limits,
+    _squared,
+    _Targets,
     allocate_served,
     served_curves,
     served_lattices,
@@ -47,6 +48,16 @@ def test_served_bits_are_those_of_the_tensors(bits: int | None, columns: bool) -
     assert packed.dequantize().equal(z.float())
 
 
+def without_feedback(exact: torch.Tensor) -> _Targets:
+    return _Targets(exact, torch.zeros_like(exact))
+
+
+def factor(size: int) -> Factor:
+    """Of correlated inputs or outputs."""
+    x = torch.randn(2 * size, size, generator=torch.Generator().manual_seed(size)).double()
+    return factorize(x.T @ x / len(x), damping=0.1)
+
+
 def cost(exact: torch.Tensor, width: int, rows: torch.Tensor, cols: torch.Tensor) -> torch.Tensor:
     """By rounding, in units of the squared model's step / 12; float64 scalar."""
     steps = torch.exp2((rows[:, None] + cols).to(torch.float64) / 8)
@@ -58,8 +69,7 @@ def cost(exact: torch.Tensor, width: int, rows: torch.Tensor, cols: torch.Tensor
 @pytest.mark.parametrize("width", [2, 3, 4])
 def test_no_row_has_a_better_step(width: int) -> None:
     exact = torch.randn(12, 40) * torch.logspace(-1, 2, 12)[:, None] * torch.logspace(-1, 1, 40)
-    exact = exact.sign() * exact.abs().clamp(min=0.5)  # what feedback makes of them
-    rows, cols, overflow = _fit(_limits(exact, width), 0.0, width)
+    rows, cols, overflow = _fit(without_feedback(exact), 0.0, width)
     found = cost(exact, width, rows, cols)
     beyond = found - torch.exp2((rows[:, None] + cols).to(torch.float64) / 4).sum()
     assert float(beyond) == pytest.approx(_PRICE * OUTLIER_BITS * int(overflow.sum()))
@@ -74,13 +84,18 @@ def test_no_row_has_a_better_step(width: int) -> None:
 
 
 def test_rows_and_columns_of_zeros_can_take_what_feedback_adds() -> None:
-    exact = torch.randn(64, 32).mul(3)
+    exact, noise = torch.randn(64, 32).mul(3), torch.randn(64, 32).mul(0.4)
     exact[:20], exact[:, 5:11] = 0, 0
-    rows, cols, overflow = _fit(_limits(exact, 3), 0.0, 3)
-    # Half a step of the model fits the codes -4 to 3, which reach 4.5 of their own.
-    assert (torch.exp2((rows[:20, None] + cols) / 8) >= 0.5 / 4.5).all()
-    assert (torch.exp2((rows[:, None] + cols[5:11]) / 8) >= 0.5 / 4.5).all()
-    assert overflow[:20].sum() == 0
+    rows, cols, overflow = _fit(_Targets(exact, noise), 0.0, 3)
+    steps = torch.exp2((rows[:, None] + cols) / 8)
+    # Fed back are errors of about the size that all steps have: half of a thousand fit the codes -4 to 3 there.
+    fed_back = noise * _squared(rows).mean().sqrt()
+    assert ((fed_back[:20].abs() > 4.5 * steps[:20]).float().mean(1) < 0.1).all()
+    assert ((fed_back[:, 5:11].abs() > 4.5 * steps[:, 5:11]).float().mean(0) < 0.1).all()
+    # Without it they take the finest steps that there are, and it would be more than those take.
+    rows, cols, _ = _fit(without_feedback(exact), 0.0, 3)
+    assert (rows[:20] == _FINEST).all()
+    assert overflow[:20].sum() < (noise[:20].abs() > 4.5 * torch.exp2((rows[:20, None] + cols) / 8)).sum() / 4
 
 
 def test_a_bit_is_worth_what_it_is_to_an_entropy_code() -> None:
@@ -90,12 +105,13 @@ def test_a_bit_is_worth_what_it_is_to_an_entropy_code() -> None:
 
 def test_fitted_exponents_are_steps_times_what_was_fitted() -> None:
     weight = torch.randn(48, 32)
-    inputs = InputLattice(None, torch.randint(-9, 9, (32,)).to(torch.int8), 1.5)
-    outputs = OutputLattice([], torch.randint(-9, 9, (48,)).to(torch.int8), -2.25)
+    inputs = InputLattice(factor(32), torch.randint(-9, 9, (32,)).to(torch.int8), 1.5)
+    outputs = OutputLattice([factor(48)], torch.randint(-9, 9, (48,)).to(torch.int8), -2.25)
     share = Share(2.0**-3, 3.5, 3)
     moved, fitted = served_lattices({"a": weight}, inputs, {"a": outputs}, share)
     exact = weight * outputs.weights.sqrt().float()[:, None] * inputs.weights.sqrt().float()
-    rows, cols, _ = _fit(_limits(exact, 3), -3.0, 3)
+    noise = feedback_noise(outputs.factors[0].spread(), inputs.factor.spread())
+    rows, cols, _ = _fit(_Targets(exact, noise), -3.0, 3)
     for before, after, eighths in ((inputs, moved, cols), (outputs, fitted["a"], rows)):
         steps = [side.exponents.to(torch.float64) / 8 - side.level for side in (before, after)]
         torch.testing.assert_close(steps[1], steps[0] + eighths.to(torch.float64) / 8)
@@ -104,12 +120,13 @@ def test_fitted_exponents_are_steps_times_what_was_fitted() -> None:
 def test_a_sample_of_rows_stands_for_all() -> None:
     weight = torch.randn(2304, 64, generator=torch.Generator().manual_seed(0))
     inputs, outputs = (
-        InputLattice(None, torch.zeros(64, dtype=torch.int8), 0.0),
-        OutputLattice([], torch.zeros(2304, dtype=torch.int8), 0.0),
+        InputLattice(factor(64), torch.zeros(64, dtype=torch.int8), 0.0),
+        OutputLattice([factor(2304)], torch.zeros(2304, dtype=torch.int8), 0.0),
     )
     curve = served_curves({"a": weight}, inputs, {"a": outputs}, 2.0)["a"][3].bits
     octave, bits = next(point for point in curve.points if point[1] > 3.7)
-    *_, overflow = _fit(_limits(weight, 3), octave, 3)
+    noise = feedback_noise(outputs.spread, inputs.factor.spread())
+    *_, overflow = _fit(_Targets(weight, noise), octave, 3)
     whole = (served_overhead(2304, 64, 3) + OUTLIER_BITS * int(overflow.sum())) / weight.numel()
     assert bits == pytest.approx(whole, rel=0.05)
 

@@ -1,5 +1,6 @@
 """Runs that look at the whole model: latq and budgets, from model to checkpoint."""
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,23 @@ def test_loss_and_error_are_below_their_bounds(checkpoint: Path) -> None:
         # uniform residuals would make it 1; undamped grams and dead columns lower it
         assert 0.2 < layer["error"] / layer["expected_error"] < 1.5
     assert report["totals"]["loss"] == pytest.approx(sum(layer["loss"] for layer in report["layers"]))
+
+
+@pytest.mark.parametrize("bits", [2.0, TARGET])
+def test_all_layers_end_with_one_step(
+    bits: float, checkpoint: Path, mini_model: Path, whole_calibration_text: Path, tmp_path: Path
+) -> None:
+    """Shares are right: no search for a scale that meets one has to leave the model's step."""
+    report = CheckpointReader(checkpoint).report()
+    if bits != TARGET:
+        recipe = Recipe("latq", target_bits=bits, **FEW)
+        report = quantize_checkpoint(recipe, mini_model, tmp_path / "out", calibration=str(whole_calibration_text))
+    sizes = [math.prod(layer["shape"]) for layer in report["layers"]]
+    # The bound of the loss is 1/8 of the squared step for each weight.
+    octaves = [
+        0.5 * math.log2(layer["loss_bound"] / size) for layer, size in zip(report["layers"], sizes, strict=True)
+    ]
+    assert max(octaves) - min(octaves) < 0.2
 
 
 def test_linears_of_one_input_share_their_column_exponents(checkpoint: Path) -> None:
