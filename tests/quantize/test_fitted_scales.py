@@ -60,7 +60,7 @@ def test_in_two_bits_rows_take_large_multiples(monkeypatch):
     recipe = Recipe("gptq", bits=2, group_size=64, scales="fitted")
     fitted = quantize_layer(weight, hessian, recipe).record
     monkeypatch.setattr("vllm_latq.quantize.fitted_scales.MULTIPLES", tuple(one for one in MULTIPLES if one < 1.2))
-    assert fitted.error < 0.97 * quantize_layer(weight, hessian, recipe).record.error
+    assert fitted.error < 0.98 * quantize_layer(weight, hessian, recipe).record.error
 
 
 def test_rows_do_not_influence_each_other(monkeypatch):

@@ -60,9 +60,7 @@ def test_all_layers_end_with_one_step(
         report = quantize_checkpoint(recipe, mini_model, tmp_path / "out", calibration=str(whole_calibration_text))
     sizes = [math.prod(layer["shape"]) for layer in report["layers"]]
     # The bound of the loss is 1/8 of the squared step for each weight.
-    octaves = [
-        0.5 * math.log2(layer["loss_bound"] / size) for layer, size in zip(report["layers"], sizes, strict=True)
-    ]
+    octaves = [0.5 * math.log2(layer["loss_bound"] / size) for layer, size in zip(report["layers"], sizes, strict=True)]
     assert max(octaves) - min(octaves) < 0.2
 
 
