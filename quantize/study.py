@@ -183,7 +183,8 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 try:
                     row = measure(name, recipe, options, Path(folder) / "checkpoint")
-                except NumericalError as error:
+                except (ConfigError, NumericalError) as error:
+                    # Fewer bits than scales alone take.
                     print(f"{name}: {error}")
                     continue
             rows.append(row.cells())

@@ -39,3 +39,20 @@ def test_a_row_is_measured_and_written(
     table = capsys.readouterr().out.splitlines()[-3:]
     assert table[0].startswith("| method | KL at about 3 bits | KL at about 2 bits |")
     assert table[2].startswith(f"| rtn | {three['kl']:.2e} | {two['kl']:.2e} |")
+
+
+def test_a_row_that_cannot_be_had_does_not_end_the_study(
+    mini_model: Path,
+    calibration_text: Path,
+    evaluation_text: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    """Of 2 bits in memory scales leave none for codes."""
+    texts = ["--calibration", str(calibration_text), "--text", str(evaluation_text), "--max-windows", "2"]
+    small = ["--bits", "1.5", "--only", "latq, half*", "hrtn", "--num-samples", "2", "--seq-len", "32"]
+    monkeypatch.setattr(sys, "argv", ["study", str(mini_model), *texts, *small])
+    study.main()
+    out = capsys.readouterr().out
+    assert "latq, half a bit more in memory: recipe.target_bits: expected more than" in out
+    assert out.splitlines()[-1].startswith("| hrtn |")
