@@ -5,9 +5,10 @@ the errors, losses and worst cases that the report claims, on the lattices (orde
 step) that this recipe leads to; all other tensors, and config.json, are the model's. It does not prove that the weights
 are the ones nearest plane rounds to, and does not look at the tokenizer. Where a bound counts what only the run knew
 (`Recipe.bound_is_of_the_run`), its claim is taken, and the errors must be below it. So is its claim of how often a
-damping was quadrupled for a share of served bits: any damping's worst case holds.
+damping was quadrupled for a share of served bits: any damping's worst case holds, if a larger one for more.
 
-Invariant: nothing else of the report enters what it is compared with; only the recipe is taken on trust.
+Invariant: but for these claims nothing of the report enters what it is compared with, and only the recipe is taken on
+trust.
 """
 
 import math

@@ -36,12 +36,15 @@ OUTPUT_DAMPING = 0.1
 SMALLEST_GRADIENT = 1e-4
 # Rate-aware damping replaces the usual 1 %, but never falls below this, which keeps float32 safe.
 LEAST_DAMPING = 1e-4
+# More changes nothing; weights that are all zero would ask for any amount.
+MOST_DAMPING = 1e6
 OCTAVE = 8  # exponents count eighths of an octave: rounding them costs 0.001 bits
 BITS_TOLERANCE = 0.005
 MAX_PROBES = 12
 _OCTAVES_AROUND = 8.0
 # Served: coarser steps than this lose more than damping does.
 _OCTAVES_COARSER = 4.0
+_NOISE_SEED = 271828
 _EXPONENT_BITS, _FIXED_BITS = 8, 32 + 64
 
 
@@ -185,7 +188,7 @@ def rate_aware_damping(
         energy += float(output.weights @ weight.to(torch.float64).square().sum(1))
         count += weight.numel()
     ridge = step**2 / 12 * count / max(energy, 1e-300)
-    return max(ridge / float(gram.diagonal().to(torch.float64).mean()), LEAST_DAMPING)
+    return min(max(ridge / float(gram.diagonal().to(torch.float64).mean()), LEAST_DAMPING), MOST_DAMPING)
 
 
 def latq(
@@ -271,27 +274,36 @@ def _search(
 def feedback_noise(rows: torch.Tensor, cols: torch.Tensor) -> torch.Tensor:
     """What stands in for the errors that are fed back where nothing is rounded yet, float32 [r, c].
 
-    In steps, where those make all residuals cost alike: normal, and as large as uniform residuals would make it.
+    Normal, and as large as residuals of mean square 1 would make it, in steps that make all residuals cost alike.
 
     Args:
         rows, cols: `Factor.spread` of G and H, [r] and [c].
     """
+    # Drawn where every machine draws the same, and not what a random weight is likely to consist of.
+    generator = torch.Generator().manual_seed(_NOISE_SEED)
+    noise = torch.randn((len(rows), len(cols)), generator=generator).to(rows.device)
     # The spread of both sides is their product; an entry's own residual is not fed back to it.
-    deviation = torch.outer(rows, cols).sub_(1).clamp_(min=0).div_(12).sqrt_().to(torch.float32)
-    # Drawn where every machine draws the same.
-    noise = torch.randn(deviation.shape, generator=torch.Generator().manual_seed(0))
-    return deviation.mul_(noise.to(deviation.device))
+    deviation = torch.outer(rows.to(torch.float32), cols.to(torch.float32)).sub_(1).clamp_(min=0).sqrt_()
+    return noise.mul_(deviation)
 
 
 def rounded_bits(
-    weight: torch.Tensor, inputs: InputLattice, outputs: OutputLattice, step: float, noise: torch.Tensor
+    weight: torch.Tensor, inputs: InputLattice, outputs: OutputLattice, step: float, feedback: torch.Tensor
 ) -> float:
-    """Stored bits per weight if it were rounded with these steps, and noise [r, c] in place of feedback: what the
-    allocation goes by."""
+    """Stored bits per weight if it were rounded with these steps, with noise for feedback: what the allocation goes by.
+
+    Args:
+        weight: [r, c].
+        inputs, outputs: its lattice.
+        step: the model's.
+        feedback: `feedback_noise`, [r, c].
+    """
     scale = 2.0 ** (math.log2(step) - inputs.level - outputs.level)
     rows, cols = (octave_eighths(side.exponents).to(weight.device) for side in (outputs, inputs))
     steps = weight.to(torch.float32) / (scale * rows)[:, None] / cols
-    return stored_bits(steps.add_(noise).round_().to(torch.int32))
+    # Uniform, but where steps are coarser than weights.
+    residuals = (steps - steps.round()).square_().mean().sqrt()
+    return stored_bits(steps.addcmul_(feedback, residuals).round_().to(torch.int32))
 
 
 def stored_bits(integers: torch.Tensor) -> float:

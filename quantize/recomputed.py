@@ -6,7 +6,8 @@
                     allocating the bits anew, the damping that this step asks for, both lattices, and from them the
                     loss, the errors and their worst cases
 
-Invariant: of the checkpoint only weights and recipe are read; its report never is.
+Invariant: of the checkpoint only weights and recipe are read. Of its report one thing counts: how often the damping of
+an input was quadrupled for its share of served bits. A worst case holds whatever the answer, but is larger for more.
 """
 
 import math

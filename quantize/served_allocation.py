@@ -53,10 +53,12 @@ class ServedCurve:
     Attributes:
         bits: served bits per weight.
         loss: not bits, but log2 of the loss, in units of step^2 / 12.
+        least: served bits per weight where nothing overflows.
     """
 
     bits: RateCurve
     loss: RateCurve
+    least: float
 
     def cost(self, octaves: float) -> float:
         """What loss and bits come to at a step, given by its log2; in the same units."""
@@ -84,7 +86,7 @@ def served_curves(
     """
     samples = {name: sample_rows(weight) for name, weight in weights.items()}
     targets = _targets(weights, inputs, outputs, samples)
-    size = max(float(targets.weights.to(torch.float64).square().mean().sqrt()), 1e-150)
+    size = max(float(targets.weights.to(torch.float64).square().mean().sqrt()), 1e-30)
     octaves = [math.log2(size) + GAUSSIAN_BITS - target_bits + tried for tried in _TRIED]
     found: dict[str, dict[int, ServedCurve]] = {name: {} for name in weights}
     for width in SUPPORTED_BITS:
@@ -95,12 +97,13 @@ def served_curves(
             part = slice(start, start + (rows if sampled is None else len(sampled)))
             start = part.stop
             share = rows / (part.stop - part.start)
+            least = served_overhead(rows, cols, width) / (rows * cols)
             overflow = [share * float(of_rows[part].sum()) for *_, of_rows in steps]
-            bits = [(served_overhead(rows, cols, width) + OUTLIER_BITS * some) / (rows * cols) for some in overflow]
+            bits = [least + OUTLIER_BITS * some / (rows * cols) for some in overflow]
             squares = [share * float(_squared(row[part]).sum() * _squared(column).sum()) for row, column, _ in steps]
             curves = (bits, [math.log2(square) for square in squares])
-            points = (tuple(zip(octaves, values, strict=True)) for values in curves)
-            found[name][width] = ServedCurve(*(RateCurve(rows * cols, some) for some in points))
+            of_bits, of_loss = (RateCurve(rows * cols, tuple(zip(octaves, some, strict=True))) for some in curves)
+            found[name][width] = ServedCurve(of_bits, of_loss, least)
     return found
 
 
@@ -120,6 +123,9 @@ def allocate_served(inputs: Sequence[ServedCurves], stacks: Mapping[str, str], t
         leader = next(iter(linears))
         units.setdefault(stacks.get(leader, leader), {}).update(linears)
 
+    narrowest = {name: of[SUPPORTED_BITS[0]] for unit in units.values() for name, of in unit.items()}
+    total = sum(curve.bits.weights for curve in narrowest.values())
+
     def chosen(octaves: float) -> dict[str, tuple[int, RateCurve]]:
         found = {}
         for unit in units.values():
@@ -128,14 +134,18 @@ def allocate_served(inputs: Sequence[ServedCurves], stacks: Mapping[str, str], t
         return found
 
     def average(curves: Mapping[str, tuple[int, RateCurve]], octaves: float) -> float:
-        total = sum(curve.weights for _, curve in curves.values())
         return sum(curve.weights * curve.bits(octaves) for _, curve in curves.values()) / total
 
-    points = [of[SUPPORTED_BITS[0]].bits.points for unit in units.values() for of in unit.values()]
-    low, high = min(each[0][0] for each in points), max(each[-1][0] for each in points)
-    if (least := average(chosen(high), high)) > target_bits:
-        expected = f"at least {least:.3f} bits per weight, which the coarsest steps take"
+    least = sum(curve.bits.weights * curve.least for curve in narrowest.values()) / total
+    if least > target_bits:
+        expected = f"at least {least:.3f} bits per weight, which codes of {SUPPORTED_BITS[0]} bits and scales take"
         raise NumericalError("target_bits, served", expected, f"{target_bits:g}", "Raise target_bits.")
+    low = min(curve.bits.points[0][0] for curve in narrowest.values())
+    high = max(curve.bits.points[-1][0] for curve in narrowest.values())
+    if average(chosen(high), high) > target_bits:
+        # What is fed back overflows at any step: damping will have to lower it.
+        left = target_bits - least
+        return {name: Share(2.0**high, curve.least + left, SUPPORTED_BITS[0]) for name, curve in narrowest.items()}
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
         low, high = (middle, high) if average(chosen(middle), middle) > target_bits else (low, middle)
@@ -180,16 +190,16 @@ class _Targets:
 
     Attributes:
         weights: float32 [all r, c].
-        feedback: what others' errors add where their steps are 1, float32 [all r, c].
+        feedback: what others' residuals add where their mean square is 1, float32 [all r, c].
     """
 
     weights: torch.Tensor
     feedback: torch.Tensor
 
-    def limits(self, width: int, steps: float) -> torch.Tensor:
-        """The step below which each overflows the codes of a width where others' steps are so large, in eighths of an
-        octave, float32 [all r, c]."""
-        targets = torch.add(self.weights, self.feedback, alpha=steps)
+    def limits(self, width: int, residuals: float) -> torch.Tensor:
+        """The step below which each overflows the codes of a width where others' residuals are so large, in eighths of
+        an octave, float32 [all r, c]."""
+        targets = torch.add(self.weights, self.feedback, alpha=residuals)
         return targets.abs_().div_(reach(width)).log2_().mul_(OCTAVE)
 
 
@@ -222,14 +232,19 @@ def _fit(targets: _Targets, octaves: float, width: int) -> tuple[torch.Tensor, t
         int64 [r], int64 [c]: eighths of an octave coarser than that step; int64 [r]: weights that overflow.
     """
     model = OCTAVE * octaves
+
+    def limits(rows: torch.Tensor, cols: torch.Tensor) -> torch.Tensor:
+        # Residuals are uniform in their steps.
+        mean = float(_squared(rows).mean() * _squared(cols).mean()) / 12
+        return targets.limits(width, 2.0**octaves * math.sqrt(mean))
+
     cols = torch.zeros(targets.weights.shape[1], dtype=torch.int64, device=targets.weights.device)
-    # What is fed back depends on the steps: those of rows that suit the weights alone tell how much.
+    # What is fed back depends on the steps: first on those of rows that suit the weights alone.
     rows, _ = _best(_counts_of_rows(targets.limits(width, 0.0), cols + model), cols)
-    limits = targets.limits(width, 2.0**octaves * math.sqrt(float(_squared(rows).mean())))
-    rows, overflow = _best(_counts_of_rows(limits, cols + model), cols)
+    rows, overflow = _best(_counts_of_rows(limits(rows, cols), cols + model), cols)
     for _ in range(_ROUNDS):
-        cols, _ = _best(_counts_of_columns(limits, rows + model), rows)
-        rows, overflow = _best(_counts_of_rows(limits, cols + model), cols)
+        cols, _ = _best(_counts_of_columns(limits(rows, cols), rows + model), rows)
+        rows, overflow = _best(_counts_of_rows(limits(rows, cols), cols + model), cols)
     return rows, cols, overflow
 
 

@@ -33,7 +33,7 @@ from vllm_latq.quantize.statistics_files import LayerStatistics
 from vllm_latq.quantize.stream import Stream, hessians_of
 from vllm_latq.quantize.target import Drift, measure_errors
 
-# Enough for any lattice that was seen, three times over: next to nothing is fed back then.
+# Enough for any lattice that was seen, twice over: next to nothing is fed back between inputs then.
 DAMPED_AT_MOST = 8
 
 
@@ -55,6 +55,15 @@ class _Rounded:
     record: dict[str, Any]
     tensors: dict[str, torch.Tensor]
     dequantized: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """The linears of one input on one lattice: whether all meet their shares, and the bits that they count in all."""
+
+    linears: dict[str, _Rounded]
+    feasible: bool
+    bits: float
 
 
 class WholeModelRun(StatisticsRun):
@@ -92,15 +101,17 @@ class WholeModelRun(StatisticsRun):
         weights = {name: full_weight(linears[name]) for name in group}
         members, drift = behind_prefix(self.model.moved(group), seen)
         inputs, outputs = self.model.lattices(weights, members, self.allocation[next(iter(group))].step)
-        for times in range(DAMPED_AT_MOST + 1):
-            damped = self.model.damped(inputs, members, times) if times else inputs
-            found = self._rounded(weights, members, damped, outputs, drift, anyhow=times == DAMPED_AT_MOST)
-            if found is not None:
+        found, raised = self._rounded(weights, members, inputs, outputs, drift), 0
+        for times in range(1, DAMPED_AT_MOST + 1):
+            if found.feasible:
                 break
-        assert found is not None
+            damped = self.model.damped(inputs, members, times)
+            other = self._rounded(weights, members, damped, outputs, drift)
+            if other.feasible or other.bits < found.bits:
+                found, raised = other, times
         records, tensors = {}, {}
-        for name, one in found.items():
-            note = f"damping raised {4**times}-fold for its share of the bits" if times else ""
+        for name, one in found.linears.items():
+            note = f"damping raised {4**raised}-fold for its share of the bits" if raised else ""
             records[name] = one.record | {"note": "; ".join(filter(None, (note, one.record["note"])))}
             tensors.update({f"{name}.{suffix}": tensor for suffix, tensor in one.tensors.items()})
             if one.dequantized is not None:
@@ -115,22 +126,21 @@ class WholeModelRun(StatisticsRun):
         inputs: InputLattice,
         outputs: dict[str, OutputLattice],
         drift: Drift | None,
-        anyhow: bool = False,
-    ) -> dict[str, _Rounded] | None:
-        """The linears of one input; None if one of them cannot meet its share, unless that is to be taken `anyhow`."""
+    ) -> _Attempt:
+        """The linears of one input, on one lattice."""
         inputs, outputs = self.model.fitted(weights, inputs, outputs, self.allocation[next(iter(weights))])
-        found = {}
+        found, feasible, bits = {}, True, 0.0
         for name, weight in weights.items():
             started = time.perf_counter()
             share, aim = self.allocation[name], aimed(weight, inputs, drift, self.recipe)
             result = latq(aim.target, inputs, outputs[name], share, self.recipe.without, name)
-            if not (result.feasible or anyhow):
-                return None
+            feasible = feasible and result.feasible
             record = layer_record(name, aim, result, inputs, outputs[name], members[name], self.recipe, share.width)
             tensors = {suffix: tensor.cpu() for suffix, tensor in result.weight.to_tensors().items()}
             dequantized = None if drift is None else result.dequantized
             found[name] = _Rounded(asdict(record) | {"seconds": time.perf_counter() - started}, tensors, dequantized)
-        return found
+            bits += share.spent(result.rounding.z) * weight.numel()
+        return _Attempt(found, feasible, bits)
 
 
 class BudgetRun(StatisticsRun):

@@ -36,7 +36,8 @@ class LayerReport:
         name: of the linear.
         bits: stored bits per weight, everything counted.
         served_bits: per weight, in memory while it is served by itself, or by latq with `--count served` with codes of
-            the width it shares; other linears that are served as one matrix share a width, too, and may take more.
+            the width it shares (at most: merged, a width that takes less is found at load); other linears that are
+            served as one matrix share a width, too, and may take more.
         outlier_density: share of weights in the CSR part.
         error: ||Y Q^T - X W^T||^2 summed over outputs and calibration tokens; Y are the inputs after the quantized
             prefix, X is the same, or with corrected targets the original model's inputs (`target` says what it is of

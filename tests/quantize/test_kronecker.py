@@ -78,11 +78,12 @@ def test_errors_spread_and_are_fed_back_as_predicted() -> None:
     torch.testing.assert_close(errors * 12, spread, rtol=0.5, atol=0.0)
     assert float((errors * 12 / spread).mean()) == pytest.approx(1, rel=0.02)
     assert float(fed_back.mean() * 12) == pytest.approx(float((spread - 1).mean()), rel=0.02)
-    noise = feedback_noise(outputs.spread(), inputs.spread())
-    assert noise.shape == (20, 24)
-    assert float(noise.square().mean()) == pytest.approx(float(fed_back.mean()), rel=0.3)
-    wide = feedback_noise(outputs.spread().repeat(30), inputs.spread().repeat(30)).square()
-    assert float(wide.mean()) == pytest.approx(float(fed_back.mean()), rel=0.02)
+    noise = feedback_noise(outputs.spread().repeat(30), inputs.spread().repeat(30))
+    assert noise.shape == (600, 720)
+    assert float(noise.square().mean()) == pytest.approx(float(fed_back.mean() * 12), rel=0.02)
+    # Tile by tile: each entry as much as is fed back to it.
+    of_entries = noise.reshape(30, 20, 30, 24).square().mean((0, 2))
+    torch.testing.assert_close(of_entries.double(), spread - 1, rtol=0.3, atol=0.02)
 
 
 @pytest.mark.parametrize("width", [2, 3, 8])

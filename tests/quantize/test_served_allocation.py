@@ -1,10 +1,13 @@
 """Bits in memory: counted as they are held, met by a run, and spent better than by an entropy code's steps."""
 
 import math
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from vllm_latq.checkpoint import CheckpointReader, verify
 from vllm_latq.config import SUPPORTED_BITS
@@ -13,6 +16,7 @@ from vllm_latq.merging import decode, merge
 from vllm_latq.packed_weight import OUTLIER_BITS, pack_integers, served_bits, served_overhead
 from vllm_latq.quantize.allocation import RateCurve
 from vllm_latq.quantize.budget import check_budget
+from vllm_latq.quantize.certificate import verify_certificate
 from vllm_latq.quantize.evaluate import evaluate
 from vllm_latq.quantize.latq import InputLattice, OutputLattice, Share, feedback_noise, latq
 from vllm_latq.quantize.lattice import Factor, factorize
@@ -84,12 +88,11 @@ def test_no_row_has_a_better_step(width: int) -> None:
 
 
 def test_rows_and_columns_of_zeros_can_take_what_feedback_adds() -> None:
-    exact, noise = torch.randn(64, 32).mul(3), torch.randn(64, 32).mul(0.4)
+    exact, noise = torch.randn(64, 32).mul(3), torch.randn(64, 32).mul(1.4)
     exact[:20], exact[:, 5:11] = 0, 0
     rows, cols, overflow = _fit(_Targets(exact, noise), 0.0, 3)
     steps = torch.exp2((rows[:, None] + cols) / 8)
-    # Fed back are errors of about the size that all steps have: half of a thousand fit the codes -4 to 3 there.
-    fed_back = noise * _squared(rows).mean().sqrt()
+    fed_back = noise * (_squared(rows).mean() * _squared(cols).mean() / 12).sqrt()
     assert ((fed_back[:20].abs() > 4.5 * steps[:20]).float().mean(1) < 0.1).all()
     assert ((fed_back[:, 5:11].abs() > 4.5 * steps[:, 5:11]).float().mean(0) < 0.1).all()
     # Without it they take the finest steps that there are, and it would be more than those take.
@@ -138,7 +141,8 @@ def served(shift: float) -> dict[int, ServedCurve]:
         octaves = [float(octave) for octave in range(-10, 11)]
         bits = [width + 0.1 + min(32.0, 2.0 ** (shift - octave - width)) for octave in octaves]
         loss = [math.log2(1000.0)] * len(octaves)
-        curves[width] = ServedCurve(*(RateCurve(1000, tuple(zip(octaves, part, strict=True))) for part in (bits, loss)))
+        of_bits, of_loss = (RateCurve(1000, tuple(zip(octaves, part, strict=True))) for part in (bits, loss))
+        curves[width] = ServedCurve(of_bits, of_loss, width + 0.1)
     return curves
 
 
@@ -156,6 +160,11 @@ def test_shares_average_to_the_target_and_what_is_served_together_gets_one_width
     assert allocate_served([{"q": served(3.0)}], {}, 3.9)["q"].bits == pytest.approx(3.9)
     with pytest.raises(NumericalError, match=r"target_bits, served: expected at least 2\.1"):
         allocate_served(inputs, {}, 2.0)
+
+
+def test_what_overflows_at_every_step_is_left_to_damping() -> None:
+    found = allocate_served([{"q": served(30.0), "k": served(29.0)}], {}, 2.5)
+    assert [(share.width, share.bits) for share in found.values()] == [(2, pytest.approx(2.5))] * 2
 
 
 def test_a_target_below_the_narrowest_codes_is_refused_by_shapes() -> None:
@@ -192,6 +201,66 @@ def test_where_some_targets_always_overflow_the_fewest_are_taken_and_noted() -> 
     assert 2.0**-8 <= float(found.weight.scale) <= 2.0**4
     assert found.rounding.loss <= found.rounding.bound
     assert torch.equal(found.dequantized, found.weight.dequantize())
+
+
+def changed(model: Path, to: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
+    """A copy of a model with other weights."""
+    shutil.copytree(model, to)
+    tensors = load_file(to / "model.safetensors")
+    change(tensors)
+    save_file(tensors, to / "model.safetensors", metadata={"format": "pt"})
+    return to
+
+
+def test_columns_of_zeros_do_not_overflow_by_what_others_feed_back(
+    two_blocks: Path, calibration_text: Path, tmp_path: Path
+) -> None:
+    model = changed(
+        two_blocks, tmp_path / "model", lambda some: some["model.layers.0.self_attn.o_proj.weight"][:, :250].zero_()
+    )
+    ignore = (*FEW["ignore"], "q_proj", "k_proj", "v_proj")
+    recipe = Recipe("latq", target_bits=2.45, count="served", num_samples=8, seq_len=64, ignore=ignore)
+    report = quantize_checkpoint(recipe, model, tmp_path / "out", calibration=str(calibration_text))
+    assert 2.43 < report["totals"]["served_bits_per_weight"] <= 2.45
+    # Not by damping without end.
+    assert max(layer["damping"] for layer in report["layers"]) < 1
+
+
+@pytest.mark.parametrize("count", ["stored", "served"])
+def test_a_linear_of_zeros_is_quantized(count: str, two_blocks: Path, calibration_text: Path, tmp_path: Path) -> None:
+    name = "model.layers.0.self_attn.o_proj"
+    model = changed(two_blocks, tmp_path / "model", lambda some: some[f"{name}.weight"].zero_())
+    ignore = (*FEW["ignore"], "q_proj", "k_proj", "v_proj")  # their gradients are zero
+    recipe = Recipe("latq", target_bits=2.6, count=count, num_samples=8, seq_len=64, ignore=ignore)
+    quantize_checkpoint(recipe, model, tmp_path / "out", calibration=str(calibration_text))
+    assert list(verify(tmp_path / "out")) == []
+    # On a mid-rise grid zeros are half a step.
+    weight = CheckpointReader(tmp_path / "out").weight(name).dequantize()
+    assert float(weight.abs().max()) < 1e-3
+
+
+def test_records_count_codes_of_the_width_that_is_shared(
+    two_blocks: Path, calibration_text: Path, tmp_path: Path
+) -> None:
+    def spread(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.layers.0.self_attn.q_proj.weight"][:4] *= 64
+        tensors["model.layers.0.self_attn.k_proj.weight"][:2] *= 32
+
+    model = changed(two_blocks, tmp_path / "model", spread)
+    few = {"num_samples": 8, "seq_len": 64, "ignore": FEW["ignore"], "without": ("rate-damping",)}
+    recipe = Recipe("latq", target_bits=2.7, count="served", **few)
+    quantize_checkpoint(recipe, model, tmp_path / "out", calibration=str(calibration_text))
+    reader = CheckpointReader(tmp_path / "out")
+    records = {record.name: record.served_bits for record in reader.measured()}
+    wider = 0
+    for block in range(2):
+        linears = [f"model.layers.{block}.self_attn.{part}_proj" for part in "qkv"]
+        integers = {name: reader.weight(name).integers() for name in linears}
+        possible = {width: [served_bits(z, width) / z.numel() for z in integers.values()] for width in SUPPORTED_BITS}
+        assert [pytest.approx(records[name]) for name in linears] in list(possible.values())
+        wider += sum(records[name] > served_bits(z) / z.numel() + 1e-9 for name, z in integers.items())
+    assert wider > 0
+    assert list(verify_certificate(tmp_path / "out", model, str(calibration_text), tolerance=1e-6)) == []
 
 
 @pytest.fixture(scope="module")

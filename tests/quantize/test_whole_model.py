@@ -64,6 +64,15 @@ def test_all_layers_end_with_one_step(
     assert max(octaves) - min(octaves) < 0.2
 
 
+def test_steps_do_not_run_away_at_a_bit_per_weight(mini_model: Path, calibration_text: Path, tmp_path: Path) -> None:
+    """Damping goes by the step, and the step by what is estimated to be fed back: neither drives the other up."""
+    recipe = Recipe("latq", target_bits=1.0, **(FEW | ATTENTION))
+    report = quantize_checkpoint(recipe, mini_model, tmp_path / "out", calibration=str(calibration_text))
+    assert 0.99 < report["totals"]["bits_per_weight"] <= 1.0
+    assert max(layer["damping"] for layer in report["layers"]) < 2
+    assert report["totals"]["loss"] < 0.1
+
+
 def test_linears_of_one_input_share_their_column_exponents(checkpoint: Path) -> None:
     reader = CheckpointReader(checkpoint)
     for block in range(4):
