@@ -36,7 +36,7 @@ OUTPUT_DAMPING = 0.1
 SMALLEST_GRADIENT = 1e-4
 # Rate-aware damping replaces the usual 1 %, but never falls below this, which keeps float32 safe.
 LEAST_DAMPING = 1e-4
-# More changes nothing; weights that are all zero would ask for any amount.
+# With more, hardly anything is fed back; weights that are all zero would ask for any amount.
 MOST_DAMPING = 1e6
 OCTAVE = 8  # exponents count eighths of an octave: rounding them costs 0.001 bits
 BITS_TOLERANCE = 0.005
@@ -121,14 +121,14 @@ class LatqResult:
         weight: as it is stored.
         rounding: what it consists of.
         bits: per weight, everything stored.
-        feasible: whether they are within the share, as it counts them.
+        spent: per weight, as the share counts them; more than its bits where no scale meets it.
         note: what was found where it is not the share.
     """
 
     weight: RansWeight
     rounding: TwoSided
     bits: float
-    feasible: bool
+    spent: float
     note: str
 
     @property
@@ -231,7 +231,7 @@ def latq(
     stored = RansWeight.from_integers(rounding.z, scale, *exponents, midrise=share.width is not None)
     bits = stored.storage_bits() / weight.numel()
     note = "" if found.met else f"{found.best.value:.4f} bits per weight, the nearest found to {share.bits:g}"
-    return LatqResult(stored, rounding, bits, found.feasible, note)
+    return LatqResult(stored, rounding, bits, found.best.value, note)
 
 
 def _search(
@@ -301,7 +301,7 @@ def rounded_bits(
     scale = 2.0 ** (math.log2(step) - inputs.level - outputs.level)
     rows, cols = (octave_eighths(side.exponents).to(weight.device) for side in (outputs, inputs))
     steps = weight.to(torch.float32) / (scale * rows)[:, None] / cols
-    # Uniform, but where steps are coarser than weights.
+    # Residuals are as good as uniform, but where steps are coarser than weights.
     residuals = (steps - steps.round()).square_().mean().sqrt()
     return stored_bits(steps.addcmul_(feedback, residuals).round_().to(torch.int32))
 

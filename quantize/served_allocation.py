@@ -53,7 +53,7 @@ class ServedCurve:
     Attributes:
         bits: served bits per weight.
         loss: not bits, but log2 of the loss, in units of step^2 / 12.
-        least: served bits per weight where nothing overflows.
+        least: of these bits, all but outliers.
     """
 
     bits: RateCurve
@@ -138,14 +138,15 @@ def allocate_served(inputs: Sequence[ServedCurves], stacks: Mapping[str, str], t
 
     least = sum(curve.bits.weights * curve.least for curve in narrowest.values()) / total
     if least > target_bits:
-        expected = f"at least {least:.3f} bits per weight, which codes of {SUPPORTED_BITS[0]} bits and scales take"
+        expected = f"at least {least:.3f} bits per weight, which codes of {SUPPORTED_BITS[0]} bits take"
         raise NumericalError("target_bits, served", expected, f"{target_bits:g}", "Raise target_bits.")
     low = min(curve.bits.points[0][0] for curve in narrowest.values())
     high = max(curve.bits.points[-1][0] for curve in narrowest.values())
     if average(chosen(high), high) > target_bits:
-        # What is fed back overflows at any step: damping will have to lower it.
-        left = target_bits - least
-        return {name: Share(2.0**high, curve.least + left, SUPPORTED_BITS[0]) for name, curve in narrowest.items()}
+        # As estimated, at the coarsest steps: damping will have to lower what is fed back. It goes by the step, for
+        # which that of an entropy code will do.
+        step, left = 2.0 ** (high - _TRIED[-1]), target_bits - least
+        return {name: Share(step, curve.least + left, SUPPORTED_BITS[0]) for name, curve in narrowest.items()}
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
         low, high = (middle, high) if average(chosen(middle), middle) > target_bits else (low, middle)

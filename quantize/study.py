@@ -184,7 +184,8 @@ def main() -> None:
                 try:
                     row = measure(name, recipe, options, Path(folder) / "checkpoint")
                 except (ConfigError, NumericalError) as error:
-                    # Fewer bits than scales alone take.
+                    if isinstance(error, ConfigError) and error.where != "recipe.target_bits":
+                        raise
                     print(f"{name}: {error}")
                     continue
             rows.append(row.cells())

@@ -134,12 +134,11 @@ class WholeModelRun(StatisticsRun):
             started = time.perf_counter()
             share, aim = self.allocation[name], aimed(weight, inputs, drift, self.recipe)
             result = latq(aim.target, inputs, outputs[name], share, self.recipe.without, name)
-            feasible = feasible and result.feasible
+            feasible, bits = feasible and result.spent <= share.bits, bits + result.spent * weight.numel()
             record = layer_record(name, aim, result, inputs, outputs[name], members[name], self.recipe, share.width)
             tensors = {suffix: tensor.cpu() for suffix, tensor in result.weight.to_tensors().items()}
-            dequantized = None if drift is None else result.dequantized
+            dequantized = None if self.recipe.target == "quantized" else result.dequantized
             found[name] = _Rounded(asdict(record) | {"seconds": time.perf_counter() - started}, tensors, dequantized)
-            bits += share.spent(result.rounding.z) * weight.numel()
         return _Attempt(found, feasible, bits)
 
 

@@ -26,6 +26,7 @@ from vllm_latq.quantize.served_allocation import (
     _COARSEST,
     _FINEST,
     _PRICE,
+    _TRIED,
     ServedCurve,
     _fit,
     _squared,
@@ -165,6 +166,8 @@ def test_shares_average_to_the_target_and_what_is_served_together_gets_one_width
 def test_what_overflows_at_every_step_is_left_to_damping() -> None:
     found = allocate_served([{"q": served(30.0), "k": served(29.0)}], {}, 2.5)
     assert [(share.width, share.bits) for share in found.values()] == [(2, pytest.approx(2.5))] * 2
+    # Not the coarsest that was tried, from which damping would start far too high.
+    assert {share.step for share in found.values()} == {2.0 ** (10 - _TRIED[-1])}
 
 
 def test_a_target_below_the_narrowest_codes_is_refused_by_shapes() -> None:
