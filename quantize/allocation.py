@@ -20,8 +20,8 @@ from vllm_latq.quantize.search import sample_rows
 
 _OCTAVES = (-3.0, -2.0, -1.25, -0.5, 0.25, 1.0, 2.0, 3.0)
 _BISECTIONS = 60
-# Of a model's steps, in units of the loss: float32 still divides by it.
-_SMALLEST = 1e-30
+# Root mean square of weights in units of the loss, for those that are all zero: float32 still divides by such a step.
+SMALLEST_SIZE = 1e-30
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,12 @@ class RateCurve:
 def rate_curve(weight: torch.Tensor, inputs: InputLattice, outputs: OutputLattice, target_bits: float) -> RateCurve:
     """Bits of a layer [r, c] at steps around the one at which Gaussian weights take `target_bits`."""
     energy = outputs.weights @ weight.to(torch.float64).square() @ inputs.weights / weight.numel()
-    middle = 0.5 * math.log2(max(float(energy), _SMALLEST**2)) + GAUSSIAN_BITS - target_bits
+    middle = 0.5 * math.log2(max(float(energy), SMALLEST_SIZE**2)) + GAUSSIAN_BITS - target_bits
     count, chosen, spread = weight.numel(), sample_rows(weight), outputs.spread
     if chosen is not None:
         weight, spread = weight[chosen], spread[chosen]
         outputs = OutputLattice([], outputs.exponents[chosen], outputs.level)
-    feedback = feedback_noise(spread, inputs.factor.spread())
+    feedback = feedback_noise(spread, inputs.factor.spread)
     octaves = [middle + octave for octave in _OCTAVES]
     points = [(octave, rounded_bits(weight, inputs, outputs, 2.0**octave, feedback)) for octave in octaves]
     return RateCurve(count, tuple(points))

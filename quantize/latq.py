@@ -70,7 +70,7 @@ class OutputLattice:
     @property
     def spread(self) -> torch.Tensor:
         """`Factor.spread` of the rows, float64 [r]."""
-        return torch.cat([factor.spread() for factor in self.factors])
+        return torch.cat([factor.spread for factor in self.factors])
 
     @property
     def ridge(self) -> float:

@@ -82,6 +82,7 @@ class Factor:
         identity = torch.eye(len(self.order), dtype=torch.float64, device=self.order.device)
         return torch.linalg.solve_triangular(self._propagation(), identity, upper=True, unitriangular=True)
 
+    @cached_property
     def spread(self) -> torch.Tensor:
         """How many times the loss of its own residual each entry's error would cost alone, float64 [c], original order.
 

@@ -26,7 +26,7 @@ import torch
 from vllm_latq.config import SUPPORTED_BITS
 from vllm_latq.errors import NumericalError
 from vllm_latq.packed_weight import OUTLIER_BITS, served_overhead
-from vllm_latq.quantize.allocation import RateCurve
+from vllm_latq.quantize.allocation import SMALLEST_SIZE, RateCurve
 from vllm_latq.quantize.hptq import GAUSSIAN_BITS
 from vllm_latq.quantize.kronecker import reach
 from vllm_latq.quantize.latq import OCTAVE, InputLattice, OutputLattice, Share, feedback_noise
@@ -86,7 +86,7 @@ def served_curves(
     """
     samples = {name: sample_rows(weight) for name, weight in weights.items()}
     targets = _targets(weights, inputs, outputs, samples)
-    size = max(float(targets.weights.to(torch.float64).square().mean().sqrt()), 1e-30)
+    size = max(float(targets.weights.to(torch.float64).square().mean().sqrt()), SMALLEST_SIZE)
     octaves = [math.log2(size) + GAUSSIAN_BITS - target_bits + tried for tried in _TRIED]
     found: dict[str, dict[int, ServedCurve]] = {name: {} for name in weights}
     for width in SUPPORTED_BITS:
@@ -211,7 +211,7 @@ def _targets(
     samples: Mapping[str, torch.Tensor | None],
 ) -> _Targets:
     """Of the sampled rows of the linears of one input (None: of all)."""
-    columns, column_spread = inputs.weights.sqrt(), inputs.factor.spread()
+    columns, column_spread = inputs.weights.sqrt(), inputs.factor.spread
     scaled, feedback = [], []
     for name, weight in weights.items():
         rows = slice(None) if samples[name] is None else samples[name]

@@ -46,10 +46,10 @@ def test_a_sample_of_rows_with_their_own_spread_stands_for_all() -> None:
     weight = torch.randn(2304, 48, generator=torch.Generator().manual_seed(0))
     weight[1152:] *= 0.2
     octave, bits = rate_curve(weight, inputs, outputs, 2.0).points[4]
-    feedback = feedback_noise(outputs.spread, inputs.factor.spread())
+    feedback = feedback_noise(outputs.spread, inputs.factor.spread)
     whole = rounded_bits(weight, inputs, outputs, 2.0**octave, feedback)
     assert bits == pytest.approx(whole, abs=0.12)
-    feedback[1152:] = feedback_noise(torch.ones(1152), inputs.factor.spread())
+    feedback[1152:] = feedback_noise(torch.ones(1152), inputs.factor.spread)
     assert rounded_bits(weight, inputs, outputs, 2.0**octave, feedback) < whole - 0.25
 
 

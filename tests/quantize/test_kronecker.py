@@ -72,13 +72,13 @@ def test_errors_spread_and_are_fed_back_as_predicted() -> None:
         residual[outputs.order[:, None], inputs.order] = left.T @ missed[outputs.order][:, inputs.order] @ right
         errors += (missed / torch.outer(rows, cols)).square() / 300
         fed_back += ((residual - missed) / torch.outer(rows, cols)).square() / 300
-    spread = torch.outer(outputs.spread(), inputs.spread())
+    spread = torch.outer(outputs.spread, inputs.spread)
     assert spread.min() == pytest.approx(1.0)
     assert spread.max() > 10
     torch.testing.assert_close(errors * 12, spread, rtol=0.5, atol=0.0)
     assert float((errors * 12 / spread).mean()) == pytest.approx(1, rel=0.02)
     assert float(fed_back.mean() * 12) == pytest.approx(float((spread - 1).mean()), rel=0.02)
-    noise = feedback_noise(outputs.spread().repeat(30), inputs.spread().repeat(30))
+    noise = feedback_noise(outputs.spread.repeat(30), inputs.spread.repeat(30))
     assert noise.shape == (600, 720)
     assert float(noise.square().mean()) == pytest.approx(float(fed_back.mean() * 12), rel=0.02)
     # Tile by tile: each entry as much as is fed back to it.

@@ -114,7 +114,7 @@ def test_fitted_exponents_are_steps_times_what_was_fitted() -> None:
     share = Share(2.0**-3, 3.5, 3)
     moved, fitted = served_lattices({"a": weight}, inputs, {"a": outputs}, share)
     exact = weight * outputs.weights.sqrt().float()[:, None] * inputs.weights.sqrt().float()
-    noise = feedback_noise(outputs.factors[0].spread(), inputs.factor.spread())
+    noise = feedback_noise(outputs.factors[0].spread, inputs.factor.spread)
     rows, cols, _ = _fit(_Targets(exact, noise), -3.0, 3)
     for before, after, eighths in ((inputs, moved, cols), (outputs, fitted["a"], rows)):
         steps = [side.exponents.to(torch.float64) / 8 - side.level for side in (before, after)]
@@ -129,7 +129,7 @@ def test_a_sample_of_rows_stands_for_all() -> None:
     )
     curve = served_curves({"a": weight}, inputs, {"a": outputs}, 2.0)["a"][3].bits
     octave, bits = next(point for point in curve.points if point[1] > 3.7)
-    noise = feedback_noise(outputs.spread, inputs.factor.spread())
+    noise = feedback_noise(outputs.spread, inputs.factor.spread)
     *_, overflow = _fit(_Targets(weight, noise), octave, 3)
     whole = (served_overhead(2304, 64, 3) + OUTLIER_BITS * int(overflow.sum())) / weight.numel()
     assert bits == pytest.approx(whole, rel=0.05)

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,19 +19,26 @@ def test_rows_are_valid_and_distinct(bits):
     assert {recipe.method for _, recipe in rows} == expected
 
 
+@pytest.fixture
+def run_study(
+    mini_model: Path, calibration_text: Path, evaluation_text: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., None]:
+    """The command, with further arguments, on little text."""
+
+    def run(*arguments: str) -> None:
+        texts = ["--calibration", str(calibration_text), "--text", str(evaluation_text), "--max-windows", "2"]
+        small = ["--num-samples", "2", "--seq-len", "32"]
+        monkeypatch.setattr(sys, "argv", ["study", str(mini_model), *texts, *small, *arguments])
+        study.main()
+
+    return run
+
+
 def test_a_row_is_measured_and_written(
-    mini_model: Path,
-    calibration_text: Path,
-    evaluation_text: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-):
-    texts = ["--calibration", str(calibration_text), "--text", str(evaluation_text), "--max-windows", "2"]
-    small = ["--bits", "2", "3", "--only", "rtn", "--num-samples", "2", "--seq-len", "32"]
+    run_study: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     output = tmp_path / "rows.json"
-    monkeypatch.setattr(sys, "argv", ["study", str(mini_model), *texts, *small, "-o", str(output)])
-    study.main()
+    run_study("--bits", "2", "3", "--only", "rtn", "-o", str(output))
     two, three = json.loads(output.read_text())
     assert (two["about_bits"], three["about_bits"]) == (2, 3)
     assert two["bits"] == pytest.approx(2.126, abs=1e-3)
@@ -42,17 +50,10 @@ def test_a_row_is_measured_and_written(
 
 
 def test_a_row_that_cannot_be_had_does_not_end_the_study(
-    mini_model: Path,
-    calibration_text: Path,
-    evaluation_text: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-):
+    run_study: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
     """Of 2 bits in memory scales leave none for codes."""
-    texts = ["--calibration", str(calibration_text), "--text", str(evaluation_text), "--max-windows", "2"]
-    small = ["--bits", "1.5", "--only", "latq, half*", "hrtn", "--num-samples", "2", "--seq-len", "32"]
-    monkeypatch.setattr(sys, "argv", ["study", str(mini_model), *texts, *small])
-    study.main()
+    run_study("--bits", "1.5", "--only", "latq, half*", "hrtn")
     out = capsys.readouterr().out
     assert "latq, half a bit more in memory: recipe.target_bits: expected more than" in out
     assert out.splitlines()[-1].startswith("| hrtn |")
