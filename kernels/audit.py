@@ -18,7 +18,7 @@ from triton.compiler import ASTSource
 
 from vllm_latq.kernels.chunks import LANES
 from vllm_latq.kernels.configs import COMPILER, REGIMES, SIMT, TABLE, DecodeConfig, decode_config, max_decode_rows
-from vllm_latq.kernels.dequantize import SLICE_SLOTS, dequantize_tiles, scatter_outliers
+from vllm_latq.kernels.dequantize import SLICE_SLOTS, dequantize_tiles, scatter_outliers, write_beyond
 from vllm_latq.kernels.errors import require
 from vllm_latq.kernels.grouped import ssqr_grouped
 from vllm_latq.kernels.huffman import huffman_chunks
@@ -116,10 +116,11 @@ def tensor_core_values(
     outliers: bool = True,
     asm: bool = True,
     midrise: bool = False,
+    beyond: bool = False,
 ) -> dict[str, Any]:
     """Compile-time arguments of the tensor-core kernel, with split-K."""
     transposed = outliers and config.max_rows > 8
-    values = constants(bits, group_size, config, config.max_rows if outliers else 0, transposed, True)
+    values = constants(bits, group_size, config, config.max_rows if outliers else 0, transposed, beyond, True)
     fixed = {"EVEN_K": True, "HAS_FLAT_SCALES": False, "HAS_ROW_SCALES": False, "UPCAST": False}
     return values | fixed | {"ASM": asm, "MIDRISE": midrise}
 
@@ -133,9 +134,11 @@ def audit_tensor_core(
     activations: str = "*bf16",
     midrise: bool = False,
     grouped: bool = False,
+    beyond: bool = False,
 ) -> Audit:
-    """One configuration of the tensor-core kernel, with split-K; `grouped` for routed experts."""
-    values = tensor_core_values(bits, config, group_size, outliers, midrise=midrise)
+    """One configuration of the tensor-core kernel, with split-K; `grouped` for routed experts, `beyond` for coded
+    weights, whose entries hold two outliers."""
+    values = tensor_core_values(bits, config, group_size, outliers, midrise=midrise, beyond=beyond)
     weights, kernel = config.block_n * 256, ssqr_grouped if grouped else ssqr_tensor_core
     return _audit(kernel, arch, bits, config.max_rows, weights, values, config.num_warps, activations)
 
@@ -145,7 +148,7 @@ def audit_simt(arch: str, bits: int, config: DecodeConfig = SIMT, rows: int = 1)
     values = {
         "BITS": bits, "GROUP": 128, "BLOCK_N": config.block_n, "ROWS": rows, "STAGES": config.stages, "OUTLIERS": True,
         "SLOTS": config.slots, "SPLIT": True, "HAS_FLAT_SCALES": False, "HAS_ROW_SCALES": False, "ASM": True,
-        "MIDRISE": False,
+        "MIDRISE": False, "BEYOND": False,
     }  # fmt: skip
     return _audit(ssqr_simt, arch, bits, rows, config.block_n * 256, values, config.num_warps)
 
@@ -159,6 +162,8 @@ def audit_dequantize(arch: str, bits: int) -> Audit:
 def audit_load_time(arch: str) -> Iterator[Audit]:
     """The kernels that handle no packed codes: outliers into dense weights, and entropy decoding."""
     yield _audit(scatter_outliers, arch, 0, 0, 16 * SLICE_SLOTS, {"HAS_ROW_SCALES": False, "SLOTS": SLICE_SLOTS}, 4)
+    values = {"BITS": 3, "MIDRISE": True, "HAS_ROW_SCALES": True, "SLOTS": SLICE_SLOTS}
+    yield _audit(write_beyond, arch, 0, 0, 16 * SLICE_SLOTS, values, 4)
     yield _audit(huffman_chunks, arch, 0, 0, LANES, {"LANES": LANES}, 1)
     yield _audit(rans_chunks, arch, 0, 0, LANES, {"LANES": LANES}, 1)
 

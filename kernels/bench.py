@@ -1,4 +1,4 @@
-"""The benchmark: `python -m vllm_latq.kernels.bench [--quick] [--experts] [--tune]`. Correctness, then time, on a GPU.
+"""The benchmark, on a GPU: `python -m vllm_latq.kernels.bench [--quick] [--coded] [--experts] [--tune]`.
 
 Every product is compared with float64 before it is timed; one that is wrong is printed as FAILED, has no time, and
 makes the command fail. bf16 matmul, a plain device copy (the roofline) and the peers that are installed run in the same
@@ -39,7 +39,10 @@ QUICK: dict[str, Any] = {
 def table_row(result: Result) -> str:
     """One line of the printed Markdown table."""
     case, timing = result.case, result.timing
-    head = f"| {case.rows}x{case.cols} | {case.bits} | {100 * case.outlier_rate:g}% | {case.m} | {result.kernel} "
+    coded = " coded" if case.coded else ""
+    head = (
+        f"| {case.rows}x{case.cols} | {case.bits}{coded} | {100 * case.outlier_rate:g}% | {case.m} | {result.kernel} "
+    )
     if result.reason:
         return head + f"| not measured: {result.reason.replace('|', '/')} | | | |"
     if timing is None:
@@ -99,6 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--quick", action="store_true", help="three shapes, six numbers of rows: a first look")
     what.add_argument("--experts", action="store_true", help="layers of routed experts instead of linears")
+    parser.add_argument("--coded", action="store_true", help="linears as hptq and latq have them once decoded")
     parser.add_argument("--bits", nargs="+", type=int, choices=BITS, help="these widths only")
     parser.add_argument(
         "--tune",
@@ -110,6 +114,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no other row after so many")
     parser.add_argument("--out", type=Path, help="JSON file (default: results/ beside this file)")
     options = parser.parse_args(arguments)
+    if options.coded and (options.experts or options.tune is not None):
+        parser.error("--coded is for linears")
     try:
         device = require_gpu()
     except KernelInputError as error:
@@ -122,6 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"{facts['device']}, torch {facts['torch']}, triton {facts['triton']}; plain copy {rate:.0f} GB/s\n")
     name = facts["device"].replace(" ", "-").lower()
     name += "-experts" if options.experts else "-quick" if options.quick else ""
+    name += "-coded" if options.coded else ""
     name += f"-{'-'.join(map(str, options.bits))}bits" if options.bits else ""
     path = options.out or RESULTS / f"{name}.json"
     choice: dict[str, Any] = {"bits": tuple(options.bits)} if options.bits else {}
@@ -129,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         bench, cases = ExpertBench(device, time_graph, cache_bytes(device), rate, {}), expert_cases(**choice)
     else:
         bench = Bench(device, time_graph, cache_bytes(device), rate, peers.installed())
-        cases = all_cases(**(QUICK if options.quick else {}) | choice)
+        cases = all_cases(**(QUICK if options.quick else {}) | choice, coded=options.coded)
     sys.exit(min(1, report(bench, cases, facts, path, options.minutes)))
 
 

@@ -27,7 +27,7 @@ class DecodeConfig:
         bias_dot: remove the bias by a small extra dot (few rows) or on the unpacked floats (many rows).
         paired: take the columns in an order that fills neighbouring registers by one load (`unpack.paired_words`); not
             for Hopper's warp-group instruction, which reads activations from shared memory.
-        slots: outlier slots a program reads at once.
+        slots: outliers of a row that a program reads at once, at least where a slot holds two.
         min_group: the smallest groups that it serves, of 8-bit codes twice as large ones: scales take registers.
         programs_per_processor: most programs that are to run on a multiprocessor at once; its registers must hold them.
         shared_kb: shared memory of a multiprocessor, which may hold fewer of them.
@@ -76,6 +76,10 @@ class DecodeConfig:
     def piece(self) -> int:
         """Columns of x^T that a program writes at once: 16 values a thread; more would take registers from the loop."""
         return 16 * 32 * self.num_warps // self.max_rows
+
+    def slots_of(self, beyond: bool) -> int:
+        """Outlier slots that a program reads at once, if their entries are of that form, with two outliers, or not."""
+        return max(1, self.slots // 2) if beyond else self.slots
 
     def stages_for(self, bits: int) -> int:
         """`stages`, or 2 where 8-bit codes would not leave room in the 99 KB of shared memory of sm_86 and sm_89."""

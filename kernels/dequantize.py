@@ -1,7 +1,8 @@
 """Prefill: tile words -> a dense chunk of W in bf16 or fp16, for the library's matmul.
 
-Two launches per chunk: every code times its scale, rounded once; then every outlier added at its place. The chunk is
-bounded, so a layer of any size needs the same scratch and the dense weights stay in or near the L2 cache.
+Two launches per chunk: every code times its scale, rounded once; then every outlier at its place: a value is added, an
+integer beyond the grid is written anew, rounded once. The chunk is bounded, so a layer of any size needs the same
+scratch and the dense weights stay in or near the L2 cache.
 """
 
 import torch
@@ -11,6 +12,7 @@ import triton.language as tl
 from vllm_latq.kernels.configs import COMPILER
 from vllm_latq.kernels.fields import field_segment, planes_of, segment_count, words_of
 from vllm_latq.kernels.layout import ROW_BLOCK
+from vllm_latq.kernels.outlier_tile import first_outlier, second_outlier
 from vllm_latq.kernels.outliers import SLICE_ROWS
 from vllm_latq.kernels.tiles import load_planes, plane
 from vllm_latq.kernels.weight import KernelWeight
@@ -77,7 +79,7 @@ def scatter_outliers(
 ):  # fmt: skip
     """Grid (slices of the chunk,). Adds the outliers of 16 rows to w [chunk rows, K].
 
-    A row's entries are sorted by column, and at most three share one (`outliers.coordinates`): the first adds all.
+    A row's entries are sorted by column, and at most three share one (`entries.coordinates`): the first adds all.
     """
     s = first_slice + tl.program_id(0)
     lane = tl.arange(0, 16)
@@ -105,6 +107,56 @@ def scatter_outliers(
         tl.store(out, (base + value * factor[None, :]).to(w_ptr.dtype.element_ty), mask=first)
 
 
+@triton.jit
+def load_first(at, slot, count):
+    """Column and value of the first outlier of each row's entry in a slot; zero behind its last."""
+    return first_outlier(tl.load(at + slot * 16, mask=(slot >= 0) & (slot < count), other=0), True)
+
+
+@triton.jit
+def store_beyond(w_ptr, beyond, factor, mask, BITS: tl.constexpr, MIDRISE: tl.constexpr):
+    """Weights so far beyond the grid, times their rows' factor, rounded once."""
+    end = tl.where(beyond < 0, -(1 << (BITS - 1)), (1 << (BITS - 1)) - 1).to(tl.float32)
+    value = (end + beyond + (0.5 if MIDRISE else 0.0)) * factor
+    tl.store(w_ptr, value.to(w_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=("first_slice", "first_row", "K"))
+def write_beyond(
+    entry_ptr, slice_ptr, order_ptr, row_scale_ptr, w_ptr, first_slice, first_row, K, BITS: tl.constexpr,
+    MIDRISE: tl.constexpr, HAS_ROW_SCALES: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """Grid (slices of the chunk,). Writes the weights of 16 rows that lie beyond the grid into w [chunk rows, K].
+
+    An integer of several entries is the first outlier of each, one after the other: the first of these adds them.
+    """
+    s = first_slice + tl.program_id(0)
+    lane = tl.arange(0, 16)
+    begin = tl.load(slice_ptr + s)
+    count = tl.load(slice_ptr + s + 1) - begin
+    row = (tl.load(order_ptr + s * 16 + lane) - first_row).to(tl.int64)
+    factor = tl.full((16,), 1.0, tl.float32)
+    if HAS_ROW_SCALES:
+        factor = tl.load(row_scale_ptr + s * 16 + lane)
+    at = entry_ptr + begin.to(tl.int64) * 16 + lane[None, :]
+    out = w_ptr + row[None, :] * K
+    for start in range(0, count, SLOTS):
+        slot = start + tl.arange(0, SLOTS)[:, None]
+        entry = tl.load(at + slot * 16, mask=slot < count, other=0)
+        col, beyond = first_outlier(entry, True)
+        second, other = second_outlier(entry, col)
+        store_beyond(out + second, other, factor[None, :], other != 0, BITS, MIDRISE)
+        before, _ = load_first(at, slot - 1, count)
+        begins = (beyond != 0) & ((slot == 0) | (before != col))
+        goes_on = begins
+        while tl.max(goes_on.to(tl.int32)) > 0:
+            slot += 1
+            following, part = load_first(at, slot, count)
+            goes_on = goes_on & (part != 0) & (following == col)
+            beyond += tl.where(goes_on, part, 0.0)
+        store_beyond(out + col, beyond, factor[None, :], begins, BITS, MIDRISE)
+
+
 def launch_dequantize(weight: KernelWeight, w: torch.Tensor, first_block: int, blocks: int) -> None:
     """Write rows first_block * 64 .. of the dense weight. Allocates nothing.
 
@@ -120,11 +172,14 @@ def launch_dequantize(weight: KernelWeight, w: torch.Tensor, first_block: int, b
         HAS_ROW_SCALES=weight.row_scales is not None, num_warps=4, **COMPILER,
     )  # fmt: skip
     if weight.entries is not None:
-        per_block = ROW_BLOCK // SLICE_ROWS
-        scatter_outliers[(blocks * per_block,)](
-            weight.entries, weight.slice_ptr, weight.order, weight.row_scales, w, first_block * per_block, first_row,
-            weight.cols, HAS_ROW_SCALES=weight.row_scales is not None, SLOTS=SLICE_SLOTS, num_warps=4, **COMPILER,
-        )  # fmt: skip
+        first_slice = first_block * (ROW_BLOCK // SLICE_ROWS)
+        grid = (blocks * (ROW_BLOCK // SLICE_ROWS),)
+        slices = (weight.entries, weight.slice_ptr, weight.order, weight.row_scales)
+        named = {"HAS_ROW_SCALES": weight.row_scales is not None, "SLOTS": SLICE_SLOTS, "num_warps": 4, **COMPILER}
+        if weight.beyond:
+            named |= {"BITS": weight.bits, "MIDRISE": weight.midrise}
+        kernel = write_beyond if weight.beyond else scatter_outliers
+        kernel[grid](*slices, w, first_slice, first_row, weight.cols, **named)
 
 
 def chunk_blocks(weight: KernelWeight, dtype: torch.dtype) -> int:
@@ -135,7 +190,7 @@ def chunk_blocks(weight: KernelWeight, dtype: torch.dtype) -> int:
 def dequantize(weight: KernelWeight, dtype: torch.dtype) -> torch.Tensor:
     """The whole dense weight [rows, cols], each element rounded once to `dtype`; for inspection and tests.
 
-    Where an outlier sits on a code that is not worth zero, as on every one of a mid-rise grid, it is rounded twice.
+    Where the value of an outlier is added to a code that is not worth zero, as on a mid-rise grid, it is rounded twice.
     """
     w = torch.empty(weight.rows, weight.cols, dtype=dtype, device=weight.words.device)
     with torch.cuda.device_of(w):

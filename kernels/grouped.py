@@ -97,9 +97,9 @@ def ssqr_grouped(
     partial_ptr, ticket_ptr, y_ptr, M, N, K, stride_xm, supers, supers_per_part, writers,
     BITS: tl.constexpr, GROUP: tl.constexpr, MIDRISE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
     STAGES: tl.constexpr, BIAS_DOT: tl.constexpr, BIAS_ROWS: tl.constexpr, PAIRED: tl.constexpr,
-    OUTLIER_ROWS: tl.constexpr, SLOTS: tl.constexpr, TRANSPOSED: tl.constexpr, PIECE: tl.constexpr, SPLIT: tl.constexpr,
-    EVEN_K: tl.constexpr, HAS_FLAT_SCALES: tl.constexpr, HAS_ROW_SCALES: tl.constexpr, ASM: tl.constexpr,
-    UPCAST: tl.constexpr,
+    OUTLIER_ROWS: tl.constexpr, SLOTS: tl.constexpr, TRANSPOSED: tl.constexpr, BEYOND: tl.constexpr,
+    PIECE: tl.constexpr, SPLIT: tl.constexpr, EVEN_K: tl.constexpr, HAS_FLAT_SCALES: tl.constexpr,
+    HAS_ROW_SCALES: tl.constexpr, ASM: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Grid (padded rows / BLOCK_N, parts, batches): `ssqr_tensor_core` on the rows of one batch, its own M of them."""
     M = tl.load(live_ptr + tl.program_id(2))
@@ -128,7 +128,7 @@ def ssqr_grouped(
         order_ptr + expert * padded, entry_ptr, slice_ptr, xt_ptr, fours_ptr, partial_ptr,
         ticket_ptr + batch * ticket_stride, y_ptr + begin * N, M, N, K, stride_xm, supers, supers_per_part,
         writers, BITS, GROUP, MIDRISE, BLOCK_N, BLOCK_M, STAGES, BIAS_DOT, BIAS_ROWS, PAIRED, OUTLIER_ROWS, SLOTS,
-        TRANSPOSED, PIECE, SPLIT, EVEN_K, HAS_FLAT_SCALES, HAS_ROW_SCALES, ASM, UPCAST,
+        TRANSPOSED, BEYOND, PIECE, SPLIT, EVEN_K, HAS_FLAT_SCALES, HAS_ROW_SCALES, ASM, UPCAST,
     )  # fmt: skip
 
 

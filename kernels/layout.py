@@ -11,6 +11,7 @@ Within a row block the rows may be permuted (`order`, see `outliers.py`); paddin
 
 import torch
 
+from vllm_latq.kernels.entries import Integers
 from vllm_latq.kernels.errors import require
 from vllm_latq.kernels.fields import SUPERBLOCK, SUPPORTED_BITS, SUPPORTED_GROUPS, Segment, planes, storage, words
 
@@ -106,12 +107,15 @@ def untile_codes(tiles: torch.Tensor, bits: int) -> torch.Tensor:
     return codes
 
 
-def tile_weight(qweight: torch.Tensor, bits: int, cols: int, order: torch.Tensor) -> torch.Tensor:
+def tile_weight(
+    qweight: torch.Tensor, bits: int, cols: int, order: torch.Tensor, beyond: Integers | None = None
+) -> torch.Tensor:
     """Checkpoint words -> tile words.
 
     Args:
         qweight: int32 [rows, ceil(cols * bits / 32)].
         order: int64 [padded rows], the checkpoint row held by each tile row; rows or more means padding.
+        beyond: integers that get the nearest end of the grid for a code.
 
     Returns:
         int32 [row blocks, superblocks, planes, ROW_BLOCK, words].
@@ -119,11 +123,18 @@ def tile_weight(qweight: torch.Tensor, bits: int, cols: int, order: torch.Tensor
     rows, zero_point = qweight.shape[0], 1 << (bits - 1)
     supers = superblocks(cols)
     tiles = []
+    if beyond is not None:
+        tile_row = torch.empty_like(order)
+        tile_row[order] = torch.arange(order.numel(), device=order.device)
+        places, ends = tile_row[beyond.row], ((beyond.z > 0) * (2 * zero_point - 1)).to(torch.uint8)
     step = max(1, _CHUNK_CODES // (supers * SUPERBLOCK * ROW_BLOCK)) * ROW_BLOCK
-    for part in order.split(step):
+    for start, part in zip(range(0, order.numel(), step), order.split(step), strict=True):
         codes = torch.full((part.numel(), supers * SUPERBLOCK), zero_point, dtype=torch.uint8, device=qweight.device)
         real = part < rows
         codes[real, :cols] = stream_to_codes(qweight[part[real]], bits, cols)
+        if beyond is not None:
+            here = (places >= start) & (places < start + step)
+            codes[places[here] - start, beyond.col[here]] = ends[here]
         tiles.append(tile_codes(codes, bits))
     return torch.cat(tiles)
 

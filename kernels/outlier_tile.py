@@ -93,33 +93,65 @@ def outlier_places(slice_ptr, tile, M, BLOCK_N: tl.constexpr, ROWS: tl.constexpr
 @triton.jit
 def outlier_tile(
     x_ptr, stride_xm, entry_ptr, entries, at, count, longest, part, parts, M, BLOCK_N: tl.constexpr,
-    ROWS: tl.constexpr, SLOTS: tl.constexpr, TRANSPOSED: tl.constexpr, HALF: tl.constexpr,
+    ROWS: tl.constexpr, SLOTS: tl.constexpr, TRANSPOSED: tl.constexpr, BEYOND: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """float32 [BLOCK_N, ROWS]: this part's outliers of a row tile times x. Parts take turns of SLOTS slots.
 
     entries: of the first turn, from `load_slots`; at, count: from `outlier_places`; longest: from `longest_slice`.
     Not TRANSPOSED: a lane has all activation rows of a weight row, and gathers x one by one. TRANSPOSED: it has four of
     them, and x_ptr is x^T [K, ROWS] as int64 [K, ROWS / 4].
-    HALF: x is fp16 instead of bf16.
+    BEYOND: entries are of that form, of two outliers each (`entries.py`); HALF: x is fp16 instead of bf16.
     """
     if TRANSPOSED:
         LANES: tl.constexpr = ROWS // 4  # of a weight row
-        fours = tl.arange(0, LANES)[None, :]
         sums = repeated(tl.zeros((BLOCK_N, LANES), tl.float32), 4)
     else:
         sums = repeated(tl.zeros((BLOCK_N,), tl.float32), ROWS)
     for slot in range(part * SLOTS, longest, parts * SLOTS):
         ahead = load_slots(entry_ptr, at, count, slot + parts * SLOTS, SLOTS)
         for u in tl.static_range(SLOTS):
-            value = (entries[u] & -65536).to(tl.float32, bitcast=True)  # bf16 bits are the high half of float32's
-            col = entries[u] & 0xFFFF
             # Behind the last slot of a row value and column are zero, which x has, so no lane needs a mask of its own.
-            if TRANSPOSED:
-                sums = add_four(sums, value, tl.load(x_ptr + (col * LANES | fours)), HALF)
-            else:
-                sums = add_gathered(sums, value, x_ptr + col, stride_xm, M, ROWS)
+            col, value = first_outlier(entries[u], BEYOND)
+            sums = add_outlier(sums, value, col, x_ptr, stride_xm, M, ROWS, TRANSPOSED, HALF)
+            if BEYOND:
+                col, value = second_outlier(entries[u], col)
+                sums = add_outlier(sums, value, col, x_ptr, stride_xm, M, ROWS, TRANSPOSED, HALF)
         entries = ahead
     return tl.reshape(joined(sums, 0, 1, len(sums)), (BLOCK_N, ROWS))
+
+
+@triton.jit
+def first_outlier(entry, BEYOND: tl.constexpr):
+    """Column, int32, and value, float32, of an entry, or of the first of its two."""
+    if BEYOND:
+        # Its digit, in bits 8 to 11, becomes the last of a float between 2^15 and 2^16: 2^15 + 8 more than it is.
+        digit = ((entry & 0xF00) ^ 0x47000800).to(tl.float32, bitcast=True) - 32776.0
+        # Alone, it is multiplied by a power of 4: twice bits 12 to 15 are added to the float's exponent.
+        power = tl.where((entry & 0xFF) == 0, (entry & 0xF000) << 12, 0)
+        value = (digit.to(tl.int32, bitcast=True) + power).to(tl.float32, bitcast=True)
+        return (entry.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), value
+    else:
+        return entry & 0xFFFF, (entry & -65536).to(tl.float32, bitcast=True)  # bf16 is the high half of float32
+
+
+@triton.jit
+def second_outlier(entry, col):
+    """The same of the second of its two, zero if there is none; col: of the first."""
+    # In bits 12 to 15, so of a float between 2^11 and 2^12.
+    digit = ((entry & 0xF000) ^ 0x45008000).to(tl.float32, bitcast=True) - 2056.0
+    return col + (entry & 0xFF), tl.where((entry & 0xFF) == 0, 0.0, digit)
+
+
+@triton.jit
+def add_outlier(
+    sums, value, col, x_ptr, stride_xm, M, ROWS: tl.constexpr, TRANSPOSED: tl.constexpr, HALF: tl.constexpr
+):
+    """Each sum plus value times x in column col; arguments as of `outlier_tile`."""
+    if TRANSPOSED:
+        fours = tl.arange(0, ROWS // 4)[None, :]
+        return add_four(sums, value, tl.load(x_ptr + (col * (ROWS // 4) | fours)), HALF)
+    else:
+        return add_gathered(sums, value, x_ptr + col, stride_xm, M, ROWS)
 
 
 @triton.jit

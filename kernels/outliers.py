@@ -1,9 +1,9 @@
 """Outlier storage for the kernels: 16-row slices, stored column-major, balanced by sorting rows inside a row block.
 
-One entry is one int32: the bf16 value in the high half, the column in the low half. Row block b (64 rows) owns slices
-4b..4b+3; slice s owns slots slice_ptr[s]..slice_ptr[s+1], and slot t holds one entry of each of its 16 rows:
+Row block b (64 rows) owns slices 4b..4b+3; slice s owns slots slice_ptr[s]..slice_ptr[s+1], and slot t holds one entry
+of each of its 16 rows:
 
-    entries int32 [slots, 16]:   slot t    r0 r1 r2 ... r15      short rows are padded with entry 0 (value 0, column 0)
+    entries int32 [slots, 16]:   slot t    r0 r1 r2 ... r15      short rows are padded with entry 0 (nothing, column 0)
                                  slot t+1  r0 r1 r2 ... r15
 
 Rows of a block are sorted by their count, longest first, so the rows of a slice are about equally long: little padding,
@@ -14,21 +14,12 @@ from dataclasses import dataclass
 
 import torch
 
+from vllm_latq.kernels.entries import MAX_COLUMNS, Entries
 from vllm_latq.kernels.errors import require
 from vllm_latq.kernels.layout import ROW_BLOCK
 
 SLICE_ROWS = 16
-MAX_COLUMNS = 1 << 16
 _BUCKETS_PER_OCTAVE = 8
-
-
-@dataclass(frozen=True)
-class Coordinates:
-    """Outliers sorted by row, then column. row, col: int64 [n]; value: bfloat16 [n]."""
-
-    row: torch.Tensor
-    col: torch.Tensor
-    value: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -63,39 +54,11 @@ def check_csr(row_ptr: torch.Tensor, col_idx: torch.Tensor, values: torch.Tensor
         require(int(low) >= 0 and int(high) < cols, "col_idx", f"columns in [0, {cols})", f"{int(low)}..{int(high)}")
 
 
-def coordinates(row_ptr: torch.Tensor, col_idx: torch.Tensor, values: torch.Tensor, cols: int) -> Coordinates:
-    """CSR -> sorted coordinates with bf16 values, exactly.
-
-    Entries of one (row, column) are summed in float64 first. A value with more than the 8 significant bits of bf16 (an
-    overflowing HPTQ integer above 256) becomes two or three entries that add up to it.
-    """
-    rows = torch.arange(row_ptr.numel() - 1, device=row_ptr.device)
-    row = torch.repeat_interleave(rows, row_ptr.diff().to(torch.int64), output_size=col_idx.numel())
-    place, inverse = torch.unique(row * cols + col_idx.to(torch.int64), return_inverse=True)
-    rest = torch.zeros(place.numel(), dtype=torch.float64, device=values.device)
-    rest.index_add_(0, inverse, values.to(torch.float64))
-    places, parts = [], []
-    for _ in range(3):
-        part = rest.to(torch.bfloat16)
-        places.append(place)
-        parts.append(part)
-        keep = rest != part.to(torch.float64)
-        place, rest = place[keep], (rest - part.to(torch.float64))[keep]
-        if not place.numel():
-            break
-    require(not place.numel(), "outlier values", "at most 24 significant bits", "a value with more",
-            "Store outliers as bfloat16, or as float32 integers.")  # fmt: skip
-    at, value = torch.cat(places), torch.cat(parts)
-    by_place = torch.argsort(at, stable=True)
-    at = at[by_place]
-    return Coordinates(at // cols, at % cols, value[by_place])
-
-
 def row_order(counts: torch.Tensor, padded: int) -> torch.Tensor:
-    """Checkpoint row of each tile row: within each row block, rows with more outliers first.
+    """Checkpoint row of each tile row: within each row block, rows with more entries first.
 
     Args:
-        counts: int64 [rows], outliers per row.
+        counts: int64 [rows], entries per row.
         padded: rows after padding; padding rows keep their own index, at or above `rows`.
 
     Returns:
@@ -107,38 +70,36 @@ def row_order(counts: torch.Tensor, padded: int) -> torch.Tensor:
     return (within + torch.arange(0, padded, ROW_BLOCK, device=counts.device)[:, None]).flatten()
 
 
-def slice_entries(points: Coordinates, order: torch.Tensor) -> OutlierSlices:
-    """Lay sorted coordinates out in slices.
+def slice_entries(entries: Entries, order: torch.Tensor) -> OutlierSlices:
+    """Lay entries out in slices.
 
     Args:
-        points: sorted by row, then column.
+        entries: sorted by row, and in it by column.
         order: int64 [padded rows], checkpoint row of each tile row.
     """
     padded, device = order.numel(), order.device
     tile_row = torch.empty_like(order)
     tile_row[order] = torch.arange(padded, device=device)
-    counts = torch.bincount(points.row, minlength=padded)
+    counts = torch.bincount(entries.row, minlength=padded)
     longest = counts[order].view(-1, SLICE_ROWS).amax(1)
     slice_ptr = torch.zeros(longest.numel() + 1, dtype=torch.int64, device=device)
     slice_ptr[1:] = longest.cumsum(0)
     first = counts.cumsum(0) - counts
-    nth_in_row = torch.arange(points.row.numel(), device=device) - first[points.row]
-    target = tile_row[points.row]
+    nth_in_row = torch.arange(entries.row.numel(), device=device) - first[entries.row]
+    target = tile_row[entries.row]
     slot = slice_ptr[target // SLICE_ROWS] + nth_in_row
-    entries = torch.zeros(bucket(int(slice_ptr[-1])), SLICE_ROWS, dtype=torch.int32, device=device)
-    value_bits = points.value.view(torch.int16).to(torch.int32) << 16
-    entries[slot, target % SLICE_ROWS] = value_bits | points.col.to(torch.int32)
-    return OutlierSlices(entries, slice_ptr.to(torch.int32))
+    slices = torch.zeros(bucket(int(slice_ptr[-1])), SLICE_ROWS, dtype=torch.int32, device=device)
+    slices[slot, target % SLICE_ROWS] = entries.entry
+    return OutlierSlices(slices, slice_ptr.to(torch.int32))
 
 
-def slices_to_coordinates(slices: OutlierSlices, order: torch.Tensor) -> Coordinates:
-    """Inverse of `slice_entries`, without the padding (entries of value 0), sorted by row, then column."""
+def slices_to_entries(slices: OutlierSlices, order: torch.Tensor) -> Entries:
+    """Inverse of `slice_entries`, without the padding."""
     slots = int(slices.slice_ptr[-1])
     entries = slices.entries[:slots]
     owner = torch.repeat_interleave(slices.slice_ptr.diff().to(torch.int64), output_size=slots)
     tile_row = owner[:, None] * SLICE_ROWS + torch.arange(SLICE_ROWS, device=entries.device)
-    value = (entries >> 16).to(torch.int16).view(torch.bfloat16)
-    kept = value != 0
-    row, col, value = order[tile_row][kept], (entries & 0xFFFF).to(torch.int64)[kept], value[kept]
-    by_place = torch.argsort(row * MAX_COLUMNS + col, stable=True)
-    return Coordinates(row[by_place], col[by_place], value[by_place])
+    slot, lane = entries.nonzero(as_tuple=True)
+    row = order[tile_row[slot, lane]]
+    by_row = torch.argsort(row * slots + slot)
+    return Entries(row[by_row], entries[slot, lane][by_row])

@@ -75,7 +75,7 @@ def ssqr_simt(
     x_ptr, word_ptr, scale_ptr, flat_scale_ptr, row_scale_ptr, order_ptr, entry_ptr, slice_ptr,
     partial_ptr, ticket_ptr, y_ptr, M, N, stride_xm, supers, supers_per_part,
     BITS: tl.constexpr, GROUP: tl.constexpr, MIDRISE: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
-    STAGES: tl.constexpr, OUTLIERS: tl.constexpr, SLOTS: tl.constexpr, SPLIT: tl.constexpr,
+    STAGES: tl.constexpr, OUTLIERS: tl.constexpr, BEYOND: tl.constexpr, SLOTS: tl.constexpr, SPLIT: tl.constexpr,
     HAS_FLAT_SCALES: tl.constexpr, HAS_ROW_SCALES: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Grid (padded rows / BLOCK_N, parts). x is [M, superblocks * 256], zero in the padding."""
@@ -122,7 +122,7 @@ def ssqr_simt(
         entries = load_slots(entry_ptr, at, count, part * SLOTS, SLOTS)
         total += outlier_tile(
             x_ptr, stride_xm, entry_ptr, entries, at, count, longest, part, parts, M, BLOCK_N, ROWS, SLOTS, False,
-            HALF,
+            BEYOND, HALF,
         )  # fmt: skip
     rows, factor = output_rows(order_ptr, row_scale_ptr, tile, BLOCK_N, HAS_ROW_SCALES, OUTLIERS)
     last = True
@@ -154,7 +154,8 @@ def launch_simt(
         weight.slice_ptr, partials, weight.tickets, y, m, weight.rows, x.stride(0), weight.superblocks,
         -(-weight.superblocks // parts),
         BITS=weight.bits, GROUP=weight.group_size, MIDRISE=weight.midrise, BLOCK_N=config.block_n, ROWS=row_tile(m),
-        STAGES=config.stages_for(weight.bits), OUTLIERS=weight.entries is not None, SLOTS=config.slots, SPLIT=parts > 1,
+        STAGES=config.stages_for(weight.bits), OUTLIERS=weight.entries is not None, BEYOND=weight.beyond,
+        SLOTS=config.slots_of(weight.beyond), SPLIT=parts > 1,
         HAS_FLAT_SCALES=weight.flat_scales is not None, HAS_ROW_SCALES=weight.row_scales is not None,
         ASM=x.is_cuda and torch.version.hip is None, num_warps=config.num_warps, **COMPILER,
     )  # fmt: skip

@@ -13,6 +13,7 @@ One program computes a tile of BLOCK_N output features (the M side of `tl.dot`) 
 Index names: rn tile row, rm activation row, sb superblock, part the split-K share.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -151,9 +152,9 @@ def ssqr_tensor_core(
     partial_ptr, ticket_ptr, y_ptr, M, N, K, stride_xm, supers, supers_per_part, writers,
     BITS: tl.constexpr, GROUP: tl.constexpr, MIDRISE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
     STAGES: tl.constexpr, BIAS_DOT: tl.constexpr, BIAS_ROWS: tl.constexpr, PAIRED: tl.constexpr,
-    OUTLIER_ROWS: tl.constexpr, SLOTS: tl.constexpr, TRANSPOSED: tl.constexpr, PIECE: tl.constexpr, SPLIT: tl.constexpr,
-    EVEN_K: tl.constexpr, HAS_FLAT_SCALES: tl.constexpr, HAS_ROW_SCALES: tl.constexpr, ASM: tl.constexpr,
-    UPCAST: tl.constexpr,
+    OUTLIER_ROWS: tl.constexpr, SLOTS: tl.constexpr, TRANSPOSED: tl.constexpr, BEYOND: tl.constexpr,
+    PIECE: tl.constexpr, SPLIT: tl.constexpr, EVEN_K: tl.constexpr, HAS_FLAT_SCALES: tl.constexpr,
+    HAS_ROW_SCALES: tl.constexpr, ASM: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Grid (padded rows / BLOCK_N, parts). See the module docstring; arguments are described at the launcher."""
     tile, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
@@ -203,7 +204,7 @@ def ssqr_tensor_core(
             finish_transposed(x_ptr, stride_xm, xt_ptr, counter_ptr, M, K, writers, BLOCK_M, PIECE)
         extra = outlier_tile(
             fours_ptr if TRANSPOSED else x_ptr, stride_xm, entry_ptr, entries, at, count, longest, part, parts, M,
-            BLOCK_N, OUTLIER_ROWS, SLOTS, TRANSPOSED, HALF,
+            BLOCK_N, OUTLIER_ROWS, SLOTS, TRANSPOSED, BEYOND, HALF,
         )  # fmt: skip
         acc += extra if OUTLIER_ROWS == BLOCK_M else tl.where((tl.arange(0, BLOCK_M) == 0)[None, :], extra, 0.0)
     rows, factor = output_rows(order_ptr, row_scale_ptr, tile, BLOCK_N, HAS_ROW_SCALES, OUTLIER_ROWS > 0)
@@ -261,7 +262,8 @@ def launch_arguments(
         weight.slice_ptr, transposed, fours, partials, weight.tickets, y, m, weight.rows, weight.cols, x.stride(0),
         weight.superblocks, -(-weight.superblocks // parts), writers,
     )  # fmt: skip
-    named = constants(weight.bits, weight.group_size, config, outlier_rows, transposed is not None, parts > 1) | {
+    outliers = (outlier_rows, transposed is not None, weight.beyond)
+    named = constants(weight.bits, weight.group_size, config, *outliers, parts > 1) | {
         "MIDRISE": weight.midrise, "EVEN_K": weight.cols % 256 == 0, "num_warps": config.num_warps,
         "HAS_FLAT_SCALES": weight.flat_scales is not None, "HAS_ROW_SCALES": weight.row_scales is not None,
         "ASM": x.is_cuda and torch.version.hip is None, "UPCAST": not x.is_cuda, **COMPILER,
@@ -270,9 +272,11 @@ def launch_arguments(
 
 
 def constants(
-    bits: int, group_size: int, config: DecodeConfig, outlier_rows: int, transposed: bool, split: bool
+    bits: int, group_size: int, config: DecodeConfig, outlier_rows: int, transposed: bool, beyond: bool, split: bool
 ) -> dict[str, int | bool]:
     """The compile-time arguments that follow from a configuration; `audit` compiles with the same."""
+    if outlier_rows == 1:
+        config = replace(config, slots=8)  # one row leaves registers for more
     return {
         "BITS": bits,
         "GROUP": group_size,
@@ -283,8 +287,9 @@ def constants(
         "BIAS_ROWS": config.bias_rows,
         "PAIRED": config.paired,
         "OUTLIER_ROWS": outlier_rows,
-        "SLOTS": 8 if outlier_rows == 1 else config.slots,  # one row leaves registers for more
+        "SLOTS": config.slots_of(beyond),
         "TRANSPOSED": transposed,
+        "BEYOND": beyond,
         "PIECE": config.piece,
         "SPLIT": split,
     }

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from vllm_latq.kernels.cases import Case, make_layer, paths
+from vllm_latq.kernels.cases import GROUP_SIZE, Case, make_layer, paths
 from vllm_latq.kernels.configs import TABLE, decode_config, max_decode_rows
 from vllm_latq.kernels.dispatch import ssqr_matmul
 from vllm_latq.kernels.emulation.launch import emulation
@@ -41,14 +41,14 @@ class Row:
     barriers: float
 
 
-def measure(arch: str, bits: int, rows: int, outlier_rate: float) -> Row:
+def measure(arch: str, bits: int, rows: int, outlier_rate: float, coded: bool = False) -> Row:
     """The product of `rows` activation rows with a random layer of SHAPE."""
-    layer = make_layer(Case(*SHAPE, bits, outlier_rate, rows, ""), torch.device("cpu"))
+    layer = make_layer(Case(*SHAPE, bits, outlier_rate, rows, "", coded), torch.device("cpu"))
     weight = replace(layer.weight, arch=arch, processors=1)
     x = torch.randn(rows, SHAPE[1], generator=torch.Generator().manual_seed(0)).bfloat16()
     config = None
     if paths(rows, bits)[0] != "prefill":
-        fused = decode_config(min(rows, max_decode_rows(bits)), bits, arch)
+        fused = decode_config(min(rows, max_decode_rows(bits)), bits, arch, weight.group_size)
         config = replace(fused, min_superblocks=weight.superblocks)
     with emulation(arch) as traffic:
         y = ssqr_matmul(x, weight, config)
@@ -64,14 +64,15 @@ def measure(arch: str, bits: int, rows: int, outlier_rate: float) -> Row:
     )
 
 
-def print_table(arch: str, outlier_rate: float, write: Callable[[str], None] = print) -> None:
+def print_table(arch: str, outlier_rate: float, coded: bool = False, write: Callable[[str], None] = print) -> None:
     """Markdown."""
-    write(f"{arch}, {100 * outlier_rate:g}% outliers, group size 128, a layer of {SHAPE[0]}x{SHAPE[1]}, bf16.\n")
+    scales = "coded weights" if coded else f"group size {GROUP_SIZE}"
+    write(f"{arch}, {100 * outlier_rate:g}% outliers, {scales}, a layer of {SHAPE[0]}x{SHAPE[1]}, bf16.\n")
     write("| bits | rows | floor | memory | lanes | bank conflicts | barriers |")
     write("|---|---|---|---|---|---|---|")
     for bits in BITS:
         for rows in ROWS:
-            row = measure(arch, bits, rows, outlier_rate)
+            row = measure(arch, bits, rows, outlier_rate, coded)
             path = f"{rows} (prefill, without the library's matmul)" if paths(rows, bits)[0] == "prefill" else f"{rows}"
             write(
                 f"| {bits} | {path} | {row.floor:.3f} | {row.memory:.3f} | {row.lanes:.3f} | {row.conflicts:.1%} | "
@@ -84,8 +85,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m vllm_latq.kernels.traffic", description=__doc__.splitlines()[0])
     parser.add_argument("--arch", choices=TABLE, default="sm_80")
     parser.add_argument("--outliers", type=float, default=0.01, help="rate, 0 to 1")
+    parser.add_argument("--coded", action="store_true", help="a weight as hptq and latq have it once decoded")
     options = parser.parse_args(arguments)
-    print_table(options.arch, options.outliers)
+    print_table(options.arch, options.outliers, options.coded)
 
 
 if __name__ == "__main__":

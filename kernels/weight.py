@@ -7,14 +7,17 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from vllm_latq.kernels.configs import HIP
+from vllm_latq.kernels.entries import BEYOND_BITS, beyond_entries, coordinates, integers, value_entries
 from vllm_latq.kernels.errors import require
 from vllm_latq.kernels.layout import ROW_BLOCK, check_shape, padded_rows, tile_scales, tile_weight
-from vllm_latq.kernels.outliers import check_csr, coordinates, row_order, slice_entries
+from vllm_latq.kernels.outliers import check_csr, row_order, slice_entries
 
 
 @dataclass(frozen=True)
 class KernelWeight:
     """W[i, j] = row_scales[i] * (scales[i, group of j] * (code[i, j] - zero) + outlier[i, j]) in tile order.
+
+    An outlier is a value where codes have scales; where they have none, how far an integer lies `beyond` the grid.
 
     Attributes:
         midrise: whether zero is 2^(bits-1) - 1/2, between two codes, instead of 2^(bits-1).
@@ -23,7 +26,7 @@ class KernelWeight:
         scale_pairs: int32 [row blocks, superblocks, pairs, 64] for group sizes 32, 64, 128; else None.
         flat_scales: float32 [padded rows], tile order, where one scale serves the whole row; else None.
         row_scales: float32 [padded rows], tile order, or None.
-        entries, slice_ptr: outlier slices, see `outliers.py`; None where the scheme has no outliers.
+        entries, slice_ptr: outlier slices, see `outliers.py` and `entries.py`; None where the scheme has no outliers.
         tickets: int32 [row blocks, and up to four more], zeros; the kernel leaves them zero.
         processors: multiprocessors of the device, for choosing split-K; 1 on a CPU.
         arch: "sm_90" and the like, or HIP, for choosing launch configurations; empty on a CPU.
@@ -54,6 +57,12 @@ class KernelWeight:
     @property
     def superblocks(self) -> int:
         return self.words.shape[-4]
+
+    @property
+    def beyond(self) -> bool:
+        """Whether entries say how far two outliers lie beyond the grid, and not the value of one."""
+        scaled = self.scale_pairs is not None or self.flat_scales is not None
+        return self.entries is not None and not scaled and self.bits in BEYOND_BITS
 
     def storage_bytes(self) -> int:
         """Bytes of the weight that one product reads, without padding of the outliers. Synchronises the device."""
@@ -107,6 +116,7 @@ def prepare(
         scales: bfloat16 [rows, groups], or None for 1.
         row_scales: float32 [rows], or None for 1.
         row_ptr, col_idx, values: CSR outliers, int32 [rows + 1], integer [nnz], bfloat16 or float32 [nnz]; or all None.
+            Without scales and with 2, 3 or 4 bits their values are the weights' integers, which lie beyond the grid.
         midrise: whether the grid lies half a step above the multiples of the scale.
 
     Raises:
@@ -123,12 +133,15 @@ def prepare(
     padded = padded_rows(rows)
     processors, arch = _device_facts(device)
     order = torch.arange(padded, device=device)
-    slices = None
+    slices = beyond = None
     if row_ptr is not None and col_idx is not None and values is not None:
         check_csr(row_ptr, col_idx, values, rows, cols)
-        points = coordinates(row_ptr, col_idx, values, cols)
-        order = row_order(torch.bincount(points.row, minlength=rows), padded)
-        slices = slice_entries(points, order)
+        csr = (row_ptr, col_idx, values, cols)
+        if scales is None and bits in BEYOND_BITS:
+            beyond = integers(*csr, bits)
+        entries = value_entries(coordinates(*csr)) if beyond is None else beyond_entries(beyond, bits)
+        order = row_order(torch.bincount(entries.row, minlength=rows), padded)
+        slices = slice_entries(entries, order)
     per_group = scales is not None and group_size != -1
     return KernelWeight(
         bits=bits,
@@ -136,7 +149,7 @@ def prepare(
         rows=rows,
         cols=cols,
         midrise=midrise,
-        words=tile_weight(qweight, bits, cols, order),
+        words=tile_weight(qweight, bits, cols, order, beyond),
         order=order.to(torch.int32),
         scale_pairs=tile_scales(scales, group_size, cols, order) if scales is not None and per_group else None,
         flat_scales=_in_tile_order(scales[:, 0], order) if scales is not None and not per_group else None,

@@ -17,11 +17,11 @@ import torch
 from torch import nn
 
 from vllm_latq.errors import ConfigError
-from vllm_latq.packed_weight import served_overhead
 from vllm_latq.quantize.lattice import factorize
 from vllm_latq.quantize.recipe import Recipe
 from vllm_latq.quantize.scales import grid, group_scales
 from vllm_latq.quantize.statistics_files import LayerStatistics
+from vllm_latq.served_size import served_overhead
 
 WIDTHS = (2, 3, 4, 8)
 OUTLIER_RATES = (0.002, 0.005, 0.01, 0.02, 0.035, 0.05)

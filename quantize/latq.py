@@ -20,13 +20,13 @@ from functools import partial
 import torch
 
 from vllm_latq.errors import NumericalError
-from vllm_latq.packed_weight import served_bits
 from vllm_latq.quantize.hptq import USUAL_SLOPE
 from vllm_latq.quantize.kronecker import TwoSided, two_sided_plane
 from vllm_latq.quantize.lattice import Factor, factorize
 from vllm_latq.quantize.search import Outcome, search_target
 from vllm_latq.quantize.statistics_files import LayerStatistics
 from vllm_latq.rans import encoded_bits
+from vllm_latq.served_size import served_bits
 from vllm_latq.weights import RansWeight, octave_eighths
 
 # G is estimated from one sampled label per token and only holds near the original weights: damped more than H is.

@@ -14,7 +14,7 @@ import torch
 
 from vllm_latq.errors import CalibrationError, ConfigError, NumericalError
 from vllm_latq.huffman import encode
-from vllm_latq.packed_weight import PackedWeight, served_bits
+from vllm_latq.packed_weight import PackedWeight
 from vllm_latq.quantize.beam import plane_of_width
 from vllm_latq.quantize.fitted_scales import fitted_scales
 from vllm_latq.quantize.hptq import HPTQResult, hptq, hrtn
@@ -27,6 +27,7 @@ from vllm_latq.quantize.scales import SCALE_DTYPE, grid, group_scales
 from vllm_latq.quantize.ssqr import ssqr, ssqr_by_saving
 from vllm_latq.quantize.target import Drift, LayerErrors, corrected_target, measure_errors
 from vllm_latq.report import LayerReport
+from vllm_latq.served_size import served_bits
 from vllm_latq.weights import HuffmanWeight, Weight
 
 # The recursion runs in float32: a bound met with equality may be missed by its rounding.

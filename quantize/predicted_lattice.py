@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from vllm_latq.config import SUPPORTED_BITS
-from vllm_latq.packed_weight import served_overhead
 from vllm_latq.quantize.decoder import Decoder
 from vllm_latq.quantize.handed_on import Batch
 from vllm_latq.quantize.latq import InputLattice, OutputLattice, Share, latq, stored_bits
@@ -28,6 +27,7 @@ from vllm_latq.quantize.statistics import TOKENS_PER_BATCH, block_gradients, hea
 from vllm_latq.quantize.statistics_files import LayerStatistics, StatisticsFiles
 from vllm_latq.quantize.target import Drift
 from vllm_latq.quantize.whole_model import layer_record
+from vllm_latq.served_size import served_overhead
 
 
 def lattice_stages(

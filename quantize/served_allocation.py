@@ -1,9 +1,10 @@
 """Bits while a model is served: codes of one width for the linears of an input, and steps that make use of them.
 
-Served, an integer takes a code of w bits, and 32 more where it lies beyond the codes' reach, a step behind the last
-point of their grid (see `kronecker`). An entropy code charges a weight for its size, which is why one step serves the
-whole model; these codes do not, until it overflows. So rows and columns with small weights, as the loss counts them,
-get finer steps than the model's s, and those with large ones coarser steps: each the one with the least
+Served, an integer takes a code of w bits, and about 18 more (of 8 bits 32) where it lies beyond the codes' reach, a
+step behind the last point of their grid (see `kronecker`). An entropy code charges a weight for its size, which is why
+one step serves the whole model; these codes do not, until it overflows. So rows and columns with small weights, as the
+loss counts them, get finer steps than the model's s, and those with large ones coarser steps: each the one with the
+least
 
     sum of their squared steps / 12 + price * bits,    price = 2 ln2 s^2 / 12
 
@@ -25,12 +26,12 @@ import torch
 
 from vllm_latq.config import SUPPORTED_BITS
 from vllm_latq.errors import NumericalError
-from vllm_latq.packed_weight import OUTLIER_BITS, served_overhead
 from vllm_latq.quantize.allocation import SMALLEST_SIZE, RateCurve
 from vllm_latq.quantize.hptq import GAUSSIAN_BITS
 from vllm_latq.quantize.kronecker import reach
 from vllm_latq.quantize.latq import OCTAVE, InputLattice, OutputLattice, Share, feedback_noise
 from vllm_latq.quantize.search import sample_rows
+from vllm_latq.served_size import USUAL_OUTLIER_BITS, served_overhead
 
 # The model's steps that are tried, in octaves around the one at which an entropy code would take the target.
 _TRIED = range(-5, 5)
@@ -99,7 +100,7 @@ def served_curves(
             share = rows / (part.stop - part.start)
             least = served_overhead(rows, cols, width) / (rows * cols)
             overflow = [share * float(of_rows[part].sum()) for *_, of_rows in steps]
-            bits = [least + OUTLIER_BITS * some / (rows * cols) for some in overflow]
+            bits = [least + USUAL_OUTLIER_BITS[width] * some / (rows * cols) for some in overflow]
             squares = [share * float(_squared(row[part]).sum() * _squared(column).sum()) for row, column, _ in steps]
             curves = (bits, [math.log2(square) for square in squares])
             of_bits, of_loss = (RateCurve(rows * cols, tuple(zip(octaves, some, strict=True))) for some in curves)
@@ -241,20 +242,21 @@ def _fit(targets: _Targets, octaves: float, width: int) -> tuple[torch.Tensor, t
 
     cols = torch.zeros(targets.weights.shape[1], dtype=torch.int64, device=targets.weights.device)
     # What is fed back depends on the steps: first on those of rows that suit the weights alone.
-    rows, _ = _best(_counts_of_rows(targets.limits(width, 0.0), cols + model), cols)
-    rows, overflow = _best(_counts_of_rows(limits(rows, cols), cols + model), cols)
+    each = USUAL_OUTLIER_BITS[width]
+    rows, _ = _best(_counts_of_rows(targets.limits(width, 0.0), cols + model), cols, each)
+    rows, overflow = _best(_counts_of_rows(limits(rows, cols), cols + model), cols, each)
     for _ in range(_ROUNDS):
-        cols, _ = _best(_counts_of_columns(limits(rows, cols), rows + model), rows)
-        rows, overflow = _best(_counts_of_rows(limits(rows, cols), cols + model), cols)
+        cols, _ = _best(_counts_of_columns(limits(rows, cols), rows + model), rows, each)
+        rows, overflow = _best(_counts_of_rows(limits(rows, cols), cols + model), cols, each)
     return rows, cols, overflow
 
 
-def _best(counts: torch.Tensor, others: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of counts [n, steps + 1] the cheapest step, int64 [n], and what overflows there; the steps of the other side are
-    `others`, int64 [m]."""
+def _best(counts: torch.Tensor, others: torch.Tensor, each: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of counts [n, steps + 1] the cheapest step, int64 [n], and what overflows there, at so many bits each; the steps
+    of the other side are `others`, int64 [m]."""
     steps = torch.arange(_FINEST, _COARSEST + 1, device=counts.device)
     overflow = len(others) - counts.cumsum(1)[:, :-1]
-    cost = _squared(steps) * _squared(others).sum() + _PRICE * OUTLIER_BITS * overflow
+    cost = _squared(steps) * _squared(others).sum() + _PRICE * each * overflow
     best = cost.argmin(1)
     return steps[best], overflow.gather(1, best[:, None])[:, 0]
 

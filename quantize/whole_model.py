@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from vllm_latq.packed_weight import served_bits
 from vllm_latq.quantize.budget import choose, price, together
 from vllm_latq.quantize.hessian import InputHessian
 from vllm_latq.quantize.latq import InputLattice, LatqResult, OutputLattice, latq
@@ -32,6 +31,7 @@ from vllm_latq.quantize.run import Quantized, Run
 from vllm_latq.quantize.statistics_files import LayerStatistics
 from vllm_latq.quantize.stream import Stream, hessians_of
 from vllm_latq.quantize.target import Drift, measure_errors
+from vllm_latq.served_size import served_bits
 
 # Enough for any lattice that was seen, twice over: next to nothing is fed back between inputs then.
 DAMPED_AT_MOST = 8

@@ -5,7 +5,8 @@ import torch
 
 from vllm_latq import huffman
 from vllm_latq.config import LayerScheme
-from vllm_latq.packed_weight import PackedWeight, best_bits
+from vllm_latq.packed_weight import PackedWeight
+from vllm_latq.served_size import best_bits
 from vllm_latq.weights import HuffmanWeight, RansWeight, octave_eighths, weight_from_tensors
 
 

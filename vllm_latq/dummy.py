@@ -35,7 +35,9 @@ def dummy_weight(scheme: LayerScheme, rows: int, cols: int, recipe: Mapping[str,
     outliers = None
     if decoded or scheme.outliers:
         rate = float(recipe.get("outlier_rate") or DEFAULT_OUTLIER_RATE)
-        outliers = _spread_outliers(rows, cols, rate, torch.float32 if decoded else torch.bfloat16)
+        # Of coded weights, an integer that the codes do not quite reach, as most of them are.
+        value, dtype = (2.0 ** (bits - 1), torch.float32) if decoded else (0.0, torch.bfloat16)
+        outliers = _spread_outliers(rows, cols, rate, torch.tensor(value, dtype=dtype, device="cpu"))
     return PackedWeight(
         qweight=qweight,
         bits=bits,
@@ -49,9 +51,9 @@ def dummy_weight(scheme: LayerScheme, rows: int, cols: int, recipe: Mapping[str,
     )
 
 
-def _spread_outliers(rows: int, cols: int, rate: float, dtype: torch.dtype) -> CSR:
-    """About `rate` outliers of value 0, equally many in each row."""
+def _spread_outliers(rows: int, cols: int, rate: float, value: torch.Tensor) -> CSR:
+    """About `rate` outliers of one value [], equally many in each row, on the CPU."""
     per_row = max(1, min(cols, round(rate * cols)))
     columns = (torch.arange(per_row, device="cpu") * cols // per_row).repeat(rows)
     row = torch.arange(rows, device="cpu").repeat_interleave(per_row)
-    return CSR.from_sorted(row, columns, torch.zeros(rows * per_row, dtype=dtype, device="cpu"), (rows, cols))
+    return CSR.from_sorted(row, columns, value.repeat(rows * per_row), (rows, cols))

@@ -66,8 +66,9 @@ def kernel_arguments(
         capacity: outlier slots to allocate; None leaves at least a sixteenth of headroom for reloaded weights.
 
     Raises:
-        CheckpointError: the outliers need more slots than `capacity`.
+        CheckpointError: the outliers need more slots than `capacity`, or lie further beyond the grid than any should.
     """
+    from vllm_latq.kernels.errors import KernelInputError
     from vllm_latq.kernels.outliers import bucket
     from vllm_latq.kernels.weight import prepare
 
@@ -76,7 +77,10 @@ def kernel_arguments(
     if csr is not None:
         outliers = (csr.row_ptr, csr.col_idx, csr.values)
     layout = (weight.bits, weight.group_size, weight.cols)
-    prepared = prepare(weight.qweight, *layout, weight.scales, weight.row_scales, *outliers, weight.midrise)
+    try:
+        prepared = prepare(weight.qweight, *layout, weight.scales, weight.row_scales, *outliers, weight.midrise)
+    except KernelInputError as error:
+        raise CheckpointError(f"{where}: {error.where}", error.expected, error.found, error.hint) from error
     tensors = {name: getattr(prepared, name) for name in KERNEL_ARGUMENTS}
     if prepared.slice_ptr is not None:
         slots = int(prepared.slice_ptr[-1])

@@ -11,7 +11,8 @@ import torch
 
 from vllm_latq.config import LayerScheme
 from vllm_latq.errors import CheckpointError
-from vllm_latq.packed_weight import PackedWeight, best_bits
+from vllm_latq.packed_weight import PackedWeight
+from vllm_latq.served_size import best_bits
 from vllm_latq.sharding import cat_rows
 from vllm_latq.spec import SHAPE
 from vllm_latq.validate import declared_shape

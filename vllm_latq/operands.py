@@ -17,7 +17,8 @@ from vllm_latq.cpu_path import int4_arguments, ssqr_int4, takes
 from vllm_latq.errors import CheckpointError
 from vllm_latq.kernel_path import has_kernels, kernel_arguments, ssqr_tiled, unsupported
 from vllm_latq.linear_op import outlier_capacity, ssqr_linear, weight_arguments
-from vllm_latq.packed_weight import PackedWeight, best_bits
+from vllm_latq.packed_weight import PackedWeight
+from vllm_latq.served_size import best_bits
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ def inlier_bits(integers: Sequence[torch.Tensor | None], device: torch.device, d
     if not decoded:
         return None
     if _has_int4(device, dtype) and all(z.shape[1] % min(cpu_path.GROUPS) == 0 for z in decoded):
-        return best_bits(*decoded, widths=cpu_path.WIDTHS, outlier_bits=cpu_path.OUTLIER_BITS)
+        return best_bits(*decoded, widths=cpu_path.WIDTHS, each=cpu_path.OUTLIER_BITS)
     return best_bits(*decoded)
 
 

@@ -10,13 +10,13 @@ from typing import Literal
 import torch
 
 from vllm_latq import validate
-from vllm_latq.config import SUPPORTED_BITS, WHOLE_ROW, LayerScheme
+from vllm_latq.config import WHOLE_ROW, LayerScheme
 from vllm_latq.csr import CSR
 from vllm_latq.overflow import read_overflow, stored_overflow, values_on_lattice
-from vllm_latq.packing import pack_codes, packed_words, unpack_codes, zero_point
+from vllm_latq.packing import pack_codes, unpack_codes, zero_point
+from vllm_latq.served_size import PAIRED, WORD_BITS, best_bits, outlier_words
 from vllm_latq.spec import SHAPE, stored_bits
 
-OUTLIER_BITS = 32
 # Weights packed together, so that the intermediates stay small beside the matrix.
 _BAND_WEIGHTS = 1 << 18
 
@@ -35,7 +35,8 @@ class PackedWeight:
         cols: input channels.
         scales: bfloat16 [rows, groups], or None.
         row_scales: float32 [rows], or None; only in memory, never stored.
-        outliers: CSR [rows, cols], or None; z is 0 where it has an entry.
+        outliers: CSR [rows, cols], or None; z is 0 where it has an entry. Without scales they are integers beyond the
+            grid of the codes.
         column_scales: float32 [cols], or None; only in memory, never stored.
         outlier_integers: int32 [nnz], z of the outliers if they are stored as such; None if as their values.
         midrise: whether the points of the grid lie half a step above the multiples of the scale.
@@ -118,12 +119,16 @@ class PackedWeight:
         return stored_bits(self.to_tensors())
 
     def served_bits(self) -> int:
-        """Bits in memory while it is served: codes, scales, row pointers, and 32 for each outlier."""
+        """Bits in memory while it is served: codes, scales, row pointers, and the words of outliers (`served_size`)."""
         held = [self.qweight, self.scales, self.row_scales, self.column_scales]
+        words = 0
         if self.outliers is not None:
             held.append(self.outliers.row_ptr)
-        bits = 8 * sum(part.nbytes for part in held if part is not None)
-        return bits + (OUTLIER_BITS * self.outliers.nnz if self.outliers is not None else 0)
+            words = self.outliers.nnz
+            if self.scales is None and self.bits in PAIRED:
+                places = self.outliers.row_indices(), self.outliers.col_idx.to(torch.int64)
+                words = outlier_words(*places, self.outliers.values, self.bits)
+        return 8 * sum(part.nbytes for part in held if part is not None) + WORD_BITS * words
 
     @classmethod
     def from_integers(
@@ -180,35 +185,6 @@ class PackedWeight:
             outliers = CSR(row_ptr, col_idx, tensors["outlier_values"], shape[1])
         midrise = scheme.grid == "midrise"
         return cls(qweight, scheme.bits, scheme.group_size, shape[1], scales, None, outliers, None, integers, midrise)
-
-
-def best_bits(
-    *matrices: torch.Tensor, widths: tuple[int, ...] = SUPPORTED_BITS, outlier_bits: int = OUTLIER_BITS
-) -> int:
-    """The inlier width b in `widths` that minimises b + outlier_bits * overflow rate over integers [rows, cols]."""
-    count = sum(integers.numel() for integers in matrices)
-
-    def cost(bits: int) -> float:
-        return bits + outlier_bits * sum(_overflow(z, bits) for z in matrices) / max(count, 1)
-
-    return min(widths, key=cost)
-
-
-def served_bits(integers: torch.Tensor, bits: int | None = None, column_scales: bool = True) -> int:
-    """`PackedWeight.served_bits` of what `pack_integers` makes of integers [rows, cols], with column scales or not."""
-    rows, cols = integers.shape
-    bits = bits or best_bits(integers)
-    return served_overhead(rows, cols, bits, column_scales) + OUTLIER_BITS * _overflow(integers, bits)
-
-
-def served_overhead(rows: int, cols: int, bits: int, column_scales: bool = True) -> int:
-    """Of those, all but the outliers: codes in whole words, row pointers, scales of rows and of columns."""
-    return 32 * (rows * packed_words(cols, bits) + (rows + 1) + rows + (cols if column_scales else 0))
-
-
-def _overflow(integers: torch.Tensor, bits: int) -> int:
-    half = 1 << (bits - 1)
-    return int(torch.count_nonzero((integers < -half) | (integers >= half)))
 
 
 def pack_integers(

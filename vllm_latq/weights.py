@@ -15,8 +15,9 @@ from vllm_latq.errors import CheckpointError
 from vllm_latq.huffman import HuffmanStream, HuffmanTable
 from vllm_latq.huffman_decode import decode_stream
 from vllm_latq.kernel_path import decode_rans_on_device, has_kernels
-from vllm_latq.packed_weight import PackedWeight, pack_integers, served_bits, shape_tensor
+from vllm_latq.packed_weight import PackedWeight, pack_integers, shape_tensor
 from vllm_latq.rans import RansStream
+from vllm_latq.served_size import served_bits
 from vllm_latq.spec import SHAPE, stored_bits
 from vllm_latq.validate import REPAIR
 

@@ -59,6 +59,7 @@ APPROXIMATE = {"ex2.approx.f32": np.exp2, "div.full.f32": np.divide}
 _COMPARE = {
     "eq": np.equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
     "ne": lambda a, b: (a < b) | (a > b),  # false where either is NaN, as the others are
+    "neu": np.not_equal,  # true there
 }  # fmt: skip
 _FLOATS = {
     "f32": tuple({*BINARY, "fma", "neg"} - {"div", "min", "max"}), "f64": (),

@@ -24,7 +24,7 @@ KERNELS = (
     (ssqr, "ssqr_tensor_core"), (grouped, "ssqr_grouped"), (routing, "route_pairs"), (grouped, "gather_rows"),
     (grouped, "activate_rows"), (grouped, "combine_pairs"),
     (simt, "ssqr_simt"), (dequantize, "dequantize_tiles"),
-    (dequantize, "scatter_outliers"), (huffman, "huffman_chunks"), (rans, "rans_chunks"),
+    (dequantize, "scatter_outliers"), (dequantize, "write_beyond"), (huffman, "huffman_chunks"), (rans, "rans_chunks"),
 )  # fmt: skip
 ON_NVIDIA = {"ASM": True, "UPCAST": False}  # what the launchers choose by the tensors' device
 _TYPES = {

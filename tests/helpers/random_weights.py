@@ -16,7 +16,7 @@ def random_weight(scheme: LayerScheme, rows: int, cols: int, seed: int) -> Weigh
     generator = torch.Generator().manual_seed(seed)
     if scheme.encoding != "packed":
         integers = (torch.randn(rows, cols, generator=generator) * 3).round().to(torch.int32)
-        integers[-1] = 100 + torch.arange(cols, dtype=torch.int32)
+        integers[-1] = 20 + torch.arange(cols, dtype=torch.int32) % 23
         if scheme.encoding == "rans":
             exponents = ((torch.arange(size) * 7 % 17 - 8).to(torch.int8) for size in (rows, cols))
             scale = torch.rand(1, generator=generator) + 0.1

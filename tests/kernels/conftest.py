@@ -47,6 +47,7 @@ class Layer:
 def make_layer(request: pytest.FixtureRequest) -> Callable[..., Layer]:
     """Build a random layer: make_layer(bits, rows, cols, group_size=128, outliers=0.01, ...).
 
+    Without scales its outliers are integers beyond the grid, most of them near.
     `empty_outliers`: the scheme has outliers, but there are none.
     """
     device = DEVICE if request.node.get_closest_marker("kernel") else "cpu"
@@ -75,6 +76,10 @@ def make_layer(request: pytest.FixtureRequest) -> Callable[..., Layer]:
         has_outliers = bool(outliers or full_rows or empty_outliers)
         group_scales = (torch.rand(rows, groups, generator=generator) * 0.02 + 0.005).bfloat16()
         group_scales[1::3] *= -1
+        values = torch.randn(int(mask.sum()), generator=generator)
+        if not scales:
+            far = (values.abs() * 4).square().floor()
+            values = torch.where(values < 0, -(2 ** (bits - 1)) - 1 - far, 2 ** (bits - 1) + far)
         tensors = {
             "qweight": codes_to_stream(codes, bits),
             "bits": bits,
@@ -84,7 +89,7 @@ def make_layer(request: pytest.FixtureRequest) -> Callable[..., Layer]:
             "row_scales": torch.rand(rows, generator=generator) + 0.5 if row_scales else None,
             "row_ptr": row_ptr if has_outliers else None,
             "col_idx": mask.nonzero()[:, 1].to(torch.int32) if has_outliers else None,
-            "values": torch.randn(int(mask.sum()), generator=generator).bfloat16() if has_outliers else None,
+            "values": values.to(torch.bfloat16 if scales else torch.float32) if has_outliers else None,
             "midrise": midrise,
         }
         there = {name: part.to(device) if isinstance(part, torch.Tensor) else part for name, part in tensors.items()}

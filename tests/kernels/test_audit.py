@@ -23,7 +23,8 @@ NOTES_TOLERANCE = 0.05  # counts differ with the version of ptxas; registers mor
 REGISTERS = 65536  # of a multiprocessor
 SHARED_LIMIT = {"sm_80": 163 << 10, "sm_86": 99 << 10, "sm_89": 99 << 10, "sm_90": 227 << 10}
 
-# (architecture, bits, rows, activations, group size; and whether the grid is mid-rise, and the kernel that of experts).
+# (architecture, bits, rows, activations, group size; and whether the grid is mid-rise, the kernel that of experts, and
+# the weight a coded one).
 # One row stands for the SIMT kernel, none for the kernels that do not depend on the rows: with bits, dequantization;
 # without, the load-time kernels.
 LOW_BATCH = [(arch, bits, 8, "*bf16", 128) for arch in SHARED_LIMIT for bits in CEILINGS]
@@ -33,6 +34,11 @@ MIDRISE = [
     ("sm_86", 2, 32, "*bf16", 128, True),
     ("sm_80", 4, 64, "*bf16", -1, True),
     ("sm_90", 3, 64, "*bf16", -1, True, True),
+]
+CODED = [
+    *((arch, bits, 8, "*bf16", -1, True, False, True) for arch, bits in (("sm_80", 3), ("sm_86", 2), ("sm_90", 4))),
+    ("sm_86", 3, 16, "*bf16", -1, True, False, True),
+    ("sm_80", 4, 64, "*bf16", -1, True, True, True),
 ]
 GROUPED = [("sm_80", 3, 8, "*bf16", 128, False, True), ("sm_90", 3, 32, "*bf16", 128, False, True)]
 OTHERS = [
@@ -63,8 +69,8 @@ for arch, bits, rows, activations, group, *flags in json.loads(sys.argv[1]):
         audited = audit_dequantize(arch, bits) if bits else max(audit_load_time(arch), key=lambda a: a.row.spill_bytes)
     else:
         config = decode_config(rows, bits, arch, group)
-        options = {"group_size": group, "activations": activations, **dict(zip(("midrise", "grouped"), flags))}
-        audited = audit_tensor_core(arch, bits, config, **options)
+        options = dict(zip(("midrise", "grouped", "beyond"), flags))
+        audited = audit_tensor_core(arch, bits, config, group_size=group, activations=activations, **options)
     loop = audited.loop
     found.append({
         **vars(audited.row),
@@ -103,7 +109,7 @@ def run_compiler(*arguments: str) -> list[dict]:
 @pytest.fixture(scope="module")
 def audited() -> dict[tuple, dict]:
     """Every case, compiled in one process."""
-    cases = LOW_BATCH + WIDE + GROUPED + MIDRISE + OTHERS
+    cases = LOW_BATCH + WIDE + GROUPED + MIDRISE + CODED + OTHERS
     return dict(zip(cases, run_compiler("-c", SCRIPT, json.dumps(cases)), strict=True))
 
 
@@ -139,7 +145,7 @@ def test_every_entry_fits_into_shared_memory(arch: str, bits: int) -> None:
             assert decode_config(rows, bits, arch, group_size).shared_bytes(bits, group_size) <= limit
 
 
-@pytest.mark.parametrize("case", MIDRISE, ids=str)
+@pytest.mark.parametrize("case", MIDRISE + CODED, ids=str)
 def test_mid_rise_grids(audited: dict[tuple, dict], case: tuple) -> None:
     row = audited[case]
     assert row["spill_bytes"] == row["shared_stores"] == row["plain_loads"] == 0

@@ -56,6 +56,7 @@ def test_all_cases_cover_what_is_asked() -> None:
 @pytest.mark.interpreter
 def test_rows_and_json(bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cases = list(all_cases(shapes=((64, 256),), bits=(3,), rates=(0.0, 0.05), rows=(1, 129)))
+    cases += all_cases(shapes=((64, 256),), bits=(3,), rates=(0.05,), rows=(129,), coded=True)
     path = tmp_path / "results" / "cpu.json"
     assert report(bench, cases, environment(CPU, 100.0), path) == 0
     found = json.loads(path.read_text())
@@ -222,6 +223,12 @@ def test_refuses_a_machine_without_a_gpu() -> None:
         pytest.skip("this machine has a GPU")
     with pytest.raises(SystemExit, match="expected a CUDA GPU, found none"):
         main(["--quick"])
+
+
+def test_refuses_coded_experts(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--coded", "--experts"])
+    assert "--coded is for linears" in capsys.readouterr().err
 
 
 def test_copies_and_summary() -> None:

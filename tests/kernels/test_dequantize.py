@@ -7,6 +7,7 @@ from kernel_device import DEVICE
 from vllm_latq.kernels import dequantize as module
 from vllm_latq.kernels.dequantize import dequantize, launch_dequantize, prefill_matmul
 from vllm_latq.kernels.dispatch import ssqr_matmul
+from vllm_latq.kernels.layout import codes_to_stream
 from vllm_latq.kernels.reference import matmul_reference
 from vllm_latq.kernels.weight import prepare
 
@@ -32,20 +33,44 @@ def test_a_chunk_of_rows(make_layer) -> None:
     assert torch.equal(w.cpu().double(), layer.dense[128:])
 
 
-def test_row_scales(make_layer) -> None:
-    layer = make_layer(4, 65, 256, group_size=-1, scales=False, row_scales=True, outliers=0.05)
-    assert torch.allclose(dequantize(layer.weight, torch.float32).cpu().double(), layer.dense, rtol=2**-23)
+@pytest.mark.parametrize("midrise", [False, True])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_row_scales(make_layer, bits: int, midrise: bool) -> None:
+    """Integers, and outliers beyond their grid, some of them far."""
+    options = {"group_size": -1, "scales": False, "row_scales": True, "outliers": 0.05}
+    layer = make_layer(bits, 65, 700, **options, midrise=midrise, full_rows=(64,))
+    assert layer.weight.beyond == (bits < 8)
+    w = dequantize(layer.weight, torch.float32).cpu().double()
+    assert torch.allclose(w, layer.dense, rtol=2**-23, atol=0)
+
+
+def test_integers_beyond_the_grid_are_rounded_once(make_layer) -> None:
+    layer = make_layer(3, 70, 300, group_size=-1, scales=False, row_scales=True, outliers=0.2, midrise=True)
+    assert torch.equal(dequantize(layer.weight, torch.float16).cpu(), layer.dense.float().half())
+
+
+def test_far_integers_are_put_together_again() -> None:
+    """Of many entries, over several blocks of slots, and what lies before them and behind."""
+    z = torch.cat((torch.tensor([5.0, 8388607.0, -9.0, -8388605.0]), torch.arange(-400.0, -4), torch.arange(4.0, 404)))
+    row_ptr, col = torch.tensor([0, 4, 400, 800], dtype=torch.int32), torch.cat((torch.arange(4), torch.arange(796)))
+    col[400:] -= 396
+    qweight = codes_to_stream(torch.full((3, 416), 4, dtype=torch.uint8), 3)
+    csr = (part.to(DEVICE) for part in (row_ptr, col, z))
+    weight = prepare(qweight.to(DEVICE), 3, -1, 416, None, None, *csr)
+    dense = torch.zeros(3, 416)
+    dense[torch.repeat_interleave(torch.arange(3), row_ptr.diff()), col] = z
+    assert torch.equal(dequantize(weight, torch.float32).cpu(), dense)
 
 
 def test_overflowing_integers_are_put_together_again() -> None:
-    """An outlier above 256 is stored as several bf16 entries of one place."""
+    """An outlier above 256 of codes of 8 bits is stored as several bf16 entries of one place."""
     row_ptr = torch.tensor([0, 2, 4], dtype=torch.int32)
     col_idx, values = torch.tensor([0, 5, 5, 6]), torch.tensor([1001.0, 65537.0, -300.0, 12345.0])
     qweight, *csr = (
-        part.to(DEVICE) for part in (torch.full((2, 2), -2004318072, dtype=torch.int32), row_ptr, col_idx, values)
+        part.to(DEVICE) for part in (torch.full((2, 2), -2139062144, dtype=torch.int32), row_ptr, col_idx, values)
     )
-    weight = prepare(qweight, 4, -1, 16, None, None, *csr)
-    dense = torch.zeros(2, 16)
+    weight = prepare(qweight, 8, -1, 8, None, None, *csr)
+    dense = torch.zeros(2, 8)
     dense[[0, 0, 1, 1], col_idx] = values
     assert torch.equal(dequantize(weight, torch.float32).cpu(), dense)
 

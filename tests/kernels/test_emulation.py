@@ -96,14 +96,37 @@ def test_decode(make_layer, arch: str, bits: int, m: int, dtype: torch.dtype, gr
     assert (y - expected).abs().max() <= ROUNDING[dtype] * expected.abs().max()
 
 
+CODED = {"group_size": -1, "outliers": 0.03, "scales": False, "row_scales": True, "full_rows": (7,)}
+
+
+@pytest.mark.parametrize(("arch", "bits", "m"), [("sm_80", 2, 1), ("sm_80", 3, 8), ("sm_86", 4, 12), ("sm_90", 3, 33)])
+def test_coded_weights(make_layer, arch: str, bits: int, m: int) -> None:
+    """Outliers two to an entry, some of many digits, from x and from x^T, and parts that take turns with them."""
+    layer = make_layer(bits, 131, 1000, midrise=m % 2 == 1, **CODED)
+    x = activations(m, 1000, torch.bfloat16)
+    y, _ = float32_product(layer, x, arch, parts=2)
+    # Over random signs of x, for each output.
+    deviation = matmul_reference(x.double().square(), layer.dense.square()).sqrt()
+    assert ((y - matmul_reference(x, layer.dense)).abs() <= 1e-4 * deviation).all()
+
+
+@pytest.mark.parametrize(("arch", "bits"), [("sm_80", 3), ("sm_90", 2)])
+def test_coded_weights_are_written_exactly(make_layer, arch: str, bits: int) -> None:
+    layer = make_layer(bits, 131, 700, midrise=bits == 3, **CODED)
+    with emulation(arch):
+        w = dequantize.dequantize(on(arch, layer), torch.float32)
+    assert torch.allclose(w.double(), layer.dense, rtol=2**-23, atol=0)
+
+
 @pytest.mark.parametrize(
     ("bits", "m", "dtype"), [(2, 1, torch.bfloat16), (3, 2, torch.float16), (8, 1, torch.bfloat16)]
 )
 def test_simt(make_layer, bits: int, m: int, dtype: torch.dtype) -> None:
-    layer = make_layer(bits, 70, 320, group_size=64, outliers=0.02, midrise=bits == 3)
+    coded = {"group_size": -1, "scales": False} if m == 2 else {"group_size": 64}
+    layer = make_layer(bits, 70, 320, outliers=0.02, midrise=bits == 3, **coded)
     x = activations(m, 320, dtype)
     with emulation("sm_86"):
-        y = ssqr_matmul(x, on("sm_86", layer), replace(SIMT, programs_per_processor=2, min_superblocks=1))
+        y = ssqr_matmul(x, on("sm_86", layer), replace(SIMT, programs_per_processor=2, min_superblocks=1, slots=1))
     expected = matmul_reference(x, layer.dense)
     assert (y - expected).abs().max() <= ROUNDING[dtype] * expected.abs().max()
 
@@ -253,7 +276,8 @@ def test_grouped_experts(
 ) -> None:  # fmt: skip
     """Expert 2 is never asked for, some pairs are for experts that are not here, programs run in a random order."""
     experts, x = 5, activations(tokens, cols, dtype)
-    options = {"group_size": group_size, "outliers": 0.02 if tokens != 9 else 0.0, "row_scales": tokens == 2}
+    options = {"group_size": group_size, "outliers": 0.02 if tokens != 9 else 0.0, "row_scales": tokens in (2, 24)}
+    options["scales"] = tokens != 24  # which are coded weights
     layers = [make_layer(bits, 131, cols, seed=seed, midrise=tokens == 5, **options) for seed in range(experts)]
     stack = stack_weights([on(arch, layer, processors=108) for layer in layers])
     generator = torch.Generator().manual_seed(tokens)
@@ -280,10 +304,11 @@ def test_grouped_experts(
     assert (y - expected).abs().max() <= 2 * ROUNDING[dtype] * expected.abs().max()  # products are rounded, and sums
 
 
-def test_products_mix_no_devices() -> None:
+@pytest.mark.parametrize("coded", [False, True])
+def test_products_mix_no_devices(coded: bool) -> None:
     """From random codes to outputs on a pretended GPU: prepared, padded, multiplied and compared there."""
     with emulated_gpu("sm_90"):
-        for case in cases.all_cases(shapes=((192, 384),), bits=(3,), rates=(0.0, 0.03), rows=(1, 20, 80, 130)):
+        for case in cases.all_cases(((192, 384),), (3,), (0.0, 0.03), (1, 20, 80, 130), coded):
             layer = cases.make_layer(case, DEVICE)
             x = torch.randn(case.m, case.cols, device=DEVICE).bfloat16()
             y = cases.product(case)(x, layer.weight)

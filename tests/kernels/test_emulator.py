@@ -109,10 +109,11 @@ def test_pairs_of_floats() -> None:
     assert np.abs((pairs << 16).view(np.float32) - values).max() <= 2**-7
 
 
-@pytest.mark.parametrize("test", ["eq", "ne", "lt", "ge"])
-def test_comparisons_with_nan_fail(test: str) -> None:
+@pytest.mark.parametrize("test", ["eq", "ne", "lt", "ge", "neu"])
+def test_comparisons_with_nan_fail_but_one(test: str) -> None:
     values = np.full(THREADS, np.nan, np.float32)
-    assert not compute(f"setp.{test}.f32 %p1, %r1, 0f3F800000; selp.b32 %r9, 1, 0, %p1;", values).any()
+    found = compute(f"setp.{test}.f32 %p1, %r1, 0f3F800000; selp.b32 %r9, 1, 0, %p1;", values)
+    assert found.all() if test == "neu" else not found.any()
 
 
 def test_reads_for_all_warps_need_a_barrier_after_writes_of_several() -> None:

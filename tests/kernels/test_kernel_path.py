@@ -1,6 +1,7 @@
 """From a packed weight to the kernels: products, reloads in place, one opaque operator."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -37,13 +38,13 @@ def packed(
     return PackedWeight.from_integers(integers, scales, bits, group_size, mask, values, midrise).to(DEVICE)
 
 
-def decoded(rows: int, cols: int, seed: int = 0, midrise: bool = False) -> PackedWeight:
-    """What a coded layer becomes: 2-bit inliers on row scales, with overflow beyond 256 in one full row."""
+def decoded(rows: int, cols: int, seed: int = 0, midrise: bool = False, bits: int = 2) -> PackedWeight:
+    """What a coded layer becomes: inliers on row scales, with a row of overflow, which is far beyond 8 bits."""
     generator = torch.Generator().manual_seed(seed)
     integers = torch.randn(rows, cols, generator=generator).round().to(torch.int32)
-    integers[-1] = 250 + torch.arange(cols, dtype=torch.int32)
+    integers[-1] = (250 if bits == 8 else 5) + torch.arange(cols, dtype=torch.int32) % 300 // (1 if bits == 8 else 20)
     scales = torch.rand(rows, generator=generator) * 0.1 + 0.01
-    return pack_integers(integers, scales, bits=2, midrise=midrise).to(DEVICE)
+    return pack_integers(integers, scales, bits=bits, midrise=midrise).to(DEVICE)
 
 
 def assert_product(weight: PackedWeight, tensors: dict, constants: dict, m: int = 3) -> None:
@@ -64,6 +65,7 @@ WEIGHTS: dict[str, Callable[[int], PackedWeight]] = {
     "2-bit mid-rise": lambda seed: packed(2, 128, 70, 256, 0.02, seed, midrise=True),
     "one row": lambda seed: packed(3, 32, 1, 64, 1.0, seed),
     "hptq": lambda seed: decoded(40, 300, seed),
+    "hptq, 8-bit": lambda seed: decoded(40, 300, seed, bits=8),
     "latq, counted as served": lambda seed: decoded(70, 300, seed, midrise=True),
     "padded mid-rise": lambda seed: take(decoded(20, 192, seed, midrise=True), PADDED, (64, 192)),
     "merged": lambda seed: cat_rows([packed(3, 64, rows, 128, 0.02, seed + rows) for rows in (64, 32, 33)]),
@@ -102,6 +104,15 @@ def test_reload_with_more_outliers_than_fit_is_refused() -> None:
     tensors, _ = kernel_arguments(packed(4, 64, 64, 128, 0.01), "layer")
     with pytest.raises(CheckpointError, match=r"layer: expected outliers for at most \d+ slots of 16 rows, found"):
         kernel_arguments(packed(4, 64, 64, 128, 0.3), "layer", tensors["entries"].shape[0])
+
+
+def test_outliers_that_the_codes_reach_are_refused() -> None:
+    weight = decoded(40, 60)
+    inside = replace(weight, outliers=replace(weight.outliers, values=torch.zeros_like(weight.outliers.values)))
+    with pytest.raises(
+        CheckpointError, match=r"^layer: outlier values: expected integers of at most 32 bits, none in -2"
+    ):
+        kernel_arguments(inside, "layer")
 
 
 @needs_torch_compile

@@ -55,6 +55,7 @@ def test_simt(make_layer, bits: int, m: int, group_size: int, parts: int) -> Non
 def test_simt_odd_shape_and_type(make_layer) -> None:
     run(make_layer(3, 33, 500, group_size=-1, row_scales=True), 2, torch.float16, 1, SIMT)
     run(make_layer(4, 129, 320, group_size=64, outliers=0.0), 1, torch.float16, 1, SIMT)
+    run(make_layer(2, 70, 600, outliers=0.03, midrise=True, **CODED), 5, torch.bfloat16, 2, SIMT)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -76,6 +77,25 @@ def test_mid_rise_grid(make_layer, bits: int, group_size: int, m: int, dtype: to
     """By the dot that removes the bias, and on the floats themselves: odd multiples of half a scale."""
     m = min(m, 32) if bits == 8 else m
     run(make_layer(bits, 70, 512, group_size=group_size, midrise=True), m, dtype)
+
+
+CODED = {"group_size": -1, "scales": False, "row_scales": True}
+
+
+@pytest.mark.parametrize(("bits", "m"), [(2, 1), (3, 3), (4, 8), (8, 2), (4, 12), (2, 20), (3, 64)])
+def test_coded_weights(make_layer, bits: int, m: int) -> None:
+    """Their outliers are integers beyond the grid, two to an entry; a row of them, and rows without any."""
+    layer = make_layer(bits, 70, 600, outliers=0.02, full_rows=(3,) if m < 9 else (), midrise=m % 3 == 0, **CODED)
+    run(layer, m, torch.float16 if m == 3 else torch.bfloat16, parts=1 + m % 2)
+
+
+def test_coded_weights_of_many_columns(make_layer) -> None:
+    run(make_layer(2, 3, 33_000, outliers=0.002, **CODED), 2, torch.bfloat16)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.0005])
+def test_coded_weights_with_few_outliers(make_layer, rate: float) -> None:
+    run(make_layer(3, 140, 1024, outliers=rate, empty_outliers=True, **CODED), 4, torch.bfloat16)
 
 
 @pytest.mark.parametrize("m", [1, 2, 7, 8, 9, 16, 17, 33, 64])

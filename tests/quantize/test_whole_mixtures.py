@@ -11,7 +11,6 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from vllm_latq.checkpoint import CheckpointReader, verify
-from vllm_latq.packed_weight import best_bits, served_bits
 from vllm_latq.quantize.budget import Choice, Offer, together
 from vllm_latq.quantize.certificate import verify_certificate
 from vllm_latq.quantize.decoder import Decoder
@@ -20,6 +19,7 @@ from vllm_latq.quantize.pipeline import quantize_checkpoint
 from vllm_latq.quantize.recipe import Recipe
 from vllm_latq.quantize.statistics import collect_statistics
 from vllm_latq.quantize.statistics_files import LayerStatistics, StatisticsFiles
+from vllm_latq.served_size import best_bits, served_bits
 
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "hidden_size": 64, "head_dim": 16}
 SAMPLES = {"num_samples": 16, "seq_len": 64}
