@@ -72,6 +72,18 @@ def dequantize_tiles(
         tl.store(out + f * 2 * WORDS, value, mask=live)
 
 
+@triton.jit
+def slice_rows(entry_ptr, slice_ptr, order_ptr, row_scale_ptr, s, first_row, HAS_ROW_SCALES: tl.constexpr):
+    """Of a slice: where entries of each row begin, [1, 16], its slots, and its rows of the chunk with their factors."""
+    lane = tl.arange(0, 16)[None, :]
+    begin = tl.load(slice_ptr + s)
+    row = (tl.load(order_ptr + s * 16 + lane) - first_row).to(tl.int64)
+    factor = tl.full((1, 16), 1.0, tl.float32)
+    if HAS_ROW_SCALES:
+        factor = tl.load(row_scale_ptr + s * 16 + lane)
+    return entry_ptr + begin.to(tl.int64) * 16 + lane, tl.load(slice_ptr + s + 1) - begin, row, factor
+
+
 @triton.jit(do_not_specialize=("first_slice", "first_row", "K"))
 def scatter_outliers(
     entry_ptr, slice_ptr, order_ptr, row_scale_ptr, w_ptr, first_slice, first_row, K, HAS_ROW_SCALES: tl.constexpr,
@@ -81,18 +93,11 @@ def scatter_outliers(
 
     A row's entries are sorted by column, and at most three share one (`entries.coordinates`): the first adds all.
     """
-    s = first_slice + tl.program_id(0)
-    lane = tl.arange(0, 16)
-    slots = tl.arange(0, SLOTS)
-    begin = tl.load(slice_ptr + s)
-    count = tl.load(slice_ptr + s + 1) - begin
-    row = (tl.load(order_ptr + s * 16 + lane) - first_row).to(tl.int64)
-    factor = tl.full((16,), 1.0, tl.float32)
-    if HAS_ROW_SCALES:
-        factor = tl.load(row_scale_ptr + s * 16 + lane)
-    at = entry_ptr + begin.to(tl.int64) * 16 + lane[None, :]
+    at, count, row, factor = slice_rows(
+        entry_ptr, slice_ptr, order_ptr, row_scale_ptr, first_slice + tl.program_id(0), first_row, HAS_ROW_SCALES
+    )
     for start in range(0, count, SLOTS):
-        slot = start + slots[:, None]
+        slot = start + tl.arange(0, SLOTS)[:, None]
         entry = tl.load(at + slot * 16, mask=slot < count, other=0)
         before = tl.load(at + (slot - 1) * 16, mask=(slot > 0) & (slot < count), other=0)
         col = entry & 0xFFFF
@@ -102,9 +107,9 @@ def scatter_outliers(
         for ahead in tl.static_range(1, 3):
             other = tl.load(at + (slot + ahead) * 16, mask=slot + ahead < count, other=0)
             value += tl.where((other & 0xFFFF) == col, (other & -65536).to(tl.float32, bitcast=True), 0.0)
-        out = w_ptr + row[None, :] * K + col
+        out = w_ptr + row * K + col
         base = tl.load(out, mask=first, other=0.0).to(tl.float32)
-        tl.store(out, (base + value * factor[None, :]).to(w_ptr.dtype.element_ty), mask=first)
+        tl.store(out, (base + value * factor).to(w_ptr.dtype.element_ty), mask=first)
 
 
 @triton.jit
@@ -130,22 +135,16 @@ def write_beyond(
 
     An integer of several entries is the first outlier of each, one after the other: the first of these adds them.
     """
-    s = first_slice + tl.program_id(0)
-    lane = tl.arange(0, 16)
-    begin = tl.load(slice_ptr + s)
-    count = tl.load(slice_ptr + s + 1) - begin
-    row = (tl.load(order_ptr + s * 16 + lane) - first_row).to(tl.int64)
-    factor = tl.full((16,), 1.0, tl.float32)
-    if HAS_ROW_SCALES:
-        factor = tl.load(row_scale_ptr + s * 16 + lane)
-    at = entry_ptr + begin.to(tl.int64) * 16 + lane[None, :]
-    out = w_ptr + row[None, :] * K
+    at, count, row, factor = slice_rows(
+        entry_ptr, slice_ptr, order_ptr, row_scale_ptr, first_slice + tl.program_id(0), first_row, HAS_ROW_SCALES
+    )
+    out = w_ptr + row * K
     for start in range(0, count, SLOTS):
         slot = start + tl.arange(0, SLOTS)[:, None]
         entry = tl.load(at + slot * 16, mask=slot < count, other=0)
         col, beyond = first_outlier(entry, True)
         second, other = second_outlier(entry, col)
-        store_beyond(out + second, other, factor[None, :], other != 0, BITS, MIDRISE)
+        store_beyond(out + second, other, factor, other != 0, BITS, MIDRISE)
         before, _ = load_first(at, slot - 1, count)
         begins = (beyond != 0) & ((slot == 0) | (before != col))
         goes_on = begins
@@ -154,7 +153,7 @@ def write_beyond(
             following, part = load_first(at, slot, count)
             goes_on = goes_on & (part != 0) & (following == col)
             beyond += tl.where(goes_on, part, 0.0)
-        store_beyond(out + col, beyond, factor[None, :], begins, BITS, MIDRISE)
+        store_beyond(out + col, beyond, factor, begins, BITS, MIDRISE)
 
 
 def launch_dequantize(weight: KernelWeight, w: torch.Tensor, first_block: int, blocks: int) -> None:
