@@ -137,7 +137,7 @@ def audit_tensor_core(
     beyond: bool = False,
 ) -> Audit:
     """One configuration of the tensor-core kernel, with split-K; `grouped` for routed experts, `beyond` for coded
-    weights, whose entries hold two outliers."""
+    weights, whose entries hold up to two outliers."""
     values = tensor_core_values(bits, config, group_size, outliers, midrise=midrise, beyond=beyond)
     weights, kernel = config.block_n * 256, ssqr_grouped if grouped else ssqr_tensor_core
     return _audit(kernel, arch, bits, config.max_rows, weights, values, config.num_warps, activations)

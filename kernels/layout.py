@@ -140,7 +140,7 @@ def tile_weight(
 
 
 def untile_weight(tiles: torch.Tensor, bits: int, rows: int, cols: int, order: torch.Tensor) -> torch.Tensor:
-    """Inverse of `tile_weight`: int32 [rows, ceil(cols * bits / 32)]."""
+    """Inverse of `tile_weight`, but for codes of `beyond`: int32 [rows, ceil(cols * bits / 32)]."""
     codes = untile_codes(tiles, bits)
     restored = torch.empty_like(codes)
     restored[order] = codes

@@ -100,7 +100,7 @@ def outlier_tile(
     entries: of the first turn, from `load_slots`; at, count: from `outlier_places`; longest: from `longest_slice`.
     Not TRANSPOSED: a lane has all activation rows of a weight row, and gathers x one by one. TRANSPOSED: it has four of
     them, and x_ptr is x^T [K, ROWS] as int64 [K, ROWS / 4].
-    BEYOND: entries are of that form, of two outliers each (`entries.py`); HALF: x is fp16 instead of bf16.
+    BEYOND: entries are of that form, of up to two outliers each (`entries.py`); HALF: x is fp16 instead of bf16.
     """
     if TRANSPOSED:
         LANES: tl.constexpr = ROWS // 4  # of a weight row

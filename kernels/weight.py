@@ -60,7 +60,7 @@ class KernelWeight:
 
     @property
     def beyond(self) -> bool:
-        """Whether entries say how far two outliers lie beyond the grid, and not the value of one."""
+        """Whether entries say how far up to two outliers lie beyond the grid, and not the value of one."""
         scaled = self.scale_pairs is not None or self.flat_scales is not None
         return self.entries is not None and not scaled and self.bits in BEYOND_BITS
 

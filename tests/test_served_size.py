@@ -36,6 +36,17 @@ def test_digits_share_a_word_up_to_255_columns_apart() -> None:
     assert outlier_bits(z, 3) == 96
 
 
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int32])
+def test_words_of_far_integers_are_those_of_the_kernels(dtype: torch.dtype) -> None:
+    """Around each number at which they take another power of 4, a row each."""
+    beyond = torch.tensor([15 * 4**e // 2 + k for e in range(6) for k in (-1, 0, 1)])
+    z = torch.cat((beyond + 3, -4 - beyond))[:, None]
+    z = torch.nn.functional.pad(z[(z > 3) | (z < -4)][:, None], (0, 1))
+    points = integers(torch.arange(len(z) + 1), torch.zeros(len(z)), z[:, 0].double(), 2, 3)
+    words = torch.bincount(beyond_entries(points, 3).row)
+    assert [outlier_bits(row[None], 3) for row in z.to(dtype)] == (32 * words).tolist()
+
+
 @pytest.mark.parametrize("size", [0.3, 0.7, 1.2, 2.0, 4.0, 9.0, 50.0, 1e4])
 def test_the_best_width_takes_the_fewest_bits(size: float) -> None:
     matrices = [heavy_tailed(30, 200, size, seed) for seed in range(2)]

@@ -22,6 +22,9 @@ from vllm_latq.served_size import best_bits
 
 logger = logging.getLogger(__name__)
 
+# Of coded weights in memory where every product dequantizes: a column and a float32.
+CSR_OUTLIER_BITS = 48
+
 
 @dataclass(frozen=True)
 class Operands:
@@ -64,7 +67,9 @@ def inlier_bits(integers: Sequence[torch.Tensor | None], device: torch.device, d
         return None
     if _has_int4(device, dtype) and all(z.shape[1] % min(cpu_path.GROUPS) == 0 for z in decoded):
         return best_bits(*decoded, widths=cpu_path.WIDTHS, each=cpu_path.OUTLIER_BITS)
-    return best_bits(*decoded)
+    if has_kernels(device) and dtype in (torch.bfloat16, torch.float16):
+        return best_bits(*decoded)
+    return best_bits(*decoded, each=CSR_OUTLIER_BITS)
 
 
 def _has_int4(device: torch.device, dtype: torch.dtype) -> bool:

@@ -52,13 +52,14 @@ def test_integers_beyond_the_grid_are_rounded_once(make_layer) -> None:
 def test_far_integers_are_put_together_again() -> None:
     """Of many entries, over several blocks of slots, and what lies before them and behind."""
     z = torch.cat((torch.tensor([5.0, 8388607.0, -9.0, -8388605.0]), torch.arange(-400.0, -4), torch.arange(4.0, 404)))
-    row_ptr, col = torch.tensor([0, 4, 400, 800], dtype=torch.int32), torch.cat((torch.arange(4), torch.arange(796)))
-    col[400:] -= 396
-    qweight = codes_to_stream(torch.full((3, 416), 4, dtype=torch.uint8), 3)
+    z = torch.cat((z, torch.tensor([99.0])))
+    row_ptr = torch.tensor([0, 4, 400, 800, 801], dtype=torch.int32)
+    col = torch.cat((torch.arange(4), torch.arange(396), torch.arange(400), torch.tensor([0])))
+    qweight = codes_to_stream(torch.full((4, 416), 4, dtype=torch.uint8), 3)
     csr = (part.to(DEVICE) for part in (row_ptr, col, z))
     weight = prepare(qweight.to(DEVICE), 3, -1, 416, None, None, *csr)
-    dense = torch.zeros(3, 416)
-    dense[torch.repeat_interleave(torch.arange(3), row_ptr.diff()), col] = z
+    dense = torch.zeros(4, 416)
+    dense[torch.repeat_interleave(torch.arange(4), row_ptr.diff()), col] = z
     assert torch.equal(dequantize(weight, torch.float32).cpu(), dense)
 
 

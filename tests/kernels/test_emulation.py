@@ -101,7 +101,7 @@ CODED = {"group_size": -1, "outliers": 0.03, "scales": False, "row_scales": True
 
 @pytest.mark.parametrize(("arch", "bits", "m"), [("sm_80", 2, 1), ("sm_80", 3, 8), ("sm_86", 4, 12), ("sm_90", 3, 33)])
 def test_coded_weights(make_layer, arch: str, bits: int, m: int) -> None:
-    """Outliers two to an entry, some of many digits, from x and from x^T, and parts that take turns with them."""
+    """Outliers two to an entry, some of them far, from x and from x^T, and parts that take turns with them."""
     layer = make_layer(bits, 131, 1000, midrise=m % 2 == 1, **CODED)
     x = activations(m, 1000, torch.bfloat16)
     y, _ = float32_product(layer, x, arch, parts=2)

@@ -106,6 +106,16 @@ def test_reload_with_more_outliers_than_fit_is_refused() -> None:
         kernel_arguments(packed(4, 64, 64, 128, 0.3), "layer", tensors["entries"].shape[0])
 
 
+def test_reload_with_far_more_outliers_is_refused_before_they_take_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    capacity = kernel_arguments(decoded(40, 60), "layer")[0]["entries"].shape[0]
+    many = pack_integers(torch.full((100, 60), 110, dtype=torch.int32), torch.ones(100), bits=2).to(DEVICE)
+    monkeypatch.setattr("vllm_latq.kernels.weight.prepare", lambda *_: pytest.fail("prepared"))
+    with pytest.raises(
+        CheckpointError, match=r"expected outliers for at most \d+ slots of 16 rows, found 6000 of them"
+    ):
+        kernel_arguments(many, "layer", capacity)
+
+
 def test_outliers_that_the_codes_reach_are_refused() -> None:
     weight = decoded(40, 60)
     inside = replace(weight, outliers=replace(weight.outliers, values=torch.zeros_like(weight.outliers.values)))

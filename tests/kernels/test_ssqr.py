@@ -90,7 +90,7 @@ def test_coded_weights(make_layer, bits: int, m: int) -> None:
 
 
 def test_coded_weights_of_many_columns(make_layer) -> None:
-    run(make_layer(2, 3, 33_000, outliers=0.002, **CODED), 2, torch.bfloat16)
+    run(make_layer(2, 3, 40_000, outliers=0.002, **CODED), 2, torch.bfloat16)
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.0005])
