@@ -38,7 +38,8 @@ MIDRISE = [
 CODED = [
     *((arch, bits, 8, "*bf16", -1, True, False, True) for arch, bits in (("sm_80", 3), ("sm_86", 2), ("sm_90", 4))),
     ("sm_86", 3, 16, "*bf16", -1, True, False, True),
-    ("sm_80", 4, 64, "*bf16", -1, True, True, True),
+    ("sm_80", 4, 64, "*bf16", -1, True, False, True),
+    ("sm_90", 3, 8, "*bf16", -1, True, True, True),
 ]
 GROUPED = [("sm_80", 3, 8, "*bf16", 128, False, True), ("sm_90", 3, 32, "*bf16", 128, False, True)]
 OTHERS = [
