@@ -39,10 +39,8 @@ QUICK: dict[str, Any] = {
 def table_row(result: Result) -> str:
     """One line of the printed Markdown table."""
     case, timing = result.case, result.timing
-    coded = " coded" if case.coded else ""
-    head = (
-        f"| {case.rows}x{case.cols} | {case.bits}{coded} | {100 * case.outlier_rate:g}% | {case.m} | {result.kernel} "
-    )
+    bits = f"{case.bits} coded" if case.coded else f"{case.bits}"
+    head = f"| {case.rows}x{case.cols} | {bits} | {100 * case.outlier_rate:g}% | {case.m} | {result.kernel} "
     if result.reason:
         return head + f"| not measured: {result.reason.replace('|', '/')} | | | |"
     if timing is None:

@@ -44,9 +44,9 @@ class Case:
     coded: bool = False
 
     @property
-    def layer(self) -> tuple[int, int, int, float]:
-        """Cases that share a weight have this in common, and whether it is coded."""
-        return self.rows, self.cols, self.bits, self.outlier_rate
+    def layer(self) -> tuple[int, int, int, float, bool]:
+        """Cases that share a weight have this in common."""
+        return self.rows, self.cols, self.bits, self.outlier_rate, self.coded
 
 
 @dataclass(frozen=True)

@@ -77,10 +77,6 @@ class DecodeConfig:
         """Columns of x^T that a program writes at once: 16 values a thread; more would take registers from the loop."""
         return 16 * 32 * self.num_warps // self.max_rows
 
-    def slots_of(self, beyond: bool) -> int:
-        """Outlier slots that a program reads at once, if their entries are of that form, with two outliers, or not."""
-        return max(1, self.slots // 2) if beyond else self.slots
-
     def stages_for(self, bits: int) -> int:
         """`stages`, or 2 where 8-bit codes would not leave room in the 99 KB of shared memory of sm_86 and sm_89."""
         return min(self.stages, 2) if bits == 8 else self.stages
@@ -114,6 +110,11 @@ def split_k(tiles: int, superblocks: int, slots: int, least: int) -> int:
     shares = range(min(least, superblocks), superblocks + 1)
     choices = sorted({-(-superblocks // share) for share in shares})
     return min(choices, key=lambda parts: -(-tiles * parts // slots) * (-(-superblocks // parts) + START))
+
+
+def slots_of(outliers: int, beyond: bool) -> int:
+    """Slots that hold so many outliers of a row, at least one: two each if their entries are of that form."""
+    return max(1, outliers // 2) if beyond else outliers
 
 
 def small_groups(config: DecodeConfig) -> DecodeConfig:

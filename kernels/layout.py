@@ -25,6 +25,13 @@ def padded_rows(rows: int) -> int:
     return -(-rows // ROW_ALIGN) * ROW_ALIGN
 
 
+def tile_rows(order: torch.Tensor) -> torch.Tensor:
+    """Inverse of `order`: the tile row of each checkpoint row, int64 [padded rows]."""
+    tile_row = torch.empty_like(order)
+    tile_row[order] = torch.arange(order.numel(), device=order.device)
+    return tile_row
+
+
 def superblocks(cols: int) -> int:
     """Superblocks of 256 columns that cover `cols`."""
     return -(-cols // SUPERBLOCK)
@@ -114,7 +121,8 @@ def tile_weight(
 
     Args:
         qweight: int32 [rows, ceil(cols * bits / 32)].
-        order: int64 [padded rows], the checkpoint row held by each tile row; rows or more means padding.
+        order: int64 [padded rows], the checkpoint row held by each tile row, of the same row block; rows or more means
+            padding.
         beyond: integers that get the nearest end of the grid for a code.
 
     Returns:
@@ -123,18 +131,19 @@ def tile_weight(
     rows, zero_point = qweight.shape[0], 1 << (bits - 1)
     supers = superblocks(cols)
     tiles = []
-    if beyond is not None:
-        tile_row = torch.empty_like(order)
-        tile_row[order] = torch.arange(order.numel(), device=order.device)
-        places, ends = tile_row[beyond.row], ((beyond.z > 0) * (2 * zero_point - 1)).to(torch.uint8)
     step = max(1, _CHUNK_CODES // (supers * SUPERBLOCK * ROW_BLOCK)) * ROW_BLOCK
-    for start, part in zip(range(0, order.numel(), step), order.split(step), strict=True):
+    if beyond is not None:
+        places, ends = tile_rows(order)[beyond.row] % step, ((beyond.z > 0) * (2 * zero_point - 1)).to(torch.uint8)
+        # A chunk is of whole row blocks, whose outliers follow each other.
+        counts = torch.bincount(beyond.row // step, minlength=-(-order.numel() // step)).tolist()
+        outliers = zip(*(tensor.split(counts) for tensor in (places, beyond.col, ends)), strict=True)
+    for part in order.split(step):
         codes = torch.full((part.numel(), supers * SUPERBLOCK), zero_point, dtype=torch.uint8, device=qweight.device)
         real = part < rows
         codes[real, :cols] = stream_to_codes(qweight[part[real]], bits, cols)
         if beyond is not None:
-            here = (places >= start) & (places < start + step)
-            codes[places[here] - start, beyond.col[here]] = ends[here]
+            place, col, end = next(outliers)
+            codes[place, col] = end
         tiles.append(tile_codes(codes, bits))
     return torch.cat(tiles)
 

@@ -16,7 +16,7 @@ import torch
 
 from vllm_latq.kernels.entries import MAX_COLUMNS, Entries
 from vllm_latq.kernels.errors import require
-from vllm_latq.kernels.layout import ROW_BLOCK
+from vllm_latq.kernels.layout import ROW_BLOCK, tile_rows
 
 SLICE_ROWS = 16
 _BUCKETS_PER_OCTAVE = 8
@@ -78,15 +78,13 @@ def slice_entries(entries: Entries, order: torch.Tensor) -> OutlierSlices:
         order: int64 [padded rows], checkpoint row of each tile row.
     """
     padded, device = order.numel(), order.device
-    tile_row = torch.empty_like(order)
-    tile_row[order] = torch.arange(padded, device=device)
     counts = torch.bincount(entries.row, minlength=padded)
     longest = counts[order].view(-1, SLICE_ROWS).amax(1)
     slice_ptr = torch.zeros(longest.numel() + 1, dtype=torch.int64, device=device)
     slice_ptr[1:] = longest.cumsum(0)
     first = counts.cumsum(0) - counts
     nth_in_row = torch.arange(entries.row.numel(), device=device) - first[entries.row]
-    target = tile_row[entries.row]
+    target = tile_rows(order)[entries.row]
     slot = slice_ptr[target // SLICE_ROWS] + nth_in_row
     slices = torch.zeros(bucket(int(slice_ptr[-1])), SLICE_ROWS, dtype=torch.int32, device=device)
     slices[slot, target % SLICE_ROWS] = entries.entry

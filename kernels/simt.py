@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_latq.kernels.configs import COMPILER, DecodeConfig
+from vllm_latq.kernels.configs import COMPILER, DecodeConfig, slots_of
 from vllm_latq.kernels.fields import (
     field_bias,
     field_exponent,
@@ -155,7 +155,7 @@ def launch_simt(
         -(-weight.superblocks // parts),
         BITS=weight.bits, GROUP=weight.group_size, MIDRISE=weight.midrise, BLOCK_N=config.block_n, ROWS=row_tile(m),
         STAGES=config.stages_for(weight.bits), OUTLIERS=weight.entries is not None, BEYOND=weight.beyond,
-        SLOTS=config.slots_of(weight.beyond), SPLIT=parts > 1,
+        SLOTS=slots_of(config.slots, weight.beyond), SPLIT=parts > 1,
         HAS_FLAT_SCALES=weight.flat_scales is not None, HAS_ROW_SCALES=weight.row_scales is not None,
         ASM=x.is_cuda and torch.version.hip is None, num_warps=config.num_warps, **COMPILER,
     )  # fmt: skip

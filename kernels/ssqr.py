@@ -13,14 +13,13 @@ One program computes a tile of BLOCK_N output features (the M side of `tl.dot`) 
 Index names: rn tile row, rm activation row, sb superblock, part the split-K share.
 """
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from vllm_latq.kernels.configs import COMPILER, DecodeConfig
+from vllm_latq.kernels.configs import COMPILER, DecodeConfig, slots_of
 from vllm_latq.kernels.fields import planes_of, words_of
 from vllm_latq.kernels.outlier_tile import (
     MOST_WRITERS,
@@ -275,8 +274,6 @@ def constants(
     bits: int, group_size: int, config: DecodeConfig, outlier_rows: int, transposed: bool, beyond: bool, split: bool
 ) -> dict[str, int | bool]:
     """The compile-time arguments that follow from a configuration; `audit` compiles with the same."""
-    if outlier_rows == 1:
-        config = replace(config, slots=8)  # one row leaves registers for more
     return {
         "BITS": bits,
         "GROUP": group_size,
@@ -287,7 +284,7 @@ def constants(
         "BIAS_ROWS": config.bias_rows,
         "PAIRED": config.paired,
         "OUTLIER_ROWS": outlier_rows,
-        "SLOTS": config.slots_of(beyond),
+        "SLOTS": slots_of(8 if outlier_rows == 1 else config.slots, beyond),  # one row leaves registers for more
         "TRANSPOSED": transposed,
         "BEYOND": beyond,
         "PIECE": config.piece,

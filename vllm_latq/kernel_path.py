@@ -78,7 +78,7 @@ def kernel_arguments(
         outliers = (csr.row_ptr, csr.col_idx, csr.values)
     if csr is not None and capacity is not None and csr.nnz > 2 * SLICE_ROWS * capacity:
         # An entry holds two at most. What has many more would take much memory before their slots are known.
-        raise _too_many(where, f"at most {capacity} slots of {SLICE_ROWS} rows", f"{csr.nnz} of them")
+        raise _too_many(where, capacity, f"{csr.nnz} of them")
     layout = (weight.bits, weight.group_size, weight.cols)
     try:
         prepared = prepare(weight.qweight, *layout, weight.scales, weight.row_scales, *outliers, weight.midrise)
@@ -89,16 +89,16 @@ def kernel_arguments(
         slots = int(prepared.slice_ptr[-1])
         capacity = capacity or bucket(max(slots + slots // 16, SMALLEST_CAPACITY))
         if slots > capacity:
-            raise _too_many(where, f"at most {capacity} slots of {SLICE_ROWS} rows", str(slots))
+            raise _too_many(where, capacity, str(slots))
         entries = tensors["entries"]
         # `capacity` is a bucket size, so the entries, padded to one, are never longer.
         tensors["entries"] = torch.nn.functional.pad(entries, (0, 0, 0, capacity - entries.shape[0]))
     return tensors, {name: getattr(prepared, name) for name in CONSTANTS}
 
 
-def _too_many(where: str, room: str, found: str) -> CheckpointError:
+def _too_many(where: str, capacity: int, found: str) -> CheckpointError:
     hint = "Reloaded weights go into the memory of the first ones: restart the server with this checkpoint."
-    return CheckpointError(where, f"outliers for {room}", found, hint)
+    return CheckpointError(where, f"outliers for at most {capacity} slots of 16 rows", found, hint)
 
 
 def decode_on_device(stream: HuffmanStream, where: str, device: torch.device) -> torch.Tensor:
