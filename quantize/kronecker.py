@@ -14,8 +14,9 @@ V D V^T in rounding order, of both matrices,
 so steps s_ij = s / sqrt(DG_i DH_j) make every weight contribute alike.
 
 Where integers become codes of some width while they are served, those that do not fit are dear. The grid is then
-mid-rise, (z + 1/2) s_ij, and a target that lies at most a step beyond its last point goes there, instead of becoming an
-outlier: its error, like any other, is fed back, and it is at most twice half a step, so the bound is four times higher.
+mid-rise, (z + 1/2) s_ij, and a target that lies at most CLIPPED steps beyond its last point goes there, instead of
+becoming an outlier: its error, like any other, is fed back, and it is at most 3/2 of half a step, so the bound is 9/4 of
+what it would be.
 
 Entries of an antidiagonal do not depend on each other; tiles are swept along antidiagonals, and inside them entries:
 
@@ -38,6 +39,8 @@ from vllm_latq.quantize.lattice import Factor
 TILE = 64
 # Antidiagonals whose views are made at once: a view takes as long as an operation on it.
 STRETCH = 16
+# How far beyond the last point of the codes' grid a target may lie, in steps, to be clipped to it (NOTES.md).
+CLIPPED = 0.75
 # Sums of larger multiples of a step would err by a visible part of it in float32.
 FLOAT32_INTEGERS = 1 << 16
 
@@ -59,14 +62,14 @@ class TwoSided:
 
 
 def reach(width: int) -> float:
-    """How many steps from zero a target can lie that codes take: a step beyond the last point of their grid."""
-    # Less what float32 may err by, so that no residual is longer than a step.
-    return (2.0 ** (width - 1) + 0.5) * (1 - 2.0**-20)
+    """How many steps from zero a target can lie that codes take: CLIPPED beyond the last point of their grid."""
+    # Less what float32 may err by, so that no residual is longer than CLIPPED steps.
+    return (2.0 ** (width - 1) - 0.5 + CLIPPED) * (1 - 2.0**-20)
 
 
 def furthest(served: bool) -> float:
-    """How many steps a target can lie from where it goes: half of one, but a whole one beyond the grid of codes."""
-    return 1.0 if served else 0.5
+    """How many steps a target can lie from where it goes: half of one, but CLIPPED beyond the grid of codes."""
+    return CLIPPED if served else 0.5
 
 
 def two_sided_plane(
@@ -89,8 +92,8 @@ def two_sided_plane(
         where: name of the layer, for errors.
         feedback: False rounds each row on its own, as GPTQ does; G then only weighs the rows by its diagonal, which
             `outputs` must be factors of for loss and bound to hold.
-        width: of codes in bits, whose grid then is mid-rise, and takes what lies at most a step beyond it; None for
-            the multiples of the steps, without end.
+        width: of codes in bits, whose grid then is mid-rise, and takes what lies at most CLIPPED steps beyond it;
+            None for the multiples of the steps, without end.
 
     Raises:
         NumericalError: integers that float32 does not hold exactly, or values that are not finite.

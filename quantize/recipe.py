@@ -63,7 +63,7 @@ class Recipe:
         target_bits: average bits per weight, of each layer (hptq, hrtn) or of the model (latq), in (1, 16].
         count: which bits these are (latq): stored, or served, in memory while the model runs, which is what decoding
             reads: codes of 2, 3, 4 or 8 bits, and about 18 for each integer beyond them (32 of 8); at most 9. Grids are
-            mid-rise then, and weights are clipped that lie at most a step beyond the codes: four times the bound.
+            mid-rise then, and weights at most 3/4 of a step beyond the codes are clipped: 9/4 of the bound.
         order: rounding order: natural, act or min-pivot.
         damping: lambda relative to the mean diagonal of the Hessian.
         condition: chooses the damping of each layer instead: the least that brings the condition number of the damped

@@ -88,7 +88,7 @@ def test_errors_spread_and_are_fed_back_as_predicted() -> None:
 
 @pytest.mark.parametrize("width", [2, 3, 8])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_codes_take_what_lies_a_step_beyond_them(shape: tuple[int, int], width: int) -> None:
+def test_codes_take_what_lies_somewhat_beyond_them(shape: tuple[int, int], width: int) -> None:
     weight, inputs, outputs, rows, cols = problem(*shape)
     weight = weight * 2.0 ** (width - 2)  # so that some targets are within the codes' reach, and some are not
     found = two_sided_plane(weight, inputs, [outputs], rows, cols, width=width)
@@ -96,7 +96,7 @@ def test_codes_take_what_lies_a_step_beyond_them(shape: tuple[int, int], width: 
     missed = weight.double() - (found.z + 0.5) * steps
     assert found.loss == pytest.approx(kronecker_loss(missed, inputs, outputs), rel=1e-4)
     assert found.loss <= found.bound
-    assert found.bound == pytest.approx(4 * two_sided_plane(weight, inputs, [outputs], rows, cols).bound)
+    assert found.bound == pytest.approx(9 / 4 * two_sided_plane(weight, inputs, [outputs], rows, cols).bound)
     # The targets, from the errors, by the recursion as it is written.
     right, left = inputs.unit_triangle(), outputs.unit_triangle()
     permuted = missed[outputs.order][:, inputs.order]
@@ -104,13 +104,13 @@ def test_codes_take_what_lies_a_step_beyond_them(shape: tuple[int, int], width: 
     target = weight.double()[outputs.order][:, inputs.order] + moved - permuted + left.T @ moved - moved
     relative = target / steps[outputs.order][:, inputs.order]
     z, half = found.z[outputs.order][:, inputs.order], 2 ** (width - 1)
-    clear = (relative.abs() - half - 0.5).abs() > 1e-3  # of what float32 rounds to either side
-    near, far = clear & (relative.abs() < half + 0.5), clear & (relative.abs() > half + 0.5)
+    clear = (relative.abs() - half - 0.25).abs() > 1e-3  # of what float32 rounds to either side
+    near, far = clear & (relative.abs() < half + 0.25), clear & (relative.abs() > half + 0.25)
     assert ((z[near] >= -half) & (z[near] < half)).all()
     assert ((z[far] < -half) | (z[far] >= half)).all()
     away = (relative - z - 0.5).abs()
     assert (away[near & (relative.abs() > half)] > 0.5 - 1e-3).all()
-    assert (away[near | far] <= 1.0 + 1e-3).all()
+    assert (away[near | far] <= 0.75 + 1e-3).all()
     assert (away[far | (relative.abs() < half)] <= 0.5 + 1e-3).all()
     if shape[0] > 1:
         assert far.any()
@@ -122,7 +122,7 @@ def test_what_lies_at_the_end_of_the_reach_is_within_the_bound(width: int) -> No
     identity = factorize(torch.ones(1, 1, dtype=torch.float64), "natural", 1e-6)
     for seed in range(50):
         rows, cols = torch.rand(2, 1, generator=torch.Generator().manual_seed(seed)) + 0.1
-        weight = torch.outer(rows, cols) * (2.0 ** (width - 1) + 0.5)
+        weight = torch.outer(rows, cols) * (2.0 ** (width - 1) + 0.25)
         found = two_sided_plane(weight, identity, [identity], rows, cols, width=width)
         assert found.loss <= found.bound * (1 + BOUND_SLACK)
 

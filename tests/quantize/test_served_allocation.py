@@ -68,8 +68,8 @@ def factor(size: int) -> Factor:
 def cost(exact: torch.Tensor, width: int, rows: torch.Tensor, cols: torch.Tensor) -> torch.Tensor:
     """By rounding, in units of the squared model's step / 12; float64 scalar."""
     steps = torch.exp2((rows[:, None] + cols).to(torch.float64) / 8)
-    # The last point of the grid is 2^(width - 1) - 1/2, and a step beyond it is still within reach.
-    overflow = (exact.double().abs() > steps * (2 ** (width - 1) + 0.5)).sum()
+    # The last point of the grid is 2^(width - 1) - 1/2, and 3/4 of a step beyond it is still within reach.
+    overflow = (exact.double().abs() > steps * (2 ** (width - 1) + 0.25)).sum()
     return steps.square().sum() + _PRICE * USUAL_OUTLIER_BITS[width] * overflow
 
 
