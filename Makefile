@@ -40,7 +40,7 @@ test: lint
 
 # All tests of the kernels as they are compiled for each architecture, on a pretended GPU: minutes for each.
 emulated: venv
-	for arch in sm_80 sm_86 sm_90; do EMULATED_GPU=$$arch $(PYTEST) tests/kernels -m kernel || exit 1; done
+	for arch in sm_80 sm_86 sm_90 sm_100; do EMULATED_GPU=$$arch $(PYTEST) tests/kernels -m kernel || exit 1; done
 
 # The audit of the kernels with the Triton versions that vLLM 0.25 to 0.33 bring.
 compilers: venv

@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from vllm_latq.kernels.chunks import LANES
-from vllm_latq.kernels.configs import COMPILER, REGIMES, SIMT, TABLE, DecodeConfig, decode_config, max_decode_rows
+from vllm_latq.kernels.configs import COMPILER, REGIMES, SIMT, DecodeConfig, decode_config, max_decode_rows
 from vllm_latq.kernels.dequantize import SLICE_SLOTS, dequantize_tiles, scatter_outliers, write_beyond
 from vllm_latq.kernels.errors import require
 from vllm_latq.kernels.grouped import ssqr_grouped
@@ -27,7 +27,7 @@ from vllm_latq.kernels.sass import MachineCode, disassemble
 from vllm_latq.kernels.simt import ssqr_simt
 from vllm_latq.kernels.ssqr import constants, ssqr_tensor_core
 
-ARCHITECTURES = tuple(TABLE)
+ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 BITS = (2, 3, 4, 8)
 _POINTERS = {
     "word_ptr": "*i32", "scale_ptr": "*i32", "flat_scale_ptr": "*fp32", "row_scale_ptr": "*fp32", "order_ptr": "*i32",

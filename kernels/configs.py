@@ -156,16 +156,31 @@ HOPPER = tuple(
         HOPPER_32, small_groups(HOPPER_32), replace(AMPERE_64_SMALL, paired=False),
     )
 )  # fmt: skip
+# From four warps on, the compiler takes sm_100's tcgen05 for tiles of 16 rows and more. That wants weights in shared
+# memory and an answer after each group, and at 64 rows in groups of 32 Triton 3.9 makes an empty kernel of it. Products
+# of two warps are Ampere's. At 64 rows in groups below 128 registers spill, but two launches of 32 would issue as much.
+TWO_WARPS = (
+    AMPERE_8, AMPERE_16, small_groups(AMPERE_16), replace(AMPERE_32, block_n=64, num_warps=2, min_group=1),
+    replace(AMPERE_64, block_n=64, num_warps=2, min_group=1),
+)  # fmt: skip
+BLACKWELL = tuple(replace(config, shared_kb=228, programs_per_processor=4) for config in TWO_WARPS)
+# sm_120 has what sm_89 has.
+BLACKWELL_RTX = tuple(replace(config, slots=1) if config.max_rows == 32 else config for config in ADA)
 # 64 KB of shared memory on gfx90a and gfx942. Compiled for these only, and neither run nor tuned.
 AMD = tuple(
     replace(config, stages=2 if config.max_rows > 16 else 3, shared_kb=64, min_group=1)
     for config in (AMPERE_8, AMPERE_16, replace(AMPERE_32, bias_dot=True), AMPERE_64_SMALL)
 )
 SIMT = DecodeConfig(max_rows=8, block_n=64, num_warps=2, stages=2, bias_dot=False, slots=4, kernel="simt")
-TABLE: dict[str, tuple[DecodeConfig, ...]] = {"sm_80": AMPERE, "sm_86": ADA, "sm_89": ADA, "sm_90": HOPPER}
+TABLE: dict[str, tuple[DecodeConfig, ...]] = {
+    "sm_80": AMPERE, "sm_86": ADA, "sm_87": ADA, "sm_89": ADA, "sm_90": HOPPER, "sm_100": BLACKWELL,
+    "sm_103": BLACKWELL, "sm_110": BLACKWELL, "sm_120": BLACKWELL_RTX, "sm_121": BLACKWELL_RTX,
+}  # fmt: skip
 HIP = "hip"
+CPU = ADA  # in the interpreter
 FUSED_LAUNCHES = 2  # of the widest kernel, that a product takes at most; above, the prefill path (NOTES.md)
-DEFAULT = ADA  # of what other GPUs have, the least shared memory
+# Of other GPUs nothing is known: what compiles to Ampere's products, and the least shared memory that any has.
+DEFAULT = tuple(replace(config, shared_kb=100) for config in TWO_WARPS)
 
 
 def max_decode_rows(bits: int) -> int:
@@ -175,8 +190,11 @@ def max_decode_rows(bits: int) -> int:
 
 @lru_cache(maxsize=1024)
 def decode_config(rows: int, bits: int, arch: str = "", group_size: int = 128) -> DecodeConfig:
-    """The table's entry for `rows` activation rows (1 to max_decode_rows) on `arch`: "sm_90" and the like, or HIP."""
+    """The table's entry for `rows` activation rows (1 to max_decode_rows).
+
+    arch: "sm_90" and the like, or HIP; empty on a CPU.
+    """
     require(rows <= max_decode_rows(bits), "decode_config", f"at most {max_decode_rows(bits)} rows", rows,
             "Use the prefill path.")  # fmt: skip
-    table = AMD if arch == HIP else TABLE.get(arch, DEFAULT)
+    table = {HIP: AMD, "": CPU}.get(arch) or TABLE.get(arch, DEFAULT)
     return next(config for config in table if config.serves(rows, bits, group_size))

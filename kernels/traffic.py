@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from vllm_latq.kernels.audit import ARCHITECTURES
 from vllm_latq.kernels.cases import GROUP_SIZE, Case, make_layer, paths
-from vllm_latq.kernels.configs import TABLE, decode_config, max_decode_rows
+from vllm_latq.kernels.configs import decode_config, max_decode_rows
 from vllm_latq.kernels.dispatch import ssqr_matmul
 from vllm_latq.kernels.emulation.launch import emulation
 from vllm_latq.kernels.emulation.memory import SECTOR
@@ -83,7 +84,7 @@ def print_table(arch: str, outlier_rate: float, coded: bool = False, write: Call
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line."""
     parser = argparse.ArgumentParser(prog="python -m vllm_latq.kernels.traffic", description=__doc__.splitlines()[0])
-    parser.add_argument("--arch", choices=TABLE, default="sm_80")
+    parser.add_argument("--arch", choices=ARCHITECTURES, default="sm_80")
     parser.add_argument("--outliers", type=float, default=0.01, help="rate, 0 to 1")
     parser.add_argument("--coded", action="store_true", help="a weight as hptq and latq have it once decoded")
     options = parser.parse_args(arguments)

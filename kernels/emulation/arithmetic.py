@@ -64,6 +64,7 @@ _COMPARE = {
 _FLOATS = {
     "f32": tuple({*BINARY, "fma", "neg"} - {"div", "min", "max"}), "f64": (),
     "f16": ("add", "sub", "mul", "max.NaN", "neg"),
+    "f32x2": ("add", "mul", "fma"),
 }  # fmt: skip
 # Of formats that are computed in a wider one, and rounded to float32 first, as no GPU does it.
 _ROUNDED = {
@@ -108,6 +109,11 @@ def arithmetic(instruction: Instruction, parts: list[str], kernel: Kernel) -> St
             assign(p, kernel, target, write(wide.astype(np.float32)))
 
         return rounded
+    if kind == "f32x2":
+        pairwise = _fused if name == "fma" else BINARY[name]
+        return lambda p: assign(
+            p, kernel, target, pairwise(*(source(p).view(np.float32) for source in sources)).view(np.uint64)
+        )
     if name in BINARY:
         two = BINARY[name]
         return lambda p: assign(p, kernel, target, two(sources[0](p), sources[1](p)))

@@ -95,7 +95,7 @@ def emulation(arch: str, order: Order = lambda programs: list(range(programs))) 
     """Launches of this package's kernels run in the emulator; yields what they move, added up.
 
     Args:
-        arch: "sm_80", "sm_86", "sm_89" or "sm_90".
+        arch: one of `audit.ARCHITECTURES`.
         order: the order in which to run so many programs.
     """
     traffic = Traffic()

@@ -20,7 +20,8 @@ WORDS = {1: np.bool_, 8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
 TYPES = {
     "pred": np.bool_, "b8": np.uint8, "u8": np.uint8, "b16": np.uint16, "u16": np.uint16, "s16": np.int16,
     "f16": np.float16, "bf16": np.uint16, "b32": np.uint32, "u32": np.uint32, "s32": np.int32, "f32": np.float32,
-    "f16x2": np.uint32, "bf16x2": np.uint32, "b64": np.uint64, "u64": np.uint64, "s64": np.int64, "f64": np.float64,
+    "f16x2": np.uint32, "bf16x2": np.uint32, "f32x2": np.uint64, "b64": np.uint64, "u64": np.uint64, "s64": np.int64,
+    "f64": np.float64,
 }  # fmt: skip
 SPECIAL = ("%ntid.x", *(f"%{kind}.{axis}" for kind in ("ctaid", "nctaid") for axis in "xyz"))
 _UNDEFINED = 0xDEADBEEFDEADBEEF
@@ -44,8 +45,19 @@ def value_of(operand: Any, kind: str, kernel: Kernel) -> Value:
     dtype = np.dtype(TYPES[kind])
     bits = 1 if kind == "pred" else 8 * dtype.itemsize
     if isinstance(operand, tuple):
-        parts = [value_of(part, {32: "b16", 64: "b32"}[bits], kernel) for part in operand]
-        return lambda p: np.stack([part(p) for part in parts], 1).view(dtype)[:, 0]
+        word = {32: "b16", 64: "b32"}[bits]
+        parts = [value_of(part, word, kernel) for part in operand]
+        unwritten = np.array([_UNDEFINED], np.uint64).astype(TYPES[word])
+
+        def joined(p: Program) -> np.ndarray:
+            # Of one number that is computed with as a pair, the compiler leaves the other half as it is.
+            halves = [
+                np.repeat(unwritten, p.threads) if kernel.is_register(name) and name not in p.registers else part(p)
+                for name, part in zip(operand, parts, strict=True)
+            ]
+            return np.stack(halves, 1).view(dtype)[:, 0]
+
+        return joined
     constant = _constant(operand, dtype)
     if constant is not None:
         return lambda p: np.repeat(constant, p.threads)

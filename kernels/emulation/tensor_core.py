@@ -23,7 +23,10 @@ class TensorCore:
 
 AMPERE = TensorCore(8, 24)
 HOPPER = TensorCore(16, 25)
-GENERATIONS = {"sm_80": AMPERE, "sm_86": AMPERE, "sm_89": AMPERE, "sm_90": HOPPER}
+# Blackwell is taken to add as Hopper does.
+GENERATIONS = {
+    "sm_80": AMPERE, "sm_86": AMPERE, "sm_89": AMPERE, "sm_90": HOPPER, "sm_100": HOPPER, "sm_120": HOPPER,
+}  # fmt: skip
 
 
 def _exponent(values: np.ndarray) -> np.ndarray:

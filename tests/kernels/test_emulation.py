@@ -78,6 +78,12 @@ DECODE = [
     ("sm_90", 3, 32, torch.float16, 32),
     ("sm_90", 2, 64, torch.bfloat16, 128),
     ("sm_90", 8, 20, torch.float16, 128),
+    ("sm_100", 3, 4, torch.bfloat16, 128),
+    ("sm_100", 4, 16, torch.bfloat16, 32),
+    ("sm_100", 2, 29, torch.float16, 128),
+    ("sm_100", 3, 64, torch.bfloat16, 32),
+    ("sm_120", 4, 14, torch.bfloat16, 128),
+    ("sm_120", 2, 64, torch.bfloat16, 64),
 ]
 
 
@@ -99,7 +105,9 @@ def test_decode(make_layer, arch: str, bits: int, m: int, dtype: torch.dtype, gr
 CODED = {"group_size": -1, "outliers": 0.03, "scales": False, "row_scales": True, "full_rows": (7,)}
 
 
-@pytest.mark.parametrize(("arch", "bits", "m"), [("sm_80", 2, 1), ("sm_80", 3, 8), ("sm_86", 4, 12), ("sm_90", 3, 33)])
+@pytest.mark.parametrize(
+    ("arch", "bits", "m"), [("sm_80", 2, 1), ("sm_80", 3, 8), ("sm_86", 4, 12), ("sm_90", 3, 33), ("sm_100", 2, 40)]
+)
 def test_coded_weights(make_layer, arch: str, bits: int, m: int) -> None:
     """Outliers two to an entry, some of them far, from x and from x^T, and parts that take turns with them."""
     layer = make_layer(bits, 131, 1000, midrise=m % 2 == 1, **CODED)

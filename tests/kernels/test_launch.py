@@ -166,7 +166,7 @@ def test_no_part_of_split_k_is_empty(superblocks: int, slots: int) -> None:
             assert parts == 1 or share >= least
 
 
-@pytest.mark.parametrize(("arch", "processors"), [("sm_80", 108), ("sm_86", 84), ("sm_90", 132)])
+@pytest.mark.parametrize(("arch", "processors"), [("sm_80", 108), ("sm_86", 84), ("sm_90", 132), ("sm_100", 148)])
 def test_no_wave_of_a_few_programs(arch: str, processors: int) -> None:
     """Where the tiles run at once, their parts do, too: no second wave that a few programs have to themselves."""
     for config in TABLE[arch]:
