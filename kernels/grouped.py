@@ -92,7 +92,7 @@ def combine_pairs(y_ptr, weight_ptr, place_ptr, out_ptr, N, k, COLUMNS: tl.const
 
 @triton.jit(do_not_specialize=("M", "supers", "supers_per_part", "writers"))
 def ssqr_grouped(
-    expert_ptr, begin_ptr, live_ptr, word_stride, pair_stride, entry_stride, slice_stride, ticket_stride,
+    expert_ptr, begin_ptr, live_ptr, word_stride, pair_stride, slice_stride, ticket_stride,
     x_ptr, word_ptr, scale_ptr, flat_scale_ptr, row_scale_ptr, order_ptr, entry_ptr, slice_ptr, xt_ptr, fours_ptr,
     partial_ptr, ticket_ptr, y_ptr, M, N, K, stride_xm, supers, supers_per_part, writers,
     BITS: tl.constexpr, GROUP: tl.constexpr, MIDRISE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -116,7 +116,6 @@ def ssqr_grouped(
     if row_scale_ptr is not None:
         row_scale_ptr += expert * padded
     if entry_ptr is not None:
-        entry_ptr += expert * entry_stride
         slice_ptr += expert * slice_stride
     if xt_ptr is not None:
         xt_ptr += batch * K * BLOCK_M
@@ -184,7 +183,7 @@ def grouped_matmul(x: torch.Tensor, stack: KernelWeight, routing: Routing) -> to
 
     Args:
         x: [pairs, cols], bfloat16 or float16, in the order of places, columns contiguous; anything behind the last one.
-        stack: the experts' weights, each tensor with a leading dimension [experts].
+        stack: the experts' weights, see KernelWeight.
         routing: of the rows of x; its tickets are zero before and after.
 
     Returns:
@@ -202,7 +201,7 @@ def grouped_matmul(x: torch.Tensor, stack: KernelWeight, routing: Routing) -> to
     config = decode_config(size, weight.bits, weight.arch, weight.group_size)
     parts, partials, transposed = scratch(x, weight, config, size, batches)
     y = torch.empty(pairs, weight.rows, dtype=x.dtype, device=x.device)
-    parted = (weight.words, weight.scale_pairs, weight.entries, weight.slice_ptr, weight.tickets)
+    parted = (weight.words, weight.scale_pairs, weight.slice_ptr, weight.tickets)
     strides = (0 if part is None else part.stride(0) for part in parted)
     with torch.cuda.device_of(x):
         grid, arguments, named = launch_arguments(x, weight, y, partials, transposed, config, parts, size)

@@ -10,6 +10,7 @@ Rows of a block are sorted by their count, longest first, so the rows of a slice
 and slice 4b is the longest of its block. A warp reads a slot in one piece and every lane keeps its own row.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -89,6 +90,21 @@ def slice_entries(entries: Entries, order: torch.Tensor) -> OutlierSlices:
     slices = torch.zeros(bucket(int(slice_ptr[-1])), SLICE_ROWS, dtype=torch.int32, device=device)
     slices[slot, target % SLICE_ROWS] = entries.entry
     return OutlierSlices(slices, slice_ptr.to(torch.int32))
+
+
+def pool_slices(parts: Sequence[OutlierSlices]) -> OutlierSlices:
+    """Slices of several matrices in one array, without the padding of each; their pointers count from its beginning.
+
+    Returns:
+        entries: int32 [1, slots padded to a bucket, 16]; slice_ptr: int32 [matrices, padded rows / 16 + 1].
+    """
+    pointers = torch.stack([part.slice_ptr for part in parts])
+    lengths = pointers[:, -1].tolist()
+    slots = sum(lengths)
+    used = [part.entries[:length] for part, length in zip(parts, lengths, strict=True)]
+    entries = torch.cat([*used, parts[0].entries.new_zeros(bucket(slots) - slots, SLICE_ROWS)])
+    first = torch.tensor([0, *lengths[:-1]], dtype=torch.int32, device=pointers.device).cumsum(0, dtype=torch.int32)
+    return OutlierSlices(entries[None], pointers + first[:, None])
 
 
 def slices_to_entries(slices: OutlierSlices, order: torch.Tensor) -> Entries:

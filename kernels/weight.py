@@ -4,13 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
 from vllm_latq.kernels.configs import HIP
 from vllm_latq.kernels.entries import BEYOND_BITS, beyond_entries, coordinates, integers, value_entries
 from vllm_latq.kernels.errors import require
 from vllm_latq.kernels.layout import ROW_BLOCK, check_shape, padded_rows, tile_scales, tile_weight
-from vllm_latq.kernels.outliers import check_csr, row_order, slice_entries
+from vllm_latq.kernels.outliers import OutlierSlices, check_csr, pool_slices, row_order, slice_entries
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,8 @@ class KernelWeight:
         processors: multiprocessors of the device, for choosing split-K; 1 on a CPU.
         arch: "sm_90" and the like, or HIP, for choosing launch configurations; empty on a CPU.
 
-    The weights of several experts, for `grouped.py`, are one KernelWeight: its tensors have a leading dimension then.
+    The weights of several experts, for `grouped.py`, are one KernelWeight: its tensors have a leading dimension then,
+    which for entries is 1, because all lie in one array (`outliers.pool_slices`).
     """
 
     bits: int
@@ -73,10 +73,15 @@ class KernelWeight:
 
 
 def stack_weights(weights: Sequence[KernelWeight]) -> KernelWeight:
-    """The weights of several experts, of one scheme and shape, as one; outliers are padded to one length."""
-    names = [name for name, part in vars(weights[0]).items() if isinstance(part, torch.Tensor)]
-    parts = {name: [getattr(weight, name) for weight in weights] for name in names}
-    return replace(weights[0], **{name: pad_sequence(part, batch_first=True) for name, part in parts.items()})
+    """The weights of several experts, of one scheme and shape, as one."""
+    names = [name for name, part in vars(weights[0]).items() if isinstance(part, torch.Tensor) and name != "entries"]
+    parts = {name: torch.stack([getattr(weight, name) for weight in weights]) for name in names}
+    slices = [
+        OutlierSlices(weight.entries, weight.slice_ptr)
+        for weight in weights
+        if weight.entries is not None and weight.slice_ptr is not None
+    ]
+    return replace(weights[0], **(parts | (vars(pool_slices(slices)) if slices else {})))
 
 
 def _in_tile_order(vector: torch.Tensor, order: torch.Tensor) -> torch.Tensor:

@@ -15,8 +15,8 @@ so steps s_ij = s / sqrt(DG_i DH_j) make every weight contribute alike.
 
 Where integers become codes of some width while they are served, those that do not fit are dear. The grid is then
 mid-rise, (z + 1/2) s_ij, and a target that lies at most CLIPPED steps beyond its last point goes there, instead of
-becoming an outlier: its error, like any other, is fed back, and it is at most 3/2 of half a step, so the bound is 9/4 of
-what it would be.
+becoming an outlier: its error, like any other, is fed back. It is at most 3/2 of half a step, which makes the bound 9/4
+of what it would be.
 
 Entries of an antidiagonal do not depend on each other; tiles are swept along antidiagonals, and inside them entries:
 

@@ -131,4 +131,4 @@ def test_a_stack_of_unlike_weights_is_refused() -> None:
     """With outliers and without: the entries of a stack must be those of its experts, in their order."""
     unlike = [random_weight(LayerScheme("packed", 3, 32, outliers), 64, HIDDEN, 0) for outliers in (True, False)]
     with pytest.raises(AssertionError, match="all weights of a stack have the tensor, or none has"):
-        stack_operands([make_operands(weight, torch.float32, "experts") for weight in unlike])
+        stack_operands([make_operands(weight, torch.float32, "experts") for weight in unlike], "experts")

@@ -66,7 +66,7 @@ class _Product:
     Attributes:
         operator: its name in the namespace `latq`; takes x, tensors and constants in this order.
         column_scales: float32 [experts, cols], or None.
-        tensors: [experts, ...] each, or None.
+        tensors: [experts, ...] each, [1, ...] what all share, or None.
         constants: whole numbers, and behind them the architecture for the kernels.
     """
 
@@ -76,7 +76,8 @@ class _Product:
     constants: list[int | str]
 
     def __call__(self, x: torch.Tensor, expert: int) -> torch.Tensor:
-        scales, *tensors = (None if stack is None else stack[expert] for stack in (self.column_scales, *self.tensors))
+        stacks = (self.column_scales, *self.tensors)
+        scales, *tensors = (None if stack is None else stack[min(expert, len(stack) - 1)] for stack in stacks)
         operator = getattr(torch.ops.latq, self.operator)
         return operator(scale_columns(x, scales), *tensors, *self.constants)  # type: ignore[no-any-return]
 

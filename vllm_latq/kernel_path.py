@@ -56,7 +56,7 @@ def unsupported(weight: PackedWeight, dtype: torch.dtype) -> str | None:
 
 
 def kernel_arguments(
-    weight: PackedWeight, where: str, capacity: int | None = None
+    weight: PackedWeight, where: str, capacity: int | None = None, alone: bool = True
 ) -> tuple[dict[str, torch.Tensor | None], dict[str, Any]]:
     """The operator's tensors and constants by argument name.
 
@@ -64,12 +64,13 @@ def kernel_arguments(
         weight: on the device to run on.
         where: layer name for errors.
         capacity: outlier slots to allocate; None leaves at least a sixteenth of headroom for reloaded weights.
+        alone: False for what `pool` will put together, which gets its headroom there.
 
     Raises:
         CheckpointError: the outliers need more slots than `capacity`, or lie further beyond the grid than any should.
     """
     from vllm_latq.kernels.errors import KernelInputError
-    from vllm_latq.kernels.outliers import SLICE_ROWS, bucket
+    from vllm_latq.kernels.outliers import SLICE_ROWS
     from vllm_latq.kernels.weight import prepare
 
     csr = weight.outliers
@@ -87,13 +88,37 @@ def kernel_arguments(
     tensors = {name: getattr(prepared, name) for name in KERNEL_ARGUMENTS}
     if prepared.slice_ptr is not None:
         slots = int(prepared.slice_ptr[-1])
-        capacity = capacity or bucket(max(slots + slots // 16, SMALLEST_CAPACITY))
-        if slots > capacity:
+        if alone:
+            tensors["entries"] = _with_room(tensors["entries"], slots, where, capacity)
+        elif capacity is not None and slots > capacity:
             raise _too_many(where, capacity, str(slots))
-        entries = tensors["entries"]
-        # `capacity` is a bucket size, so the entries, padded to one, are never longer.
-        tensors["entries"] = torch.nn.functional.pad(entries, (0, 0, 0, capacity - entries.shape[0]))
     return tensors, {name: getattr(prepared, name) for name in CONSTANTS}
+
+
+def pool(
+    entries: Sequence[torch.Tensor], slice_ptr: Sequence[torch.Tensor], where: str, capacity: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Entries and slice pointers of a stack of weights, as `pool_slices` puts them together.
+
+    Args:
+        entries, slice_ptr: of each weight, as from `kernel_arguments`.
+        where, capacity: as there, of all together.
+    """
+    from vllm_latq.kernels.outliers import OutlierSlices, pool_slices
+
+    pooled = pool_slices([OutlierSlices(*part) for part in zip(entries, slice_ptr, strict=True)])
+    return _with_room(pooled.entries, int(pooled.slice_ptr[-1, -1]), where, capacity), pooled.slice_ptr
+
+
+def _with_room(entries: torch.Tensor, slots: int, where: str, capacity: int | None) -> torch.Tensor:
+    """Entries [..., slots padded to a bucket, 16] with zeros up to the capacity, or to one that leaves headroom."""
+    from vllm_latq.kernels.outliers import bucket
+
+    capacity = capacity or bucket(max(slots + slots // 16, SMALLEST_CAPACITY))
+    if slots > capacity:
+        raise _too_many(where, capacity, str(slots))
+    # `capacity` is a bucket size, so the entries, padded to one, are never longer.
+    return torch.nn.functional.pad(entries, (0, 0, 0, capacity - entries.shape[-2]))
 
 
 def _too_many(where: str, capacity: int, found: str) -> CheckpointError:

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from vllm_latq import cpu_path
 from vllm_latq.cpu_path import int4_arguments, ssqr_int4, takes
 from vllm_latq.errors import CheckpointError
-from vllm_latq.kernel_path import has_kernels, kernel_arguments, ssqr_tiled, unsupported
+from vllm_latq.kernel_path import has_kernels, kernel_arguments, pool, ssqr_tiled, unsupported
 from vllm_latq.linear_op import outlier_capacity, ssqr_linear, weight_arguments
 from vllm_latq.packed_weight import PackedWeight
 from vllm_latq.served_size import best_bits
@@ -76,7 +76,9 @@ def _has_int4(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cpu" and not has_kernels(device) and cpu_path.is_fast(dtype)
 
 
-def make_operands(weight: PackedWeight, dtype: torch.dtype, where: str, capacity: int | None = None) -> Operands:
+def make_operands(
+    weight: PackedWeight, dtype: torch.dtype, where: str, capacity: int | None = None, alone: bool = True
+) -> Operands:
     """Operands of a weight on its device.
 
     Args:
@@ -84,6 +86,7 @@ def make_operands(weight: PackedWeight, dtype: torch.dtype, where: str, capacity
         dtype: of the activations.
         where: layer name for errors.
         capacity: of the operands to be replaced; None for the first ones.
+        alone: False for one of those that `stack_operands` will put side by side.
 
     Raises:
         CheckpointError: more outliers than fit.
@@ -91,7 +94,7 @@ def make_operands(weight: PackedWeight, dtype: torch.dtype, where: str, capacity
     if has_kernels(weight.qweight.device):
         reason = unsupported(weight, dtype)
         if reason is None:
-            tensors, constants = kernel_arguments(weight, where, capacity)
+            tensors, constants = kernel_arguments(weight, where, capacity, alone)
             entries = tensors["entries"]
             return Operands(ssqr_tiled, tensors, constants, None if entries is None else entries.shape[0])
         _warn(f"{where}: the kernels do not take {reason}; every product will dequantize")
@@ -110,21 +113,38 @@ def make_operands(weight: PackedWeight, dtype: torch.dtype, where: str, capacity
     return Operands(ssqr_linear, weight_arguments(weight, capacity), constants, capacity)
 
 
-def stack_operands(operands: Sequence[Operands]) -> Operands:
+def stack_operands(operands: Sequence[Operands], where: str, capacity: int | None = None) -> Operands:
     """Operands of several weights of one scheme and shape, side by side.
 
+    Args:
+        where, capacity: as for `make_operands`, of the stack.
+
     Returns:
-        The same tensors with a leading dimension, one entry a weight. Outlier arrays are padded to one length with
-        zeros, which are what they hold behind their row pointers anyway.
+        The same tensors with a leading dimension, one entry a weight; but outliers for the kernels share one array,
+        [1, ...]. Those for other operators are padded to one length with zeros, which are what they hold behind their
+        row pointers anyway.
+
+    Raises:
+        CheckpointError: more outliers than fit.
     """
     first, capacities = operands[0], [part.capacity for part in operands if part.capacity is not None]
-    tensors = {name: _stack([part.tensors[name] for part in operands]) for name in first.tensors}
+    parts = {name: [part.tensors[name] for part in operands] for name in first.tensors}
+    if first.multiply is ssqr_tiled and first.capacity is not None:
+        entries, slice_ptr = (_all_or_none(parts.pop(name)) for name in ("entries", "slice_ptr"))
+        shared = dict(zip(("entries", "slice_ptr"), pool(entries, slice_ptr, where, capacity), strict=True))
+        tensors = {name: shared[name] if name in shared else _stack(parts[name]) for name in first.tensors}
+        return Operands(first.multiply, tensors, first.constants, shared["entries"].shape[1])
+    tensors = {name: _stack(part) for name, part in parts.items()}
     return Operands(first.multiply, tensors, first.constants, max(capacities, default=None))
 
 
-def _stack(tensors: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+def _all_or_none(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+    """Those of a stack of weights: empty if none has the tensor."""
     present = [tensor for tensor in tensors if tensor is not None]
-    if not present:
-        return None
-    assert len(present) == len(tensors), "all weights of a stack have the tensor, or none has"
-    return pad_sequence(present, batch_first=True)
+    assert len(present) in (0, len(tensors)), "all weights of a stack have the tensor, or none has"
+    return present
+
+
+def _stack(tensors: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    present = _all_or_none(tensors)
+    return pad_sequence(present, batch_first=True) if present else None

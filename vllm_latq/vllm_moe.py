@@ -188,14 +188,14 @@ class LatqMoEMethod(FusedMoEMethodBase):
             weights = self._local_weights(product, shards, channels, device)
         else:
             weights = self._dummy_weights(product, channels)
-        made, scales = [], []
+        made, scales, capacity = [], [], self.capacity.get(product)
         for weight in weights:
             weight = weight.to(device)
-            made.append(make_operands(weight, self.dtype, self.prefix, self.capacity.get(product)))
+            made.append(make_operands(weight, self.dtype, self.prefix, capacity, alone=False))
             self.bits[product] = weight.bits
             if weight.column_scales is not None:
                 scales.append(weight.column_scales)
-        operands = stack_operands(made)
+        operands = stack_operands(made, self.prefix, capacity)
         self.capacity[product] = operands.capacity
         tensors = {COLUMN_SCALES: torch.stack(scales) if scales else None} | operands.tensors
         for suffix in collectors:

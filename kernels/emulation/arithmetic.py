@@ -64,7 +64,7 @@ _COMPARE = {
 _FLOATS = {
     "f32": tuple({*BINARY, "fma", "neg"} - {"div", "min", "max"}), "f64": (),
     "f16": ("add", "sub", "mul", "max.NaN", "neg"),
-    "f32x2": ("add", "mul", "fma"),
+    "f32x2": ("add", "sub", "mul", "fma"),
 }  # fmt: skip
 # Of formats that are computed in a wider one, and rounded to float32 first, as no GPU does it.
 _ROUNDED = {

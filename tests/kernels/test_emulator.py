@@ -52,7 +52,7 @@ def test_lop3(lut: int) -> None:
     assert np.array_equal(compute(f"lop3.b32 %r9, %r1, %r2, %r3, {lut:#x};", a, b, c), expected)
 
 
-@pytest.mark.parametrize(("name", "expected"), [("fma.rn", 2.5), ("add", 3.5), ("mul", 3.0)])
+@pytest.mark.parametrize(("name", "expected"), [("fma.rn", 2.5), ("add", 3.5), ("sub", -0.5), ("mul", 3.0)])
 def test_pairs_of_float32(name: str, expected: float) -> None:
     """1.5 and 2 in the low halves, other numbers in the high ones."""
     low = [np.full(THREADS, value, np.float32).view(np.uint32) for value in (1.5, 2.0, -0.5)]
@@ -60,7 +60,7 @@ def test_pairs_of_float32(name: str, expected: float) -> None:
     sources = "%rd30, %rd31, %rd32" if name == "fma.rn" else "%rd30, %rd31"
     low_half = f"{packed} {name}.f32x2 %rd33, {sources}; mov.b64 {{%r9, %r10}}, %rd33;"
     assert (compute(low_half, *low).view(np.float32) == expected).all()
-    high = {"fma.rn": 2.0 * -0.5 + 1.5, "add": 2.0 - 0.5, "mul": 2.0 * -0.5}[name]
+    high = {"fma.rn": 2.0 * -0.5 + 1.5, "add": 2.0 - 0.5, "sub": 2.0 + 0.5, "mul": 2.0 * -0.5}[name]
     assert (compute(low_half + "mov.b32 %r9, %r10;", *low).view(np.float32) == high).all()
 
 

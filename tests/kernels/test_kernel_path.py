@@ -1,6 +1,6 @@
 """From a packed weight to the kernels: products, reloads in place, one opaque operator."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -12,6 +12,7 @@ from vllm_latq.errors import CheckpointError
 from vllm_latq.huffman import encode
 from vllm_latq.huffman_decode import decode_stream
 from vllm_latq.kernel_path import CONSTANTS, KERNEL_ARGUMENTS, has_kernels, kernel_arguments, ssqr_tiled, unsupported
+from vllm_latq.operands import Operands, make_operands, stack_operands
 from vllm_latq.packed_weight import PackedWeight, pack_integers
 from vllm_latq.sharding import cat_rows, take
 
@@ -114,6 +115,49 @@ def test_reload_with_far_more_outliers_is_refused_before_they_take_memory(monkey
         CheckpointError, match=r"expected outliers for at most \d+ slots of 16 rows, found 6000 of them"
     ):
         kernel_arguments(many, "layer", capacity)
+
+
+def stacked(rates: Sequence[float], capacity: int | None = None) -> tuple[list[PackedWeight], Operands]:
+    """Experts with so many outliers each, side by side."""
+    weights = [packed(4, 64, 64, 128, rate, seed) for seed, rate in enumerate(rates)]
+    made = [make_operands(weight, torch.float16, "experts", capacity, alone=False) for weight in weights]
+    return weights, stack_operands(made, "experts", capacity)
+
+
+def of_expert(stack: Operands, expert: int) -> dict[str, torch.Tensor | None]:
+    return {
+        name: None if part is None else part[0 if name == "entries" else expert].contiguous()
+        for name, part in stack.tensors.items()
+    }
+
+
+def test_experts_take_the_memory_of_their_own_outliers() -> None:
+    """Not of the one that has most; and a reload may share them out otherwise."""
+    weights, stack = stacked([0.02, 0.9, 0.0, 0.05])
+    alone = [kernel_arguments(weight, "expert")[0]["entries"].shape[0] for weight in weights]
+    assert stack.capacity == stack.tensors["entries"].shape[1] <= 1.25 * sum(alone) < 0.5 * len(alone) * max(alone)
+    for expert, weight in enumerate(weights):
+        assert_product(weight, of_expert(stack, expert), stack.constants)
+    others, again = stacked([0.9, 0.0, 0.05, 0.02], stack.capacity)
+    for name, tensor in stack.tensors.items():
+        if tensor is not None:
+            tensor.copy_(again.tensors[name])
+    for expert, weight in enumerate(others):
+        assert_product(weight, of_expert(stack, expert), again.constants)
+
+
+def test_stack_without_any_outlier() -> None:
+    weights, stack = stacked([0.0, 0.0])
+    for expert, weight in enumerate(weights):
+        assert_product(weight, of_expert(stack, expert), stack.constants)
+
+
+@pytest.mark.parametrize("rates", [(0.4, 0.4, 0.4), (0.0, 0.0, 1.0)])
+def test_experts_with_more_outliers_than_fit_are_refused(rates: Sequence[float]) -> None:
+    """All together, and one alone."""
+    _, stack = stacked([0.1, 0.01, 0.1])
+    with pytest.raises(CheckpointError, match=rf"experts: expected outliers for at most {stack.capacity} slots of 16"):
+        stacked(rates, stack.capacity)
 
 
 def test_outliers_that_the_codes_reach_are_refused() -> None:
