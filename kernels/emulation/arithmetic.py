@@ -81,6 +81,8 @@ def arithmetic(instruction: Instruction, parts: list[str], kernel: Kernel) -> St
         inputs = [value_of(operand, kind, kernel) for operand in operands]
         near = APPROXIMATE[instruction.opcode]
         return lambda p: assign(p, kernel, str(target), near(*(source(p) for source in inputs)))
+    if parts[-2:] == ["f32", "bf16"]:
+        return _widened(instruction, name, kernel)
     require({*parts[1:-1]} <= {"lo", "wide", "rn", "NaN"} and name in (_FLOATS | _NARROW).get(kind, (name,)),
             f"PTX of {kernel.name}", "arithmetic that the emulator knows", instruction.text)  # fmt: skip
     target = str(instruction.operands[0])
@@ -127,6 +129,14 @@ def arithmetic(instruction: Instruction, parts: list[str], kernel: Kernel) -> St
         return lambda p: assign(p, kernel, target, -sources[0](p))
     require(name == "not", f"PTX of {kernel.name}", "an instruction that the emulator knows", instruction.text)
     return lambda p: assign(p, kernel, target, ~sources[0](p))
+
+
+def _widened(instruction: Instruction, name: str, kernel: Kernel) -> Step:
+    """add.f32.bf16 and sub.f32.bf16 d, a, c: a is bf16, c and d are float32."""
+    require(name in ("add", "sub"), f"PTX of {kernel.name}", "a sum or difference", instruction.text)
+    target, left, right = instruction.operands
+    a, c = value_of(left, "bf16", kernel), value_of(right, "f32", kernel)
+    return lambda p: assign(p, kernel, str(target), BINARY[name](from_bf16(a(p)), c(p)))
 
 
 def logic(instruction: Instruction, parts: list[str], kernel: Kernel) -> Step:

@@ -64,6 +64,13 @@ def test_pairs_of_float32(name: str, expected: float) -> None:
     assert (compute(low_half + "mov.b32 %r9, %r10;", *low).view(np.float32) == high).all()
 
 
+@pytest.mark.parametrize(("name", "expected"), [("add.rn", 4.75), ("sub", -1.75)])
+def test_float32_and_bf16(name: str, expected: float) -> None:
+    narrow, wide = np.full(THREADS, 0x3FC0, np.uint32), np.full(THREADS, 3.25, np.float32)  # 1.5 and 3.25
+    instructions = f"cvt.u16.u32 %rs1, %r1; {name}.f32.bf16 %r9, %rs1, %r2;"
+    assert (compute(instructions, narrow, wide.view(np.uint32)).view(np.float32) == expected).all()
+
+
 def test_half_of_a_pair_may_be_undefined() -> None:
     value = np.full(THREADS, 1.5, np.float32)
     both = "mov.b64 %rd33, {%r1, %r20}; add.f32x2 %rd33, %rd33, %rd33; mov.b64 {%r9, %r10}, %rd33;"
