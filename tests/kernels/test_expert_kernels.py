@@ -14,8 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vllm_latq import expert_op
 from vllm_latq.config import LayerScheme
 from vllm_latq.expert_op import by_all, by_expert
-from vllm_latq.kernels import grouped
+from vllm_latq.kernels import dispatch, grouped
 from vllm_latq.kernels import routing as kernel_routing
+from vllm_latq.kernels.dequantize import prefill_matmul
 from vllm_latq.kernels.emulation.launch import KERNELS
 from vllm_latq.kernels.errors import KernelInputError
 from vllm_latq.kernels.grouped import grouped_matmul
@@ -99,10 +100,24 @@ def test_chunks_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("way", [by_expert, by_all])
 def test_expert_by_expert(scheme: str, way: Callable[..., torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
-    """For so many tokens that experts are multiplied as dense matrices; all of them inside a CUDA graph."""
+    """Where there are too many tokens for the grouped kernel; all experts inside a CUDA graph."""
     monkeypatch.setattr(expert_op, "grouped_experts", lambda *arguments: None)
     monkeypatch.setattr(expert_op, "by_expert", way)
     assert_equals_dense_experts(scheme, 3, 2)
+
+
+@pytest.mark.parametrize("scheme", ["packed3", "rans"])
+def test_experts_of_many_tokens_are_made_dense(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    multiplied: list[int] = []
+
+    def counted(x: torch.Tensor, weight: Any) -> torch.Tensor:
+        multiplied.append(len(x))
+        return prefill_matmul(x, weight)
+
+    monkeypatch.setattr(dispatch, "prefill_matmul", counted)
+    assert_equals_dense_experts(scheme, 700, 2)
+    assert len(multiplied) >= 2
+    assert min(multiplied) > 128
 
 
 def test_rows_that_do_not_fit_the_routing_are_refused() -> None:
