@@ -86,12 +86,8 @@ def kernel_arguments(
     except KernelInputError as error:
         raise CheckpointError(f"{where}: {error.where}", error.expected, error.found, error.hint) from error
     tensors = {name: getattr(prepared, name) for name in KERNEL_ARGUMENTS}
-    if prepared.slice_ptr is not None:
-        slots = int(prepared.slice_ptr[-1])
-        if alone:
-            tensors["entries"] = _with_room(tensors["entries"], slots, where, capacity)
-        elif capacity is not None and slots > capacity:
-            raise _too_many(where, capacity, str(slots))
+    if prepared.slice_ptr is not None and alone:
+        tensors["entries"] = _with_room(tensors["entries"], int(prepared.slice_ptr[-1]), where, capacity)
     return tensors, {name: getattr(prepared, name) for name in CONSTANTS}
 
 
