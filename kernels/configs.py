@@ -156,9 +156,9 @@ HOPPER = tuple(
         HOPPER_32, small_groups(HOPPER_32), replace(AMPERE_64_SMALL, paired=False),
     )
 )  # fmt: skip
-# From four warps on, the compiler takes sm_100's tcgen05 for tiles of 16 rows and more. That wants weights in shared
-# memory and an answer after each group, and at 64 rows in groups of 32 Triton 3.9 makes an empty kernel of it. Products
-# of two warps are Ampere's. At 64 rows in groups below 128 registers spill, but two launches of 32 would issue as much.
+# From four warps on, the compiler takes sm_100's tcgen05. That wants weights in shared memory and an answer after each
+# group, and at 64 rows in groups of 32 Triton 3.9 makes an empty kernel of it. Products of two warps are Ampere's. In
+# small groups registers spill (NOTES.md), but two launches of half the rows would issue as much.
 TWO_WARPS = (
     AMPERE_8, AMPERE_16, small_groups(AMPERE_16), replace(AMPERE_32, block_n=64, num_warps=2, min_group=1),
     replace(AMPERE_64, block_n=64, num_warps=2, min_group=1),

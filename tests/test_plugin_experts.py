@@ -20,9 +20,11 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers import fused_moe
 from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
 
+from vllm_latq import operands, vllm_moe
 from vllm_latq.config import CheckpointConfig, LayerScheme
 from vllm_latq.errors import CheckpointError, ConfigError, UnsupportedModelError, UnsupportedShapeError
 from vllm_latq.linear_op import WEIGHT_ARGUMENTS, dequantize
+from vllm_latq.packed_weight import PackedWeight
 from vllm_latq.vllm_config import LatqConfig
 from vllm_latq.weights import Weight
 
@@ -175,6 +177,47 @@ def assert_every_rank_gets_its_part(
     gate, up, down = (torch.stack(matrices) for matrices in everything)
     expected = product_of(x, torch.cat([gate, up], 1) if gated else up, down, router, ids)
     assert (total - expected).abs().max() <= TOLERANCE * expected.abs().max()
+
+
+def test_a_reload_goes_into_the_memory_of_the_first_load(
+    rank_of: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the kernels' tensors, which need no kernel to be made: outliers of all experts share their room."""
+    monkeypatch.setattr("vllm_latq.operands.has_kernels", lambda device: True)
+    rank_of(0)
+    few, many = checkpoint(PACKED), {}
+    for name, weight in few.items():
+        assert isinstance(weight, PackedWeight)
+        integers, scales = torch.zeros(weight.shape, dtype=torch.int32), weight.scales
+        mask = torch.rand(weight.shape, generator=torch.Generator().manual_seed(0)) < 0.5
+        many[name] = PackedWeight.from_integers(integers, scales, 4, 32, mask, torch.ones(weight.shape))
+
+    def loaded(weights: dict[str, Weight], before: Any = None) -> Any:
+        layer = build(quantization(PACKED))
+        layer.quant_method.dtype = torch.float16
+        if before is not None:
+            layer.quant_method.bits, layer.quant_method.capacity = before.bits, dict(before.capacity)
+        load(layer, weights)
+        layer.quant_method.process_weights_after_loading(layer)
+        return layer
+
+    first = loaded(few)
+    # The first expert's outliers become the last one's.
+    turned = {f"{EXPERTS - 1 - int(name[0])}{name[1:]}": weight for name, weight in few.items()}
+    again = loaded(turned, first.quant_method)
+    for product in ("w13", "w2"):
+        entries = [getattr(layer, f"{product}_entries") for layer in (first, again)]
+        assert entries[0].shape == entries[1].shape == (1, first.quant_method.capacity[product], 16)
+        assert not torch.equal(*entries)
+    made: list[Any] = []
+    monkeypatch.setattr(
+        vllm_moe, "make_operands", lambda *a, **k: made.append(operands.make_operands(*a, **k)) or made[-1]
+    )
+    with pytest.raises(
+        CheckpointError, match=r"expected outliers for at most \d+ slots of 16 rows, found \d+ in 1 exp"
+    ):
+        loaded(many, first.quant_method)
+    assert len(made) == 1
 
 
 def test_router_weighs_inputs(rank_of: Callable[[int], None]) -> None:

@@ -79,15 +79,16 @@ def kernel_arguments(
         outliers = (csr.row_ptr, csr.col_idx, csr.values)
     if csr is not None and capacity is not None and csr.nnz > 2 * SLICE_ROWS * capacity:
         # An entry holds two at most. What has many more would take much memory before their slots are known.
-        raise _too_many(where, capacity, f"{csr.nnz} of them")
+        raise too_many_slots(where, capacity, f"{csr.nnz} of them")
     layout = (weight.bits, weight.group_size, weight.cols)
     try:
         prepared = prepare(weight.qweight, *layout, weight.scales, weight.row_scales, *outliers, weight.midrise)
     except KernelInputError as error:
         raise CheckpointError(f"{where}: {error.where}", error.expected, error.found, error.hint) from error
     tensors = {name: getattr(prepared, name) for name in KERNEL_ARGUMENTS}
-    if prepared.slice_ptr is not None and alone:
-        tensors["entries"] = _with_room(tensors["entries"], int(prepared.slice_ptr[-1]), where, capacity)
+    if prepared.slice_ptr is not None and prepared.entries is not None:
+        slots = int(prepared.slice_ptr[-1])
+        tensors["entries"] = _with_room(prepared.entries, slots, where, capacity) if alone else prepared.entries[:slots]
     return tensors, {name: getattr(prepared, name) for name in CONSTANTS}
 
 
@@ -112,12 +113,13 @@ def _with_room(entries: torch.Tensor, slots: int, where: str, capacity: int | No
 
     capacity = capacity or bucket(max(slots + slots // 16, SMALLEST_CAPACITY))
     if slots > capacity:
-        raise _too_many(where, capacity, str(slots))
+        raise too_many_slots(where, capacity, str(slots))
     # `capacity` is a bucket size, so the entries, padded to one, are never longer.
     return torch.nn.functional.pad(entries, (0, 0, 0, capacity - entries.shape[-2]))
 
 
-def _too_many(where: str, capacity: int, found: str) -> CheckpointError:
+def too_many_slots(where: str, capacity: int, found: str) -> CheckpointError:
+    """The error of a reload whose outliers do not fit."""
     hint = "Reloaded weights go into the memory of the first ones: restart the server with this checkpoint."
     return CheckpointError(where, f"outliers for at most {capacity} slots of 16 rows", found, hint)
 

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from vllm_latq import cpu_path
 from vllm_latq.cpu_path import int4_arguments, ssqr_int4, takes
 from vllm_latq.errors import CheckpointError
-from vllm_latq.kernel_path import has_kernels, kernel_arguments, pool, ssqr_tiled, unsupported
+from vllm_latq.kernel_path import has_kernels, kernel_arguments, pool, ssqr_tiled, too_many_slots, unsupported
 from vllm_latq.linear_op import outlier_capacity, ssqr_linear, weight_arguments
 from vllm_latq.packed_weight import PackedWeight
 from vllm_latq.served_size import best_bits
@@ -111,6 +111,14 @@ def make_operands(
         _warn(f"{where}: torch's 4-bit product takes {reason}; every product will dequantize")
     constants = {name: getattr(weight, name) for name in ("bits", "group_size", "cols", "midrise")}
     return Operands(ssqr_linear, weight_arguments(weight, capacity), constants, capacity)
+
+
+def check_room(made: Sequence[Operands], where: str, capacity: int | None) -> None:
+    """Refuse a reloaded stack as soon as those made of it exceed the room that all share, before more take memory."""
+    if capacity is not None and made[0].multiply is ssqr_tiled:
+        slots = sum(part.capacity or 0 for part in made)
+        if slots > capacity:
+            raise too_many_slots(where, capacity, f"{slots} in {len(made)} experts")
 
 
 def stack_operands(operands: Sequence[Operands], where: str, capacity: int | None = None) -> Operands:

@@ -25,7 +25,7 @@ from vllm_latq.dummy import dummy_weight
 from vllm_latq.errors import CheckpointError, UnsupportedModelError
 from vllm_latq.expert_op import ACTIVATIONS, expert_constants, run_experts
 from vllm_latq.merging import Shard, decode, merge, read_shard
-from vllm_latq.operands import Operands, inlier_bits, make_operands, stack_operands
+from vllm_latq.operands import Operands, check_room, inlier_bits, make_operands, stack_operands
 from vllm_latq.packed_weight import PackedWeight
 from vllm_latq.sharding import check_groups, take
 from vllm_latq.spec import SHAPE, tensor_specs
@@ -192,6 +192,7 @@ class LatqMoEMethod(FusedMoEMethodBase):
         for weight in weights:
             weight = weight.to(device)
             made.append(make_operands(weight, self.dtype, self.prefix, capacity, alone=False))
+            check_room(made, self.prefix, capacity)
             self.bits[product] = weight.bits
             if weight.column_scales is not None:
                 scales.append(weight.column_scales)
