@@ -35,7 +35,6 @@ from vllm_latq.quantize.target import output_energy, output_error
 from vllm_latq.store import TensorStore
 
 OURS = "latq"
-GROUP_SIZE = 128
 # Of calibration text at a time, for every quantizer: the batch that this package uses on a CPU.
 TOKENS_PER_BATCH = 2048
 WARM_UP_WINDOWS = 8
@@ -81,17 +80,15 @@ class Row:
         )
 
 
-def our_settings(bits: int, num_samples: int, seq_len: int) -> dict[str, Recipe]:
-    """Name -> recipe of this package's rows at `bits` and groups of 128: latq gets what packed codes store at least."""
-    sizes: dict[str, Any] = {"num_samples": num_samples, "seq_len": seq_len, "dtype": "bfloat16"}
+def our_settings(bits: int, group_size: int, **shared: Any) -> dict[str, Recipe]:
+    """Name -> recipe of this package's rows at `bits`: latq gets what packed codes store at least."""
+    packed: dict[str, Any] = {"bits": bits, "group_size": group_size, **shared}
     return {
-        "gptq, mid-rise, absmax": Recipe("gptq", bits, grid="midrise", scales="absmax", **sizes),
-        "gptq": Recipe("gptq", bits, **sizes),
-        "gptq, min-pivot, fitted, 4 sweeps": Recipe(
-            "gptq", bits, order="min-pivot", scales="fitted", sweeps=4, **sizes
-        ),
-        "ssqr 1%": Recipe("ssqr", bits, **sizes),
-        "latq": Recipe("latq", target_bits=bits + 16 / GROUP_SIZE, **sizes),
+        "gptq, mid-rise, absmax": Recipe("gptq", grid="midrise", scales="absmax", **packed),
+        "gptq": Recipe("gptq", **packed),
+        "gptq, min-pivot, fitted, 4 sweeps": Recipe("gptq", order="min-pivot", scales="fitted", sweeps=4, **packed),
+        "ssqr 1%": Recipe("ssqr", **packed),
+        "latq": Recipe("latq", target_bits=bits + 16 / group_size, **shared),
     }
 
 
@@ -107,6 +104,8 @@ class Bench:
         environments: folder of the peers' virtual environments.
         threads: of every quantizer.
         max_windows: of the evaluation.
+        group_size: inputs to a scale.
+        dtype: that all quantizers run the model in, bfloat16 or float32: they are given a copy that is stored so.
     """
 
     def __init__(
@@ -120,12 +119,18 @@ class Bench:
         environments: Path,
         threads: int = 1,
         max_windows: int | None = None,
+        group_size: int = 128,
+        dtype: str = "bfloat16",
     ) -> None:
         self.model, self.text = model, text
         # The quantizers run in a folder of their own.
         self.calibration = str(Path(calibration).resolve()) if Path(calibration).exists() else calibration
         self.num_samples, self.seq_len = num_samples, seq_len
         self.folder, self.environments, self.threads, self.max_windows = folder, environments, threads, max_windows
+        self.group_size, self.dtype = group_size, dtype
+        # What the quantizers are given.
+        self.copy = folder / dtype
+        write_dense(model, {}, self.copy, getattr(torch, dtype))
         self.decoder = Decoder(model, "cpu")
         recipe = Recipe("gptq", num_samples=num_samples, seq_len=seq_len)
         samples = calibration_samples(self.decoder, recipe, calibration)
@@ -170,7 +175,7 @@ class Bench:
         save_file({"tokens": samples}, tokens)
         batch = max(1, TOKENS_PER_BATCH // self.seq_len)
         return Job(
-            str(self.model.resolve()), str(tokens), bits, GROUP_SIZE, str(output), self.threads, batch, dict(options)
+            str(self.copy.resolve()), str(tokens), bits, self.group_size, str(output), self.threads, batch, dict(options)
         )
 
     def _measure(
@@ -184,7 +189,7 @@ class Bench:
     ) -> Row:
         error = self._layer_error(weights)
         dense = self.folder / "dense"
-        write_dense(self.model, {name: weight.dense for name, weight in weights.items()}, dense)
+        write_dense(self.model, {name: weight.dense for name, weight in weights.items()}, dense, torch.float32)
         found = evaluate(
             dense,
             self.text,
@@ -211,14 +216,14 @@ class Bench:
         return total
 
 
-def write_dense(source: Path, weights: Mapping[str, torch.Tensor], target: Path) -> None:
-    """The model at `source` in float32 with other weights, as a Hugging Face directory."""
+def write_dense(source: Path, weights: Mapping[str, torch.Tensor], target: Path, dtype: torch.dtype) -> None:
+    """The model at `source` in `dtype` with other weights, as a Hugging Face directory."""
     shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors*"))
     config = json.loads((source / "config.json").read_text())
-    (target / "config.json").write_text(json.dumps(config | {"dtype": "float32"}))
+    (target / "config.json").write_text(json.dumps(config | {"dtype": str(dtype).removeprefix("torch.")}))
     store = TensorStore(source)
-    tensors = {name: store.get(name).float() for name in store.names()}
-    tensors |= {f"{name}.weight": weight.float().contiguous() for name, weight in weights.items()}
+    tensors = {name: store.get(name).to(dtype) for name in store.names()}
+    tensors |= {f"{name}.weight": weight.to(dtype).contiguous() for name, weight in weights.items()}
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -234,7 +239,8 @@ def rows(bench: Bench, bits: int, peers: list[str], only: list[str] | None) -> I
         for setting in PEERS[name].settings
         if wanted(name, setting)
     ]
-    settings = our_settings(bits, bench.num_samples, bench.seq_len).items()
+    sizes = {"num_samples": bench.num_samples, "seq_len": bench.seq_len, "dtype": bench.dtype}
+    settings = our_settings(bits, bench.group_size, **sizes).items()
     ours = [partial(bench.ours, setting, recipe, bits) for setting, recipe in settings if wanted(OURS, setting)]
     for measure in chain.from_iterable(zip_longest(ours, theirs)):
         try:
@@ -256,6 +262,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--num-samples", type=int, default=256)
     parser.add_argument("--seq-len", type=int, default=256)
     parser.add_argument("--max-windows", type=int, help="of the evaluation text (default all)")
+    parser.add_argument("--group-size", type=int, default=128)
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of all quantizers")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("-o", "--output", type=Path, help="JSON file, rewritten after each row")
     options = parser.parse_args(arguments)
@@ -272,6 +280,8 @@ def main(arguments: list[str] | None = None) -> None:
             options.environments,
             options.threads,
             options.max_windows,
+            options.group_size,
+            options.dtype,
         )
         for bits in options.bits:
             start = len(measured)

@@ -24,8 +24,6 @@ from vllm_latq.quantize.evaluate import evaluate
 from vllm_latq.quantize.pipeline import quantize_checkpoint
 from vllm_latq.quantize.recipe import PARTS, Recipe
 
-GROUP_SIZE = 128
-SCALE_BITS = 16 / GROUP_SIZE
 COLUMNS = ("method", "bits", "served", "KL", "perplexity", "log2 error", "seconds")
 
 
@@ -63,14 +61,15 @@ class Row:
         )
 
 
-def recipes(bits: float, num_samples: int, seq_len: int) -> Iterator[tuple[str, Recipe]]:
+def recipes(bits: float, num_samples: int, seq_len: int, group_size: int = 128) -> Iterator[tuple[str, Recipe]]:
     """Name and recipe of every row at about `bits` stored bits per weight.
 
-    Packed methods exist at whole widths only and cost 16 / 128 bits more for their scales; coded ones meet `bits`.
+    Packed methods exist at whole widths only and cost 16 / group_size bits more for their scales; coded ones meet `bits`.
     """
 
     def make(method: str, **options: Any) -> Recipe:
-        return Recipe(method, num_samples=num_samples, seq_len=seq_len, **options)
+        grid = {"group_size": group_size} if method in ("rtn", "gptq", "ssqr") else {}
+        return Recipe(method, num_samples=num_samples, seq_len=seq_len, **grid, **options)
 
     together: dict[str, Any] = {"order": "min-pivot", "beam": 4, "sweeps": 4}
     grids: dict[str, dict[str, Any]] = {
@@ -170,6 +169,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", help="rows to run, by name or pattern: hptq, latq*, ...")
     parser.add_argument("--num-samples", type=int, default=256)
     parser.add_argument("--seq-len", type=int, default=256)
+    parser.add_argument("--group-size", type=int, default=128)
     parser.add_argument("--max-windows", type=int, help="of the text, to evaluate on (default all)")
     parser.add_argument("-o", "--output", type=Path, help="JSON file, rewritten after each row")
     options = parser.parse_args()
@@ -177,7 +177,7 @@ def main() -> None:
     measured: list[dict[str, Any]] = []
     for bits in options.bits:
         rows = []
-        for name, recipe in recipes(bits, options.num_samples, options.seq_len):
+        for name, recipe in recipes(bits, options.num_samples, options.seq_len, options.group_size):
             if options.only and not any(fnmatchcase(name, only) for only in options.only):
                 continue
             with tempfile.TemporaryDirectory() as folder:

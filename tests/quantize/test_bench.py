@@ -9,7 +9,6 @@ import torch
 from vllm_latq.quantize import bench
 from vllm_latq.quantize.evaluate import evaluate
 from vllm_latq.quantize.pipeline import quantize_checkpoint
-from vllm_latq.quantize.recipe import Recipe
 
 # Two ways to the same float32 logits.
 KL_TOLERANCE = 1e-3
@@ -21,13 +20,13 @@ def test_row_states_what_the_checkpoint_gives(
     evaluation_text: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    recipe = Recipe("gptq", 3, num_samples=8, seq_len=64)
-    monkeypatch.setattr(bench, "our_settings", lambda *_: {"gptq": recipe, "rtn": Recipe("rtn", 3)})
+    recipe = bench.our_settings(3, 64, num_samples=8, seq_len=64, dtype="float32")["gptq"]
+    assert (recipe.bits, recipe.group_size) == (3, 64)
     result = tmp_path / "bench.json"
     texts = ["--calibration", str(calibration_text), "--text", str(evaluation_text)]
-    sizes = ["--num-samples", "8", "--seq-len", "64", "--max-windows", "8", "--bits", "3"]
+    sizes = ["--num-samples", "8", "--seq-len", "64", "--max-windows", "8", "--bits", "3", "--group-size", "64"]
+    sizes += ["--dtype", "float32"]
     bench.main([str(mini_model), *texts, *sizes, "--peers", "--only", "latq gptq", "-o", str(result)])
     (row,) = json.loads(result.read_text())
     assert "latq gptq" in capsys.readouterr().out

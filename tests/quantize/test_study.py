@@ -13,10 +13,11 @@ from vllm_latq.quantize.recipe import METHODS
 
 @pytest.mark.parametrize("bits", [4, 3, 2, 1.5])
 def test_rows_are_valid_and_distinct(bits):
-    rows = list(study.recipes(bits, 256, 256))
+    rows = list(study.recipes(bits, 256, 256, group_size=64))
     assert len({name for name, _ in rows}) == len({recipe for _, recipe in rows}) == len(rows)
     expected = set(METHODS) if bits >= 2 else {"hrtn", "hptq", "latq"}
     assert {recipe.method for _, recipe in rows} == expected
+    assert {recipe.group_size for _, recipe in rows if recipe.method in ("rtn", "gptq", "ssqr")} <= {64}
 
 
 @pytest.fixture
