@@ -175,7 +175,14 @@ class Bench:
         save_file({"tokens": samples}, tokens)
         batch = max(1, TOKENS_PER_BATCH // self.seq_len)
         return Job(
-            str(self.copy.resolve()), str(tokens), bits, self.group_size, str(output), self.threads, batch, dict(options)
+            str(self.copy.resolve()),
+            str(tokens),
+            bits,
+            self.group_size,
+            str(output),
+            self.threads,
+            batch,
+            dict(options),
         )
 
     def _measure(

@@ -64,11 +64,11 @@ class Row:
 def recipes(bits: float, num_samples: int, seq_len: int, group_size: int = 128) -> Iterator[tuple[str, Recipe]]:
     """Name and recipe of every row at about `bits` stored bits per weight.
 
-    Packed methods exist at whole widths only and cost 16 / group_size bits more for their scales; coded ones meet `bits`.
+    Packed methods exist at whole widths only and cost 16 / group_size bits more, for scales; coded ones meet `bits`.
     """
 
     def make(method: str, **options: Any) -> Recipe:
-        grid = {"group_size": group_size} if method in ("rtn", "gptq", "ssqr") else {}
+        grid: dict[str, Any] = {"group_size": group_size} if method in ("rtn", "gptq", "ssqr") else {}
         return Recipe(method, num_samples=num_samples, seq_len=seq_len, **grid, **options)
 
     together: dict[str, Any] = {"order": "min-pivot", "beam": 4, "sweeps": 4}

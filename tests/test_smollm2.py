@@ -72,7 +72,8 @@ def test_a_gguf_file_becomes_the_model_that_it_was_made_of(
     saved, original = load_file(tmp_path / "model" / "model.safetensors"), llama.model.state_dict(prefix="model.")
     assert saved.keys() == original.keys()
     for name, tensor in saved.items():
-        assert tensor.dtype == torch.bfloat16 and torch.equal(tensor, original[name]), name
+        assert tensor.dtype == torch.bfloat16
+        assert torch.equal(tensor, original[name]), name
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     assert "quantization_config" not in config
     assert config["rope_parameters"]["rope_theta"] == CONFIG.rope_parameters["rope_theta"]
