@@ -24,9 +24,10 @@ from safetensors.torch import save_file
 
 from vllm_latq.checkpoint import CheckpointReader
 from vllm_latq.console import print_table
-from vllm_latq.errors import LatqError
+from vllm_latq.errors import ConfigError, LatqError
 from vllm_latq.quantize.decoder import Decoder
 from vllm_latq.quantize.evaluate import evaluate
+from vllm_latq.quantize.float8_store import is_float8
 from vllm_latq.quantize.peers import PEERS, Job, PeerWeight, Timing, check_witness, install, read_witness, run
 from vllm_latq.quantize.pipeline import calibration_samples
 from vllm_latq.quantize.recipe import Recipe
@@ -105,7 +106,8 @@ class Bench:
         threads: of every quantizer.
         max_windows: of the evaluation.
         group_size: inputs to a scale.
-        dtype: that all quantizers run the model in, bfloat16 or float32: they are given a copy that is stored so.
+        dtype: bfloat16, or float32 to give the quantizers a copy of the model that is stored so. llm-compressor runs a
+            model in the dtype that it is stored in, and stores its scales so.
     """
 
     def __init__(
@@ -128,14 +130,18 @@ class Bench:
         self.num_samples, self.seq_len = num_samples, seq_len
         self.folder, self.environments, self.threads, self.max_windows = folder, environments, threads, max_windows
         self.group_size, self.dtype = group_size, dtype
-        # What the quantizers are given.
-        self.copy = folder / dtype
-        write_dense(model, {}, self.copy, getattr(torch, dtype))
         self.decoder = Decoder(model, "cpu")
         recipe = Recipe("gptq", num_samples=num_samples, seq_len=seq_len)
         samples = calibration_samples(self.decoder, recipe, calibration)
         assert samples is not None
         self.samples = samples
+        # What the quantizers are given.
+        self.source = model
+        if dtype == "float32":
+            if is_float8(json.loads((model / "config.json").read_text()).get("quantization_config")):
+                raise ConfigError("--dtype", "bfloat16 for a model of 8-bit floats", dtype)
+            self.source = folder / dtype
+            write_dense(model, {}, self.source)
         # Linear -> X^T X of its inputs, all in memory.
         inputs = model_hessians(self.decoder, samples)
         self.hessians = {name: hessian.matrix for hessian in inputs for name in hessian.linears}
@@ -175,7 +181,7 @@ class Bench:
         save_file({"tokens": samples}, tokens)
         batch = max(1, TOKENS_PER_BATCH // self.seq_len)
         return Job(
-            str(self.copy.resolve()),
+            str(self.source.resolve()),
             str(tokens),
             bits,
             self.group_size,
@@ -196,7 +202,7 @@ class Bench:
     ) -> Row:
         error = self._layer_error(weights)
         dense = self.folder / "dense"
-        write_dense(self.model, {name: weight.dense for name, weight in weights.items()}, dense, torch.float32)
+        write_dense(self.model, {name: weight.dense for name, weight in weights.items()}, dense)
         found = evaluate(
             dense,
             self.text,
@@ -223,14 +229,14 @@ class Bench:
         return total
 
 
-def write_dense(source: Path, weights: Mapping[str, torch.Tensor], target: Path, dtype: torch.dtype) -> None:
-    """The model at `source` in `dtype` with other weights, as a Hugging Face directory."""
+def write_dense(source: Path, weights: Mapping[str, torch.Tensor], target: Path) -> None:
+    """The model at `source` in float32 with other weights, as a Hugging Face directory."""
     shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors*"))
     config = json.loads((source / "config.json").read_text())
-    (target / "config.json").write_text(json.dumps(config | {"dtype": str(dtype).removeprefix("torch.")}))
+    (target / "config.json").write_text(json.dumps(config | {"dtype": "float32"}))
     store = TensorStore(source)
-    tensors = {name: store.get(name).to(dtype) for name in store.names()}
-    tensors |= {f"{name}.weight": weight.to(dtype).contiguous() for name, weight in weights.items()}
+    tensors = {name: store.get(name).float() for name in store.names()}
+    tensors |= {f"{name}.weight": weight.float().contiguous() for name, weight in weights.items()}
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -269,8 +275,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--num-samples", type=int, default=256)
     parser.add_argument("--seq-len", type=int, default=256)
     parser.add_argument("--max-windows", type=int, help="of the evaluation text (default all)")
-    parser.add_argument("--group-size", type=int, default=128)
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of all quantizers")
+    parser.add_argument("--group-size", type=int, default=128, choices=(32, 64, 128))
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="see `Bench`")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("-o", "--output", type=Path, help="JSON file, rewritten after each row")
     options = parser.parse_args(arguments)

@@ -169,7 +169,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", help="rows to run, by name or pattern: hptq, latq*, ...")
     parser.add_argument("--num-samples", type=int, default=256)
     parser.add_argument("--seq-len", type=int, default=256)
-    parser.add_argument("--group-size", type=int, default=128)
+    parser.add_argument("--group-size", type=int, default=128, help="inputs to a scale, -1: the whole row")
     parser.add_argument("--max-windows", type=int, help="of the text, to evaluate on (default all)")
     parser.add_argument("-o", "--output", type=Path, help="JSON file, rewritten after each row")
     options = parser.parse_args()

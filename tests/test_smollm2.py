@@ -77,6 +77,8 @@ def test_a_gguf_file_becomes_the_model_that_it_was_made_of(
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     assert "quantization_config" not in config
     assert config["rope_parameters"]["rope_theta"] == CONFIG.rope_parameters["rope_theta"]
-    text = "def open(file, mode='r'): 2018 files"
-    ours, theirs = (AutoTokenizer.from_pretrained(path)(text).input_ids for path in (tmp_path / "model", mini_model))
-    assert ours == theirs
+    ours, theirs = (AutoTokenizer.from_pretrained(path) for path in (tmp_path / "model", mini_model))
+    text = "def open(file, mode='r'): files"
+    assert ours(text).input_ids == theirs(text).input_ids
+    # Digits are taken one by one, and blanks before one stay together.
+    assert ours.tokenize("file    2018")[-5:] == ["ĠĠĠĠ", "2", "0", "1", "8"]

@@ -9,6 +9,7 @@ import torch
 from vllm_latq.quantize import bench
 from vllm_latq.quantize.evaluate import evaluate
 from vllm_latq.quantize.pipeline import quantize_checkpoint
+from vllm_latq.store import TensorStore
 
 # Two ways to the same float32 logits.
 KL_TOLERANCE = 1e-3
@@ -23,6 +24,7 @@ def test_row_states_what_the_checkpoint_gives(
 ) -> None:
     recipe = bench.our_settings(3, 64, num_samples=8, seq_len=64, dtype="float32")["gptq"]
     assert (recipe.bits, recipe.group_size) == (3, 64)
+    assert bench.our_settings(3, 64)["latq"].target_bits == 3.25
     result = tmp_path / "bench.json"
     texts = ["--calibration", str(calibration_text), "--text", str(evaluation_text)]
     sizes = ["--num-samples", "8", "--seq-len", "64", "--max-windows", "8", "--bits", "3", "--group-size", "64"]
@@ -48,7 +50,14 @@ def test_row_states_what_the_checkpoint_gives(
 
 
 def test_layer_error_is_that_of_the_outputs(mini_model: Path, calibration_text: Path, tmp_path: Path) -> None:
-    shared = bench.Bench(mini_model, str(calibration_text), "", 2, 32, tmp_path, tmp_path)
+    shared = bench.Bench(
+        mini_model, str(calibration_text), "", 2, 32, tmp_path, tmp_path, group_size=64, dtype="float32"
+    )
+    job = shared._job("latq", "gptq", 3, shared.samples, {})
+    given = TensorStore(Path(job.model))
+    assert job.group_size == 64
+    assert all(given.get(key).dtype == torch.float32 for key in given.names())
+    assert json.loads((Path(job.model) / "config.json").read_text())["dtype"] == "float32"
     name = "model.layers.0.self_attn.q_proj"
     found = {}
     with shared.decoder.block(0) as block, torch.no_grad():
