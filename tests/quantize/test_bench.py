@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from float8 import in_float8
 
+from vllm_latq.errors import ConfigError
 from vllm_latq.quantize import bench
 from vllm_latq.quantize.evaluate import evaluate
 from vllm_latq.quantize.pipeline import quantize_checkpoint
@@ -72,3 +74,10 @@ def test_layer_error_is_that_of_the_outputs(mini_model: Path, calibration_text: 
     wrong = inputs @ (moved[name] - weight).double().T
     expected = wrong.square().sum() / (inputs @ weight.double().T).square().sum()
     assert shared._layer_error(weights) == pytest.approx(float(expected), rel=1e-4)
+
+
+def test_a_float32_copy_of_8_bit_floats_is_refused(mini_model: Path, calibration_text: Path, tmp_path: Path) -> None:
+    in_float8(mini_model, tmp_path / "float8", (128, 128))
+    with pytest.raises(ConfigError, match="8-bit floats"):
+        bench.Bench(tmp_path / "float8", str(calibration_text), "", 2, 32, tmp_path, tmp_path, dtype="float32")
+    assert not (tmp_path / "float32").exists()
