@@ -5,12 +5,17 @@ Theorem 5 times the effect of the layer's outputs on the loss, a third of it, fo
 
     loss(choice) = 1/2 sum_i G_ii sum_j D_j s_ij^2 / 12
 
+or where outliers are chosen by saving, from what rounding each weight by itself costs, but for the outliers:
+
+    loss(choice) = 1/2 sum_i G_ii sum_j D_j (w_ij - q_ij)^2
+
 Invariant: the linears of one input get the same choice, so that they can be served as one matrix, and so do the experts
 of a layer; the total is at most the budget, and no choice could be improved for what is left of it.
 """
 
+import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,10 +25,14 @@ from vllm_latq.errors import ConfigError
 from vllm_latq.quantize.lattice import factorize
 from vllm_latq.quantize.recipe import Recipe
 from vllm_latq.quantize.scales import grid, group_scales
+from vllm_latq.quantize.search import sample_rows, search_target
+from vllm_latq.quantize.ssqr import PRICE_OCTAVES, PRICE_SLOPE
 from vllm_latq.quantize.statistics_files import LayerStatistics
 from vllm_latq.served_size import served_overhead
 
 WIDTHS = (2, 3, 4, 8)
+# A price of outliers need not meet their rate by more than this, in octaves.
+PRICED_RATE, MAX_PROBES = 0.2, 10
 OUTLIER_RATES = (0.002, 0.005, 0.01, 0.02, 0.035, 0.05)
 
 
@@ -62,21 +71,17 @@ def price(weights: Mapping[str, torch.Tensor], statistics: Mapping[str, LayerSta
         recipe: for group size, scales, order and damping.
     """
     leader, first = next(iter(statistics.items()))
-    factor = factorize(first.inputs, recipe.order, recipe.damping, leader)
-    importance = torch.empty_like(factor.diagonal)
-    importance[factor.order] = factor.diagonal
+    importance = factorize(first.inputs, recipe.order, recipe.damping, leader).importance
     total = sum(weight.numel() for weight in weights.values())
-    choices = []
-    for width in WIDTHS:
-        bases = {name: _base(weight, width, recipe) for name, weight in weights.items()}
-        for rate in OUTLIER_RATES:
-            loss = 0.0
-            for name, weight in weights.items():
-                gradients = torch.cat([gram.diagonal() for gram in statistics[name].outputs]).to(torch.float64)
-                scales = bases[name] * _multiplier(weight, bases[name], width, rate, recipe.offset)
-                loss += float(gradients @ (scales.to(torch.float64).square() @ importance)) / 24
-            shapes = [(weight.shape[0], weight.shape[1]) for weight in weights.values()]
-            choices.append(Choice(width, rate, _bits(shapes, recipe, width, rate) / total, loss))
+    shapes = [(weight.shape[0], weight.shape[1]) for weight in weights.values()]
+    predicted = _losses_by_saving if recipe.outliers == "saving" else _losses_by_overflow
+    losses = dict.fromkeys(itertools.product(WIDTHS, OUTLIER_RATES), 0.0)
+    for name, weight in weights.items():
+        gradients = torch.cat([gram.diagonal() for gram in statistics[name].outputs]).to(torch.float64)
+        for width in WIDTHS:
+            for rate, loss in zip(OUTLIER_RATES, predicted(weight, gradients, importance, width, recipe), strict=True):
+                losses[width, rate] += loss
+    choices = [Choice(*one, _bits(shapes, recipe, *one) / total, loss) for one, loss in losses.items()]
     return Offer(tuple(weights), total, tuple(choices))
 
 
@@ -175,10 +180,54 @@ def _bits(shapes: Sequence[tuple[int, int]], recipe: Recipe, width: int, rate: f
     return sum(stored.planned_bits(rows, cols) for rows, cols in shapes)
 
 
-def _base(weight: torch.Tensor, width: int, recipe: Recipe) -> torch.Tensor:
-    """Scales of every weight before the search for the outlier rate, float32 [r, c]."""
-    scales = group_scales(weight, width, recipe.group_size, recipe.scales, offset=recipe.offset).to(torch.float32)
-    return scales.repeat_interleave(weight.shape[1] // scales.shape[1], 1)
+def _losses_by_overflow(
+    weight: torch.Tensor, gradients: torch.Tensor, importance: torch.Tensor, width: int, recipe: Recipe
+) -> Iterator[float]:
+    """Of each of OUTLIER_RATES, with G_ii [r] and D_j [c] in float64."""
+    assert recipe.scales is not None
+    base = group_scales(weight, width, recipe.group_size, recipe.scales, offset=recipe.offset).to(torch.float32)
+    base = base.repeat_interleave(weight.shape[1] // base.shape[1], 1)
+    for rate in OUTLIER_RATES:
+        scales = base * _multiplier(weight, base, width, rate, recipe.offset)
+        yield float(gradients @ (scales.to(torch.float64).square() @ importance)) / 24
+
+
+def _losses_by_saving(
+    weight: torch.Tensor, gradients: torch.Tensor, importance: torch.Tensor, width: int, recipe: Recipe
+) -> Iterator[float]:
+    """The same, from a sample of the rows if there are many."""
+    rows = sample_rows(weight)
+    if rows is not None:
+        weight, share = weight[rows], gradients[rows].sum() / gradients.sum()
+        gradients = gradients[rows] / share.clamp(min=torch.finfo(torch.float64).tiny)
+    how, amplitudes = "mse" if recipe.offset else "signed", importance.sqrt().to(weight)
+
+    def probe(octaves: float) -> tuple[float, float]:
+        """Share of the weights that cost more than this price, in octaves, and what the others cost."""
+        price = 2.0**octaves
+        scales = group_scales(weight, width, recipe.group_size, how, "", importance, recipe.offset, price=price)
+        steps = scales.to(weight.dtype).repeat_interleave(weight.shape[1] // scales.shape[1], 1)
+        nearest = (weight / steps - recipe.offset).round_().clamp_(*grid(width)).add_(recipe.offset).mul_(steps)
+        costs = nearest.sub_(weight).mul_(amplitudes).square_()
+        kept = costs > price
+        share = math.log2(max(int(kept.sum()), 0.5) / weight.numel())
+        return share, float(gradients @ costs.masked_fill_(kept, 0).sum(1, dtype=torch.float64)) / 2
+
+    steps = group_scales(weight, width, recipe.group_size, "absmax").to(torch.float64)
+    price = math.log2(max(float(steps.square().mean() * importance.mean()), 1e-300))
+    for rate in OUTLIER_RATES:
+        span = {"lower": price - PRICE_OCTAVES, "upper": price + PRICE_OCTAVES}
+        found = search_target(
+            probe,
+            target=math.log2(rate),
+            tolerance=PRICED_RATE,
+            start=price,
+            slope=PRICE_SLOPE,
+            max_probes=MAX_PROBES,
+            **span,
+        )
+        price = found.best.x
+        yield found.best.payload
 
 
 def _multiplier(weight: torch.Tensor, scales: torch.Tensor, width: int, rate: float, offset: float) -> float:

@@ -41,9 +41,8 @@ def fitted_scales(
     Returns:
         bfloat16 [r, G], finite and not zero.
     """
-    importance = torch.empty_like(factor.diagonal)
-    importance[factor.order] = factor.diagonal
-    base = group_scales(weight, bits, group_size, "mse" if offset else "signed", where, importance, offset)
+    how = "mse" if offset else "signed"
+    base = group_scales(weight, bits, group_size, how, where, factor.importance, offset)
     low, high = grid(bits)
     chosen = []
     for rows, own in zip(weight.split(_ROWS_AT_ONCE), base.split(_ROWS_AT_ONCE), strict=True):

@@ -60,6 +60,13 @@ class Factor:
         damped.diagonal().add_(self.ridge)
         return damped
 
+    @property
+    def importance(self) -> torch.Tensor:
+        """D_t of each column, float64 [c], in the original column order."""
+        importance = torch.empty_like(self.diagonal)
+        importance[self.order] = self.diagonal
+        return importance
+
     @cached_property
     def propagation32(self) -> torch.Tensor:
         """U with its rows divided by its diagonal, float32 [c, c]; kept because a search rounds many times."""

@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from typing import Any
 
 import torch
 
@@ -171,6 +171,7 @@ def _record(
 
 
 def _rtn(weight: torch.Tensor, _factor: Factor | None, recipe: Recipe, where: str) -> _Quantized:
+    assert recipe.scales is not None
     scales = group_scales(weight, recipe.bits, recipe.group_size, recipe.scales, where, offset=recipe.offset)
     steps = scales.to(weight.dtype).repeat_interleave(weight.shape[1] // scales.shape[1], 1)
     integers = (weight / steps - recipe.offset).round().clamp(*grid(recipe.bits))
@@ -180,6 +181,7 @@ def _rtn(weight: torch.Tensor, _factor: Factor | None, recipe: Recipe, where: st
 
 def _gptq(weight: torch.Tensor, factor: Factor | None, recipe: Recipe, where: str) -> _Quantized:
     assert factor is not None
+    assert recipe.scales is not None
     layout = (recipe.bits, recipe.group_size)
     if recipe.scales == "fitted":
         scales = fitted_scales(weight, factor, *layout, recipe.block_size, where, recipe.offset)
@@ -197,12 +199,17 @@ def _gptq(weight: torch.Tensor, factor: Factor | None, recipe: Recipe, where: st
 
 def _ssqr(weight: torch.Tensor, factor: Factor | None, recipe: Recipe, where: str) -> _Quantized:
     assert factor is not None
-    base = group_scales(weight, recipe.bits, recipe.group_size, recipe.scales, where, offset=recipe.offset)
-    saving = recipe.outliers == "saving"
-    search = partial(ssqr_by_saving, beam=recipe.beam) if saving else ssqr
+    assert recipe.scales is not None
+    layout = (recipe.bits, recipe.group_size)
     keep: Overflow = "integer" if recipe.outlier_coding == "integer" else "exact"
-    options = (recipe.block_size, where, recipe.rounding_seed(where), keep, recipe.offset)
-    found = search(weight, factor, base, recipe.bits, recipe.group_size, recipe.outlier_rate, *options)
+    rate, block_size, seed = recipe.outlier_rate, recipe.block_size, recipe.rounding_seed(where)
+    options: dict[str, Any] = {"where": where, "seed": seed, "keep": keep, "offset": recipe.offset}
+    saving = recipe.outliers == "saving"
+    if saving:
+        found = ssqr_by_saving(weight, factor, *layout, rate, block_size, beam=recipe.beam, **options)
+    else:
+        base = group_scales(weight, *layout, recipe.scales, where, offset=recipe.offset)
+        found = ssqr(weight, factor, base, *layout, rate, block_size, **options)
     movable = recipe.outlier_rate if saving else None
     rounding = refine(weight, factor, found.rounding, *grid(recipe.bits), recipe.sweeps, movable, keep)
     values = rounding.outlier_values if keep == "exact" else None

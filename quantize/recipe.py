@@ -71,8 +71,9 @@ class Recipe:
         rounding: nearest; stochastic: up with the fractional part as probability, drawn from `seed` and the layer's
             name; or rate (hptq): what is cheapest in error and bits together.
         reduction: none or lll: hptq rounds on the reduced basis where that lowers the bound.
-        scales: absmax, mse (for gptq of the errors' cubes), signed (mse, with the sign that suits the group), or for
-            gptq fitted: signed, and to the errors that the recursion makes with them.
+        scales: absmax, mse (for gptq of the errors' cubes), signed (mse, with the sign that suits the group), or
+            fitted: signed, and for gptq to the errors that the recursion makes with them, for ssqr together with the
+            outliers that are chosen by saving. None for what suits the method: fitted for those outliers, else mse.
         grid: of packed weights, midtread (the multiples of the scale, zero among them) or midrise (those and half a
             scale, symmetric around zero: the better one for dense weights in 2 bits).
         target: what a layer's output should be: quantized (of its own weights, on the inputs that the quantized prefix
@@ -87,8 +88,8 @@ class Recipe:
         seed: picks the calibration sequences; of stochastic rounding, and of the labels that latq draws.
         ignore: what stays unquantized: linears by name or ending, modules by name.
         block_size: columns per lazy batch of the recursion; a matter of speed.
-        outliers: which weights ssqr keeps: those that overflow the grid (the paper's), or those whose rounding would
-            cost most ("saving").
+        outliers: which weights ssqr keeps: those whose rounding would cost most ("saving"; what else lies beyond the
+            grid is clipped, its error fed back), or all that overflow the grid (the paper's).
         outlier_coding: of ssqr, how it stores them: as the weight itself, "bfloat16", in 32 bits, or as its "integer"
             beyond the grid, in 16.
         beam: survivors per row of nearest plane (K-best); of ssqr only where outliers are chosen by saving.
@@ -108,7 +109,7 @@ class Recipe:
     condition: float | None = None
     rounding: str = "nearest"
     reduction: str = "none"
-    scales: str = "mse"
+    scales: str | None = None
     target: str = "quantized"
     correction: float = 1.0
     num_samples: int = 256
@@ -117,7 +118,7 @@ class Recipe:
     seed: int = 0
     ignore: tuple[str, ...] = ("lm_head",)
     block_size: int = 128
-    outliers: str = "overflow"
+    outliers: str = "saving"
     outlier_coding: Literal["bfloat16", "integer"] = "bfloat16"
     beam: int = 1
     sweeps: int = 0
@@ -131,11 +132,12 @@ class Recipe:
         _check_choice("order", self.order, ORDERS)
         _check_choice("reduction", self.reduction, REDUCTIONS)
         _check_choice("rounding", self.rounding, ROUNDINGS)
-        _check_choice("scales", self.scales, (*SCALE_METHODS, "fitted") if self.method == "gptq" else SCALE_METHODS)
         _check_choice("target", self.target, TARGETS)
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("outliers", self.outliers, OUTLIER_CHOICES)
         _check_choice("grid", self.grid, GRIDS)
+        if "scales" not in UNUSED[self.method]:
+            self._settle_scales()
         _check_choice("outlier_coding", self.outlier_coding, OUTLIER_CODINGS)
         if type(self.bits) is not int or self.bits not in SUPPORTED_BITS:
             raise _error("bits", f"one of {', '.join(map(str, SUPPORTED_BITS))}", self.bits)
@@ -165,6 +167,16 @@ class Recipe:
         if not set(self.without) <= set(PARTS):
             raise _error("without", f"names among {', '.join(PARTS)}", list(self.without))
 
+    def _settle_scales(self) -> None:
+        """The scales that suit the method, where none are given."""
+        together = self.method == "ssqr" and self.outliers == "saving"
+        if self.scales is None:
+            object.__setattr__(self, "scales", "fitted" if together else "mse")
+        _check_choice("scales", self.scales, SCALE_METHODS if self.method == "rtn" else (*SCALE_METHODS, "fitted"))
+        if self.method == "ssqr" and (self.scales == "fitted") != together:
+            hint = "They are chosen together with the outliers by saving, and only then: leave one of them out."
+            raise _error("scales", "fitted" if together else ", ".join(SCALE_METHODS), self.scales, hint)
+
     def _check_unused(self) -> None:
         if self.budget is not None:
             _check_number("budget", self.budget, 1.0, MAX_TARGET_BITS)
@@ -186,7 +198,7 @@ class Recipe:
         if self.rounding == "stochastic" and (self.beam > 1 or self.sweeps):
             raise _error("rounding", "nearest", self.rounding, "A beam and sweeps choose where this draws.")
         if self.method == "ssqr" and self.beam > 1 and self.outliers != "saving":
-            raise _error("beam", "1", self.beam, "Overflow has no cost to compare: set outliers to saving.")
+            raise _error("beam", "1", self.beam, "Overflow has no cost to compare: leave outliers out.")
         if self.reduction != "none" and (self.beam > 1 or self.rounding == "rate"):
             raise _error("reduction", "none", self.reduction, "A reduced basis is rounded on by nearest plane only.")
         if self.grid == "midrise" and self.scales == "signed":

@@ -111,9 +111,7 @@ def worst_case(weight: Weight, factor: Factor, rounding: str) -> float:
     if isinstance(weight, HuffmanWeight):
         lattice = factor if factor.reduction is None else factor.reduction.factor
         return share * weight.shape[0] * float(weight.scale.double().square() * lattice.diagonal.sum().cpu())
-    per_column = torch.zeros_like(factor.diagonal)
-    per_column[factor.order] = factor.diagonal
-    per_column = per_column.cpu()
+    per_column = factor.importance.cpu()
     assert isinstance(weight, PackedWeight)
     assert weight.scales is not None
     per_group = per_column.reshape(weight.scales.shape[1], -1).sum(1)

@@ -125,7 +125,7 @@ def nearest_plane(
         clip=keep_overflow == "clip" and low is not None,
         offset=offset,
         dither=None if seed is None else torch.Generator(weight.device).manual_seed(seed),
-        limit=None if threshold is None else (threshold / factor.diagonal).to(weight.dtype),
+        limit=None if threshold is None else (threshold / factor.diagonal).sqrt().to(weight.dtype),
         kept=torch.zeros(cols, rows, dtype=torch.bool, device=weight.device) if keep_overflow in KEPT else None,
     )
     for start in range(0, cols, block_size):
@@ -178,7 +178,8 @@ class _State:
     """The working set of one pass, transposed and permuted: see the module's picture.
 
     residual [c, r] turns from w', less offset * scale, into the error e row by row; integers [c, r] are not yet
-    clipped; outliers [c, r] holds their bfloat16 values and 0 elsewhere.
+    clipped; outliers [c, r] holds their bfloat16 values and 0 elsewhere; limit [c] is the largest error that is not
+    kept, where there is a threshold.
     """
 
     residual: torch.Tensor
@@ -224,7 +225,7 @@ class _State:
             if self.limit is None:
                 torch.ne(nearest, integer, out=kept)
             else:
-                torch.gt((current - nearest * scale).square_(), self.limit[t], out=kept)
+                torch.gt((current - nearest * scale).abs_(), self.limit[t], out=kept)
                 if self.keep == "integer":
                     kept.logical_and_(nearest != integer)
             torch.where(kept, kept_value(self.keep, current, integer, scale), outlier, out=outlier)
@@ -250,7 +251,7 @@ class _State:
         check_range(self.integers, loss, where)
         outside = (self.integers < self.low) | (self.integers > self.high)
         if self.limit is not None and self.kept is not None:
-            limit = self.limit.to(torch.float64) * factor.diagonal
+            limit = self.limit.to(torch.float64).square() * factor.diagonal
             bound = bound + torch.where(outside & ~self.kept, limit[:, None], 0.0).sum(0)
         if self.clip:
             self.integers.clamp_(self.low, self.high)

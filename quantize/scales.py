@@ -37,6 +37,7 @@ def group_scales(
     importance: torch.Tensor | None = None,
     offset: float = 0.0,
     power: int = 2,
+    price: float = math.inf,
 ) -> torch.Tensor:
     """One scale per row and group of input channels.
 
@@ -56,6 +57,8 @@ def group_scales(
             row, an all-zero row a millionth of the smallest elsewhere.
         power: of the errors that are summed, 2 or 3. Where the recursion feeds errors back the values that it rounds
             spread beyond the group's, and what is clipped costs more than the squares of the group's own errors say.
+        price: what a weight costs at most, because it is kept as an outlier rather than rounded at a higher cost:
+            squared errors, times their importance, count as this much from there on.
 
     Returns:
         bfloat16 [r, groups], finite and not zero; positive unless signed.
@@ -79,7 +82,7 @@ def group_scales(
         pieces = zip(grouped.split(chunk), largest.split(chunk), strict=True)
         signs = (1, -1) if how == "signed" else (1,)
         scales = torch.cat(
-            [_best_shrink(piece, absmax, bits, signs, amplitudes, offset, power) for piece, absmax in pieces]
+            [_best_shrink(piece, absmax, bits, signs, amplitudes, offset, power, price) for piece, absmax in pieces]
         )
     if not torch.isfinite(scales * (1 << bits) * _HEADROOM).all():
         raise NumericalError(
@@ -102,8 +105,10 @@ def _best_shrink(
     amplitudes: torch.Tensor | None,
     offset: float,
     power: int,
+    price: float,
 ) -> torch.Tensor:
     """bfloat16 [n, G] for weights [n, G, group] with absmax scales [n, G]; `amplitudes` [G, group] multiply errors."""
+    most = math.sqrt(price)
     low, high = grid(bits)
     best_scale, best_error = _storable(absmax)[None], torch.full_like(absmax[None], torch.inf)
     # From the largest factor down, so that the first of equal errors is the least clipped.
@@ -120,6 +125,8 @@ def _best_shrink(
         rounded.sub_(offset).round_().clamp_(low, high).add_(offset).mul_(scales).sub_(grouped)
         if amplitudes is not None:
             rounded.mul_(amplitudes)
+        if price < math.inf:
+            rounded.clamp_(-most, most)
         if power == 2:
             error = torch.linalg.vector_norm(rounded, dim=3)
         else:  # in units of the scale, whose cubes are numbers

@@ -1,9 +1,11 @@
 """SSQR: nearest plane with adjusted scales and sparse outliers.
 
-ICLR 2026 version of "GPTQ as Babai", section 5, Algorithm 9.
+    ssqr            ICLR 2026 version of "GPTQ as Babai", section 5, Algorithm 9: a weight whose integer leaves the grid
+                    is an outlier, nothing is clipped, and all scales grow alike until the outlier rate is met
+    ssqr_by_saving  outliers are the weights whose rounding would cost the layer most, scales are chosen with them
 
-Invariant: nothing is clipped. A weight whose integer leaves the grid is stored as its current value in bfloat16, so the
-recursion only propagates what that rounding leaves of its error; or as that integer, which takes half the bits.
+Invariant: an outlier is stored as its current value in bfloat16, so the recursion only propagates what that rounding
+leaves of its error; or as its integer, which takes half the bits. What the others add to the loss is bounded.
 """
 
 import math
@@ -17,7 +19,7 @@ from vllm_latq.quantize.beam import plane_of_width
 from vllm_latq.quantize.kept import Overflow
 from vllm_latq.quantize.lattice import Factor
 from vllm_latq.quantize.rounding import Rounding, nearest_plane
-from vllm_latq.quantize.scales import grid, scaled
+from vllm_latq.quantize.scales import grid, group_scales, scaled
 from vllm_latq.quantize.search import Outcome, sample_rows, search_target
 
 # At 2 bits with strongly correlated inputs the outlier rate can stop falling as the scales grow, because their errors
@@ -28,10 +30,10 @@ RATE_TOLERANCE = 0.02
 MAX_PROBES = 20
 # Where a search starts from: near 1 %, the rate fell by the power 4 (heavy tails) to 6 (Gaussian) of the multiplier.
 _USUAL_SLOPE = -5.0
-# `ssqr_by_saving`: the multipliers tried, in octaves; how the rate falls with the threshold; how far it is looked for.
-_MULTIPLIERS = (-0.5, -0.25, 0.0, 0.25, 0.5)
-_THRESHOLD_SLOPE = -0.7
-_THRESHOLD_OCTAVES = 24.0
+# `ssqr_by_saving`: how the rate falls with the price; how far it is looked for; how near to the rate scales are chosen.
+PRICE_SLOPE = -0.7
+PRICE_OCTAVES = 24.0
+_ROUGH_OCTAVES = 0.25
 # Rates this many octaves below the target all count as "far below": keeps the logarithm of zero finite.
 _FLOOR_OCTAVES = 10.0
 
@@ -47,14 +49,12 @@ class SSQRResult:
     Attributes:
         rounding: with `outlier_values`.
         scales: bfloat16 [r, G], as used.
-        multiplier: of the base scales, before rounding to bfloat16.
         passes: quantizations of the whole matrix that the search took.
         note: empty, or why the outlier rate is not the one asked for.
     """
 
     rounding: Rounding
     scales: torch.Tensor
-    multiplier: float
     passes: int
     note: str
 
@@ -105,13 +105,12 @@ def ssqr(
         sampled = search(rows, start=start, slope=slope)
         start, slope = sampled.best.x, sampled.slope or slope
     found = search(_ALL, start=start, slope=slope)
-    return _result(found, 2.0**found.best.x, outlier_rate)
+    return _result(found, outlier_rate)
 
 
 def ssqr_by_saving(
     weight: torch.Tensor,
     factor: Factor,
-    base_scales: torch.Tensor,
     bits: int,
     group_size: int,
     outlier_rate: float,
@@ -122,43 +121,47 @@ def ssqr_by_saving(
     offset: float = 0.0,
     beam: int = 1,
 ) -> SSQRResult:
-    """Outliers where they save most, not where integers overflow: the loss of a layer at a given rate, lowered.
+    """Scales and outliers chosen together, at one price for an outlier, which is searched to meet the rate.
 
-    In the recursion a weight is kept exactly where rounding it to the clipped grid would add more than a threshold to
-    the loss, D_t (w' - q)^2; the others are clipped, their errors fed back. The threshold is searched to meet the rate
-    for each of a few multipliers of the scales, and the multiplier with the least loss is taken. A threshold of 0 is
-    SSQR with every weight an outlier, one of infinity is clipped GPTQ; the bound counts the threshold for each clipped
-    weight. Outliers kept as integers lie beyond the grid: elsewhere the lattice point is an inlier already.
+    In the recursion a weight is kept exactly where rounding it to the clipped grid would add more than the price to the
+    loss, D_t (w' - q)^2; the others are clipped, their errors fed back. Each group takes the scale, and on a grid that
+    is not symmetric the sign, that minimises what its weights cost at this price, min(D_t (w - q)^2, price): scales
+    leave room for what will be kept, and outliers go where the loss is. A price of 0 makes every weight an outlier, one
+    of infinity is clipped GPTQ; the bound counts the price for each clipped weight.
+
+    Rows are searched on a sample first if there are many, and the rest takes the scales of the price found there.
+    Outliers kept as integers lie beyond the grid: elsewhere the lattice point is an inlier already.
 
     Arguments and result as for `ssqr`; beam: survivors per row (see beam.py).
     """
     low, high = grid(bits)
     plane = plane_of_width(beam)
+    how, importance = "mse" if offset else "signed", factor.importance
+
+    def scales_at(rows: Rows, octaves: float) -> torch.Tensor:
+        price = 2.0**octaves
+        return group_scales(weight[rows], bits, group_size, how, where, importance, offset, price=price)
+
+    def quantize(rows: Rows, octaves: float, scales: torch.Tensor | None = None) -> Quantized:
+        if scales is None:
+            scales = scales_at(rows, octaves)
+        options = (block_size, group_size, where, seed, 2.0**octaves)
+        return plane(weight[rows], factor, scales, low, high, keep, *options, offset=offset), scales
+
+    start = _usual_price(weight, factor, bits, group_size, where)
+    search = partial(_search, weight, outlier_rate, slope=PRICE_SLOPE)
+    span = {"lower": start - PRICE_OCTAVES, "upper": start + PRICE_OCTAVES}
     sample = sample_rows(weight)
+    rows = _ALL if sample is None else sample
+    rough = search(quantize, rows, start=start, tolerance=_ROUGH_OCTAVES, **span).best
+    scales = rough.payload[1] if sample is None else scales_at(_ALL, rough.x)
+    return _result(search(partial(quantize, scales=scales), _ALL, start=rough.x, **span), outlier_rate)
 
-    def search(rows: Rows, multiplier: float, start: float) -> Outcome[Quantized]:
-        scales = scaled(base_scales[rows], 2.0**multiplier)
 
-        def quantize(rows: Rows, octaves: float) -> Quantized:
-            options = (block_size, group_size, where, seed, 2.0**octaves)
-            return plane(weight[rows], factor, scales, low, high, keep, *options, offset=offset), scales
-
-        lower, upper = start - _THRESHOLD_OCTAVES, start + _THRESHOLD_OCTAVES
-        slope = _THRESHOLD_SLOPE
-        return _search(weight, outlier_rate, quantize, rows, start=start, slope=slope, lower=lower, upper=upper)
-
-    # An outlier saves about this much when the step is the base scale and a weight lies a step beyond the grid.
-    steps = base_scales.to(torch.float64).square().mean()
-    start = math.log2(max(float(steps * factor.diagonal.mean()), 1e-300))
-    tried = []
-    for multiplier in _MULTIPLIERS:
-        found = search(_ALL if sample is None else sample, multiplier, start)
-        tried.append((float(found.best.payload[0].loss.sum()), multiplier, found))
-        start = found.best.x
-    _, multiplier, found = min(tried, key=lambda one: one[0])
-    if sample is not None:
-        found = search(_ALL, multiplier, found.best.x)
-    return _result(found, 2.0**multiplier, outlier_rate)
+def _usual_price(weight: torch.Tensor, factor: Factor, bits: int, group_size: int, where: str) -> float:
+    """Where a search for the price starts, in octaves: an outlier saves about the square of a step."""
+    steps = group_scales(weight, bits, group_size, "absmax", where).to(torch.float64)
+    return math.log2(max(float(steps.square().mean() * factor.diagonal.mean()), 1e-300))
 
 
 def _search(
@@ -171,6 +174,7 @@ def _search(
     slope: float,
     lower: float,
     upper: float,
+    tolerance: float | None = None,
 ) -> Outcome[Quantized]:
     """The knob of `quantize` at which the outlier rate of these rows meets the target, both in octaves."""
 
@@ -181,7 +185,7 @@ def _search(
     return search_target(
         probe,
         target=math.log2(outlier_rate),
-        tolerance=_tolerance(outlier_rate, weight[rows].numel()),
+        tolerance=tolerance or _tolerance(outlier_rate, weight[rows].numel()),
         start=start,
         slope=slope,
         lower=lower,
@@ -190,10 +194,10 @@ def _search(
     )
 
 
-def _result(found: Outcome[Quantized], multiplier: float, outlier_rate: float) -> SSQRResult:
+def _result(found: Outcome[Quantized], outlier_rate: float) -> SSQRResult:
     rounding, scales = found.best.payload
     note = "" if found.met else f"outlier rate {rounding.outlier_rate:.4%}, the nearest found to {outlier_rate:.4%}"
-    return SSQRResult(rounding, scales, multiplier, found.probes, note)
+    return SSQRResult(rounding, scales, found.probes, note)
 
 
 def _tolerance(outlier_rate: float, weights: int) -> float:

@@ -92,14 +92,13 @@ def recipes(bits: float, num_samples: int, seq_len: int, group_size: int = 128) 
         for name in ("signed scales", "fitted mid-rise grid"):
             options = {"target": "original", "correction": 0.5, **together, **grids[name]}
             yield f"gptq, all of these, {name}", make("gptq", bits=width, **options)
+        yield "ssqr 1%, by overflow", make("ssqr", bits=width, outliers="overflow")
         yield "ssqr 1%", make("ssqr", bits=width)
         yield "ssqr 1%, original target", make("ssqr", bits=width, target="original", correction=0.5)
         yield "ssqr 1%, residual target", make("ssqr", bits=width, target="residual", correction=0.5)
-        yield "ssqr 1%, by saving", make("ssqr", bits=width, outliers="saving")
         yield "ssqr 1%, mid-rise grid", make("ssqr", bits=width, grid="midrise")
-        for name in ("signed scales", "mid-rise grid"):
-            options = {"outliers": "saving", **together, **grids[name]}
-            yield f"ssqr 1%, all of these, {name}", make("ssqr", bits=width, **options)
+        yield "ssqr 1%, all of these", make("ssqr", bits=width, **together)
+        yield "ssqr 1%, all of these, mid-rise grid", make("ssqr", bits=width, grid="midrise", **together)
     if bits > 1.3:
         yield "hrtn", make("hrtn", target_bits=bits)
         yield "hptq, natural order", make("hptq", target_bits=bits, order="natural")

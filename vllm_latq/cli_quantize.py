@@ -78,7 +78,11 @@ def _add_recipe(command: argparse.ArgumentParser) -> None:
     recipe.add_argument(
         "--reduction", choices=("none", "lll"), help="of the lattice before rounding (hptq; default none)"
     )
-    recipe.add_argument("--scales", choices=("absmax", "mse", "signed", "fitted"), help="of the groups (default mse)")
+    recipe.add_argument(
+        "--scales",
+        choices=("absmax", "mse", "signed", "fitted"),
+        help="of the groups (default mse; of ssqr fitted, unless --outliers overflow)",
+    )
     recipe.add_argument(
         "--grid",
         choices=GRIDS,
@@ -92,7 +96,9 @@ def _add_recipe(command: argparse.ArgumentParser) -> None:
     recipe.add_argument("--correction", type=float, help="share of the correction that --target makes (default 1)")
     recipe.add_argument("--budget", type=float, help="stored bits per weight of the model, which ssqr plans for")
     recipe.add_argument(
-        "--outliers", choices=("overflow", "saving"), help="which weights ssqr keeps (default overflow)"
+        "--outliers",
+        choices=("saving", "overflow"),
+        help="which weights ssqr keeps: those that cost most (default), or all that overflow, as in the paper",
     )
     recipe.add_argument(
         "--outlier-coding",

@@ -2,27 +2,30 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
 
 from vllm_latq.errors import ConfigError
 from vllm_latq.quantize.budget import OUTLIER_RATES, WIDTHS, Choice, Offer, check_budget, choose, price
+from vllm_latq.quantize.lattice import factorize
 from vllm_latq.quantize.pipeline import quantize_checkpoint
 from vllm_latq.quantize.plan import plan
 from vllm_latq.quantize.recipe import Recipe
+from vllm_latq.quantize.ssqr import ssqr_by_saving
 from vllm_latq.quantize.statistics_files import LayerStatistics
 
 RECIPE = Recipe("ssqr", budget=3.0, group_size=32)
 
 
-def offer(sensitivity: float, seed: int, rows: int = 48, cols: int = 64) -> Offer:
+def offer(sensitivity: float, seed: int, rows: int = 48, cols: int = 64, recipe: Recipe = RECIPE) -> Offer:
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn(300, cols, generator=generator)
     gradients = sensitivity * torch.randn(300, rows, generator=generator)
     statistics = LayerStatistics(inputs.T @ inputs / 300, [gradients.T @ gradients / 300], 300, "a")
     name = f"layer{seed}"
-    return price({name: torch.randn(rows, cols, generator=generator)}, {name: statistics}, RECIPE)
+    return price({name: torch.randn(rows, cols, generator=generator)}, {name: statistics}, recipe)
 
 
 def average(offers: list[Offer], chosen: dict[str, Choice]) -> float:
@@ -30,12 +33,33 @@ def average(offers: list[Offer], chosen: dict[str, Choice]) -> float:
     return bits / sum(one.weights for one in offers)
 
 
-def test_prices_rise_and_losses_fall_with_width() -> None:
-    choices = offer(1.0, 0).choices
+@pytest.mark.parametrize("outliers", ["saving", "overflow"])
+@pytest.mark.parametrize("rows", [48, 800])
+def test_prices_rise_and_losses_fall_with_width_and_rate(outliers: str, rows: int) -> None:
+    choices = offer(1.0, 0, rows, recipe=Recipe("ssqr", budget=3.0, group_size=32, outliers=outliers)).choices
     assert len(choices) == len(WIDTHS) * len(OUTLIER_RATES)
     at_one_percent = [choice for choice in choices if choice.outlier_rate == 0.01]
     assert [choice.width for choice in sorted(at_one_percent, key=lambda c: c.bits)] == list(WIDTHS)
     assert [choice.width for choice in sorted(at_one_percent, key=lambda c: -c.loss)] == list(WIDTHS)
+    at_three_bits = [choice for choice in choices if choice.width == 3]
+    assert [choice.outlier_rate for choice in sorted(at_three_bits, key=lambda c: -c.loss)] == list(OUTLIER_RATES)
+
+
+@pytest.mark.parametrize("grid", ["midtread", "midrise"])
+def test_a_loss_by_saving_is_what_rounding_costs(grid: Literal["midtread", "midrise"]) -> None:
+    """Inputs without correlation feed nothing back: the prediction is what ssqr then loses."""
+    generator = torch.Generator().manual_seed(0)
+    weight, statistics = torch.randn(800, 64, generator=generator), torch.rand(64, generator=generator).diag()
+    seen = LayerStatistics(statistics, [torch.eye(800)], 300, "a")
+    recipe = Recipe("ssqr", budget=3.0, group_size=32, damping=1e-6, grid=grid)
+    (predicted,) = [
+        choice.loss
+        for choice in price({"a": weight}, {"a": seen}, recipe).choices
+        if (choice.width, choice.outlier_rate) == (3, 0.02)
+    ]
+    factor = factorize(statistics, damping=1e-6)
+    found = ssqr_by_saving(weight, factor, 3, 32, 0.02, offset=recipe.offset).rounding
+    assert predicted == pytest.approx(float(found.loss.sum()) / 2, rel=0.05)
 
 
 @pytest.mark.parametrize("budget", [3.4, 4.1, 5.0, 20.0])

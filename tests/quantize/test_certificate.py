@@ -24,19 +24,17 @@ FEW = {"num_samples": 8, "seq_len": 64, "ignore": ("lm_head", "gate_proj", "up_p
 FEWER = FEW | {"ignore": (*FEW["ignore"], "q_proj")}
 LEAST = FEW | {"ignore": (*FEWER["ignore"], "k_proj", "v_proj", "layers.0.self_attn.o_proj")}
 RECIPES = {
-    "ssqr": Recipe("ssqr", 3, target="original", **FEW),
+    "ssqr": Recipe("ssqr", 3, outliers="overflow", target="original", **FEW),
     "hptq": Recipe("hptq", target_bits=4.0, reduction="lll", rounding="stochastic", **FEW),
     "rtn": Recipe("rtn", 4, **FEW),
-    "saving": Recipe(
-        "ssqr", 2, outliers="saving", outlier_coding="integer", scales="signed", beam=2, sweeps=1, **LEAST
-    ),
+    "saving": Recipe("ssqr", 2, outlier_coding="integer", beam=2, sweeps=1, **LEAST),
     "gptq": Recipe("gptq", 3, order="min-pivot", scales="fitted", dtype="bfloat16", **FEW),
     "latq": Recipe("latq", target_bits=3.0, **FEWER),
     "latq-residual": Recipe("latq", target_bits=3.0, target="residual", correction=0.5, **FEWER),
     "latq-served": Recipe("latq", target_bits=4.5, count="served", **FEWER),
     "latq-parts": Recipe("latq", target_bits=3.0, without=("rate-damping", "feedback", "columns"), **FEWER),
-    "midrise": Recipe("ssqr", 2, grid="midrise", target="residual", **FEW),
-    "budget": Recipe("ssqr", budget=3.6, outlier_coding="integer", **FEW),
+    "midrise": Recipe("ssqr", 2, outliers="overflow", grid="midrise", target="residual", **FEW),
+    "budget": Recipe("ssqr", budget=3.6, outliers="overflow", outlier_coding="integer", **FEW),
 }
 # What sums in float32 differ by where the certificate takes another way than the quantizer.
 EXACT = 1e-6

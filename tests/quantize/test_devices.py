@@ -19,7 +19,7 @@ FEWER = ("lm_head", "q_proj", "k_proj", "up_proj")
 RECIPES: dict[str, Recipe] = {
     "gptq": Recipe(method="gptq", grid="midrise", scales="fitted", target="original", **GROUPS, **FEW),
     # It searches long: without those of the same inputs.
-    "ssqr": Recipe(method="ssqr", outliers="saving", scales="signed", ignore=FEWER, **GROUPS, **FEW),
+    "ssqr": Recipe(method="ssqr", ignore=FEWER, **GROUPS, **FEW),
     "hptq": Recipe(method="hptq", target_bits=3.125, ignore=FEWER, **FEW),
     "latq": Recipe(method="latq", target_bits=3.125, ignore=FEWER, **FEW),
     "gptq-residual": Recipe(method="gptq", bits=4, target="residual", **GROUPS, **FEW),

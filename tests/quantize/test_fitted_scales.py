@@ -73,7 +73,6 @@ def test_rows_do_not_influence_each_other(monkeypatch):
     assert (together == apart).all(1).float().mean() > 0.9
 
 
-def test_only_gptq_fits():
-    for method in ("rtn", "ssqr"):
-        with pytest.raises(ConfigError, match=r"recipe\.scales"):
-            Recipe(method, scales="fitted")
+def test_plain_rounding_does_not_fit():
+    with pytest.raises(ConfigError, match=r"recipe\.scales"):
+        Recipe("rtn", scales="fitted")

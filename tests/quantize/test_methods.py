@@ -20,7 +20,7 @@ from vllm_latq.weights import HuffmanWeight, weight_from_tensors
 # latq looks at the whole model: see test_whole_model.py.
 EVERYTHING = (
     "gptq, everything", "ssqr, everything", "ssqr, integers", "hptq, counting bits", "rtn, mid-rise", "gptq, mid-rise",
-    "ssqr, mid-rise", "ssqr, mid-rise integers",
+    "ssqr, overflow", "ssqr, mid-rise", "ssqr, mid-rise integers",
 )  # fmt: skip
 METHODS = (*(method for method in ALL_METHODS if method != "latq"), *EVERYTHING)
 
@@ -29,18 +29,13 @@ RECIPES = {
     "rtn": Recipe("rtn", bits=3, group_size=32),
     "gptq": Recipe("gptq", bits=3, group_size=32),
     "ssqr": Recipe("ssqr", bits=3, group_size=32, outlier_rate=0.02),
+    "ssqr, overflow": Recipe("ssqr", bits=3, group_size=32, outlier_rate=0.02, outliers="overflow"),
     "gptq, everything": Recipe("gptq", bits=2, group_size=32, scales="signed", beam=2, sweeps=2),
-    "ssqr, everything": Recipe(
-        "ssqr", bits=2, group_size=32, outliers="saving", scales="signed", order="min-pivot", beam=2, sweeps=2
-    ),
-    "ssqr, integers": Recipe(
-        "ssqr", bits=2, group_size=32, outliers="saving", outlier_coding="integer", scales="signed", beam=2, sweeps=2
-    ),
+    "ssqr, everything": Recipe("ssqr", bits=2, group_size=32, order="min-pivot", beam=2, sweeps=2),
+    "ssqr, integers": Recipe("ssqr", bits=2, group_size=32, outlier_coding="integer", beam=2, sweeps=2),
     "rtn, mid-rise": Recipe("rtn", bits=3, group_size=32, grid="midrise"),
     "gptq, mid-rise": Recipe("gptq", bits=2, group_size=32, grid="midrise", scales="fitted", beam=2, sweeps=2),
-    "ssqr, mid-rise": Recipe(
-        "ssqr", bits=2, group_size=32, outliers="saving", grid="midrise", order="min-pivot", beam=2, sweeps=2
-    ),
+    "ssqr, mid-rise": Recipe("ssqr", bits=2, group_size=32, grid="midrise", order="min-pivot", beam=2, sweeps=2),
     "ssqr, mid-rise integers": Recipe(
         "ssqr", bits=2, group_size=32, outlier_coding="integer", grid="midrise", sweeps=2
     ),
@@ -74,7 +69,8 @@ def test_outliers_as_integers_cost_half_as_much(bits):
     integer = dataclasses.replace(recipe, outlier_coding="integer")
     values, integers = (quantize_layer(weight, inputs.T @ inputs, r).record for r in (recipe, integer))
     assert integers.bound_holds
-    assert integers.error < 1.1 * values.error
+    # An outlier is a lattice point there, half a step from the weight at most.
+    assert integers.error < 1.2 * values.error
     assert integers.bits < values.bits - 0.9 * 16 * 0.05
     assert integer.planned_bits(*weight.shape) / weight.numel() == pytest.approx(integers.bits, rel=0.02)
 
@@ -108,7 +104,7 @@ def test_stored_tensors_validate_and_read_back(method):
     assert torch.equal(again.dequantize(), result.dequantized)
 
 
-@pytest.mark.parametrize("method", ["ssqr", "hptq"])
+@pytest.mark.parametrize("method", ["ssqr, overflow", "hptq"])
 def test_bound_holds_where_nothing_is_clipped(method):
     _, inputs, result = quantize(method)
     record = result.record
@@ -125,7 +121,7 @@ def test_bound_holds_where_nothing_is_clipped(method):
 
 
 @pytest.mark.parametrize(
-    "method", ["ssqr, everything", "ssqr, mid-rise", "ssqr, mid-rise integers", "hptq, counting bits"]
+    "method", ["ssqr", "ssqr, everything", "ssqr, mid-rise", "ssqr, mid-rise integers", "hptq, counting bits"]
 )
 def test_other_choices_keep_a_bound(method):
     _, _, result = quantize(method)
@@ -310,7 +306,7 @@ def test_the_bound_counts_the_rounding_of_heavy_outliers() -> None:
         assert quantize_layer(weight, inputs.T @ inputs, recipe).record.bound_holds is True
 
 
-@pytest.mark.parametrize("method", ["gptq", "ssqr", "ssqr, everything"])
+@pytest.mark.parametrize("method", ["gptq", "ssqr", "ssqr, overflow", "ssqr, everything"])
 def test_enormous_weights_are_quantized_or_refused(method: str) -> None:
     weight, inputs = layer(32, 64)
     weight /= weight.abs().max()

@@ -58,8 +58,10 @@ def test_defaults():
         128,
         0.01,
         "act",
-        "mse",
+        "fitted",
     )
+    assert (recipe.outliers, Recipe("ssqr", outliers="overflow").scales) == ("saving", "mse")
+    assert (Recipe("gptq").scales, Recipe("rtn").scales) == ("mse", "mse")
     assert (recipe.damping, recipe.num_samples, recipe.seq_len, recipe.ignore) == (0.01, 256, 2048, ("lm_head",))
     assert Recipe.from_dict({"method": "ssqr"}) == recipe
 
@@ -91,9 +93,10 @@ BAD = [
     ("hrtn", "target_bits", [None, 1.0, 17]),
     ("gptq", "order", ["", "descending", "ACT", None, 1]),
     ("gptq", "damping", [0, 0.0, -0.01, math.nan, math.inf, True, "0.01", None]),
-    ("gptq", "scales", ["", "max", None, ["mse"]]),
+    ("gptq", "scales", ["", "max", ["mse"]]),
     ("gptq", "dtype", ["", "float64", "torch.bfloat16", None]),
-    ("ssqr", "scales", ["fitted"]),
+    ("rtn", "scales", ["fitted"]),
+    ("ssqr", "scales", ["mse", "signed", "absmax"]),
     ("gptq", "target", ["", "corrected", None]),
     ("gptq", "correction", [0.0, 1.5, 0.5, math.nan, True, None]),
     ("hrtn", "target", ["original"]),
@@ -119,7 +122,6 @@ BAD = [
     ("hptq", "scales", ["absmax"]),
     ("hrtn", "order", ["natural"]),
     ("gptq", "rounding", ["rate"]),
-    ("ssqr", "beam", [2]),
     ("hptq", "sweeps", [1]),
     ("latq", "beam", [2]),
 ]
@@ -129,6 +131,8 @@ BAD = [
     ("method", "options", "field"),
     [
         ("gptq", {"rounding": "stochastic", "sweeps": 1}, "rounding"),
+        ("ssqr", {"outliers": "overflow", "scales": "fitted"}, "scales"),
+        ("ssqr", {"outliers": "overflow", "beam": 2}, "beam"),
         ("hptq", {"target_bits": 3.0, "rounding": "stochastic", "beam": 2}, "rounding"),
         ("hptq", {"target_bits": 3.0, "reduction": "lll", "beam": 2}, "reduction"),
         ("hptq", {"target_bits": 3.0, "reduction": "lll", "rounding": "rate"}, "reduction"),

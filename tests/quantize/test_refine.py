@@ -26,8 +26,9 @@ def start(method: str) -> tuple[torch.Tensor, Factor, Rounding]:
     scales = group_scales(weight, BITS, GROUP, "signed")
     if method == "gptq":
         return weight, factor, nearest_plane(weight, factor, scales, *grid(BITS), group_size=GROUP)
-    search = {"overflow": ssqr, "saving": ssqr_by_saving}[method]
-    return weight, factor, search(weight, factor, scales, BITS, GROUP, 0.02).rounding
+    if method == "saving":
+        return weight, factor, ssqr_by_saving(weight, factor, BITS, GROUP, 0.02).rounding
+    return weight, factor, ssqr(weight, factor, scales, BITS, GROUP, 0.02).rounding
 
 
 @pytest.mark.parametrize("method", ["gptq", "overflow", "saving"])

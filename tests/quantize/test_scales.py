@@ -77,6 +77,32 @@ def test_mse_is_the_best_of_all_candidates(bits, rows, groups, group_size, seed,
         assert bool((found <= error * (1 + FLOAT32_TOLERANCE) + 1e-12).all())
 
 
+@given(
+    bits=st.sampled_from([2, 3, 4]),
+    offset=st.sampled_from([0.0, 0.5]),
+    seed=st.integers(0, 10**6),
+    octaves=st.integers(-12, 0),
+)
+@settings(max_examples=25, deadline=None)
+def test_a_priced_scale_is_the_best_of_all_candidates(bits, offset, seed, octaves):
+    weight, importance, price = weights(9, 64, seed), torch.arange(1.0, 65.0).double() / 64, 2.0**octaves
+
+    def cost(scales: torch.Tensor) -> torch.Tensor:
+        steps = scales.double()[..., None]
+        grouped = weight.double().view(9, 2, 32)
+        nearest = ((grouped / steps - offset).round().clamp(*grid(bits)) + offset) * steps
+        return ((nearest - grouped).square() * importance.view(2, 32)).clamp(max=price).sum(-1)
+
+    signs = (1,) if offset else (1, -1)
+    how = "mse" if offset else "signed"
+    found = cost(group_scales(weight, bits, 32, how, importance=importance, offset=offset, price=price))
+    largest = weight.view(9, 2, 32).abs().amax(-1) / (grid(bits)[1] + offset)
+    for step in range(1, SHRINK_STEPS + 1):
+        for sign in signs:
+            factor = SMALLEST_SHRINK + (1 - SMALLEST_SHRINK) * step / SHRINK_STEPS
+            assert bool((found <= cost(sign * (largest * factor).to(torch.bfloat16)) * (1 + 1e-5) + 1e-12).all())
+
+
 @pytest.mark.parametrize("octaves", [-90, 90])
 def test_cubes_of_small_and_large_errors_are_numbers(octaves: int) -> None:
     scales = group_scales(weights(9, 64) * 2.0**octaves, 3, 16, "signed", power=3)

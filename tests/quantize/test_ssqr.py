@@ -34,7 +34,8 @@ def test_outliers_as_integers_are_lattice_points_beyond_the_grid(search, sweeps)
     weight, hessian = heavy_tailed_layer(96, 64)
     factor = factorize(hessian)
     low, high = grid(2)
-    found = search(weight, factor, group_scales(weight, 2, 32), 2, 32, 0.05, keep="integer").rounding
+    base = () if search is ssqr_by_saving else (group_scales(weight, 2, 32),)
+    found = search(weight, factor, *base, 2, 32, 0.05, keep="integer").rounding
     rate = 0.05 if search is ssqr_by_saving else None
     found = refine(weight, factor, found, low, high, sweeps, rate, "integer")
     mask = found.outlier_mask
@@ -68,9 +69,10 @@ def test_rounding_integers_to_bfloat16_is_part_of_their_bound(seed):
 def test_outlier_rate_is_met(bits, outlier_rate):
     weight, hessian = heavy_tailed_layer(256, 192)
     _, base, found = run(weight, hessian, bits, 64, outlier_rate)
+    multiplier = float(found.scales[0, 0] / base[0, 0])
     assert found.note == ""
     assert (1 - RATE_TOLERANCE) * outlier_rate <= found.rounding.outlier_rate <= outlier_rate
-    assert torch.equal(found.scales, (base.float() * found.multiplier).to(torch.bfloat16))
+    torch.testing.assert_close(found.scales.float(), base.float() * multiplier, rtol=2.0**-7, atol=0)
     outliers = found.rounding.outlier_mask
     assert int(found.rounding.z.min()) >= -(1 << (bits - 1))
     assert int(found.rounding.z.max()) < 1 << (bits - 1)
@@ -116,7 +118,7 @@ def test_unreachable_rate_is_recorded_with_the_fewest_outliers(monkeypatch):
     assert LARGEST_OCTAVES > 0
     weight, hessian = heavy_tailed_layer(64, 96)
     _, _, found = run(weight, hessian, 3, 32, 0.01)
-    assert found.multiplier == 0.5
+    assert torch.equal(found.scales, (group_scales(weight, 3, 32).float() / 2).to(torch.bfloat16))
     assert found.rounding.outlier_rate > 0.01
     assert found.note == f"outlier rate {found.rounding.outlier_rate:.4%}, the nearest found to 1.0000%"
 
@@ -127,22 +129,43 @@ def test_more_outliers_make_less_error():
     assert losses[0] > losses[1] > losses[2]
 
 
-@pytest.mark.parametrize(("bits", "share"), [(2, 0.75), (3, 0.9)])
-def test_outliers_by_saving_lower_the_loss_at_the_same_rate(bits: int, share: float) -> None:
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_outliers_by_saving_lower_loss_and_bound_at_the_same_rate(bits: int) -> None:
     weight, hessian = heavy_tailed_layer(256, 192)
     factor = factorize(hessian)
-    base = group_scales(weight, bits, 64)
-    paper = ssqr(weight, factor, base, bits, 64, 0.01)
-    found = ssqr_by_saving(weight, factor, base, bits, 64, 0.01)
+    paper = ssqr(weight, factor, group_scales(weight, bits, 64), bits, 64, 0.01).rounding
+    found = ssqr_by_saving(weight, factor, bits, 64, 0.01)
     assert found.note == ""
     assert (1 - RATE_TOLERANCE) * 0.01 <= found.rounding.outlier_rate <= 0.01
-    assert float(found.rounding.loss.sum()) < share * float(paper.rounding.loss.sum())
+    assert float(found.rounding.loss.sum()) < 0.55 * float(paper.loss.sum())
+    assert float(found.rounding.bound.sum()) < 0.55 * float(paper.bound.sum())
+
+
+def test_inputs_that_weigh_far_more_keep_their_weights() -> None:
+    """Where one token in many drives two channels, the loss is in their weights, wherever these lie on the grid."""
+    weight, hessian = heavy_tailed_layer(256, 192)
+    loud = torch.tensor([17, 101])
+    hessian[loud, loud] += 3e4 * hessian.diagonal().mean()
+    factor = factorize(hessian, damping=1e-6)
+    paper = ssqr(weight, factor, group_scales(weight, 3, 64), 3, 64, 0.015).rounding
+    found = ssqr_by_saving(weight, factor, 3, 64, 0.015).rounding
+    assert float(found.outlier_mask[:, loud].float().mean()) > 0.4
+    assert float(paper.outlier_mask[:, loud].float().mean()) < 0.1
+    assert float(found.loss.sum()) < 0.02 * float(paper.loss.sum())
+
+
+def test_many_rows_by_saving_are_searched_on_a_sample_first() -> None:
+    weight, hessian = heavy_tailed_layer(1024, 48)
+    found = ssqr_by_saving(weight, factorize(hessian), 3, 16, 0.01)
+    assert found.note == ""
+    assert (1 - RATE_TOLERANCE) * 0.01 <= found.rounding.outlier_rate <= 0.01
+    assert found.passes <= 4
 
 
 def test_outliers_by_saving_keep_identity_and_bound() -> None:
     weight, hessian = heavy_tailed_layer(256, 192)
     factor = factorize(hessian)
-    found = ssqr_by_saving(weight, factor, group_scales(weight, 2, 64), 2, 64, 0.02)
+    found = ssqr_by_saving(weight, factor, 2, 64, 0.02)
     error = (found.rounding.dequantized - weight).double()
     loss = ((error @ factor.hessian) * error).sum(1)
     torch.testing.assert_close(loss, found.rounding.loss, rtol=FLOAT32_TOLERANCE, atol=0)
