@@ -1,6 +1,6 @@
 """PTX instructions that compute: each maker here returns what its instruction does to a program."""
 
-from functools import partial
+from functools import partial, reduce
 
 import numpy as np
 
@@ -17,6 +17,9 @@ def _fused(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
 
 def _shift(values: np.ndarray, amounts: np.ndarray, left: bool) -> np.ndarray:
     bits = values.dtype.itemsize * 8
+    if amounts.max() < bits:  # amounts are unsigned
+        kept = amounts.astype(values.dtype)
+        return values << kept if left else values >> kept
     amounts = np.minimum(amounts.astype(np.int64), bits)
     beyond = amounts >= bits
     kept = np.where(beyond, 0, amounts).astype(values.dtype)
@@ -39,12 +42,22 @@ def _field(values: np.ndarray, start: np.ndarray, length: np.ndarray) -> np.ndar
     return _shift(_shift(moved, rest, True), rest, False)
 
 
-def _table(a: np.ndarray, b: np.ndarray, c: np.ndarray, lut: int) -> np.ndarray:
-    """lop3: bit i of lut is the result for a, b, c = the bits of i, a the highest."""
-    result = np.zeros_like(a)
-    for index in range(8):
-        if lut >> index & 1:
-            result |= (a if index & 4 else ~a) & (b if index & 2 else ~b) & (c if index & 1 else ~c)
+def _products(lut: int) -> list[int]:
+    """A table of three inputs as an exclusive or of products: each a set of inputs as bits, a the highest."""
+    outputs = [lut >> index & 1 for index in range(8)]
+    for place in (1, 2, 4):
+        for index in range(8):
+            if index & place:
+                outputs[index] ^= outputs[index ^ place]
+    return [index for index in range(8) if outputs[index]]
+
+
+def _table(inputs: tuple[np.ndarray, ...], products: list[int]) -> np.ndarray:
+    """lop3: bit i of the table is the result for a, b, c = the bits of i, a the highest."""
+    result = np.zeros_like(inputs[0])
+    for product in products:
+        factors = [values for place, values in zip((4, 2, 1), inputs, strict=True) if product & place]
+        result ^= reduce(np.bitwise_and, factors) if factors else ~np.uint32(0)
     return result
 
 
@@ -141,9 +154,9 @@ def _widened(instruction: Instruction, name: str, kernel: Kernel) -> Step:
 
 def logic(instruction: Instruction, parts: list[str], kernel: Kernel) -> Step:
     target, *rest = instruction.operands
-    lut = int(str(rest[3]), 0)
+    products = _products(int(str(rest[3]), 0))
     sources = [value_of(operand, "b32", kernel) for operand in rest[:3]]
-    return lambda p: assign(p, kernel, str(target), _table(*(source(p) for source in sources), lut))
+    return lambda p: assign(p, kernel, str(target), _table(tuple(source(p) for source in sources), products))
 
 
 def permute(instruction: Instruction, parts: list[str], kernel: Kernel) -> Step:

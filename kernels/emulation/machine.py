@@ -83,7 +83,7 @@ def _run_program(program: Program, kernel: Kernel, steps: list[Step]) -> None:
         while True:
             instruction = kernel.instructions[at]
             at += 1
-            program.active = _guard(program, instruction)
+            program.active = _guard(program, instruction) if instruction.guard else program.everyone
             if instruction.opcode == "ret":
                 require(bool(program.active.all()), kernel.name, "all threads to return together", instruction.text)
                 return
@@ -98,8 +98,6 @@ def _run_program(program: Program, kernel: Kernel, steps: list[Step]) -> None:
 
 
 def _guard(program: Program, instruction: Instruction) -> np.ndarray:
-    if not instruction.guard:
-        return program.everyone
     held = program.registers[instruction.guard]
     return ~held if instruction.negated else held
 

@@ -49,20 +49,22 @@ class GlobalMemory:
 
     def _locate(self, addresses: np.ndarray, size: int, active: np.ndarray, text: str) -> tuple[int, np.ndarray]:
         """The buffer that the active threads access, and their byte offsets; checks bounds and alignment."""
-        used = addresses[active].astype(np.int64)
+        used = (addresses if active.all() else addresses[active]).astype(np.int64)
         index = (int(used[0]) >> _BUFFER_SHIFT) - 1
         found = f"address {int(used[0]):#x}"
         require(0 <= index < len(self.buffers), text, f"one of {len(self.buffers)} buffers", found)
         offsets, available = used - address(index), self.buffers[index].size
         first, end = int(offsets.min()), int(offsets.max()) + size
         require(first >= 0 and end <= available, text, f"bytes 0 to {available} of buffer {index}", f"{first}..{end}")
-        require(not (offsets % size).any(), text, f"addresses aligned to {size} bytes", "others")
+        # Sizes are powers of two: an offset that is no multiple has one of the bits below.
+        require(not int(np.bitwise_or.reduce(offsets)) % size, text, f"addresses aligned to {size} bytes", "others")
         return index, offsets
 
     def _sectors(self, addresses: np.ndarray, active: np.ndarray) -> int:
         """Different sectors that each warp touches, added up."""
-        sectors = np.sort(np.where(active, addresses.astype(np.int64) // SECTOR, -1).reshape(-1, WARP), 1)
-        return int((np.diff(sectors, axis=1, prepend=-1) != 0).sum())
+        sectors = np.where(active, addresses.astype(np.int64) // SECTOR, -1).reshape(-1, WARP)
+        sectors.sort(1)
+        return int(np.count_nonzero(sectors[:, 1:] != sectors[:, :-1]) + np.count_nonzero(sectors[:, 0] >= 0))
 
     def load(self, addresses: np.ndarray, size: int, active: np.ndarray, text: str) -> np.ndarray:
         """uint8 [threads, size]; zeros where inactive."""
@@ -71,9 +73,11 @@ class GlobalMemory:
             index, offsets = self._locate(addresses, size, active, text)
             self.traffic.loaded += offsets.size * size
             self.traffic.load_sectors += self._sectors(addresses, active)
-            loaded, sectors = self.loaded[index], np.unique(offsets // SECTOR)
-            self.traffic.distinct_sectors += int((~loaded[sectors]).sum())
-            loaded[sectors] = True
+            loaded, sectors = self.loaded[index], offsets // SECTOR
+            first = sectors[~loaded[sectors]]
+            if first.size:
+                self.traffic.distinct_sectors += np.unique(first).size
+                loaded[first] = True
             values[active] = self.buffers[index][offsets[:, None] + np.arange(size)]
         return values
 
@@ -118,7 +122,8 @@ class SharedMemory:
         """Wavefronts: 128 bytes at a time, as many cycles as a bank of four bytes has different words to serve."""
         words = addresses.astype(np.int64)[:, None] // 4 + np.arange(max(size // 4, 1))
         groups = np.sort(np.where(active[:, None], words, -1).reshape(-1, WARP), 1)
-        different = (np.diff(groups, axis=1, prepend=-1) != 0) & (groups >= 0)
+        different = groups >= 0
+        different[:, 1:] &= groups[:, 1:] != groups[:, :-1]
         group, _ = different.nonzero()
         served = np.bincount(group * 32 + groups[different] % 32, minlength=groups.shape[0] * 32).reshape(-1, 32)
         self.traffic.wavefronts += int(served.max(1).sum())

@@ -49,7 +49,10 @@ class Kernel:
 
     def width(self, register: str) -> int:
         """Bits of a register, by its declaration."""
-        return self.widths[register] if register in self.widths else self.prefixes[register.rstrip("0123456789")]
+        found = self.widths.get(register)
+        if found is None:
+            found = self.widths[register] = self.prefixes[register.rstrip("0123456789")]
+        return found
 
 
 def _operand(text: str) -> str | tuple[str, ...]:

@@ -23,6 +23,7 @@ TYPES = {
     "f16x2": np.uint32, "bf16x2": np.uint32, "f32x2": np.uint64, "b64": np.uint64, "u64": np.uint64, "s64": np.int64,
     "f64": np.float64,
 }  # fmt: skip
+_SIZES = {word: np.dtype(word).itemsize for word in WORDS.values()}
 SPECIAL = ("%ntid.x", *(f"%{kind}.{axis}" for kind in ("ctaid", "nctaid") for axis in "xyz"))
 _UNDEFINED = 0xDEADBEEFDEADBEEF
 
@@ -60,9 +61,9 @@ def value_of(operand: Any, kind: str, kernel: Kernel) -> Value:
         return joined
     constant = _constant(operand, dtype)
     if constant is not None:
-        return lambda p: np.repeat(constant, p.threads)
+        return _for_all(lambda threads: np.repeat(constant, threads))
     if operand == "%tid.x":
-        return lambda p: np.arange(p.threads).astype(dtype)
+        return _for_all(lambda threads: np.arange(threads).astype(dtype))
     if not kernel.is_register(operand):
         require(operand in SPECIAL or not operand.startswith("%"), f"PTX of {kernel.name}",
                 "an operand that the emulator knows", operand)  # fmt: skip
@@ -73,6 +74,20 @@ def value_of(operand: Any, kind: str, kernel: Kernel) -> Value:
     if width == bits:
         return lambda p: p.registers[operand].view(dtype)
     return lambda p: p.registers[operand].astype(WORDS[bits]).view(dtype)  # the low bits, as PTX does
+
+
+def _for_all(make: Callable[[int], np.ndarray]) -> Value:
+    """What depends on the number of threads only; no instruction writes into an array that it has read."""
+    made: dict[int, np.ndarray] = {}
+
+    def read(p: Program) -> np.ndarray:
+        found = made.get(p.threads)
+        if found is None:
+            found = made[p.threads] = make(p.threads)
+            found.setflags(write=False)
+        return found
+
+    return read
 
 
 def _constant(operand: str, dtype: np.dtype) -> np.ndarray | None:
@@ -91,8 +106,7 @@ def assign(program: Program, kernel: Kernel, name: str, values: np.ndarray) -> N
         return
     word = WORDS[kernel.width(name)]
     if word is not np.bool_:
-        size = np.dtype(word).itemsize
-        values = values.view(word) if values.dtype.itemsize == size else values.astype(word)
+        values = values.view(word) if values.itemsize == _SIZES[word] else values.astype(word)
     if program.active is not program.everyone:
         old = program.registers.get(name)
         if old is None:
