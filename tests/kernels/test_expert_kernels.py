@@ -93,8 +93,8 @@ def test_launches(scheme: str, tokens: int, count: int, monkeypatch: pytest.Monk
 
 
 def test_chunks_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grouped, "MOST_PAIRS", 9)  # four tokens with two experts each, and three
-    test_grouped("rans", 7, 2, torch.int32, monkeypatch)
+    monkeypatch.setattr(grouped, "MOST_PAIRS", 5)  # two tokens with two experts each, and one
+    test_grouped("rans", 3, 2, torch.int32, monkeypatch)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.interpreter, pytest.mark.engine, pytest.mark.xdist_gro
 LOGPROB_TOLERANCE = 1e-2
 # vLLM tries a new engine with as many tokens as a step may have, which the interpreter takes its time for.
 SHORT = {"max_model_len": 64, "max_num_batched_tokens": 64}
-TOKENS = {"tokens": 4}
+TOKENS = {"tokens": 2}  # one of the prompt, one of a step that decodes
 SIZES = {
     "hidden_size": 64,
     "intermediate_size": 96,
