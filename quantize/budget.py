@@ -26,7 +26,7 @@ from vllm_latq.quantize.lattice import factorize
 from vllm_latq.quantize.recipe import Recipe
 from vllm_latq.quantize.scales import grid, group_scales
 from vllm_latq.quantize.search import sample_rows, search_target
-from vllm_latq.quantize.ssqr import PRICE_OCTAVES, PRICE_SLOPE
+from vllm_latq.quantize.ssqr import PRICE_OCTAVES, PRICE_SLOPE, usual_price
 from vllm_latq.quantize.statistics_files import LayerStatistics
 from vllm_latq.served_size import served_overhead
 
@@ -213,8 +213,7 @@ def _losses_by_saving(
         share = math.log2(max(int(kept.sum()), 0.5) / weight.numel())
         return share, float(gradients @ costs.masked_fill_(kept, 0).sum(1, dtype=torch.float64)) / 2
 
-    steps = group_scales(weight, width, recipe.group_size, "absmax").to(torch.float64)
-    price = math.log2(max(float(steps.square().mean() * importance.mean()), 1e-300))
+    price = usual_price(weight, importance, width, recipe.group_size, OUTLIER_RATES[0])
     for rate in OUTLIER_RATES:
         span = {"lower": price - PRICE_OCTAVES, "upper": price + PRICE_OCTAVES}
         found = search_target(

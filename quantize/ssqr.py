@@ -30,10 +30,15 @@ RATE_TOLERANCE = 0.02
 MAX_PROBES = 20
 # Where a search starts from: near 1 %, the rate fell by the power 4 (heavy tails) to 6 (Gaussian) of the multiplier.
 _USUAL_SLOPE = -5.0
-# `ssqr_by_saving`: how the rate falls with the price; how far it is looked for; how near to the rate scales are chosen.
-PRICE_SLOPE = -0.7
+# `ssqr_by_saving`: how the rate falls with the price while scales follow; how far that is looked for; how near to the
+# rate scales are chosen.
+PRICE_SLOPE = -1.5
 PRICE_OCTAVES = 24.0
 _ROUGH_OCTAVES = 0.25
+# By bits: the price of 1 % in squared steps of absmax scales, and how the rate falls with it where scales stay. Medians
+# over the linears of two trained models.
+_USUAL_PRICE = {2: 0.43, 3: 0.62, 4: 0.88, 8: 1.3}
+_FIXED_SLOPE = {2: -1.25, 3: -0.75, 4: -0.4, 8: -0.3}
 # Rates this many octaves below the target all count as "far below": keeps the logarithm of zero finite.
 _FLOOR_OCTAVES = 10.0
 
@@ -129,7 +134,8 @@ def ssqr_by_saving(
     leave room for what will be kept, and outliers go where the loss is. A price of 0 makes every weight an outlier, one
     of infinity is clipped GPTQ; the bound counts the price for each clipped weight.
 
-    Rows are searched on a sample first if there are many, and the rest takes the scales of the price found there.
+    Rows are searched on a sample first if there are many: for the price at which all of them choose their scales, and
+    then, where it has outliers enough, for the price at which these scales meet the rate.
     Outliers kept as integers lie beyond the grid: elsewhere the lattice point is an inlier already.
 
     Arguments and result as for `ssqr`; beam: survivors per row (see beam.py).
@@ -142,26 +148,42 @@ def ssqr_by_saving(
         price = 2.0**octaves
         return group_scales(weight[rows], bits, group_size, how, where, importance, offset, price=price)
 
-    def quantize(rows: Rows, octaves: float, scales: torch.Tensor | None = None) -> Quantized:
-        if scales is None:
-            scales = scales_at(rows, octaves)
+    def quantize(rows: Rows, octaves: float, scales: torch.Tensor) -> Quantized:
         options = (block_size, group_size, where, seed, 2.0**octaves)
         return plane(weight[rows], factor, scales, low, high, keep, *options, offset=offset), scales
 
-    start = _usual_price(weight, factor, bits, group_size, where)
-    search = partial(_search, weight, outlier_rate, slope=PRICE_SLOPE)
+    start = usual_price(weight, importance, bits, group_size, outlier_rate, where)
     span = {"lower": start - PRICE_OCTAVES, "upper": start + PRICE_OCTAVES}
+    search = partial(_search, weight, outlier_rate)
+
+    def following(rows: Rows, octaves: float) -> Quantized:
+        return quantize(rows, octaves, scales_at(rows, octaves))
+
     sample = sample_rows(weight)
     rows = _ALL if sample is None else sample
-    rough = search(quantize, rows, start=start, tolerance=_ROUGH_OCTAVES, **span).best
+    rough = search(following, rows, start=start, slope=PRICE_SLOPE, tolerance=_ROUGH_OCTAVES, **span).best
     scales = rough.payload[1] if sample is None else scales_at(_ALL, rough.x)
-    return _result(search(partial(quantize, scales=scales), _ALL, start=rough.x, **span), outlier_rate)
+
+    def fixed(rows: Rows, octaves: float) -> Quantized:
+        if sample is None and octaves == rough.x:
+            return rough.payload
+        return quantize(rows, octaves, scales[rows])
+
+    start, slope = rough.x, _FIXED_SLOPE[bits]
+    # On a sample whose outliers are enough to count the rate as finely as it must be met.
+    if sample is not None and len(sample) * weight.shape[1] * outlier_rate > RATE_TOLERANCE**-2:
+        sampled = search(fixed, sample, start=start, slope=slope, **span)
+        start, slope = sampled.best.x, sampled.slope or slope
+    return _result(search(fixed, _ALL, start=start, slope=slope, **span), outlier_rate)
 
 
-def _usual_price(weight: torch.Tensor, factor: Factor, bits: int, group_size: int, where: str) -> float:
-    """Where a search for the price starts, in octaves: an outlier saves about the square of a step."""
+def usual_price(
+    weight: torch.Tensor, importance: torch.Tensor, bits: int, group_size: int, outlier_rate: float, where: str = ""
+) -> float:
+    """Where a search for the price starts, in octaves; arguments as for `ssqr_by_saving` and `group_scales`."""
     steps = group_scales(weight, bits, group_size, "absmax", where).to(torch.float64)
-    return math.log2(max(float(steps.square().mean() * factor.diagonal.mean()), 1e-300))
+    price = _USUAL_PRICE[bits] * float(steps.square().mean() * importance.mean())
+    return math.log2(max(price, 1e-300)) + math.log2(outlier_rate / 0.01) / PRICE_SLOPE
 
 
 def _search(
