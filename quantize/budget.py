@@ -18,6 +18,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy
 import torch
 from torch import nn
 
@@ -25,15 +26,16 @@ from vllm_latq.errors import ConfigError
 from vllm_latq.quantize.lattice import factorize
 from vllm_latq.quantize.recipe import Recipe
 from vllm_latq.quantize.scales import grid, group_scales
-from vllm_latq.quantize.search import sample_rows, search_target
-from vllm_latq.quantize.ssqr import PRICE_OCTAVES, PRICE_SLOPE, usual_price
+from vllm_latq.quantize.ssqr import usual_price
 from vllm_latq.quantize.statistics_files import LayerStatistics
 from vllm_latq.served_size import served_overhead
 
 WIDTHS = (2, 3, 4, 8)
-# A price of outliers need not meet their rate by more than this, in octaves.
-PRICED_RATE, MAX_PROBES = 0.2, 10
 OUTLIER_RATES = (0.002, 0.005, 0.01, 0.02, 0.035, 0.05)
+# Outliers by saving: rows that are looked at, and what rates their prices usually have.
+_PRICED_ROWS = 128
+_PRICED_RATES = (0.0003, 0.0012, 0.005, 0.02, 0.08, 0.3)
+_NO_LOSS = 1e-300
 
 
 @dataclass(frozen=True)
@@ -195,38 +197,30 @@ def _losses_by_overflow(
 def _losses_by_saving(
     weight: torch.Tensor, gradients: torch.Tensor, importance: torch.Tensor, width: int, recipe: Recipe
 ) -> Iterator[float]:
-    """The same, from a sample of the rows if there are many."""
-    rows = sample_rows(weight)
-    if rows is not None:
-        weight, share = weight[rows], gradients[rows].sum() / gradients.sum()
-        gradients = gradients[rows] / share.clamp(min=torch.finfo(torch.float64).tiny)
+    """The same, between those at a few prices of an outlier, from a sample of the rows if there are many."""
+    if len(weight) > _PRICED_ROWS:
+        rows = torch.randperm(len(weight), generator=torch.Generator().manual_seed(0))[:_PRICED_ROWS].to(weight.device)
+        sampled = gradients[rows].sum()
+        gradients = gradients[rows] * (gradients.sum() / sampled if sampled > 0 else 0)
+        weight = weight[rows]
     how, amplitudes = "mse" if recipe.offset else "signed", importance.sqrt().to(weight)
-
-    def probe(octaves: float) -> tuple[float, float]:
-        """Share of the weights that cost more than this price, in octaves, and what the others cost."""
-        price = 2.0**octaves
-        scales = group_scales(weight, width, recipe.group_size, how, "", importance, recipe.offset, price=price)
+    lattice = recipe.outlier_coding == "integer"
+    shares, losses = [], []
+    for rate in _PRICED_RATES:
+        price = 2.0 ** usual_price(weight, importance, width, recipe.group_size, rate)
+        options = (importance, recipe.offset)
+        scales = group_scales(weight, width, recipe.group_size, how, "", *options, price=price, lattice=lattice)
         steps = scales.to(weight.dtype).repeat_interleave(weight.shape[1] // scales.shape[1], 1)
         nearest = (weight / steps - recipe.offset).round_().clamp_(*grid(width)).add_(recipe.offset).mul_(steps)
         costs = nearest.sub_(weight).mul_(amplitudes).square_()
         kept = costs > price
-        share = math.log2(max(int(kept.sum()), 0.5) / weight.numel())
-        return share, float(gradients @ costs.masked_fill_(kept, 0).sum(1, dtype=torch.float64)) / 2
-
-    price = usual_price(weight, importance, width, recipe.group_size, OUTLIER_RATES[0])
-    for rate in OUTLIER_RATES:
-        span = {"lower": price - PRICE_OCTAVES, "upper": price + PRICE_OCTAVES}
-        found = search_target(
-            probe,
-            target=math.log2(rate),
-            tolerance=PRICED_RATE,
-            start=price,
-            slope=PRICE_SLOPE,
-            max_probes=MAX_PROBES,
-            **span,
-        )
-        price = found.best.x
-        yield found.best.payload
+        loss = float(gradients @ costs.masked_fill_(kept, 0).sum(1, dtype=torch.float64)) / 2
+        shares.append(math.log2(max(int(kept.sum()), 0.5) / weight.numel()))
+        losses.append(math.log2(max(loss, _NO_LOSS)))
+    order = numpy.argsort(shares)
+    between = numpy.interp(numpy.log2(OUTLIER_RATES), numpy.take(shares, order), numpy.take(losses, order))
+    for loss in between:
+        yield 2.0 ** float(loss)
 
 
 def _multiplier(weight: torch.Tensor, scales: torch.Tensor, width: int, rate: float, offset: float) -> float:

@@ -54,8 +54,8 @@ class Recipe:
     """How to quantize a model.
 
     Attributes:
-        method: rtn (round to nearest), gptq (clipped), ssqr (unclipped, overflow to sparse outliers), hptq (unclipped,
-            one scale, Huffman-coded), hrtn (the same by plain rounding) or latq (against the loss of the whole model,
+        method: rtn (round to nearest), gptq (clipped), ssqr (with sparse outliers), hptq (unclipped, one scale,
+            Huffman-coded), hrtn (the same by plain rounding) or latq (against the loss of the whole model,
             one step for all layers, entropy-coded; unclipped where stored bits are counted).
         bits: code width of rtn, gptq and ssqr: 2, 3, 4 or 8.
         group_size: input channels per scale, -1 for the whole row.
@@ -174,7 +174,8 @@ class Recipe:
             object.__setattr__(self, "scales", "fitted" if together else "mse")
         _check_choice("scales", self.scales, SCALE_METHODS if self.method == "rtn" else (*SCALE_METHODS, "fitted"))
         if self.method == "ssqr" and (self.scales == "fitted") != together:
-            hint = "They are chosen together with the outliers by saving, and only then: leave one of them out."
+            hint = "Leave them out, or say outliers overflow: outliers by saving are chosen together with scales."
+            hint += " Earlier versions took others: their checkpoints load, but have no certificate."
             raise _error("scales", "fitted" if together else ", ".join(SCALE_METHODS), self.scales, hint)
 
     def _check_unused(self) -> None:

@@ -54,7 +54,7 @@ class SSQRResult:
     Attributes:
         rounding: with `outlier_values`.
         scales: bfloat16 [r, G], as used.
-        passes: quantizations of the whole matrix that the search took.
+        passes: quantizations of the whole matrix that the last search took.
         note: empty, or why the outlier rate is not the one asked for.
     """
 
@@ -145,8 +145,8 @@ def ssqr_by_saving(
     how, importance = "mse" if offset else "signed", factor.importance
 
     def scales_at(rows: Rows, octaves: float) -> torch.Tensor:
-        price = 2.0**octaves
-        return group_scales(weight[rows], bits, group_size, how, where, importance, offset, price=price)
+        price, options = 2.0**octaves, (how, where, importance, offset)
+        return group_scales(weight[rows], bits, group_size, *options, price=price, lattice=keep == "integer")
 
     def quantize(rows: Rows, octaves: float, scales: torch.Tensor) -> Quantized:
         options = (block_size, group_size, where, seed, 2.0**octaves)

@@ -62,6 +62,14 @@ def test_a_loss_by_saving_is_what_rounding_costs(grid: Literal["midtread", "midr
     assert predicted == pytest.approx(float(found.loss.sum()) / 2, rel=0.05)
 
 
+@pytest.mark.parametrize("outliers", ["saving", "overflow"])
+def test_a_linear_that_the_loss_does_not_see_costs_nothing(outliers: str) -> None:
+    weight = torch.randn(800, 64, generator=torch.Generator().manual_seed(0))
+    unseen = LayerStatistics(torch.eye(64), [torch.zeros(800, 800)], 300, "a")
+    offered = price({"a": weight}, {"a": unseen}, Recipe("ssqr", budget=3.0, group_size=32, outliers=outliers))
+    assert max(choice.loss for choice in offered.choices) < 1e-100
+
+
 @pytest.mark.parametrize("budget", [3.4, 4.1, 5.0, 20.0])
 def test_the_budget_is_met_and_sensitive_layers_get_more(budget: float) -> None:
     offers = [offer(0.1, 0), offer(1.0, 1), offer(10.0, 2)]

@@ -70,7 +70,7 @@ def test_outliers_as_integers_cost_half_as_much(bits):
     values, integers = (quantize_layer(weight, inputs.T @ inputs, r).record for r in (recipe, integer))
     assert integers.bound_holds
     # An outlier is a lattice point there, half a step from the weight at most.
-    assert integers.error < 1.2 * values.error
+    assert integers.error < 1.12 * values.error
     assert integers.bits < values.bits - 0.9 * 16 * 0.05
     assert integer.planned_bits(*weight.shape) / weight.numel() == pytest.approx(integers.bits, rel=0.02)
 

@@ -1,4 +1,4 @@
-"""SSQR: the outlier rate is met, nothing is clipped, and the certificate holds for what is stored."""
+"""SSQR: the outlier rate is met, and the certificate holds for what is stored."""
 
 import math
 
@@ -160,6 +160,14 @@ def test_many_rows_by_saving_are_searched_on_a_sample_first() -> None:
     assert found.note == ""
     assert (1 - RATE_TOLERANCE) * 0.01 <= found.rounding.outlier_rate <= 0.01
     assert found.passes <= 2
+
+
+def test_clipped_weights_count_their_price_in_the_bound() -> None:
+    weight = torch.tensor([[5.0, 0.1, 0.1, 0.1]])
+    factor = factorize(torch.eye(4), damping=1e-9)
+    found = nearest_plane(weight, factor, torch.ones(1, 1), -2, 1, "exact", group_size=-1, threshold=20.0)
+    assert float(found.loss) == pytest.approx(16.03)
+    assert float(found.bound) == pytest.approx(1 + 20)
 
 
 def test_outliers_by_saving_keep_identity_and_bound() -> None:
