@@ -18,7 +18,7 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
 def test_quantize_verify_inspect_eval(
     mini_model: Path, calibration_text: Path, evaluation_text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The long ones in processes of their own, as a user would."""
+    """The longest in a process of its own, as a user would."""
     out = tmp_path / "out"
     options = ["--method", "ssqr", "--bits", 4, "--num-samples", 16, "--seq-len", 128]
     done = run("quantize", mini_model, out, *options, "--calibration", calibration_text)
@@ -37,8 +37,9 @@ def test_quantize_verify_inspect_eval(
     assert "model.layers.0.self_attn.q_proj" in capsys.readouterr().out
     part = tmp_path / "part.txt"
     part.write_text(evaluation_text.read_text()[:20_000])
-    text = ["--text", part, "--seq-len", 256, "--baseline", mini_model, "--json"]
-    result = json.loads(run("eval", out, *text).stdout)
+    text = ["--text", str(part), "--seq-len", "256", "--baseline", str(mini_model), "--json"]
+    assert main(["eval", str(out), *text]) == 0
+    result = json.loads(capsys.readouterr().out)
     assert 20 < result["perplexity"] < 60
     assert 0 < result["kl"] < 0.01
     assert 0.9 < result["top1_agreement"] < 1

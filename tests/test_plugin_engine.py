@@ -139,8 +139,8 @@ def test_lora_adapters(mini_model: Path, mixed_pair: Any, generations: dict[str,
         assert_same(adapted, plain, tolerance=10 * LOGPROB_TOLERANCE)
 
 
-def test_compiled_equals_eager(ssqr_pair: tuple[Path, Path], generations: dict[str, Any], tmp_path: Path) -> None:
+def test_compiled_equals_eager(biased_pair: tuple[Path, Path], generations: dict[str, Any], tmp_path: Path) -> None:
     """torch.compile traces the operator through its fake implementation."""
-    jobs = [{"model": ssqr_pair[0], "engine": {"enforce_eager": False}}]
-    assert_same(probe(jobs, VLLM_CACHE_ROOT=str(tmp_path))[0][0], generations["ssqr"][0])
+    jobs = [{"model": biased_pair[0], "engine": {"enforce_eager": False}}]
+    assert_same(probe(jobs, VLLM_CACHE_ROOT=str(tmp_path))[0][0], generations["biased"][0])
     assert list((tmp_path / "torch_compile_cache").iterdir()), "nothing was compiled"

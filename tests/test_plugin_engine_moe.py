@@ -26,7 +26,7 @@ pytestmark = [
 LOGPROB_TOLERANCE = 2e-4
 SIZES = {
     **{"hidden_size": 128, "intermediate_size": 64, "moe_intermediate_size": 64, "head_dim": 32},
-    **{"num_experts": 6, "num_local_experts": 6, "num_experts_per_tok": 2},
+    **{"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2},
     **{"sliding_window": None, "use_sliding_window": False},
 }
 CHANGES = {
@@ -79,7 +79,7 @@ def pairs(
     found["other_mixtral"] = maker("other", config, noise_seed=1)
     source, _ = random_model("qwen2_moe", "served-qwen2_moe", shared_expert_intermediate_size=96, **SIZES)
     leaves = ("gate_proj", "up_proj", "down_proj")
-    coded = [f"model.layers.{n}.mlp.experts.{e}.{leaf}" for n in range(2) for e in range(6) for leaf in leaves]
+    coded = [f"model.layers.{n}.mlp.experts.{e}.{leaf}" for n in range(2) for e in range(4) for leaf in leaves]
     ignored = ("lm_head", "mlp.gate", "shared_expert_gate")
     config = CheckpointConfig(LayerScheme("packed", 4, 32, False), ignored, dict.fromkeys(coded, LayerScheme("rans")))
     found["qwen2_moe"] = type(make_checkpoint)(source, folder)("shared", config)

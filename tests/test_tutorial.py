@@ -2,15 +2,35 @@
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 
 EXAMPLES = Path(__file__).parents[1] / "serving_examples"
 TEXT = (EXAMPLES / "TUTORIAL.md").read_text()
+# The shell's `latq`, of which each run would import everything anew: one of a process that has. What torchrun starts is
+# the installed one.
+FUNCTION = """
+exec 3> commands 4< statuses
+latq() { printf '%q ' "$@" >&3; echo >&3; local status; read -r status <&4; return "$status"; }
+"""
+
+
+def answer(folder: Path) -> str:
+    """Run every `latq` that the shell asks for, until it ends; what they printed."""
+    printed = ""
+    with (folder / "commands").open() as commands, (folder / "statuses").open("w") as statuses:
+        for line in commands:
+            process = forked.start(folder / "log", forked.command, shlex.split(line), {}, str(folder))
+            process.join()
+            print(process.exitcode, file=statuses, flush=True)
+            printed += (folder / "log").read_text()
+    return printed
 
 
 @pytest.mark.long
@@ -24,13 +44,15 @@ def test_commands(random_model: Any, evaluation_text: Path, tmp_path: Path) -> N
     assert script.count("latq ") == 7
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = os.environ | {"MODEL": str(model), "TEXT": str(text), "PATH": path, "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", script],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "out: valid" in done.stdout
-    assert "top1_agreement" in done.stdout
+    for name in ("commands", "statuses"):
+        os.mkfifo(tmp_path / name)
+    with (tmp_path / "shell.log").open("w") as log:
+        command = ["bash", "-euo", "pipefail", "-c", FUNCTION + script]
+        shell = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=log, stderr=subprocess.STDOUT)
+    printed = answer(tmp_path)
+    assert shell.wait(timeout=60) == 0, printed + (tmp_path / "shell.log").read_text()
+    assert "out: valid" in printed
+    assert "top1_agreement" in printed
     assert (tmp_path / "shared" / "config.json").exists()
     assert (tmp_path / "report.html").stat().st_size > 10_000
 

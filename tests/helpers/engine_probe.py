@@ -10,6 +10,7 @@ A process of its own keeps thread binding, distributed state and compilation cac
 import gc
 import json
 import multiprocessing
+import os
 import sys
 from functools import partial
 from importlib import metadata
@@ -18,6 +19,7 @@ from typing import Any
 
 import warm_vllm
 from packaging.version import Version
+from quick_interpreter import patch_once_per_launch
 
 # Tests are written for 0.32 and run with 0.25, too; what that one cannot do says what it lacks. Without any, the tests
 # beside those of engines can still be collected.
@@ -160,4 +162,6 @@ def run(job: dict[str, Any]) -> Any:
 
 if __name__ == "__main__":
     spare_imports()
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        patch_once_per_launch()
     print("\n" + RESULT + json.dumps([run(job) for job in json.loads(sys.argv[1])]), flush=True)

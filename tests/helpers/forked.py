@@ -35,13 +35,14 @@ def start(log: Path, target: Callable[..., None], *arguments: Any) -> BaseProces
     return process
 
 
-def command(arguments: list[str], environment: dict[str, str]) -> None:
-    """`latq` with these arguments and environment variables."""
+def command(arguments: list[str], environment: dict[str, str], folder: str = ".") -> None:
+    """`latq` with these arguments and environment variables, in a folder."""
     import torch
 
     from vllm_latq.cli import main
 
     torch.set_num_threads(1)
+    os.chdir(folder)
     os.environ.update(environment)
     sys.exit(main(arguments))
 

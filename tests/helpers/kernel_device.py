@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import torch
 from pretend_gpu import host, pretend_gpu
+from quick_interpreter import patch_once_per_launch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 EMULATED = os.environ.get("EMULATED_GPU")
@@ -34,5 +35,7 @@ if EMULATED:
     assert not INTERPRETED, "choose one of TRITON_INTERPRET and EMULATED_GPU"
     _whole_process = emulated_gpu(EMULATED)
     _whole_process.__enter__()
+if INTERPRETED:
+    patch_once_per_launch()
 DEVICE = torch.device("cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu")
 RUNNABLE = INTERPRETED or DEVICE.type == "cuda"

@@ -110,8 +110,8 @@ CODED = {"group_size": -1, "outliers": 0.03, "scales": False, "row_scales": True
 )
 def test_coded_weights(make_layer, arch: str, bits: int, m: int) -> None:
     """Outliers two to an entry, some of them far, from x and from x^T, and parts that take turns with them."""
-    layer = make_layer(bits, 131, 1000, midrise=m % 2 == 1, **CODED)
-    x = activations(m, 1000, torch.bfloat16)
+    layer = make_layer(bits, 131, 600, midrise=m % 2 == 1, **CODED)
+    x = activations(m, 600, torch.bfloat16)
     y, _ = float32_product(layer, x, arch, parts=2)
     # Over random signs of x, for each output.
     deviation = matmul_reference(x.double().square(), layer.dense.square()).sqrt()

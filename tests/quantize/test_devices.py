@@ -16,6 +16,7 @@ from vllm_latq.quantize.recipe import Recipe
 FEW: dict[str, Any] = {"num_samples": 4, "seq_len": 64, "dtype": "float32"}
 GROUPS = {"group_size": 32}
 FEWER = ("lm_head", "q_proj", "k_proj", "up_proj")
+FEWEST = (*FEWER, "o_proj", "gate_proj")
 RECIPES: dict[str, Recipe] = {
     "gptq": Recipe(method="gptq", grid="midrise", scales="fitted", target="original", **GROUPS, **FEW),
     # It searches long: without those of the same inputs.
@@ -23,7 +24,7 @@ RECIPES: dict[str, Recipe] = {
     "hptq": Recipe(method="hptq", target_bits=3.125, ignore=FEWER, **FEW),
     "latq": Recipe(method="latq", target_bits=3.125, ignore=FEWER, **FEW),
     "gptq-residual": Recipe(method="gptq", bits=4, target="residual", **GROUPS, **FEW),
-    "latq-residual": Recipe(method="latq", target_bits=6.0, count="served", target="residual", ignore=FEWER, **FEW),
+    "latq-residual": Recipe(method="latq", target_bits=6.0, count="served", target="residual", ignore=FEWEST, **FEW),
 }
 
 

@@ -54,7 +54,7 @@ def test_linears_too_small_for_the_models_served_bits_are_rehearsed(mini_model: 
 def test_linears_of_two_rows_are_rehearsed(count: str, bits: float, random_model: Any, calibration_text: Path) -> None:
     """k and v of one head of two numbers: half of one is a single row. A run takes this model."""
     shape = {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 2, "hidden_size": 256}
-    source, _ = random_model("llama", **shape, intermediate_size=1024, num_hidden_layers=1)
+    source, _ = random_model("llama", **shape, intermediate_size=64, num_hidden_layers=1)
     recipe = Recipe("latq", target_bits=bits, count=count, num_samples=4, seq_len=64)
     assert predict_run(recipe, source, str(calibration_text)).stages["quantization"].seconds > 0
 
