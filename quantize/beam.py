@@ -5,7 +5,7 @@ the one on the other side, or with a `threshold` keep the weight; of these candi
 candidate costs may count the bits of its code, which makes this rate-distortion-optimised rounding.
 
 Invariant: the cheapest survivor's nearest integer is always among the candidates, so the bound of nearest plane holds
-by induction over the steps, unless bits are counted.
+by induction over the steps, unless bits are counted; with a `threshold`, residuals beyond half a step are counted.
 
 All rows are independent: they are done in bands, so that the survivors' copies of the residual stay small.
 
@@ -21,7 +21,7 @@ from functools import partial
 import torch
 
 from vllm_latq.errors import ConfigError
-from vllm_latq.quantize.kept import OUTLIER_DTYPE, Overflow, kept_excess, kept_value
+from vllm_latq.quantize.kept import OUTLIER_DTYPE, Overflow, kept_value
 from vllm_latq.quantize.lattice import Factor
 from vllm_latq.quantize.rounding import Rounding, Steps, check_range, nearest_plane
 
@@ -105,12 +105,16 @@ def k_best_plane(
     search = _Search(factor, scaled, limits, block_size, keeping, width, coding, keep_overflow, offset)
     band = max(1, _BAND // max(1, cols * width))
     paths = [search.run(weight[start : start + band] / unit, start) for start in range(0, rows, band)]
-    integers, errors, kept, clipped, excess = (torch.cat(parts, -1) for parts in zip(*paths, strict=True))
+    integers, errors, kept, clipped = (torch.cat(parts, -1) for parts in zip(*paths, strict=True))
     loss = factor.diagonal @ errors.to(torch.float64).square() * unit**2
     check_range(integers, loss, where)
+    # Of the two integers around a weight either may be cheaper where bits count, at an error of up to a whole step.
+    reach = 0.5 if code_cost is None else 1.0
+    bound = scaled.weighted_squares(factor.diagonal, rows) * reach**2
     inverse = torch.argsort(factor.order)
     values = None
     if threshold is not None:
+        bound = bound + factor.diagonal @ scaled.beyond(0, errors, reach)
         values = torch.where(torch.isfinite(kept), kept * unit, 0.0).to(OUTLIER_DTYPE)[inverse].T.contiguous()
         clipped = torch.isfinite(kept)
     return Rounding(
@@ -120,7 +124,7 @@ def k_best_plane(
         scales=steps.by_group.T,
         group_width=steps.width,
         loss=loss,
-        bound=(search.bound(rows) + excess) * unit**2,
+        bound=bound * unit**2,
         offset=offset,
     )
 
@@ -144,24 +148,8 @@ class _Search:
     keep: Overflow
     offset: float
 
-    def bound(self, rows: int) -> torch.Tensor:
-        """Worst case of each row, float64 [rows]: 1/4 D_t s_t^2 a step, or the threshold if that is more; without what
-        integers that are kept add to it, which the trail counts."""
-        if self.code_cost is not None:
-            # Of the two integers around a weight either may be cheaper, at an error of up to a whole step.
-            return self.steps.weighted_squares(self.factor.diagonal, rows)
-        if self.threshold is None or self.keep == "integer":
-            return self.steps.weighted_squares(self.factor.diagonal, rows) / 4
-        total = torch.zeros(rows, dtype=torch.float64, device=self.factor.diagonal.device)
-        for start in range(0, len(self.factor.order), self.block_size):
-            stop = min(start + self.block_size, len(self.factor.order))
-            squares = self.steps.take(start, stop).to(torch.float64).square() * self.factor.diagonal[start:stop, None]
-            total += (squares / 4).clamp(min=self.threshold).sum(0)
-        return total
-
     def run(self, weight: torch.Tensor, first: int) -> tuple[torch.Tensor, ...]:
-        """The cheapest path of each row of a band: integers, errors, kept values (else NaN), clipped, all [c, rows];
-        and what the bound must be raised by, [rows]."""
+        """The cheapest path of each row of a band: integers, errors, kept values (else NaN), clipped, all [c, rows]."""
         order = self.factor.order
         residual = weight.T[order].unsqueeze(1).repeat(1, self.width, 1)
         shape = residual.shape
@@ -173,7 +161,6 @@ class _Search:
             kept=torch.full_like(residual, math.nan) if self.threshold is not None else residual.new_empty(0),
             clipped=torch.zeros(shape, dtype=torch.bool, device=weight.device),
             parents=torch.empty(shape, dtype=torch.int64, device=weight.device),
-            excess=torch.zeros(shape[2], dtype=torch.float64, device=weight.device),
         )
         propagation = self.factor.propagation(weight.dtype)
         for start in range(0, len(order), self.block_size):
@@ -188,7 +175,7 @@ class _Search:
                 later = residual[stop:].gather(1, ancestors.expand(len(order) - stop, -1, -1))
                 later.flatten(1).addmm_(propagation[start:stop, stop:].T, errors.flatten(1), alpha=-1)
                 residual[stop:] = later
-        return *trail.back(cost.argmin(0)), trail.excess
+        return trail.back(cost.argmin(0))
 
     def _batch(
         self,
@@ -238,7 +225,6 @@ class _Search:
             price = cost + self.threshold
             if self.keep == "integer":
                 price = price.masked_fill(first == nearest, math.inf)
-                self._count_excess(t, first != nearest, kept, scale, cost, trail)
             costs = torch.cat((costs, price + weight * errors[-len(kept) :].square()))
             clipped = torch.cat((clipped, torch.zeros_like(clipped[: len(kept)])))
             values = torch.cat((torch.full_like(integers[: -len(kept)], math.nan), kept))
@@ -250,36 +236,16 @@ class _Search:
             trail.kept[t] = values.gather(0, chosen)
         return cost, parents, error
 
-    def _count_excess(
-        self,
-        t: int,
-        outside: torch.Tensor,
-        kept: torch.Tensor,
-        scale: torch.Tensor,
-        cost: torch.Tensor,
-        trail: "_Trail",
-    ) -> None:
-        """Where the cheapest survivor leaves the grid, keeping it costs the threshold and a rounding to bfloat16 above
-        1/4 D_t s_t^2; the next cheapest costs no more."""
-        assert self.threshold is not None
-        cheapest = cost.argmin(0, keepdim=True)
-        excess = (
-            self.factor.diagonal[t] * kept_excess("integer", kept.gather(0, cheapest)[0], scale, 0.5) + self.threshold
-        )
-        trail.excess += excess.masked_fill_(~outside.gather(0, cheapest)[0], 0)
-
 
 @dataclass
 class _Trail:
-    """What every survivor did at every step, and whose child it is: all [c, K, rows]; and excess [rows], summed over
-    the steps."""
+    """What every survivor did at every step, and whose child it is: all [c, K, rows]."""
 
     integers: torch.Tensor
     errors: torch.Tensor
     kept: torch.Tensor
     clipped: torch.Tensor
     parents: torch.Tensor
-    excess: torch.Tensor
 
     def back(self, survivor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """The path that leads to a survivor [rows] of the last step."""

@@ -3,17 +3,16 @@
 What a certificate proves, if recipe, model and calibration text are what they are said to be: the stored weights have
 the errors, losses and worst cases that the report claims, on the lattices (order, damping, and for latq the model's
 step) that this recipe leads to; all other tensors, and config.json, are the model's. It does not prove that the weights
-are the ones nearest plane rounds to, and does not look at the tokenizer. Where a bound counts what only the run knew
-(`Recipe.bound_is_of_the_run`), its claim is taken, and the errors must be below it. So is its claim of how often a
-damping was quadrupled for a share of served bits: any damping's worst case holds, if a larger one for more.
+are the ones nearest plane rounds to, and does not look at the tokenizer. One claim is taken: how often a damping was
+quadrupled for a share of served bits. Any damping's worst case holds, if a larger one for more.
 
-Invariant: but for these claims nothing of the report enters what it is compared with, and only the recipe is taken on
+Invariant: but for this claim nothing of the report enters what it is compared with, and only the recipe is taken on
 trust.
 """
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from vllm_latq.quantize.decoder import Decoder
 from vllm_latq.quantize.loading import torch_device
 from vllm_latq.quantize.pipeline import calibration_samples, quantized_linears
 from vllm_latq.quantize.recipe import Recipe
-from vllm_latq.quantize.recomputed import bound_holds, layer_by_layer, whole_model
+from vllm_latq.quantize.recomputed import layer_by_layer, whole_model
 from vllm_latq.quantize.shards import untouched_names
 from vllm_latq.quantize.totals import totals
 from vllm_latq.quantize.writer import model_config
@@ -148,7 +147,6 @@ class _Certificate:
             if claim is None:
                 yield CheckpointError(self._report, f"a record of {found.name}", "none")
             else:
-                found = self._with_bound_of_the_run(found, claim)
                 yield from self._compare(claim, found)
             everything.append(asdict(found) | {"shape": self.reader.shapes[found.name]})
         yield from self._totals(totals(everything))
@@ -158,13 +156,6 @@ class _Certificate:
         if self.recipe.method != "latq":
             return layer_by_layer(*checkpoint)
         return whole_model(*checkpoint, lambda name: claims[name].damping if name in claims else None)
-
-    def _with_bound_of_the_run(self, found: LayerReport, claim: LayerReport) -> LayerReport:
-        """`found`, with the claimed bound where only the run knew what it consists of."""
-        if not self.recipe.bound_is_of_the_run:
-            return found
-        holds = bound_holds(found.rounding_error, claim.bound)
-        return replace(found, bound=claim.bound, expected_error=claim.expected_error, bound_holds=holds)
 
     def _compare(self, claim: LayerReport, found: LayerReport) -> Iterator[LatqError]:
         where = f"{self._report}: {claim.name}"

@@ -89,6 +89,17 @@ class Factor:
         identity = torch.eye(len(self.order), dtype=torch.float64, device=self.order.device)
         return torch.linalg.solve_triangular(self._propagation(), identity, upper=True, unitriangular=True)
 
+    def residuals(self, moved: torch.Tensor) -> torch.Tensor:
+        """sqrt(D_t) (q_t - w'_t), float64 [r, c] in the original column order: their squares add up to the loss.
+
+        Args:
+            moved: q - w, [r, c]; in rounding order, its product with M is what is returned.
+        """
+        residuals = torch.empty(moved.shape, dtype=torch.float64, device=moved.device)
+        permuted = moved[:, self.order].to(torch.float64)
+        residuals[:, self.order] = torch.linalg.solve_triangular(self.upper, permuted, upper=True, left=False)
+        return residuals
+
     @cached_property
     def spread(self) -> torch.Tensor:
         """How many times the loss of its own residual each entry's error would cost alone, float64 [c], original order.

@@ -169,7 +169,7 @@ class Recipe:
 
     def _settle_scales(self) -> None:
         """The scales that suit the method, where none are given."""
-        together = self.method == "ssqr" and self.outliers == "saving"
+        together = self.clips_by_price
         if self.scales is None:
             object.__setattr__(self, "scales", "fitted" if together else "mse")
         _check_choice("scales", self.scales, SCALE_METHODS if self.method == "rtn" else (*SCALE_METHODS, "fitted"))
@@ -255,9 +255,14 @@ class Recipe:
         return self.method not in ("rtn", "hrtn")
 
     @property
-    def bound_is_of_the_run(self) -> bool:
-        """Whether a layer's bound counts what is not stored: the threshold of outliers, scales that were refitted."""
-        return self.sweeps > 0 or (self.method == "ssqr" and self.outliers == "saving")
+    def clips_by_price(self) -> bool:
+        """Whether weights are clipped where that costs less than an outlier: the bound counts them."""
+        return self.method == "ssqr" and self.outliers == "saving"
+
+    @property
+    def leaves_cells(self) -> bool:
+        """Whether residuals on the grid may be beyond half a step for the sake of others: the bound counts them."""
+        return self.sweeps > 0 or (self.clips_by_price and self.beam > 1)
 
     def rounding_seed(self, layer: str) -> int | None:
         """Seed of a layer's stochastic rounding, whatever was rounded before it; None where it rounds to nearest."""

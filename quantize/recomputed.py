@@ -13,6 +13,7 @@ an input was quadrupled for its share of served bits. A worst case holds whateve
 import math
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -31,6 +32,7 @@ from vllm_latq.quantize.model_lattice import Aim, ModelLattice, aimed, behind_pr
 from vllm_latq.quantize.offload import placer
 from vllm_latq.quantize.pipeline import quantized_linears
 from vllm_latq.quantize.recipe import Recipe
+from vllm_latq.quantize.scales import grid
 from vllm_latq.quantize.shards import all_shard_linears, shard_weights
 from vllm_latq.quantize.statistics_files import LayerStatistics
 from vllm_latq.quantize.stream import Stream, hessians_of
@@ -38,6 +40,9 @@ from vllm_latq.quantize.target import corrected_target, measure_errors
 from vllm_latq.quantize.whole_model import DAMPED_AT_MOST, expected_error
 from vllm_latq.report import LayerReport
 from vllm_latq.weights import HuffmanWeight, RansWeight, Weight
+
+# Of a matrix whose residuals are looked at together.
+_ROWS = 1024
 
 
 def layer_by_layer(
@@ -82,7 +87,7 @@ def _measured(
     gram = hessian.matrix if factor is None else factor.undamped
     quantized = stored.dequantize().to(weight.device)
     errors = measure_errors(quantized, weight, target, gram, hessian.drift, hessian.linears[0])
-    bound = None if factor is None else worst_case(stored, factor, recipe.rounding)
+    bound = None if factor is None else worst_case(stored, factor, recipe, quantized - target)
     return LayerReport(
         name,
         bits=stored.storage_bits() / weight.numel(),
@@ -98,31 +103,49 @@ def _measured(
     )
 
 
-def worst_case(weight: Weight, factor: Factor, rounding: str) -> float:
+def worst_case(weight: Weight, factor: Factor, recipe: Recipe, moved: torch.Tensor) -> float:
     """The bound of Theorem 5 from the stored scales: 1/4 sum_t D_t s_t^2 over all rows, or without the 1/4; and what
-    rounding adds to outliers that are integers.
+    rounding adds to outliers that are integers, and clipping to what SSQR clips.
 
     Args:
         weight: as stored.
         factor: of the damped Hessian; a Huffman-coded weight is bounded on its reduced basis if it has one.
-        rounding: of the recipe; only nearest stays within half a step.
+        recipe: only nearest rounding stays within half a step.
+        moved: [r, c], the weight less what it was rounded from.
     """
-    share = 0.25 if rounding == "nearest" else 1.0
+    share = 0.25 if recipe.rounding == "nearest" else 1.0
     if isinstance(weight, HuffmanWeight):
         lattice = factor if factor.reduction is None else factor.reduction.factor
         return share * weight.shape[0] * float(weight.scale.double().square() * lattice.diagonal.sum().cpu())
-    per_column = factor.importance.cpu()
     assert isinstance(weight, PackedWeight)
     assert weight.scales is not None
-    per_group = per_column.reshape(weight.scales.shape[1], -1).sum(1)
-    total = share * float((weight.scales.double().square().cpu() @ per_group).sum())
-    if weight.outliers is not None:
+    per_column = factor.importance
+    cells = weight.scales.to(per_column).square() * share
+    width = weight.cols // cells.shape[1]
+    total = float((cells @ per_column.reshape(cells.shape[1], -1).sum(1)).sum())
+    if recipe.leaves_cells or recipe.clips_by_price:
+        for rows in torch.arange(len(moved), device=moved.device).split(_ROWS):
+            residuals = factor.residuals(moved[rows])
+            beyond = residuals.square() - cells[rows].repeat_interleave(width, 1) * per_column
+            if not recipe.leaves_cells:
+                beyond.masked_fill_(~_past_an_end(weight, rows, residuals), 0)
+            total += float(beyond.clamp_(min=0).sum())
+    if weight.outliers is not None and not recipe.leaves_cells:
         keep: Overflow = "exact" if weight.outlier_integers is None else "integer"
-        width = weight.cols // weight.scales.shape[1]
         for rows, cols, values in weight.outliers.bands():
             excess = kept_excess(keep, values, weight.scales[rows, cols // width], math.sqrt(share))
-            total += float(per_column[cols.cpu()] @ excess.cpu())
+            total += float(per_column[cols.to(per_column.device)] @ excess.to(per_column.device))
     return total
+
+
+def _past_an_end(weight: PackedWeight, rows: torch.Tensor, residuals: torch.Tensor) -> torch.Tensor:
+    """Where a weight lay on the far side of the end of the grid that it was put on: bool [len(rows), c]."""
+    low, high = grid(weight.bits)
+    codes = replace(weight, qweight=weight.qweight[rows.to(weight.qweight.device)]).integers().to(residuals.device)
+    assert weight.scales is not None
+    signs = weight.scales[rows.to(weight.scales.device)].to(residuals).sign()
+    outwards = -residuals * signs.repeat_interleave(weight.cols // signs.shape[1], 1)
+    return ((codes == high) & (outwards > 0)) | ((codes == low) & (outwards < 0))
 
 
 def whole_model(

@@ -6,7 +6,8 @@ the grid that is nearest to it. (QuantEase, Behdin et al. 2023, with scales, and
 Nearest plane looks ahead, at what later columns can still repair; this looks back, at what the earlier ones could not
 know.
 
-Invariant: a sweep that does not lower the loss is dropped, so the bound of the rounding that it started from holds.
+Invariant: a sweep that does not lower the loss is dropped. Residuals may leave their cells, for the sake of others:
+in the bound, those beyond half a step count as much as they cost.
 """
 
 import math
@@ -46,7 +47,7 @@ def refine(
             an inlier.
 
     Returns:
-        The rounding reached; its bound is the one it started with.
+        The rounding reached, with a bound of its own.
     """
     if not sweeps or not weight.numel():
         return rounding
@@ -76,6 +77,7 @@ def refine(
         outlier_values=values.masked_fill(~kept, 0).to(OUTLIER_DTYPE).T.contiguous() if has_outliers else None,
         scales=state.scales.T.contiguous(),
         loss=best,
+        bound=state.bound(factor),
     )
 
 
@@ -128,6 +130,15 @@ class _State:
         error = self.values - self.target
         self.gradient = self.hessian @ error
         return (error * self.gradient).sum(0, dtype=torch.float64)
+
+    def bound(self, factor: Factor) -> torch.Tensor:
+        """sum_t D_t max(s_t / 2, |w'_t - q_t|)^2 of each row, float64 [r]."""
+        total = []
+        parts = (part.split(BATCH, 1) for part in (self.values, self.target, self.scales))
+        for values, target, scales in zip(*parts, strict=True):
+            cells = scales[self.group_of].T.to(torch.float64).square() * (factor.importance / 4)
+            total.append(factor.residuals((values - target).T).square_().maximum(cells).sum(1))
+        return torch.cat(total)
 
     def integers(self, values: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
         """Those of the lattice's nearest points."""

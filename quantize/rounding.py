@@ -43,7 +43,7 @@ class Rounding:
         group_width: columns per scale.
         loss: float64 [r], sum_t D_t (w'_t - q_t)^2.
         bound: float64 [r], 1/4 sum_t D_t s_t^2 (Theorem 5), or without the 1/4 if rounding was stochastic; the loss is
-            below it unless something was clipped. With a `threshold`, that much is added for each clipped weight, and
+            below it unless something was clipped. With a `threshold`, clipped weights count as much as they cost, and
             the loss is below it always. For integers kept, it includes their rounding to bfloat16.
         offset: of the grid, in steps.
     """
@@ -172,6 +172,11 @@ class Steps:
         per_group.index_add_(0, self.group_of, diagonal)
         return (per_group @ self.by_group.to(torch.float64).square()).expand(rows)
 
+    def beyond(self, start: int, residual: torch.Tensor, reach: float) -> torch.Tensor:
+        """By how much squared residuals of steps start, ... [n, r] are above (reach s_t)^2, or 0; float64."""
+        cells = self.take(start, start + len(residual)).to(torch.float64).square() * reach**2
+        return (residual.to(torch.float64).square() - cells).clamp_(min=0)
+
 
 @dataclass
 class _State:
@@ -241,6 +246,7 @@ class _State:
         reach = 0.5 if self.dither is None else 1.0
         loss = torch.zeros(rows, dtype=torch.float64, device=self.residual.device)
         bound = self.steps.weighted_squares(factor.diagonal, rows) * reach**2
+        outside = (self.integers < self.low) | (self.integers > self.high)
         # In slices, so that no float64 copy of the whole matrix is made.
         for lo in range(0, cols, 128):
             part = slice(lo, lo + 128)
@@ -248,11 +254,10 @@ class _State:
             if self.outliers is not None:
                 scales = self.steps.take(lo, lo + 128)
                 bound = bound + factor.diagonal[part] @ kept_excess(self.keep, self.outliers[part], scales, reach)
+            if self.limit is not None and self.kept is not None:
+                beyond = self.steps.beyond(lo, self.residual[part], reach)
+                bound += factor.diagonal[part] @ beyond.masked_fill_(~outside[part] | self.kept[part], 0)
         check_range(self.integers, loss, where)
-        outside = (self.integers < self.low) | (self.integers > self.high)
-        if self.limit is not None and self.kept is not None:
-            limit = self.limit.to(torch.float64).square() * factor.diagonal
-            bound = bound + torch.where(outside & ~self.kept, limit[:, None], 0.0).sum(0)
         if self.clip:
             self.integers.clamp_(self.low, self.high)
         if self.kept is not None:

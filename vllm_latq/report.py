@@ -45,8 +45,9 @@ class LayerReport:
         relative_error: error / ||X W^T||^2.
         rounding_error: ||Y (Q - W')^T||^2, W' being what was rounded: the part of the error that the bound covers;
             all of it unless targets are corrected.
-        bound: worst case of the rounding error (Theorem 5) for this order, damping and these scales; None for plain
-            rounding, which it does not cover.
+        bound: worst case of the rounding error (Theorem 5) for this order, damping and these scales; what ssqr clips,
+            and what sweeps, or a beam of ssqr by saving, move by more than half a step, counts as much as it costs;
+            None for plain rounding, which it does not cover.
         expected_error: the mean of the rounding error for uniformly distributed residuals: a third of the bound, a
             sixth if rounding is stochastic, at least a twelfth if it counts bits; of latq a formula of its own, a lower
             limit where served bits are counted.

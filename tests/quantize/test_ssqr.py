@@ -162,12 +162,12 @@ def test_many_rows_by_saving_are_searched_on_a_sample_first() -> None:
     assert found.passes <= 2
 
 
-def test_clipped_weights_count_their_price_in_the_bound() -> None:
+def test_clipped_weights_count_their_cost_in_the_bound() -> None:
     weight = torch.tensor([[5.0, 0.1, 0.1, 0.1]])
     factor = factorize(torch.eye(4), damping=1e-9)
     found = nearest_plane(weight, factor, torch.ones(1, 1), -2, 1, "exact", group_size=-1, threshold=20.0)
     assert float(found.loss) == pytest.approx(16.03)
-    assert float(found.bound) == pytest.approx(1 + 20)
+    assert float(found.bound) == pytest.approx(0.75 + 16)
 
 
 def test_outliers_by_saving_keep_identity_and_bound() -> None:
