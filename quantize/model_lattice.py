@@ -36,7 +36,7 @@ from vllm_latq.quantize.recipe import Recipe
 from vllm_latq.quantize.routing import expert_stacks
 from vllm_latq.quantize.served_allocation import allocate_served, served_curves, served_lattices
 from vllm_latq.quantize.shards import shard_linears, shard_weights
-from vllm_latq.quantize.statistics import collect_statistics
+from vllm_latq.quantize.statistics import Progress, collect_statistics, unseen
 from vllm_latq.quantize.statistics_files import LayerStatistics, StatisticsFiles
 from vllm_latq.quantize.target import Drift, corrected_target
 
@@ -71,13 +71,13 @@ class ModelLattice:
         every = range(len(self.decoder) + 1)
         return [shard for shard in every if shard_linears(self.decoder, self.quantized, shard)]
 
-    def collect(self, samples: torch.Tensor, place: Place, starting: Callable[[], None] = lambda: None) -> None:
-        """Collect the statistics, unless an interrupted run left them all; `starting` is called first if not."""
+    def collect(self, samples: torch.Tensor, place: Place, progress: Progress = unseen) -> None:
+        """Collect the statistics, unless an interrupted run left them all."""
         files, shards = StatisticsFiles(self.folder), self.shards
         self._require_everywhere(self.folder.parent.is_dir)
         if not self.world.from_first(lambda: files.complete(shards)):
-            starting()
-            collect_statistics(self.decoder, samples, self.quantized, files, self.recipe.seed, place, self.world)
+            run = (self.decoder, samples, self.quantized, files, self.recipe.seed)
+            collect_statistics(*run, place, self.world, progress)
         self._require_everywhere(lambda: files.complete(shards))
 
     def _require_everywhere(self, there: Callable[[], bool]) -> None:
@@ -108,12 +108,22 @@ class ModelLattice:
         """Statistics where the model computes."""
         return {name: layer.to(self.decoder.device) for name, layer in members.items()}
 
-    def of_inputs(self, make: Callable[[dict[str, torch.Tensor], dict[str, LayerStatistics]], T]) -> list[T]:
+    def of_inputs(
+        self, make: Callable[[dict[str, torch.Tensor], dict[str, LayerStatistics]], T], progress: Progress = unseen
+    ) -> list[T]:
         """What `make` makes of the weights and statistics of every input, in the model's order; the processes share
-        the shards, and all get everything."""
+        the shards, and all get everything; each one's progress is that of its own."""
         mine = self.shards[self.world.rank :: self.world.size]
-        parts = self.world.gather(lambda: {shard: [make(*group) for group in self.inputs(shard)] for shard in mine})
-        made = {shard: of_shard for part in parts for shard, of_shard in part.items()}
+
+        def make_mine() -> dict[int, list[T]]:
+            made = {}
+            for done, shard in enumerate(mine):
+                progress(done, len(mine))
+                made[shard] = [make(*group) for group in self.inputs(shard)]
+            progress(len(mine), len(mine))
+            return made
+
+        made = {shard: of_shard for part in self.world.gather(make_mine) for shard, of_shard in part.items()}
         return [one for shard in self.shards for one in made[shard]]
 
     @property
@@ -121,11 +131,15 @@ class ModelLattice:
         """How many are made: damping goes by the step, and the step by what damped lattices take."""
         return 1 if "rate-damping" in self.recipe.without else 2
 
-    def allocation(self) -> dict[str, Share]:
+    def allocation(self, progress: Progress = unseen) -> dict[str, Share]:
         """Layer name -> what it gets of the model's bits."""
         step, shares = None, {}
-        for _ in range(self.allocations):
-            shares = self.share_out(self.of_inputs(partial(self._priced, step=step)))
+        for round_ in range(self.allocations):
+
+            def advance(done: int, parts: int, before: int = round_) -> None:
+                progress(before * parts + done, self.allocations * parts)
+
+            shares = self.share_out(self.of_inputs(partial(self._priced, step=step), advance))
             step = next(iter(shares.values())).step
         return shares
 

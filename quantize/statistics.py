@@ -38,6 +38,13 @@ from vllm_latq.quantize.statistics_files import LayerStatistics, StatisticsFiles
 LARGEST_BLOCK = 4096
 TOKENS_PER_BATCH = 2048
 
+# Told how many parts of a piece of work are done, of how many.
+Progress = Callable[[int, int], None]
+
+
+def unseen(_done: int, _parts: int) -> None:
+    """Progress that nobody is told of."""
+
 
 def collect_statistics(
     decoder: Decoder,
@@ -47,6 +54,7 @@ def collect_statistics(
     seed: int,
     place: Place = lambda hidden: hidden,
     world: World = ALONE,
+    progress: Progress = unseen,
 ) -> None:
     """Run the model forward and backward once, and write the statistics of the wanted linears.
 
@@ -59,6 +67,7 @@ def collect_statistics(
         place: moves hidden states to where they wait, the inputs of all blocks and the last one's outputs at once;
             gradients take the place of the latter.
         world: the processes that share the run.
+        progress: told of each block that was passed, forward or backward, and of the head.
 
     Raises:
         NumericalError: activations or gradients that are not finite, or a linear that was never called.
@@ -66,17 +75,22 @@ def collect_statistics(
     windows = world.split(torch.arange(len(samples)))
     batches = decoder.embed(samples[windows], max(1, TOKENS_PER_BATCH // samples.shape[1]), place)
     inputs = [[batch.hidden for batch in batches]]
+    parts = 2 * len(decoder) + 1
+    progress(0, parts)
     for index in range(len(decoder)):
         with decoder.block(index) as block, torch.no_grad():
             inputs.append([place(decoder.run(index, block, batch)) for batch in batches])
         for batch, hidden in zip(batches, inputs[-1], strict=True):
             batch.hidden = hidden
         return_freed_memory()
+        progress(index + 1, parts)
     gradients = inputs.pop()
     head_gradients(decoder, gradients, wanted, files, label_seeds(seed, windows.tolist()), world)
     for index in reversed(range(len(decoder))):
+        progress(parts - 1 - index, parts)
         return_freed_memory()
         block_gradients(decoder, index, batches, inputs.pop(), gradients, wanted, files, world)
+    progress(parts, parts)
 
 
 def label_seeds(seed: int, windows: Iterable[int]) -> list[int]:

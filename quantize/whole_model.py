@@ -28,6 +28,7 @@ from vllm_latq.quantize.offload import Place
 from vllm_latq.quantize.recipe import Recipe
 from vllm_latq.quantize.routing import expert_stacks
 from vllm_latq.quantize.run import Quantized, Run
+from vllm_latq.quantize.statistics import Progress
 from vllm_latq.quantize.statistics_files import LayerStatistics
 from vllm_latq.quantize.stream import Stream, hessians_of
 from vllm_latq.quantize.target import Drift, measure_errors
@@ -44,8 +45,11 @@ class StatisticsRun(Run):
         """Collect what is not there from an interrupted run."""
         assert samples is not None
         self.model = ModelLattice(self.decoder, self.quantized, self.recipe, self.writer.scratch, self.world)
-        started = {"event": "stage", "stage": "statistics", "samples": len(samples)}
-        self.model.collect(samples, place, lambda: self.emit(started))
+        self.model.collect(samples, place, self.progress("statistics"))
+
+    def progress(self, stage: str) -> Progress:
+        """Emits how much of a stage is done."""
+        return lambda done, parts: self.emit({"event": "stage", "stage": stage, "done": done, "parts": parts})
 
 
 @dataclass(frozen=True)
@@ -71,8 +75,7 @@ class WholeModelRun(StatisticsRun):
 
     def prepare(self, samples: torch.Tensor | None, place: Place) -> Stream:
         self.collect(samples, place)
-        self.emit({"event": "stage", "stage": "allocation"})
-        self.allocation = self.model.allocation()
+        self.allocation = self.model.allocation(self.progress("allocation"))
         self.emit({"event": "plan", "bits": {name: share.bits for name, share in self.allocation.items()}})
         return Stream(self.decoder, None) if self.recipe.target == "quantized" else super().prepare(samples, place)
 
@@ -148,7 +151,8 @@ class BudgetRun(StatisticsRun):
     def prepare(self, samples: torch.Tensor | None, place: Place) -> Stream:
         self.collect(samples, place)
         assert self.recipe.budget is not None
-        offers = self.model.of_inputs(lambda weights, members: price(weights, members, self.recipe))
+        planned = self.progress("budget")
+        offers = self.model.of_inputs(lambda weights, members: price(weights, members, self.recipe), planned)
         stacks = expert_stacks(self.decoder.model, self.quantized)
         self.chosen = choose(together(offers, stacks), self.recipe.budget)
         self.emit({"event": "plan", "bits": {name: choice.bits for name, choice in self.chosen.items()}})

@@ -15,6 +15,9 @@ LAYER = {
 }  # fmt: skip
 EVENTS = [
     {"event": "start", "blocks": 2, "linears": 4, "samples": None},
+    {"event": "stage", "stage": "statistics", "done": 0, "parts": 5},
+    {"event": "stage", "stage": "statistics", "done": 4, "parts": 5},
+    {"event": "stage", "stage": "allocation", "done": 2, "parts": 2},
     LAYER,
     {"event": "block", "block": 0, "linears": 1, "resumed": False},
     {"event": "block", "block": 1, "linears": 3, "resumed": True},
@@ -40,8 +43,9 @@ def shown(terminal: bool) -> str:
 
 def test_plain_lines_where_there_is_no_terminal() -> None:
     lines = shown(False).splitlines()
-    assert lines[0].startswith("model.layers.0.[bold]q  4x8  3.500 bits (3.600 served)  outliers 1.00%")
-    assert lines[0].endswith("bound 4 (holds)  0.50 s  outlier rate 2%")
+    assert lines[:3] == ["statistics 0/5", "statistics 4/5", "allocation 2/2"]
+    assert lines[3].startswith("model.layers.0.[bold]q  4x8  3.500 bits (3.600 served)  outliers 1.00%")
+    assert lines[3].endswith("bound 4 (holds)  0.50 s  outlier rate 2%")
     assert "\x1b" not in "".join(lines)
     assert lines[-1].startswith("[out]: 3.5000 bits per weight, 100 bytes, - bits in memory while served")
     assert "second-order loss on the calibration text 0.001 nats per token, at most -;" in lines[-1]
@@ -54,7 +58,7 @@ def test_a_bound_comes_with_what_is_claimed_of_it() -> None:
 
 def test_bar_on_a_terminal() -> None:
     text = shown(True)
-    for part in ("block 2/2", "4/4", "model.layers.0.[bold]q", "error/bound 0.25", "GiB"):
+    for part in ("statistics", "4/5", "block 2/2", "4/4", "model.layers.0.[bold]q", "error/bound 0.25", "GiB"):
         assert part in text
 
 

@@ -8,7 +8,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
@@ -108,6 +116,7 @@ class ProgressDisplay:
             console=self.console,
             disable=not self.console.is_terminal,
         )
+        self.stages: dict[str, TaskID] = {}
 
     def __enter__(self) -> "ProgressDisplay":
         self.progress.start()
@@ -125,7 +134,12 @@ class ProgressDisplay:
         self.task = self.progress.add_task(f"block 0/{self.blocks}", total=event["linears"], status="")
 
     def _stage(self, event: Mapping[str, Any]) -> None:
-        self.console.print(f"{event['stage']} ...", highlight=False)
+        stage, done, parts = event["stage"], event["done"], event["parts"]
+        if stage not in self.stages:
+            self.stages[stage] = self.progress.add_task(stage, total=parts, status="")
+        self.progress.update(self.stages[stage], completed=done, visible=done < parts)
+        if not self.console.is_terminal:
+            self.console.print(f"{stage} {done}/{parts}", highlight=False)
 
     def _plan(self, event: Mapping[str, Any]) -> None:
         planned = sorted((value, name) for name, value in event["bits"].items())

@@ -104,16 +104,21 @@ def test_an_interrupted_run_resumes_to_the_same_bytes(two_blocks: Path, calibrat
 
     options = {"calibration": str(calibration_text)}
     checkpoint = tmp_path / "whole"
-    quantize_checkpoint(recipe, two_blocks, checkpoint, **options)
-    with pytest.raises(InterruptionError):
-        quantize_checkpoint(recipe, two_blocks, tmp_path / "again", on_event=interrupt, **options)
-    stages: list[str] = []
+    stages: dict[str, list[tuple[int, int]]] = {}
 
     def note(event: Mapping[str, Any]) -> None:
-        stages.append(event.get("stage", event["event"]))
+        if event["event"] == "stage":
+            stages.setdefault(event["stage"], []).append((event["done"], event["parts"]))
 
+    quantize_checkpoint(recipe, two_blocks, checkpoint, on_event=note, **options)
+    # Two blocks forward, the head, two blocks backward; then two blocks, twice.
+    assert stages.pop("statistics") == [(done, 5) for done in range(6)]
+    assert stages == {"allocation": [(0, 4), (1, 4), (2, 4), (2, 4), (3, 4), (4, 4)]}
+    with pytest.raises(InterruptionError):
+        quantize_checkpoint(recipe, two_blocks, tmp_path / "again", on_event=interrupt, **options)
+    stages.clear()
     quantize_checkpoint(recipe, two_blocks, tmp_path / "again", resume=True, on_event=note, **options)
-    assert "statistics" not in stages
+    assert list(stages) == ["allocation"]
     for shard in sorted(checkpoint.glob("*.safetensors")):
         assert (tmp_path / "again" / shard.name).read_bytes() == shard.read_bytes()
     assert {path.name for path in checkpoint.iterdir()} == {path.name for path in (tmp_path / "again").iterdir()}
