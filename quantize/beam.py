@@ -113,8 +113,11 @@ def k_best_plane(
     bound = scaled.weighted_squares(factor.diagonal, rows) * reach**2
     inverse = torch.argsort(factor.order)
     values = None
+    beyond = torch.zeros_like(loss)
     if threshold is not None:
-        bound = bound + factor.diagonal @ scaled.beyond(0, errors, reach)
+        for start in range(0, cols, block_size):
+            part = slice(start, start + block_size)
+            beyond += factor.diagonal[part] @ scaled.excess(start, errors[part], reach)
         values = torch.where(torch.isfinite(kept), kept * unit, 0.0).to(OUTLIER_DTYPE)[inverse].T.contiguous()
         clipped = torch.isfinite(kept)
     return Rounding(
@@ -124,7 +127,8 @@ def k_best_plane(
         scales=steps.by_group.T,
         group_width=steps.width,
         loss=loss,
-        bound=bound * unit**2,
+        bound=(bound + beyond) * unit**2,
+        beyond=beyond * unit**2,
         offset=offset,
     )
 

@@ -3,8 +3,9 @@
 What a certificate proves, if recipe, model and calibration text are what they are said to be: the stored weights have
 the errors, losses and worst cases that the report claims, on the lattices (order, damping, and for latq the model's
 step) that this recipe leads to; all other tensors, and config.json, are the model's. It does not prove that the weights
-are the ones nearest plane rounds to, and does not look at the tokenizer. One claim is taken: how often a damping was
-quadrupled for a share of served bits. Any damping's worst case holds, if a larger one for more.
+are the ones nearest plane rounds to, and does not look at the tokenizer. With sweeps, or a beam of ssqr by saving, any
+weights are within the bound, and it only says how far they have left the cells. One claim is taken: how often a damping
+was quadrupled for a share of served bits. Any damping's worst case holds, if a larger one for more.
 
 Invariant: but for this claim nothing of the report enters what it is compared with, and only the recipe is taken on
 trust.
@@ -37,7 +38,7 @@ TOLERANCE = 0.01
 _RECOMPUTED = tuple(name for name in NUMBERS if name != "seconds")
 # Reports of earlier versions lack them.
 _NOT_ALWAYS_CLAIMED = ("served_bits", "served_bits_per_weight")
-_HINT = "Report or weights were changed, or model or calibration text are not the ones of this checkpoint."
+_HINT = "Report or weights were changed, or model, calibration text or version are not the ones of this checkpoint."
 
 
 def verify_certificate(
@@ -169,6 +170,10 @@ class _Certificate:
             limit = found.loss_bound if on_loss else found.bound
             hint = "The guarantee that the report claims does not hold for these weights."
             yield CheckpointError(f"{where}.bound_holds", f"a {what} below {_text(limit)}", _text(value), hint)
+        if claim.bound_holds is None and found.bound_holds is not None and not self.recipe.voids_bounds:
+            yield CheckpointError(
+                f"{where}.bound_holds", "a claim, as the bound omits nothing", "null"
+            )
         if claim.bound_holds is False:
             yield CheckpointError(f"{where}.bound_holds", "true or null", "false", "Its quantizer broke its guarantee.")
 

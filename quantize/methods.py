@@ -23,6 +23,7 @@ from vllm_latq.quantize.lattice import Factor, damping_for_condition, factorize,
 from vllm_latq.quantize.recipe import Recipe
 from vllm_latq.quantize.reduction import reduce_lattice
 from vllm_latq.quantize.refine import refine
+from vllm_latq.quantize.rounding import Rounding
 from vllm_latq.quantize.scales import SCALE_DTYPE, grid, group_scales
 from vllm_latq.quantize.ssqr import ssqr, ssqr_by_saving
 from vllm_latq.quantize.target import Drift, LayerErrors, corrected_target, measure_errors
@@ -69,12 +70,14 @@ class LayerResult:
 
 @dataclass(frozen=True)
 class _Quantized:
-    """What a method hands back. bound: total over the rows, None for plain rounding; clipped: weights the grid cut;
-    served_bits: of the weight, where it would have to be decoded for them."""
+    """What a method hands back. bound, beyond: totals over the rows, None and 0 for plain rounding; clipped: weights
+    the grid cut that the bound does not count; served_bits: of the weight, where it would have to be decoded for them.
+    """
 
     weight: Weight
     dequantized: torch.Tensor
     bound: float | None = None
+    beyond: float = 0.0
     served_bits: int | None = None
     clipped: int = 0
     note: str = ""
@@ -161,13 +164,18 @@ def _record(
         relative_error=errors.relative,
         rounding_error=errors.rounding,
         bound=done.bound,
-        expected_error=None if done.bound is None else done.bound / BOUND_TO_MEAN[recipe.rounding],
+        expected_error=None if done.bound is None else expected_error(done.bound, done.beyond, recipe.rounding),
         bound_holds=holds,
         damping=None if factor is None else factor.damping,
         seconds=time.perf_counter() - started,
         clipped=done.clipped,
         note=done.note,
     )
+
+
+def expected_error(bound: float, beyond: float, rounding: str) -> float:
+    """The mean of the rounding error over weights that are uniform in their cells; what is beyond them is no chance."""
+    return (bound - beyond) / BOUND_TO_MEAN[rounding] + beyond
 
 
 def _rtn(weight: torch.Tensor, _factor: Factor | None, recipe: Recipe, where: str) -> _Quantized:
@@ -193,8 +201,8 @@ def _gptq(weight: torch.Tensor, factor: Factor | None, recipe: Recipe, where: st
     rounding = refine(weight, factor, rounding, low, high, recipe.sweeps)
     stored = _packed(rounding.z, rounding.scales, recipe)
     dequantized = rounding.dequantized.to(torch.float32)
-    clipped = int(rounding.outlier_mask.sum())
-    return _Quantized(stored, dequantized, float(rounding.bound.sum()), clipped=clipped)
+    clipped = 0 if recipe.sweeps else int(rounding.outlier_mask.sum())
+    return _Quantized(stored, dequantized, *_bound(rounding), clipped=clipped)
 
 
 def _ssqr(weight: torch.Tensor, factor: Factor | None, recipe: Recipe, where: str) -> _Quantized:
@@ -215,7 +223,11 @@ def _ssqr(weight: torch.Tensor, factor: Factor | None, recipe: Recipe, where: st
     values = rounding.outlier_values if keep == "exact" else None
     stored = _packed(rounding.z, rounding.scales, recipe, rounding.outlier_mask, values)
     dequantized = rounding.dequantized.to(torch.float32)
-    return _Quantized(stored, dequantized, float(rounding.bound.sum()), note=found.note)
+    return _Quantized(stored, dequantized, *_bound(rounding), note=found.note)
+
+
+def _bound(rounding: Rounding) -> tuple[float, float]:
+    return float(rounding.bound.sum()), float(rounding.beyond.sum())
 
 
 def _packed(
@@ -246,7 +258,8 @@ def _huffman(found: HPTQResult) -> _Quantized:
     stored = HuffmanWeight(found.scale.reshape(1), encode(found.integers))
     bound = None if found.rounding is None else float(found.rounding.bound.sum())
     served = served_bits(found.integers, column_scales=False)
-    return _Quantized(stored, found.integers.to(torch.float32) * found.scale, bound, served, note=found.note)
+    dequantized = found.integers.to(torch.float32) * found.scale
+    return _Quantized(stored, dequantized, bound, served_bits=served, note=found.note)
 
 
 _METHODS: dict[str, Callable[[torch.Tensor, Factor | None, Recipe, str], _Quantized]] = {

@@ -261,8 +261,16 @@ class Recipe:
 
     @property
     def leaves_cells(self) -> bool:
-        """Whether residuals on the grid may be beyond half a step for the sake of others: the bound counts them."""
+        """Whether residuals on the grid may be beyond half a step, so that the bound has to count them.
+
+        A beam's may, too, but without clipping by price the cheapest survivor costs no more than nearest plane may.
+        """
         return self.sweeps > 0 or (self.clips_by_price and self.beam > 1)
+
+    @property
+    def voids_bounds(self) -> bool:
+        """Whether weights may be clipped that the bound does not count."""
+        return self.method == "gptq" and not self.leaves_cells
 
     def rounding_seed(self, layer: str) -> int | None:
         """Seed of a layer's stochastic rounding, whatever was rounded before it; None where it rounds to nearest."""

@@ -13,7 +13,6 @@ an input was quadrupled for its share of served bits. A worst case holds whateve
 import math
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -21,28 +20,27 @@ from torch import nn
 
 from vllm_latq.checkpoint import CheckpointReader
 from vllm_latq.packed_weight import PackedWeight
+from vllm_latq.packing import unpack_codes
 from vllm_latq.quantize.decoder import Decoder
 from vllm_latq.quantize.hessian import InputHessian
 from vllm_latq.quantize.kept import Overflow, kept_excess
 from vllm_latq.quantize.kronecker import furthest
 from vllm_latq.quantize.latq import InputLattice, OutputLattice
 from vllm_latq.quantize.lattice import Factor
-from vllm_latq.quantize.methods import BOUND_SLACK, BOUND_TO_MEAN, layer_factor
+from vllm_latq.quantize.methods import BOUND_SLACK, expected_error, layer_factor
 from vllm_latq.quantize.model_lattice import Aim, ModelLattice, aimed, behind_prefix, full_weight
 from vllm_latq.quantize.offload import placer
 from vllm_latq.quantize.pipeline import quantized_linears
 from vllm_latq.quantize.recipe import Recipe
-from vllm_latq.quantize.scales import grid
+from vllm_latq.quantize.refine import ROWS
 from vllm_latq.quantize.shards import all_shard_linears, shard_weights
 from vllm_latq.quantize.statistics_files import LayerStatistics
 from vllm_latq.quantize.stream import Stream, hessians_of
 from vllm_latq.quantize.target import corrected_target, measure_errors
-from vllm_latq.quantize.whole_model import DAMPED_AT_MOST, expected_error
+from vllm_latq.quantize.whole_model import DAMPED_AT_MOST
+from vllm_latq.quantize.whole_model import expected_error as expected_by_both
 from vllm_latq.report import LayerReport
 from vllm_latq.weights import HuffmanWeight, RansWeight, Weight
-
-# Of a matrix whose residuals are looked at together.
-_ROWS = 1024
 
 
 def layer_by_layer(
@@ -87,7 +85,10 @@ def _measured(
     gram = hessian.matrix if factor is None else factor.undamped
     quantized = stored.dequantize().to(weight.device)
     errors = measure_errors(quantized, weight, target, gram, hessian.drift, hessian.linears[0])
-    bound = None if factor is None else worst_case(stored, factor, recipe, quantized - target)
+    bound = expected = None
+    if factor is not None:
+        bound, beyond = worst_case(stored, factor, recipe, quantized - target)
+        expected = expected_error(bound, beyond, recipe.rounding)
     return LayerReport(
         name,
         bits=stored.storage_bits() / weight.numel(),
@@ -97,55 +98,57 @@ def _measured(
         relative_error=errors.relative,
         rounding_error=errors.rounding,
         bound=bound,
-        expected_error=None if bound is None else bound / BOUND_TO_MEAN[recipe.rounding],
+        expected_error=expected,
         damping=None if factor is None else factor.damping,
         bound_holds=bound_holds(errors.rounding, bound),
     )
 
 
-def worst_case(weight: Weight, factor: Factor, recipe: Recipe, moved: torch.Tensor) -> float:
-    """The bound of Theorem 5 from the stored scales: 1/4 sum_t D_t s_t^2 over all rows, or without the 1/4; and what
-    rounding adds to outliers that are integers, and clipping to what SSQR clips.
+def worst_case(weight: Weight, factor: Factor, recipe: Recipe, moved: torch.Tensor) -> tuple[float, float]:
+    """The bound of a weight, and what of it lies beyond the cells, as in `Rounding`; totals over all rows.
+
+    Theorem 5 from the stored scales, 1/4 sum_t D_t s_t^2, or without the 1/4; what rounding to bfloat16 adds to
+    outliers that are integers; and what steps cost more than their cells allow, where the recipe lets them.
 
     Args:
         weight: as stored.
         factor: of the damped Hessian; a Huffman-coded weight is bounded on its reduced basis if it has one.
-        recipe: only nearest rounding stays within half a step.
+        recipe: its rounding, and what it clips or moves.
         moved: [r, c], the weight less what it was rounded from.
     """
     share = 0.25 if recipe.rounding == "nearest" else 1.0
     if isinstance(weight, HuffmanWeight):
         lattice = factor if factor.reduction is None else factor.reduction.factor
-        return share * weight.shape[0] * float(weight.scale.double().square() * lattice.diagonal.sum().cpu())
+        return share * weight.shape[0] * float(weight.scale.double().square() * lattice.diagonal.sum().cpu()), 0.0
     assert isinstance(weight, PackedWeight)
     assert weight.scales is not None
     per_column = factor.importance
     cells = weight.scales.to(per_column).square() * share
     width = weight.cols // cells.shape[1]
-    total = float((cells @ per_column.reshape(cells.shape[1], -1).sum(1)).sum())
+    bound, beyond = float((cells @ per_column.reshape(cells.shape[1], -1).sum(1)).sum()), 0.0
     if recipe.leaves_cells or recipe.clips_by_price:
-        for rows in torch.arange(len(moved), device=moved.device).split(_ROWS):
+        for start in range(0, len(moved), ROWS):
+            rows = slice(start, start + ROWS)
             residuals = factor.residuals(moved[rows])
-            beyond = residuals.square() - cells[rows].repeat_interleave(width, 1) * per_column
+            excess = residuals.square() - cells[rows].repeat_interleave(width, 1) * per_column
             if not recipe.leaves_cells:
-                beyond.masked_fill_(~_past_an_end(weight, rows, residuals), 0)
-            total += float(beyond.clamp_(min=0).sum())
+                excess.masked_fill_(~_past_an_end(weight, rows, residuals), 0)
+            beyond += float(excess.clamp_(min=0).sum())
     if weight.outliers is not None and not recipe.leaves_cells:
         keep: Overflow = "exact" if weight.outlier_integers is None else "integer"
-        for rows, cols, values in weight.outliers.bands():
-            excess = kept_excess(keep, values, weight.scales[rows, cols // width], math.sqrt(share))
-            total += float(per_column[cols.to(per_column.device)] @ excess.to(per_column.device))
-    return total
+        for at, cols, values in weight.outliers.bands():
+            excess = kept_excess(keep, values, weight.scales[at, cols // width], math.sqrt(share))
+            bound += float(per_column[cols.to(per_column.device)] @ excess.to(per_column.device))
+    return bound + beyond, beyond
 
 
-def _past_an_end(weight: PackedWeight, rows: torch.Tensor, residuals: torch.Tensor) -> torch.Tensor:
-    """Where a weight lay on the far side of the end of the grid that it was put on: bool [len(rows), c]."""
-    low, high = grid(weight.bits)
-    codes = replace(weight, qweight=weight.qweight[rows.to(weight.qweight.device)]).integers().to(residuals.device)
+def _past_an_end(weight: PackedWeight, rows: slice, residuals: torch.Tensor) -> torch.Tensor:
+    """Where a weight lay on the far side of the end of the grid that it was put on: bool [rows, c]."""
+    codes = unpack_codes(weight.qweight[rows], weight.bits, weight.cols).to(residuals.device)
     assert weight.scales is not None
-    signs = weight.scales[rows.to(weight.scales.device)].to(residuals).sign()
+    signs = weight.scales[rows].to(residuals).sign()
     outwards = -residuals * signs.repeat_interleave(weight.cols // signs.shape[1], 1)
-    return ((codes == high) & (outwards > 0)) | ((codes == low) & (outwards < 0))
+    return ((codes == (1 << weight.bits) - 1) & (outwards > 0)) | ((codes == 0) & (outwards < 0))
 
 
 def whole_model(
@@ -232,7 +235,7 @@ def _measured_on_loss(
         relative_error=errors.relative,
         rounding_error=error,
         bound=bound,
-        expected_error=expected_error(rows, cols, inputs, outputs) * statistics.tokens,
+        expected_error=expected_by_both(rows, cols, inputs, outputs) * statistics.tokens,
         damping=inputs.factor.damping,
         bound_holds=bound_holds(loss, worst) if bounded else bound_holds(error, bound),
         loss=loss,

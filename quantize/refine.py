@@ -6,8 +6,8 @@ the grid that is nearest to it. (QuantEase, Behdin et al. 2023, with scales, and
 Nearest plane looks ahead, at what later columns can still repair; this looks back, at what the earlier ones could not
 know.
 
-Invariant: a sweep that does not lower the loss is dropped. Residuals may leave their cells, for the sake of others:
-in the bound, those beyond half a step count as much as they cost.
+Invariant: a sweep that does not lower the loss is dropped, so the loss stays below the bound it started with. That one
+is of scales that are gone: the one that is returned counts residuals beyond half a step for what they cost.
 """
 
 import math
@@ -20,7 +20,8 @@ from vllm_latq.quantize.lattice import Factor
 from vllm_latq.quantize.rounding import Rounding
 from vllm_latq.quantize.scales import SCALE_DTYPE
 
-BATCH = 128
+BATCH = 128  # columns
+ROWS = 1024
 
 
 def refine(
@@ -47,7 +48,7 @@ def refine(
             an inlier.
 
     Returns:
-        The rounding reached, with a bound of its own.
+        The rounding reached, with a bound of its own, which is above the loss of any weights.
     """
     if not sweeps or not weight.numel():
         return rounding
@@ -63,6 +64,7 @@ def refine(
         state, best = tried, reached
     steps = state.scales[state.group_of]
     base = state.offset * steps
+    cells, beyond = state.bound(factor)
     z, kept, values = state.integers(state.values, steps), state.kept, state.values - base
     if keep == "integer":
         # An integer beyond 128 need not survive bfloat16: this one is nearest to what it became.
@@ -77,7 +79,8 @@ def refine(
         outlier_values=values.masked_fill(~kept, 0).to(OUTLIER_DTYPE).T.contiguous() if has_outliers else None,
         scales=state.scales.T.contiguous(),
         loss=best,
-        bound=state.bound(factor),
+        bound=cells + beyond,
+        beyond=beyond,
     )
 
 
@@ -132,13 +135,14 @@ class _State:
         return (error * self.gradient).sum(0, dtype=torch.float64)
 
     def bound(self, factor: Factor) -> torch.Tensor:
-        """sum_t D_t max(s_t / 2, |w'_t - q_t|)^2 of each row, float64 [r]."""
-        total = []
-        parts = (part.split(BATCH, 1) for part in (self.values, self.target, self.scales))
+        """1/4 sum_t D_t s_t^2 of each row, and by how much steps that cost more do so: float64 [2, r]."""
+        found = []
+        parts = (part.split(ROWS, 1) for part in (self.values, self.target, self.scales))
         for values, target, scales in zip(*parts, strict=True):
             cells = scales[self.group_of].T.to(torch.float64).square() * (factor.importance / 4)
-            total.append(factor.residuals((values - target).T).square_().maximum(cells).sum(1))
-        return torch.cat(total)
+            excess = factor.residuals((values - target).T).square_().sub_(cells).clamp_(min=0)
+            found.append(torch.stack([cells.sum(1), excess.sum(1)]))
+        return torch.cat(found, 1)
 
     def integers(self, values: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
         """Those of the lattice's nearest points."""

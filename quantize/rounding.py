@@ -43,8 +43,10 @@ class Rounding:
         group_width: columns per scale.
         loss: float64 [r], sum_t D_t (w'_t - q_t)^2.
         bound: float64 [r], 1/4 sum_t D_t s_t^2 (Theorem 5), or without the 1/4 if rounding was stochastic; the loss is
-            below it unless something was clipped. With a `threshold`, clipped weights count as much as they cost, and
-            the loss is below it always. For integers kept, it includes their rounding to bfloat16.
+            below it unless something was clipped. For integers kept, it includes their rounding to bfloat16. With a
+            `threshold`, and after coordinate descent, it includes `beyond`, and the loss is below it always.
+        beyond: float64 [r], by how much steps cost more than the worst case of a cell: those that were clipped, or, of
+            a beam with a `threshold` and after coordinate descent, any. 0 where the bound does not count it.
         offset: of the grid, in steps.
     """
 
@@ -55,6 +57,7 @@ class Rounding:
     group_width: int
     loss: torch.Tensor
     bound: torch.Tensor
+    beyond: torch.Tensor
     offset: float = 0.0
 
     @property
@@ -172,7 +175,7 @@ class Steps:
         per_group.index_add_(0, self.group_of, diagonal)
         return (per_group @ self.by_group.to(torch.float64).square()).expand(rows)
 
-    def beyond(self, start: int, residual: torch.Tensor, reach: float) -> torch.Tensor:
+    def excess(self, start: int, residual: torch.Tensor, reach: float) -> torch.Tensor:
         """By how much squared residuals of steps start, ... [n, r] are above (reach s_t)^2, or 0; float64."""
         cells = self.take(start, start + len(residual)).to(torch.float64).square() * reach**2
         return (residual.to(torch.float64).square() - cells).clamp_(min=0)
@@ -244,7 +247,7 @@ class _State:
         """Back to the original layout, with loss and bound."""
         cols, rows = self.residual.shape
         reach = 0.5 if self.dither is None else 1.0
-        loss = torch.zeros(rows, dtype=torch.float64, device=self.residual.device)
+        loss, beyond = torch.zeros(2, rows, dtype=torch.float64, device=self.residual.device)
         bound = self.steps.weighted_squares(factor.diagonal, rows) * reach**2
         outside = (self.integers < self.low) | (self.integers > self.high)
         # In slices, so that no float64 copy of the whole matrix is made.
@@ -255,8 +258,8 @@ class _State:
                 scales = self.steps.take(lo, lo + 128)
                 bound = bound + factor.diagonal[part] @ kept_excess(self.keep, self.outliers[part], scales, reach)
             if self.limit is not None and self.kept is not None:
-                beyond = self.steps.beyond(lo, self.residual[part], reach)
-                bound += factor.diagonal[part] @ beyond.masked_fill_(~outside[part] | self.kept[part], 0)
+                excess = self.steps.excess(lo, self.residual[part], reach)
+                beyond += factor.diagonal[part] @ excess.masked_fill_(~outside[part] | self.kept[part], 0)
         check_range(self.integers, loss, where)
         if self.clip:
             self.integers.clamp_(self.low, self.high)
@@ -273,7 +276,8 @@ class _State:
             scales=self.steps.by_group.T,
             group_width=self.steps.width,
             loss=loss,
-            bound=bound,
+            bound=bound + beyond,
+            beyond=beyond,
             offset=self.offset,
         )
 

@@ -34,9 +34,11 @@ RECIPES = {
     "hptq": Recipe("hptq", target_bits=4.0, reduction="lll", rounding="stochastic", **FEW),
     "rtn": Recipe("rtn", 4, **FEW),
     "saving": Recipe("ssqr", 2, outlier_coding="integer", beam=2, sweeps=1, **LEAST),
-    "saving-exact": Recipe("ssqr", 3, **LEAST),
+    "saving-exact": Recipe("ssqr", 3, target="original", **LEAST),
     "saving-integer": Recipe("ssqr", 3, outlier_coding="integer", grid="midrise", rounding="stochastic", **LEAST),
     "saving-beam": Recipe("ssqr", 2, beam=2, **LEAST),
+    "overflow-sweeps": Recipe("ssqr", 3, outliers="overflow", sweeps=1, **LEAST),
+    "gptq-sweeps": Recipe("gptq", 2, sweeps=1, **LEAST),
     "gptq": Recipe("gptq", 3, order="min-pivot", scales="fitted", dtype="bfloat16", **FEW),
     "latq": Recipe("latq", target_bits=3.0, **FEWER),
     "latq-residual": Recipe("latq", target_bits=3.0, target="residual", correction=0.5, **FEWER),
@@ -126,6 +128,17 @@ def test_changed_report_is_named_by_layer_and_field(
         assert f"{field}: expected " in problem
 
 
+def test_a_bound_that_is_not_claimed_is_noticed(
+    certified: Callable[[str], Path], two_blocks: Path, calibration_text: Path, tmp_path: Path
+) -> None:
+    copy = Path(shutil.copytree(certified("saving-exact"), tmp_path / "copy"))
+    report = json.loads((copy / "latq_report.json").read_text())
+    report["layers"][0]["bound_holds"] = None
+    (copy / "latq_report.json").write_text(json.dumps(report))
+    (problem,) = verify_certificate(copy, two_blocks, str(calibration_text))
+    assert "bound_holds: expected a claim" in str(problem)
+
+
 def test_changed_weight_fails_although_its_fingerprint_was_renewed(
     certified: Callable[[str], Path], two_blocks: Path, calibration_text: Path, tmp_path: Path
 ) -> None:
@@ -207,16 +220,18 @@ def test_bounds_of_saving_count_what_was_clipped_and_nothing_else(coding: str) -
     honest = result.weight
     assert isinstance(honest, PackedWeight)
     assert honest.scales is not None
-    half_steps = factor.importance.reshape(4, -1).sum(1) @ honest.scales.double().square().T / 4
-    bound = worst_case(honest, factor, recipe, result.dequantized - weight)
+    half_steps = float((factor.importance.reshape(4, -1).sum(1) @ honest.scales.double().square().T).sum()) / 4
+    bound, beyond = worst_case(honest, factor, recipe, result.dequantized - weight)
     assert bound == pytest.approx(result.record.bound, rel=EXACT)
-    assert 1.02 * float(half_steps.sum()) < bound < 1.5 * float(half_steps.sum())
+    assert bound - beyond == pytest.approx(half_steps, rel=0.01)  # integers kept add what bfloat16 rounds off
+    assert 0.02 * half_steps < beyond < 0.5 * half_steps
+    assert result.record.expected_error == pytest.approx((bound - beyond) / 3 + beyond, rel=EXACT)
     # Codes within the grid that are moved by a step leave their cells, which no clipping explains.
     codes = honest.integers()
     spoiled = replace(honest, qweight=pack_codes(torch.where(codes == 0, -1, codes) + 2, 2))
     moved = spoiled.dequantize() - weight
     error = float((moved.double() @ hessian.double() * moved).sum())
-    assert error > 2 * worst_case(spoiled, factor, recipe, moved)
+    assert error > 2 * worst_case(spoiled, factor, recipe, moved)[0]
 
 
 def test_what_cannot_be_checked_at_all_is_an_error(
