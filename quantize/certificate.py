@@ -171,9 +171,7 @@ class _Certificate:
             hint = "The guarantee that the report claims does not hold for these weights."
             yield CheckpointError(f"{where}.bound_holds", f"a {what} below {_text(limit)}", _text(value), hint)
         if claim.bound_holds is None and found.bound_holds is not None and not self.recipe.voids_bounds:
-            yield CheckpointError(
-                f"{where}.bound_holds", "a claim, as the bound omits nothing", "null"
-            )
+            yield CheckpointError(f"{where}.bound_holds", "a claim, as the bound omits nothing", "null")
         if claim.bound_holds is False:
             yield CheckpointError(f"{where}.bound_holds", "true or null", "false", "Its quantizer broke its guarantee.")
 
