@@ -39,6 +39,10 @@ SHAPES = {
         "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
         "head_dim": 128, "intermediate_size": 12288, "vocab_size": 151936,
     },
+    "qwen3-0.6b": DENSE | {
+        "hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
+        "head_dim": 128, "intermediate_size": 3072, "vocab_size": 151936,
+    },
     "qwen3-30b-a3b": MIXTURE | {
         "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4,
         "head_dim": 128, "intermediate_size": 6144, "vocab_size": 151936, "moe_intermediate_size": 768,
@@ -80,10 +84,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--engine", default="{}", help="further arguments of vllm.LLM, a JSON object")
     parser.add_argument("--json", type=Path, help="write the results to this file, too")
     parser.add_argument("--minutes", type=float, default=10, help="stop a scheme that takes longer than so many")
-    parser.add_argument("--measure", help=argparse.SUPPRESS)  # the name of one scheme: runs it in this process
+    # The name of one scheme: runs it in this process, and writes its times alone.
+    parser.add_argument("--measure", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.measure:
-        print(json.dumps(measure(schemes()[options.measure], options)))
+        options.json.write_text(json.dumps(measure(schemes()[options.measure], options)))
         return
     results: dict[str, dict[str, float]] = {}
     for name in options.schemes:
@@ -106,26 +111,30 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def run(name: str, options: argparse.Namespace) -> dict[str, float] | None:
     """Measure one scheme in a process of its own; None, with the reason printed, where it does not run."""
-    command = [sys.executable, __file__, "--measure", name, "--engine", options.engine]
-    command += ["--batch", *map(str, options.batch), "--new-tokens", str(options.new_tokens), "--shape", options.shape]
-    environment = os.environ | ENVIRONMENT.get(name, {})
-    # A group of its own: vLLM's engine is a process below, and must not keep the GPU's memory when this one is stopped.
-    process = subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0
-    )
-    try:
-        output, errors = process.communicate(timeout=60 * options.minutes)
-    except subprocess.TimeoutExpired:
-        print(f"{name}: not measured: not done after {options.minutes:g} minutes", file=sys.stderr)
+    with tempfile.TemporaryDirectory() as folder:
+        times = Path(folder) / "times.json"  # what an engine prints is nobody's to foresee
+        command = [sys.executable, __file__, "--measure", name, "--engine", options.engine, "--json", str(times)]
+        command += ["--batch", *map(str, options.batch), "--new-tokens", str(options.new_tokens)]
+        command += ["--shape", options.shape]
+        environment = os.environ | ENVIRONMENT.get(name, {})
+        # A group of its own: vLLM's engine is a process below, and must not keep the GPU's memory when this one is
+        # stopped.
+        process = subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, process_group=0
+        )
+        try:
+            log, _ = process.communicate(timeout=60 * options.minutes)
+        except subprocess.TimeoutExpired:
+            print(f"{name}: not measured: not done after {options.minutes:g} minutes", file=sys.stderr)
+            return None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.communicate()
+        if times.exists():  # an engine that fails when it is stopped has been measured
+            return json.loads(times.read_text())
+        print(f"{name}: not measured:\n{log[-LOG_CHARACTERS:]}", file=sys.stderr)
         return None
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
-    if process.returncode:
-        print(f"{name}: not measured:\n{errors[-LOG_CHARACTERS:]}", file=sys.stderr)
-        return None
-    return json.loads(output.splitlines()[-1])
 
 
 def measure(quantization: dict[str, Any] | None, options: argparse.Namespace) -> dict[str, float]:
