@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -66,6 +67,16 @@ def test_products(scheme: LayerScheme, rows: int, tokens: int) -> None:
     assert_right(weight, x, made)
     assert_right(weight, x[0, :, :].t().contiguous().t(), made)
     assert product(x[:, :0], made).shape == (2, 0, rows)
+
+
+@pytest.mark.parametrize("mkl", [False, True])
+def test_one_token_with_and_without_mkl(mkl: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight: Any = random_weight(LayerScheme("packed", 3, 64, True), 70, 192, seed=1)
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: mkl)
+    x = torch.randn(1, 192).bfloat16()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_right(weight, x, operands(weight))
 
 
 @pytest.mark.parametrize("midrise", [False, True])

@@ -6,8 +6,9 @@
 
 Codes of 2 and 3 bits are kept in 4, moved so that 8 stands for zero: a weight is read at half a byte each, and never
 dequantized. Those of 8 bits are two of 4 side by side, 16 * high + low, and so is x. Outliers are added row by row in
-float32, as bags of an embedding. The inner product is rounded to bfloat16 before outliers and factors of rows, y after;
-an infinite x gives NaN where high and low part, or a code and the outlier in its place, differ in sign.
+float32, a sparse matrix times one token, bags of an embedding for more. The inner product is rounded to bfloat16 before
+outliers and factors of rows, y after; an infinite x gives NaN where high and low part, or a code and the outlier in its
+place, differ in sign.
 
 A product with many tokens is bound by arithmetic, of which torch's has less to offer than that of dense matrices. So
 the same bytes become a weight again, some rows at a time: exact in float32, and rounded once, to bfloat16, where the
@@ -16,6 +17,7 @@ CPU multiplies that; elsewhere the product is of float32.
 Invariant: `int4_arguments(w, capacity)` has the same shapes for all weights of one scheme and shape, as a reload needs.
 """
 
+import warnings
 from typing import Any, NamedTuple
 
 import torch
@@ -35,7 +37,12 @@ GROUPS = (256, 128, 64, 32)  # columns with one scale, of which torch's kernel t
 ZERO = 8  # the code that it takes for zero
 PACKED_WEIGHTS = 1 << 24  # at a time, at load: bounds the temporaries to a hundred MB or two
 DENSE_WEIGHTS = 1 << 20  # at a time, in a product: they stay in a cache
-FEW_TOKENS = 96  # of which a product with the codes takes less time than with a dense matrix, made first
+FEW_TOKENS = 80  # of which a product with the codes takes less time than with a dense matrix, made first
+
+# Torch says once in a process that its sparse matrices may change.
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    torch.sparse_csr_tensor([0, 0], [], [], (1, 1))
 
 _SCHEMA = (
     "(Tensor x, Tensor words, Tensor scales_and_offsets, Tensor? row_scales, Tensor? row_ptr, Tensor? col_idx, "
@@ -149,29 +156,31 @@ def _ssqr_int4(
     weight = Int4Weight(words, scales_and_offsets, row_scales, outliers, group, rows, parts)
     multiply = _dense_product if len(tokens) * parts > FEW_TOKENS else _coded_product
     y = multiply(tokens, weight)
-    return y.to(x.dtype).view(*x.shape[:-1], rows)
+    return y.to(x.dtype).contiguous().view(*x.shape[:-1], rows)
 
 
 def _coded_product(tokens: torch.Tensor, weight: Int4Weight) -> torch.Tensor:
-    """The operator for few tokens [n, cols]: float32 [n, rows]."""
+    """The operator for few tokens [n, cols]: [n, rows], bfloat16 if the inner product is all, else float32."""
+    repeated = tokens if weight.parts == 1 else tokens.repeat(1, weight.parts)
     multiply = torch.ops.aten._weight_int4pack_mm_for_cpu
-    product = multiply(tokens.repeat(1, weight.parts), weight.words, weight.group, weight.scales_and_offsets)
-    y: torch.Tensor = product[:, : weight.rows].to(torch.float32)
+    y: torch.Tensor = multiply(repeated, weight.words, weight.group, weight.scales_and_offsets)[:, : weight.rows]
     if weight.outliers is not None:
-        y += _outliers(tokens, *weight.outliers)
-    return y if weight.row_scales is None else y.mul_(weight.row_scales)
+        y = y + _outliers(tokens, *weight.outliers)
+    return y if weight.row_scales is None else y * weight.row_scales
 
 
 def _outliers(tokens: torch.Tensor, row_ptr: torch.Tensor, col_idx: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Tokens [n, cols] times the transposed CSR matrix: float32 [n, rows]."""
     count = int(row_ptr[-1])
-    table = tokens.to(torch.float32).t()
-    if len(tokens) == 1:  # torch has no quick way for rows of one number
+    col_idx, values, table = col_idx[:count], values[:count], tokens.to(torch.float32).t()
+    if len(tokens) == 1 and torch.backends.mkl.is_available():
+        shape = (len(row_ptr) - 1, len(table))
+        matrix = torch.sparse_csr_tensor(row_ptr, col_idx, values, shape, check_invariants=False)
+        return torch.mv(matrix, table[:, 0]).unsqueeze(0)
+    if len(tokens) == 1:  # a bag of rows of one number takes longer than one of two
         table = table.expand(-1, 2)
     options: dict[str, Any] = {"mode": "sum", "include_last_offset": True}
-    sums = functional.embedding_bag(
-        col_idx[:count], table.contiguous(), row_ptr, per_sample_weights=values[:count], **options
-    )
+    sums = functional.embedding_bag(col_idx, table.contiguous(), row_ptr, per_sample_weights=values, **options)
     return sums.t()[: len(tokens)]
 
 
@@ -210,9 +219,9 @@ def _dense(words: torch.Tensor, pairs: torch.Tensor, group: int, parts: int) -> 
     scales, offsets = pairs[-groups:, :, 0].to(torch.float32), pairs[:groups, :, 1].to(torch.float32)
     shifts = (offsets - zero * scales).t().contiguous().unsqueeze(-1)
     # All of it is exact while scales are normal numbers: codes and scales have at most 8 bits, a shift is some halves
-    # of a scale.
+    # of a scale. (One addcmul takes four times as long.)
     grouped = codes.to(torch.float32).view(-1, groups, group)
-    return torch.addcmul(shifts, grouped, scales.t().contiguous().unsqueeze(-1)).view(-1, cols)
+    return grouped.mul_(scales.t().contiguous().unsqueeze(-1)).add_(shifts).view(-1, cols)
 
 
 @torch.library.register_fake("latq::ssqr_int4")
