@@ -125,15 +125,14 @@ def run(name: str, options: argparse.Namespace) -> dict[str, float] | None:
         try:
             log, _ = process.communicate(timeout=60 * options.minutes)
         except subprocess.TimeoutExpired:
-            print(f"{name}: not measured: not done after {options.minutes:g} minutes", file=sys.stderr)
-            return None
+            log = f"not done after {options.minutes:g} minutes"
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.communicate()
-        if times.exists():  # an engine that fails when it is stopped has been measured
+        if times.exists():  # an engine that fails, or hangs, when it is stopped has been measured
             return json.loads(times.read_text())
-        print(f"{name}: not measured:\n{log[-LOG_CHARACTERS:]}", file=sys.stderr)
+        print(f"{name}: not measured: {log[-LOG_CHARACTERS:]}", file=sys.stderr)
         return None
 
 
