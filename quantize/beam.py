@@ -5,7 +5,7 @@ the one on the other side, or with a `threshold` keep the weight; of these candi
 candidate costs may count the bits of its code, which makes this rate-distortion-optimised rounding.
 
 Invariant: the cheapest survivor's nearest integer is always among the candidates, so the bound of nearest plane holds
-by induction over the steps, unless bits are counted; with a `threshold`, residuals beyond half a step are counted.
+by induction over the steps, unless bits are counted; on a grid that ends, residuals beyond half a step are counted.
 
 All rows are independent: they are done in bands, so that the survivors' copies of the residual stay small.
 
@@ -111,13 +111,14 @@ def k_best_plane(
     # Of the two integers around a weight either may be cheaper where bits count, at an error of up to a whole step.
     reach = 0.5 if code_cost is None else 1.0
     bound = scaled.weighted_squares(factor.diagonal, rows) * reach**2
-    inverse = torch.argsort(factor.order)
-    values = None
     beyond = torch.zeros_like(loss)
-    if threshold is not None:
+    if low is not None:
         for start in range(0, cols, block_size):
             part = slice(start, start + block_size)
             beyond += factor.diagonal[part] @ scaled.excess(start, errors[part], reach)
+    inverse = torch.argsort(factor.order)
+    values = None
+    if threshold is not None:
         values = torch.where(torch.isfinite(kept), kept * unit, 0.0).to(OUTLIER_DTYPE)[inverse].T.contiguous()
         clipped = torch.isfinite(kept)
     return Rounding(

@@ -3,9 +3,9 @@
 What a certificate proves, if recipe, model and calibration text are what they are said to be: the stored weights have
 the errors, losses and worst cases that the report claims, on the lattices (order, damping, and for latq the model's
 step) that this recipe leads to; all other tensors, and config.json, are the model's. It does not prove that the weights
-are the ones nearest plane rounds to, and does not look at the tokenizer. With sweeps, or a beam of ssqr by saving, any
-weights are within the bound, and it only says how far they have left the cells. One claim is taken: how often a damping
-was quadrupled for a share of served bits. Any damping's worst case holds, if a larger one for more.
+are the ones nearest plane rounds to, and does not look at the tokenizer. With sweeps, or a beam on a grid that ends,
+any weights are within the bound, and it only says how far they have left the cells. One claim is taken: how often a
+damping was quadrupled for a share of served bits. Any damping's worst case holds, if a larger one for more.
 
 Invariant: but for this claim nothing of the report enters what it is compared with, and only the recipe is taken on
 trust.

@@ -1,7 +1,8 @@
 """One layer, by any of the methods: weight and Hessian in, stored weight and its measured certificate out.
 
 Invariant: the errors of the record are measured on the numbers that are stored, with the undamped Hessian, in float64;
-the bound is Theorem 5's, with the damped one. Where nothing was clipped, the rounding error must be below the bound.
+the bound is Theorem 5's, with the damped one, and counts what leaves the cells as it costs. Where gptq clipped nothing
+that it does not count, the rounding error must be below the bound.
 """
 
 import math
@@ -46,7 +47,7 @@ class LayerRecord(LayerReport):
 
     Attributes:
         shape: (r, c).
-        clipped: number of weights whose integer the grid cut; 0 for plain rounding, where it voids no bound.
+        clipped: number of weights that gptq's grid cut and the bound does not count; 0 for other methods.
     """
 
     shape: tuple[int, int]
@@ -201,7 +202,7 @@ def _gptq(weight: torch.Tensor, factor: Factor | None, recipe: Recipe, where: st
     rounding = refine(weight, factor, rounding, low, high, recipe.sweeps)
     stored = _packed(rounding.z, rounding.scales, recipe)
     dequantized = rounding.dequantized.to(torch.float32)
-    clipped = 0 if recipe.sweeps else int(rounding.outlier_mask.sum())
+    clipped = int(rounding.outlier_mask.sum()) if recipe.voids_bounds else 0
     return _Quantized(stored, dequantized, *_bound(rounding), clipped=clipped)
 
 

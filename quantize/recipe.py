@@ -263,9 +263,9 @@ class Recipe:
     def leaves_cells(self) -> bool:
         """Whether residuals on the grid may be beyond half a step, so that the bound has to count them.
 
-        A beam's may, too, but without clipping by price the cheapest survivor costs no more than nearest plane may.
+        A beam's may, too, where nothing is clipped, but its cheapest survivor costs no more than nearest plane may.
         """
-        return self.sweeps > 0 or (self.clips_by_price and self.beam > 1)
+        return self.sweeps > 0 or (self.beam > 1 and (self.method == "gptq" or self.clips_by_price))
 
     @property
     def voids_bounds(self) -> bool:

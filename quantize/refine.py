@@ -67,7 +67,7 @@ def refine(
     cells, beyond = state.bound(factor)
     z, kept, values = state.integers(state.values, steps), state.kept, state.values - base
     if keep == "integer":
-        # An integer beyond 128 need not survive bfloat16: this one is nearest to what it became.
+        z = torch.where(kept, _integers_of(values, z, steps), z)
         kept, values = kept & state.outside(z), kept_value(keep, values, z, steps)
     else:
         z.masked_fill_(kept, 0)
@@ -82,6 +82,15 @@ def refine(
         bound=cells + beyond,
         beyond=beyond,
     )
+
+
+def _integers_of(values: torch.Tensor, z: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
+    """Integers that are kept as these values: z, or a neighbour, as bfloat16 moves one beyond 128 by up to a step."""
+    best, least = z, (kept_value("integer", values, z, steps) - values).abs_()
+    for other in (z - 1, z + 1):
+        distance = (kept_value("integer", values, other, steps) - values).abs_()
+        best, least = torch.where(distance < least, other, best), torch.minimum(distance, least)
+    return best
 
 
 @dataclass

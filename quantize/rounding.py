@@ -44,9 +44,9 @@ class Rounding:
         loss: float64 [r], sum_t D_t (w'_t - q_t)^2.
         bound: float64 [r], 1/4 sum_t D_t s_t^2 (Theorem 5), or without the 1/4 if rounding was stochastic; the loss is
             below it unless something was clipped. For integers kept, it includes their rounding to bfloat16. With a
-            `threshold`, and after coordinate descent, it includes `beyond`, and the loss is below it always.
+            `threshold`, of a beam and after coordinate descent, it includes `beyond`, and the loss is below it always.
         beyond: float64 [r], by how much steps cost more than the worst case of a cell: those that were clipped, or, of
-            a beam with a `threshold` and after coordinate descent, any. 0 where the bound does not count it.
+            a beam on a grid that ends and after coordinate descent, any. 0 where the bound does not count it.
         offset: of the grid, in steps.
     """
 

@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -119,20 +120,21 @@ def run(name: str, options: argparse.Namespace) -> dict[str, float] | None:
         environment = os.environ | ENVIRONMENT.get(name, {})
         # A group of its own: vLLM's engine is a process below, and must not keep the GPU's memory when this one is
         # stopped.
-        process = subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, process_group=0
-        )
-        try:
-            log, _ = process.communicate(timeout=60 * options.minutes)
-        except subprocess.TimeoutExpired:
-            log = f"not done after {options.minutes:g} minutes"
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.communicate()
+        log = Path(folder) / "log"
+        with log.open("wb") as output:
+            process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, process_group=0)
+            try:
+                process.wait(timeout=60 * options.minutes)
+            except subprocess.TimeoutExpired:
+                print(f"{name}: not done after {options.minutes:g} minutes", file=sys.stderr)
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
         if times.exists():  # an engine that fails, or hangs, when it is stopped has been measured
             return json.loads(times.read_text())
-        print(f"{name}: not measured: {log[-LOG_CHARACTERS:]}", file=sys.stderr)
+        cause = log.read_text(errors="replace")[-LOG_CHARACTERS:]
+        print(f"{name}: not measured:\n{cause}", file=sys.stderr)
         return None
 
 

@@ -18,6 +18,7 @@ Invariant: `int4_arguments(w, capacity)` has the same shapes for all weights of 
 """
 
 import warnings
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -39,11 +40,6 @@ PACKED_WEIGHTS = 1 << 24  # at a time, at load: bounds the temporaries to a hund
 DENSE_WEIGHTS = 1 << 20  # at a time, in a product: they stay in a cache
 FEW_TOKENS = 80  # of which a product with the codes takes less time than with a dense matrix, made first
 
-# Torch says once in a process that its sparse matrices may change.
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    torch.sparse_csr_tensor([0, 0], [], [], (1, 1))
-
 _SCHEMA = (
     "(Tensor x, Tensor words, Tensor scales_and_offsets, Tensor? row_scales, Tensor? row_ptr, Tensor? col_idx, "
     "Tensor? values, int group, int rows, int parts) -> Tensor"
@@ -64,6 +60,14 @@ def takes(weight: PackedWeight, dtype: torch.dtype) -> bool:
     return on_cpu and is_fast(dtype) and _group(weight) is not None
 
 
+@cache
+def _hush() -> None:
+    """Torch says once in a process that its sparse matrices may change."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.sparse_csr_tensor([0, 0], [], [], (1, 1), device="cpu")
+
+
 def int4_arguments(weight: PackedWeight, capacity: int | None) -> tuple[dict[str, torch.Tensor | None], dict[str, Any]]:
     """The operator's tensors and constants by argument name, for a weight that it takes.
 
@@ -71,6 +75,7 @@ def int4_arguments(weight: PackedWeight, capacity: int | None) -> tuple[dict[str
         weight: on the CPU.
         capacity: outliers to leave room for.
     """
+    _hush()
     rows, group = weight.qweight.shape[0], _group(weight)
     assert group is not None
     padding, parts = -rows % ROWS, 1 if weight.bits <= BITS else 2

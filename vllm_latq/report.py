@@ -46,14 +46,15 @@ class LayerReport:
         rounding_error: ||Y (Q - W')^T||^2, W' being what was rounded: the part of the error that the bound covers;
             all of it unless targets are corrected.
         bound: worst case of the rounding error (Theorem 5) for this order, damping and these scales; what ssqr clips,
-            and what sweeps, or a beam of ssqr by saving, move by more than half a step, counts as much as it costs;
-            None for plain rounding, which it does not cover.
+            and what sweeps, or a beam of gptq or ssqr by saving, move by more than half a step, counts as much as it
+            costs; None for plain rounding, which it does not cover.
         expected_error: the mean of the rounding error for uniformly distributed residuals: a third of the bound, a
             sixth if rounding is stochastic, at least a twelfth if it counts bits, and all of what counts as much as it
             costs; of latq a formula of its own, a lower limit where served bits are counted.
         damping: relative damping that was used; None for plain rounding.
         seconds: wall time, the factorisation excluded if it was given.
-        bound_holds: rounding_error <= bound, or loss <= loss_bound; None where gptq's clipping voids it.
+        bound_holds: rounding_error <= bound, or loss <= loss_bound; None where there is no bound, or gptq's
+            clipping voids it.
         loss: what rounding the layer adds to KL(original || quantized), nats per token, to second order (`kronecker`);
             only measured by latq.
         loss_bound: its worst case.

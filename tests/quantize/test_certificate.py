@@ -39,6 +39,7 @@ RECIPES = {
     "saving-beam": Recipe("ssqr", 2, beam=2, **LEAST),
     "overflow-sweeps": Recipe("ssqr", 3, outliers="overflow", sweeps=1, **LEAST),
     "gptq-sweeps": Recipe("gptq", 2, sweeps=1, **LEAST),
+    "gptq-beam": Recipe("gptq", 2, beam=2, **LEAST),
     "gptq": Recipe("gptq", 3, order="min-pivot", scales="fitted", dtype="bfloat16", **FEW),
     "latq": Recipe("latq", target_bits=3.0, **FEWER),
     "latq-residual": Recipe("latq", target_bits=3.0, target="residual", correction=0.5, **FEWER),
