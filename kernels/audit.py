@@ -17,14 +17,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from vllm_latq.kernels.chunks import LANES
-from vllm_latq.kernels.configs import COMPILER, REGIMES, SIMT, DecodeConfig, decode_config, max_decode_rows
+from vllm_latq.kernels.configs import COMPILER, REGIMES, SIMT, DecodeConfig, decode_config, max_decode_rows, slots_of
 from vllm_latq.kernels.dequantize import SLICE_SLOTS, dequantize_tiles, scatter_outliers, write_beyond
 from vllm_latq.kernels.errors import require
 from vllm_latq.kernels.grouped import ssqr_grouped
 from vllm_latq.kernels.huffman import huffman_chunks
 from vllm_latq.kernels.rans import rans_chunks
 from vllm_latq.kernels.sass import MachineCode, disassemble
-from vllm_latq.kernels.simt import ssqr_simt
+from vllm_latq.kernels.simt import ssqr_simt, warps_of
 from vllm_latq.kernels.ssqr import constants, ssqr_tensor_core
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
@@ -143,14 +143,22 @@ def audit_tensor_core(
     return _audit(kernel, arch, bits, config.max_rows, weights, values, config.num_warps, activations)
 
 
-def audit_simt(arch: str, bits: int, config: DecodeConfig = SIMT, rows: int = 1) -> Audit:
-    """The SIMT kernel at group size 128 for `rows` activation rows."""
+def audit_simt(
+    arch: str,
+    bits: int,
+    config: DecodeConfig = SIMT,
+    rows: int = 1,
+    group_size: int = 128,
+    midrise: bool = False,
+    beyond: bool = False,
+) -> Audit:
+    """The SIMT kernel for `rows` activation rows, with split-K; `beyond` for coded weights."""
     values = {
-        "BITS": bits, "GROUP": 128, "BLOCK_N": config.block_n, "ROWS": rows, "STAGES": config.stages, "OUTLIERS": True,
-        "SLOTS": config.slots, "SPLIT": True, "HAS_FLAT_SCALES": False, "HAS_ROW_SCALES": False, "ASM": True,
-        "MIDRISE": False, "BEYOND": False,
+        "BITS": bits, "GROUP": group_size, "BLOCK_N": config.block_n, "ROWS": rows, "STAGES": config.stages,
+        "OUTLIERS": True, "SLOTS": slots_of(config.slots, beyond), "SPLIT": True, "HAS_FLAT_SCALES": False,
+        "HAS_ROW_SCALES": beyond, "ASM": True, "MIDRISE": midrise, "BEYOND": beyond,
     }  # fmt: skip
-    return _audit(ssqr_simt, arch, bits, rows, config.block_n * 256, values, config.num_warps)
+    return _audit(ssqr_simt, arch, bits, rows, config.block_n * 256, values, warps_of(config, bits, rows))
 
 
 def audit_dequantize(arch: str, bits: int) -> Audit:

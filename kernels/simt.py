@@ -157,8 +157,13 @@ def launch_simt(
         STAGES=config.stages_for(weight.bits), OUTLIERS=weight.entries is not None, BEYOND=weight.beyond,
         SLOTS=slots_of(config.slots, weight.beyond), SPLIT=parts > 1,
         HAS_FLAT_SCALES=weight.flat_scales is not None, HAS_ROW_SCALES=weight.row_scales is not None,
-        ASM=x.is_cuda and torch.version.hip is None, num_warps=config.num_warps, **COMPILER,
+        ASM=x.is_cuda and torch.version.hip is None, num_warps=warps_of(config, weight.bits, row_tile(m)), **COMPILER,
     )  # fmt: skip
+
+
+def warps_of(config: DecodeConfig, bits: int, rows: int) -> int:
+    """Warps of a program: with fewer, the sums of the tile's rows would not fit in registers."""
+    return min(8, max(config.num_warps, rows * (2 if bits == 8 else 1)))
 
 
 def row_tile(m: int) -> int:

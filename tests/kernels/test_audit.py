@@ -30,8 +30,8 @@ SHARED_LIMIT = {
 
 # (architecture, bits, rows, activations, group size; and whether the grid is mid-rise, the kernel that of experts, and
 # the weight a coded one).
-# One row stands for the SIMT kernel, none for the kernels that do not depend on the rows: with bits, dequantization;
-# without, the load-time kernels.
+# Rows below zero stand for the SIMT kernel of so many, none for the kernels that do not depend on the rows: with bits,
+# dequantization; without, the load-time kernels.
 LOW_BATCH = [(arch, bits, 8, "*bf16", 128) for arch in SHARED_LIMIT for bits in CEILINGS]
 WIDE = [(arch, 3, rows, "*bf16", 128) for arch, rows in WIDER]
 MIDRISE = [
@@ -65,7 +65,10 @@ OTHERS = [
     ("sm_90", 8, 32, "*bf16", 32),
     ("sm_90", 4, 32, "*bf16", 128),
     ("sm_90", 8, 8, "*bf16", 128),
-    ("sm_86", 4, 1, "*bf16", 128),
+    ("sm_86", 4, -1, "*bf16", 128),
+    ("sm_86", 3, -1, "*bf16", -1, True, False, True),
+    ("sm_80", 3, -4, "*bf16", 128),
+    ("sm_90", 8, -8, "*bf16", 128),
     ("sm_80", 3, 0, "*bf16", 128),
     ("sm_90", 0, 0, "*bf16", 128),
 ]
@@ -76,14 +79,15 @@ from vllm_latq.kernels.audit import audit_dequantize, audit_load_time, audit_sim
 from vllm_latq.kernels.configs import decode_config
 found = []
 for arch, bits, rows, activations, group, *flags in json.loads(sys.argv[1]):
-    if rows == 1:
-        audited = audit_simt(arch, bits)
+    options = dict(zip(("midrise", "grouped", "beyond"), flags), group_size=group)
+    if rows < 0:
+        options.pop("grouped", None)
+        audited = audit_simt(arch, bits, rows=-rows, **options)
     elif rows == 0:
         audited = audit_dequantize(arch, bits) if bits else max(audit_load_time(arch), key=lambda a: a.row.spill_bytes)
     else:
         config = decode_config(rows, bits, arch, group)
-        options = dict(zip(("midrise", "grouped", "beyond"), flags))
-        audited = audit_tensor_core(arch, bits, config, group_size=group, activations=activations, **options)
+        audited = audit_tensor_core(arch, bits, config, activations=activations, **options)
     loop = audited.loop
     found.append({
         **vars(audited.row),

@@ -127,7 +127,8 @@ def test_coded_weights_are_written_exactly(make_layer, arch: str, bits: int) -> 
 
 
 @pytest.mark.parametrize(
-    ("bits", "m", "dtype"), [(2, 1, torch.bfloat16), (3, 2, torch.float16), (8, 1, torch.bfloat16)]
+    ("bits", "m", "dtype"),
+    [(2, 1, torch.bfloat16), (3, 2, torch.float16), (8, 1, torch.bfloat16), (4, 7, torch.bfloat16)],
 )
 def test_simt(make_layer, bits: int, m: int, dtype: torch.dtype) -> None:
     coded = {"group_size": -1, "scales": False} if m == 2 else {"group_size": 64}
