@@ -37,8 +37,7 @@ from vllm_latq.quantize.shards import all_shard_linears, shard_weights
 from vllm_latq.quantize.statistics_files import LayerStatistics
 from vllm_latq.quantize.stream import Stream, hessians_of
 from vllm_latq.quantize.target import corrected_target, measure_errors
-from vllm_latq.quantize.whole_model import DAMPED_AT_MOST
-from vllm_latq.quantize.whole_model import expected_error as expected_by_both
+from vllm_latq.quantize.whole_model import DAMPED_AT_MOST, expected_by_both
 from vllm_latq.report import LayerReport
 from vllm_latq.weights import HuffmanWeight, RansWeight, Weight
 

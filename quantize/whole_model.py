@@ -214,7 +214,7 @@ def layer_record(
         relative_error=errors.relative,
         rounding_error=error,
         bound=bound,
-        expected_error=expected_error(rows, cols, inputs, outputs) * statistics.tokens,
+        expected_error=expected_by_both(rows, cols, inputs, outputs) * statistics.tokens,
         bound_holds=measured <= limit * (1 + BOUND_SLACK),
         damping=inputs.factor.damping,
         seconds=0.0,
@@ -224,7 +224,7 @@ def layer_record(
     )
 
 
-def expected_error(rows: torch.Tensor, cols: torch.Tensor, inputs: InputLattice, outputs: OutputLattice) -> float:
+def expected_by_both(rows: torch.Tensor, cols: torch.Tensor, inputs: InputLattice, outputs: OutputLattice) -> float:
     """Mean of tr(E H E^T) over residuals uniform in their steps: rows of V_G^-1 spread each residual over outputs."""
     columns = float(inputs.factor.diagonal @ cols[inputs.factor.order].to(torch.float64).square())
     spread, start = 0.0, 0
