@@ -6,6 +6,9 @@ the first programs before they begin with their superblocks, and they are long d
 A slot is loaded in the very layout in which it is used, and sums are kept in that layout: no slot needs an exchange
 between lanes, nor a barrier. To that end the compiler must not see which lanes are neighbours, or it would load vectors
 and exchange them: where a lane's own offset enters an address, it is by `|`. The sums become a tile once, at the end.
+
+Lanes are one-dimensional, those of an outlier next to each other, so that a warp reads few lines of x^T: the L1 cache
+looks up one line per cycle. Of two dimensions Triton 3.6 made neighbours of the weight rows, and read 32 lines for 8.
 """
 
 import triton
@@ -77,16 +80,19 @@ def load_slots(entry_ptr, at, count, slot, SLOTS: tl.constexpr):
 def outlier_places(slice_ptr, tile, M, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, TRANSPOSED: tl.constexpr):
     """Of each row of a tile: where its entries begin, and how many slots it has.
 
-    TRANSPOSED: [BLOCK_N, ROWS / 4], and none for lanes whose four activation rows are M and beyond; else [BLOCK_N].
+    TRANSPOSED: [BLOCK_N * ROWS / 4], and none for lanes whose four activation rows are M and beyond; else [BLOCK_N].
     """
-    bounds = slice_ptr + tile * (BLOCK_N // 16) + tl.arange(0, BLOCK_N) // 16
+    LANES: tl.constexpr = ROWS // 4 if TRANSPOSED else 1  # of a weight row
+    lane = tl.arange(0, BLOCK_N * LANES)
+    row = lane // LANES
+    bounds = slice_ptr + tile * (BLOCK_N // 16) + row // 16
     begin = tl.load(bounds)
     count = tl.load(bounds + 1) - begin
-    at = begin.to(tl.int64) * 16 | tl.arange(0, BLOCK_N) % 16
+    at = begin.to(tl.int64) * 16 | row % 16
     if TRANSPOSED:
-        used = 4 * tl.arange(0, ROWS // 4)[None, :] < M
-        at = tl.where(used, at[:, None], 0)
-        count = tl.where(used, count[:, None], 0)
+        used = 4 * (lane % LANES) < M
+        at = tl.where(used, at, 0)
+        count = tl.where(used, count, 0)
     return at, count
 
 
@@ -104,7 +110,7 @@ def outlier_tile(
     """
     if TRANSPOSED:
         LANES: tl.constexpr = ROWS // 4  # of a weight row
-        sums = repeated(tl.zeros((BLOCK_N, LANES), tl.float32), 4)
+        sums = repeated(tl.zeros((BLOCK_N * LANES,), tl.float32), 4)
     else:
         sums = repeated(tl.zeros((BLOCK_N,), tl.float32), ROWS)
     for slot in range(part * SLOTS, longest, parts * SLOTS):
@@ -148,8 +154,9 @@ def add_outlier(
 ):
     """Each sum plus value times x in column col; arguments as of `outlier_tile`."""
     if TRANSPOSED:
-        fours = tl.arange(0, ROWS // 4)[None, :]
-        return add_four(sums, value, tl.load(x_ptr + (col * (ROWS // 4) | fours)), HALF)
+        LANES: tl.constexpr = ROWS // 4
+        four = tl.arange(0, value.shape[0]) % LANES
+        return add_four(sums, value, tl.load(x_ptr + (col * LANES | four)), HALF)
     else:
         return add_gathered(sums, value, x_ptr + col, stride_xm, M, ROWS)
 
