@@ -17,7 +17,16 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from vllm_latq.kernels.chunks import LANES
-from vllm_latq.kernels.configs import COMPILER, REGIMES, SIMT, DecodeConfig, decode_config, max_decode_rows, slots_of
+from vllm_latq.kernels.configs import (
+    COMPILER,
+    GATHER_ROWS,
+    REGIMES,
+    SIMT,
+    DecodeConfig,
+    decode_config,
+    max_decode_rows,
+    slots_of,
+)
 from vllm_latq.kernels.dequantize import SLICE_SLOTS, dequantize_tiles, scatter_outliers, write_beyond
 from vllm_latq.kernels.errors import require
 from vllm_latq.kernels.grouped import ssqr_grouped
@@ -119,7 +128,7 @@ def tensor_core_values(
     beyond: bool = False,
 ) -> dict[str, Any]:
     """Compile-time arguments of the tensor-core kernel, with split-K."""
-    transposed = outliers and config.max_rows > 8
+    transposed = outliers and config.max_rows > GATHER_ROWS
     values = constants(bits, group_size, config, config.max_rows if outliers else 0, transposed, beyond, True)
     fixed = {"EVEN_K": True, "HAS_FLAT_SCALES": False, "HAS_ROW_SCALES": False, "UPCAST": False}
     return values | fixed | {"ASM": asm, "MIDRISE": midrise}

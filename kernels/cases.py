@@ -64,7 +64,7 @@ def paths(m: int, bits: int) -> tuple[str, ...]:
         return ("prefill",)
     if m > widest:
         return "tensor_core", "prefill"
-    return ("tensor_core", "simt") if m <= SIMT.max_rows else ("tensor_core",)
+    return ("tensor_core", "simt") if m == 1 else ("tensor_core",)  # of more rows SIMT takes 6 instructions and more
 
 
 def all_cases(

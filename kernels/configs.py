@@ -9,6 +9,7 @@ from functools import lru_cache
 from vllm_latq.kernels.errors import require
 
 REGIMES = (8, 16, 32, 64)  # numbers of rows that kernels are made for
+GATHER_ROWS = 1  # above, outliers read a transposed copy of x: one vector load per outlier instead of one a row
 START = 2  # superblocks whose time a program spends waiting at its begin and end: reasoned, not timed
 COMPILER = {"enable_fp_fusion": True}  # a * b + c is one instruction: from Triton 3.10 on only where asked for
 RESERVED_BYTES = 1024  # of shared memory, for each program
@@ -28,6 +29,8 @@ class DecodeConfig:
         paired: take the columns in an order that fills neighbouring registers by one load (`unpack.paired_words`); not
             for Hopper's warp-group instruction, which reads activations from shared memory.
         slots: outliers of a row that a program reads at once, at least where a slot holds two.
+        slots_per_part: outliers of a row for each program that takes those of its tile, instead of superblocks; 0: all
+            programs of a tile take both.
         min_group: the smallest groups that it serves, of 8-bit codes twice as large ones: scales take registers.
         programs_per_processor: most programs that are to run on a multiprocessor at once; its registers must hold them.
         shared_kb: shared memory of a multiprocessor, which may hold fewer of them.
@@ -43,6 +46,7 @@ class DecodeConfig:
     bias_dot: bool
     paired: bool = True
     slots: int = 8
+    slots_per_part: int = 0
     min_group: int = 1
     programs_per_processor: int = 4
     shared_kb: int = 164
@@ -58,6 +62,7 @@ class DecodeConfig:
         require(self.num_warps in (1, 2, 4, 8), f"{where}.num_warps", "1, 2, 4 or 8", self.num_warps)
         require(1 <= self.stages <= 8, f"{where}.stages", "1 to 8", self.stages)
         require(self.slots in (1, 2, 4, 8, 16), f"{where}.slots", "1, 2, 4, 8 or 16", self.slots)
+        require(self.slots_per_part >= 0, f"{where}.slots_per_part", "0 or more", self.slots_per_part)
         require(self.min_superblocks >= 1, f"{where}.min_superblocks", "1 or more", self.min_superblocks)
         require(self.kernel == "tensor_core" or self.max_rows == 8, f"{where}.max_rows", "8 for the SIMT kernel",
                 self.max_rows)  # fmt: skip
@@ -94,10 +99,17 @@ class DecodeConfig:
         fit = (self.shared_kb << 10) // (self.shared_bytes(bits, group_size) + RESERVED_BYTES)
         return max(1, min(self.programs_per_processor, fit))
 
-    def parts(self, bits: int, group_size: int, padded_rows: int, superblocks: int, processors: int) -> int:
-        """Split-K factor."""
+    def outlier_parts(self, slots: float) -> int:
+        """Programs of a tile that take its outliers, of so many slots, and nothing else; 0: all of them do."""
+        return max(1, round(slots / self.slots_per_part)) if slots and self.slots_per_part else 0
+
+    def parts(
+        self, bits: int, group_size: int, padded_rows: int, superblocks: int, processors: int, outlier_parts: int = 0
+    ) -> int:
+        """Split-K factor, which does not count the programs that take outliers, but leaves them their places."""
         tiles = padded_rows // self.block_n
-        return split_k(tiles, superblocks, processors * self.programs(bits, group_size), self.min_superblocks)
+        places = processors * self.programs(bits, group_size) - tiles * outlier_parts
+        return split_k(tiles, superblocks, max(1, places), self.min_superblocks)
 
 
 @lru_cache(maxsize=1024)

@@ -18,7 +18,7 @@ from vllm_latq.kernels.tiles import load_planes, plane
 from vllm_latq.kernels.weight import KernelWeight
 
 CHUNK_BYTES = 32 << 20  # dense weights at a time: below the L2 cache of an H100 or H200 (50 MB), and enough to fill it
-SLICE_SLOTS = 64
+SLICE_SLOTS, SLICE_PROGRAMS = 16, 8  # outliers of a row at a time, and programs that take them in turn
 
 
 @triton.jit
@@ -89,14 +89,14 @@ def scatter_outliers(
     entry_ptr, slice_ptr, order_ptr, row_scale_ptr, w_ptr, first_slice, first_row, K, HAS_ROW_SCALES: tl.constexpr,
     SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (slices of the chunk,). Adds the outliers of 16 rows to w [chunk rows, K].
+    """Grid (slices of the chunk, programs of a slice). Adds the outliers of 16 rows to w [chunk rows, K].
 
     A row's entries are sorted by column, and at most three share one (`entries.coordinates`): the first adds all.
     """
     at, count, row, factor = slice_rows(
         entry_ptr, slice_ptr, order_ptr, row_scale_ptr, first_slice + tl.program_id(0), first_row, HAS_ROW_SCALES
     )
-    for start in range(0, count, SLOTS):
+    for start in range(tl.program_id(1) * SLOTS, count, tl.num_programs(1) * SLOTS):
         slot = start + tl.arange(0, SLOTS)[:, None]
         entry = tl.load(at + slot * 16, mask=slot < count, other=0)
         before = tl.load(at + (slot - 1) * 16, mask=(slot > 0) & (slot < count), other=0)
@@ -131,7 +131,7 @@ def write_beyond(
     entry_ptr, slice_ptr, order_ptr, row_scale_ptr, w_ptr, first_slice, first_row, K, BITS: tl.constexpr,
     MIDRISE: tl.constexpr, HAS_ROW_SCALES: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (slices of the chunk,). Writes the weights of 16 rows that lie beyond the grid into w [chunk rows, K].
+    """Grid (slices of the chunk, programs of a slice). Writes 16 rows' weights beyond the grid into w [chunk rows, K].
 
     An integer of several entries is the first outlier of each, one after the other: the first of these adds them.
     """
@@ -139,7 +139,7 @@ def write_beyond(
         entry_ptr, slice_ptr, order_ptr, row_scale_ptr, first_slice + tl.program_id(0), first_row, HAS_ROW_SCALES
     )
     out = w_ptr + row * K
-    for start in range(0, count, SLOTS):
+    for start in range(tl.program_id(1) * SLOTS, count, tl.num_programs(1) * SLOTS):
         slot = start + tl.arange(0, SLOTS)[:, None]
         entry = tl.load(at + slot * 16, mask=slot < count, other=0)
         col, beyond = first_outlier(entry, True)
@@ -172,7 +172,7 @@ def launch_dequantize(weight: KernelWeight, w: torch.Tensor, first_block: int, b
     )  # fmt: skip
     if weight.entries is not None:
         first_slice = first_block * (ROW_BLOCK // SLICE_ROWS)
-        grid = (blocks * (ROW_BLOCK // SLICE_ROWS),)
+        grid = (blocks * (ROW_BLOCK // SLICE_ROWS), SLICE_PROGRAMS)
         slices = (weight.entries, weight.slice_ptr, weight.order, weight.row_scales)
         named = {"HAS_ROW_SCALES": weight.row_scales is not None, "SLOTS": SLICE_SLOTS, "num_warps": 4, **COMPILER}
         if weight.beyond:

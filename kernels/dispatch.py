@@ -5,7 +5,7 @@ CUDA-graph safe: no host synchronisation, no autotuning, scratch from the cachin
 
 import torch
 
-from vllm_latq.kernels.configs import FUSED_LAUNCHES, DecodeConfig, decode_config, max_decode_rows
+from vllm_latq.kernels.configs import FUSED_LAUNCHES, GATHER_ROWS, DecodeConfig, decode_config, max_decode_rows
 from vllm_latq.kernels.dequantize import prefill_matmul
 from vllm_latq.kernels.errors import require
 from vllm_latq.kernels.fields import SUPERBLOCK
@@ -14,7 +14,6 @@ from vllm_latq.kernels.ssqr import launch_ssqr
 from vllm_latq.kernels.weight import KernelWeight
 
 MAX_OFFSET = 2**31 - 1  # the kernels address x by 32-bit offsets; everything that can be larger by 64-bit ones
-OUTLIER_GATHER_ROWS = 8  # above, outliers read a transposed copy of x: one vector load per outlier instead of one a row
 
 
 def check_activations(x: torch.Tensor, weight: KernelWeight) -> None:
@@ -32,17 +31,22 @@ def padded_columns(x: torch.Tensor, weight: KernelWeight) -> torch.Tensor:
 
 def scratch(
     x: torch.Tensor, weight: KernelWeight, config: DecodeConfig, m: int, batches: int = 1
-) -> tuple[int, torch.Tensor | None, torch.Tensor | None]:
-    """Split-K factor of one launch of `batches` products of up to m rows of x; partials and x^T, where it has them."""
+) -> tuple[int, int, torch.Tensor | None, torch.Tensor | None]:
+    """What one launch of `batches` products of up to m rows of x takes.
+
+    Returns:
+        The programs of a tile, how many of them take outliers and nothing else, partials and x^T, where it has them.
+    """
+    outlier_parts = config.outlier_parts(weight.slots)
     tiles = (weight.padded_rows * batches, weight.superblocks, weight.processors)
-    parts = config.parts(weight.bits, weight.group_size, *tiles)
+    parts = config.parts(weight.bits, weight.group_size, *tiles, outlier_parts) + outlier_parts
     partials = transposed = None
     if parts > 1:
         size = batches * parts * weight.padded_rows * config.max_rows
         partials = torch.empty(size, dtype=torch.float32, device=x.device)
-    if weight.entries is not None and m > OUTLIER_GATHER_ROWS:
+    if weight.entries is not None and m > GATHER_ROWS:
         transposed = torch.empty(batches * weight.cols, config.max_rows, dtype=x.dtype, device=x.device)
-    return parts, partials, transposed
+    return parts, outlier_parts, partials, transposed
 
 
 def decode_matmul(x: torch.Tensor, weight: KernelWeight, config: DecodeConfig, y: torch.Tensor) -> None:
@@ -50,11 +54,11 @@ def decode_matmul(x: torch.Tensor, weight: KernelWeight, config: DecodeConfig, y
     m = x.shape[0]
     if x.stride(1) != 1 or x.stride(0) * m > MAX_OFFSET:
         x = x.contiguous()
-    parts, partials, transposed = scratch(x, weight, config, m)
+    parts, outlier_parts, partials, transposed = scratch(x, weight, config, m)
     if config.kernel == "simt":
         launch_simt(padded_columns(x, weight), weight, y, partials, config, parts)
         return
-    launch_ssqr(x, weight, y, partials, transposed, config, parts)
+    launch_ssqr(x, weight, y, partials, transposed, config, parts, outlier_parts)
 
 
 def ssqr_matmul(x: torch.Tensor, weight: KernelWeight, config: DecodeConfig | None = None) -> torch.Tensor:

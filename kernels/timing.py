@@ -83,7 +83,10 @@ def summary(microseconds: Sequence[float]) -> Timing:
 
 
 def copy_gb_per_s(device: torch.device) -> float:
-    """GB/s, read and written together, of a plain copy on the device: the roofline of everything bound by memory."""
-    source = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)
+    """GB/s, read and written together, of a kernel that copies: the roofline of everything bound by memory.
+
+    Not of `copy_`: as a node of a CUDA graph it reaches 2.7 TB/s on an H200, a kernel 4.3.
+    """
+    source = torch.zeros(COPY_BYTES // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
-    return 2 * COPY_BYTES / time_graph([lambda: target.copy_(source)]).median / 1e3
+    return 2 * COPY_BYTES / time_graph([lambda: torch.neg(source, out=target)]).median / 1e3

@@ -5,9 +5,12 @@ The head stays in bf16, as vLLM's users know it, but in the last scheme.
     python serving_examples/decode_latency.py                       # Qwen3-8B's shape, batch 1, 4, 8 and 16, on a GPU
     python serving_examples/decode_latency.py --json results.json
     python serving_examples/decode_latency.py --shape qwen3-30b-a3b  # a mixture of 128 experts
+    python serving_examples/decode_latency.py --together \\
+        --engine '{"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 1000000000}'
 
 Weights are random (`--load-format dummy`): they take the time of trained ones. Every scheme has a process of its own,
-which `--minutes` limits, and is printed and written as soon as it is measured.
+which `--minutes` limits, and is printed and written as soon as it is measured. With `--together` all engines start at
+once, which takes as long as one, and are measured one after the other: the GPU's memory must hold them all.
 Time per token is that of the last `--new-tokens` - 1 tokens: a run of one token, which holds the prefill, is taken off.
 """
 
@@ -20,8 +23,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -85,17 +88,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--engine", default="{}", help="further arguments of vllm.LLM, a JSON object")
     parser.add_argument("--json", type=Path, help="write the results to this file, too")
     parser.add_argument("--minutes", type=float, default=10, help="stop a scheme that takes longer than so many")
+    parser.add_argument("--together", action="store_true", help="start all engines at once")
     # The name of one scheme: runs it in this process, and writes its times alone.
     parser.add_argument("--measure", help=argparse.SUPPRESS)
+    parser.add_argument("--in-turn", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.measure:
-        options.json.write_text(json.dumps(measure(schemes()[options.measure], options)))
+        found = measure(schemes()[options.measure], options)
+        draft = options.json.with_suffix(".draft")
+        draft.write_text(json.dumps(found))
+        draft.replace(options.json)
         return
     results: dict[str, dict[str, float]] = {}
-    for name in options.schemes:
-        found = run(name, options)
-        if found is None:
-            continue
+    for name, found in run(options.schemes, options):
         results[name] = found
         print(f"{name}: {', '.join(f'{1e3 * found[batch]:.3f} ms at batch {batch}' for batch in found)}", flush=True)
         if options.json:
@@ -110,32 +115,76 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print_table("decode latency", ("scheme", "batch", "ms per token", "speedup over bf16"), rows)
 
 
-def run(name: str, options: argparse.Namespace) -> dict[str, float] | None:
-    """Measure one scheme in a process of its own; None, with the reason printed, where it does not run."""
-    with tempfile.TemporaryDirectory() as folder:
-        times = Path(folder) / "times.json"  # what an engine prints is nobody's to foresee
-        command = [sys.executable, __file__, "--measure", name, "--engine", options.engine, "--json", str(times)]
+class Engine:
+    """One scheme in a process of its own, which waits for its turn before it measures."""
+
+    def __init__(self, name: str, folder: Path, options: argparse.Namespace) -> None:
+        folder.mkdir()
+        self.name, self.minutes = name, options.minutes
+        self.times, self.log = folder / "times.json", folder / "log"  # what an engine prints is nobody's to foresee
+        command = [sys.executable, __file__, "--measure", name, "--engine", options.engine, "--json", str(self.times)]
         command += ["--batch", *map(str, options.batch), "--new-tokens", str(options.new_tokens)]
-        command += ["--shape", options.shape]
+        command += ["--shape", options.shape, "--in-turn"]
         environment = os.environ | ENVIRONMENT.get(name, {})
         # A group of its own: vLLM's engine is a process below, and must not keep the GPU's memory when this one is
         # stopped.
-        log = Path(folder) / "log"
-        with log.open("wb") as output:
-            process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, process_group=0)
-            try:
-                process.wait(timeout=60 * options.minutes)
-            except subprocess.TimeoutExpired:
-                print(f"{name}: not done after {options.minutes:g} minutes", file=sys.stderr)
-            finally:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-        if times.exists():  # an engine that fails, or hangs, when it is stopped has been measured
-            return json.loads(times.read_text())
-        cause = log.read_text(errors="replace")[-LOG_CHARACTERS:]
-        print(f"{name}: not measured:\n{cause}", file=sys.stderr)
+        with self.log.open("wb") as output:
+            self.process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, process_group=0)
+
+    def wait_for(self, mark: Path) -> None:
+        """Return when the process has written a file, or ended, or taken too long."""
+        deadline = time.monotonic() + 60 * self.minutes
+        while not mark.exists() and self.process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.1)
+
+    def wait_until_ready(self) -> None:
+        self.wait_for(ready(self.times))
+
+    def measure(self) -> dict[str, float] | None:
+        """Its times; None, with the reason printed, where it does not run."""
+        turn(self.times).touch()
+        self.wait_for(self.times)
+        late = not self.times.exists() and self.process.poll() is None
+        self.stop()
+        if self.times.exists():  # an engine that fails, or hangs, when it is stopped has been measured
+            return json.loads(self.times.read_text())
+        cause = f"not done after {self.minutes:g} minutes" if late else "not measured"
+        print(f"{self.name}: {cause}:\n{self.log.read_text(errors='replace')[-LOG_CHARACTERS:]}", file=sys.stderr)
         return None
+
+    def stop(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def ready(times: Path) -> Path:
+    """Written by an engine that could measure."""
+    return times.with_suffix(".ready")
+
+
+def turn(times: Path) -> Path:
+    """Written for an engine that may measure."""
+    return times.with_suffix(".turn")
+
+
+def run(names: Sequence[str], options: argparse.Namespace) -> Iterator[tuple[str, dict[str, float]]]:
+    """Times of the schemes that run, one after the other; the reason is printed where one does not."""
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+
+        def start(name: str) -> Engine:
+            engine = Engine(name, Path(folder) / name.replace(" ", "-"), options)
+            stack.callback(engine.stop)
+            return engine
+
+        started = [start(name) for name in names] if options.together else []
+        for engine in started:
+            engine.wait_until_ready()
+        for name in names:
+            engine = started.pop(0) if options.together else start(name)
+            found = engine.measure()
+            if found is not None:
+                yield name, found
 
 
 def measure(quantization: dict[str, Any] | None, options: argparse.Namespace) -> dict[str, float]:
@@ -156,6 +205,10 @@ def measure(quantization: dict[str, Any] | None, options: argparse.Namespace) ->
             max_num_seqs=max(options.batch),
             **json.loads(options.engine),
         )
+
+        ready(options.json).touch()
+        while options.in_turn and not turn(options.json).exists():
+            time.sleep(0.05)
 
         def seconds(batch: int, tokens: int) -> float:
             prompts = [{"prompt_token_ids": [1 + (i + j) % 400 for j in range(PROMPT_TOKENS)]} for i in range(batch)]

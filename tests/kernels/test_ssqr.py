@@ -6,7 +6,7 @@ import pytest
 import torch
 from kernel_device import DEVICE, INTERPRETED
 
-from vllm_latq.kernels.configs import SIMT, DecodeConfig, decode_config
+from vllm_latq.kernels.configs import GATHER_ROWS, SIMT, DecodeConfig, decode_config
 from vllm_latq.kernels.dispatch import padded_columns, ssqr_matmul
 from vllm_latq.kernels.reference import matmul_reference
 from vllm_latq.kernels.simt import launch_simt
@@ -31,7 +31,7 @@ def run(layer: Any, m: int, dtype: torch.dtype, parts: int = 1, config: DecodeCo
     y = poisoned(m, weight.rows)
     partials = poisoned(parts * weight.padded_rows * config.max_rows) if parts > 1 else None
     transposed = None
-    if weight.entries is not None and m > 8:
+    if weight.entries is not None and m > GATHER_ROWS:
         transposed = poisoned(weight.cols, config.max_rows, dtype=dtype)
     for _ in range(2 if parts > 1 else 1):  # the second launch finds the tickets as the first one left them
         y.fill_(float("nan"))
