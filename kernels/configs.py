@@ -1,19 +1,23 @@
 """Launch configurations of the decode kernels: one validated table, chosen by GPU architecture and number of rows.
 
-No entry has been timed on a GPU yet: `source` says where each comes from, and `bench.py --tune` prints replacements.
+Hopper's are measured on an H200, the others reasoned: `source` says so, and `bench.py --tune` prints replacements.
 """
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+import triton
+
 from vllm_latq.kernels.errors import require
 
 REGIMES = (8, 16, 32, 64)  # numbers of rows that kernels are made for
-GATHER_ROWS = 1  # above, outliers read a transposed copy of x: one vector load per outlier instead of one a row
+GATHER_ROWS = 2  # above, outliers read a transposed copy of x: one vector load per outlier instead of one a row
 START = 2  # superblocks whose time a program spends waiting at its begin and end: reasoned, not timed
+TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 COMPILER = {"enable_fp_fusion": True}  # a * b + c is one instruction: from Triton 3.10 on only where asked for
 RESERVED_BYTES = 1024  # of shared memory, for each program
 STATIC = "instruction counts and roofline arithmetic (NOTES.md), Triton 3.9.0 and 3.6.0, 2026-11; not timed"
+H200 = "times on an H200 (NOTES.md), torch 2.11.0, Triton 3.6.0, 2026-11-27"
 
 
 @dataclass(frozen=True)
@@ -29,8 +33,6 @@ class DecodeConfig:
         paired: take the columns in an order that fills neighbouring registers by one load (`unpack.paired_words`); not
             for Hopper's warp-group instruction, which reads activations from shared memory.
         slots: outliers of a row that a program reads at once, at least where a slot holds two.
-        slots_per_part: outliers of a row for each program that takes those of its tile, instead of superblocks; 0: all
-            programs of a tile take both.
         min_group: the smallest groups that it serves, of 8-bit codes twice as large ones: scales take registers.
         programs_per_processor: most programs that are to run on a multiprocessor at once; its registers must hold them.
         shared_kb: shared memory of a multiprocessor, which may hold fewer of them.
@@ -46,7 +48,6 @@ class DecodeConfig:
     bias_dot: bool
     paired: bool = True
     slots: int = 8
-    slots_per_part: int = 0
     min_group: int = 1
     programs_per_processor: int = 4
     shared_kb: int = 164
@@ -62,7 +63,6 @@ class DecodeConfig:
         require(self.num_warps in (1, 2, 4, 8), f"{where}.num_warps", "1, 2, 4 or 8", self.num_warps)
         require(1 <= self.stages <= 8, f"{where}.stages", "1 to 8", self.stages)
         require(self.slots in (1, 2, 4, 8, 16), f"{where}.slots", "1, 2, 4, 8 or 16", self.slots)
-        require(self.slots_per_part >= 0, f"{where}.slots_per_part", "0 or more", self.slots_per_part)
         require(self.min_superblocks >= 1, f"{where}.min_superblocks", "1 or more", self.min_superblocks)
         require(self.kernel == "tensor_core" or self.max_rows == 8, f"{where}.max_rows", "8 for the SIMT kernel",
                 self.max_rows)  # fmt: skip
@@ -99,17 +99,10 @@ class DecodeConfig:
         fit = (self.shared_kb << 10) // (self.shared_bytes(bits, group_size) + RESERVED_BYTES)
         return max(1, min(self.programs_per_processor, fit))
 
-    def outlier_parts(self, slots: float) -> int:
-        """Programs of a tile that take its outliers, of so many slots, and nothing else; 0: all of them do."""
-        return max(1, round(slots / self.slots_per_part)) if slots and self.slots_per_part else 0
-
-    def parts(
-        self, bits: int, group_size: int, padded_rows: int, superblocks: int, processors: int, outlier_parts: int = 0
-    ) -> int:
-        """Split-K factor, which does not count the programs that take outliers, but leaves them their places."""
+    def parts(self, bits: int, group_size: int, padded_rows: int, superblocks: int, processors: int) -> int:
+        """Split-K factor."""
         tiles = padded_rows // self.block_n
-        places = processors * self.programs(bits, group_size) - tiles * outlier_parts
-        return split_k(tiles, superblocks, max(1, places), self.min_superblocks)
+        return split_k(tiles, superblocks, processors * self.programs(bits, group_size), self.min_superblocks)
 
 
 @lru_cache(maxsize=1024)
@@ -159,15 +152,26 @@ ADA = tuple(
         AMPERE_64, replace(AMPERE_64_SMALL, min_group=64), replace(small_groups(AMPERE_64), stages=3),
     )
 )  # fmt: skip
-HOPPER_32 = replace(AMPERE_32, paired=False, min_group=64)
-HOPPER = tuple(
-    replace(config, shared_kb=228)
+# Of what was timed on an H200, the least geometric mean over Qwen3-8B's merged layers and 8192x8192, at 3 and 4 bits
+# with 1% outliers. From 3.8 on, Triton takes warp-group products for four warps and eight rows, too, which was not
+# timed: of two warps, of which all versions make the same, the best is 5% slower. In groups of 32, 64 rows would spill.
+HOPPER_8 = (
+    replace(AMPERE_8, num_warps=4, slots=4, programs_per_processor=3)
+    if TRITON < (3, 8)
+    else replace(AMPERE_8, block_n=64, slots=4, programs_per_processor=6)
+)
+HOPPER_MORE = tuple(
+    replace(config, block_n=64, num_warps=4, paired=False)
     for config in (
-        replace(AMPERE_8, slots=4, programs_per_processor=5),
-        replace(AMPERE_16, num_warps=4, paired=False, slots=4, min_group=1, programs_per_processor=3),
-        HOPPER_32, small_groups(HOPPER_32), replace(AMPERE_64_SMALL, paired=False),
+        replace(AMPERE_16, slots=8, min_group=1),
+        replace(AMPERE_32, slots=4, stages=2, min_group=1, programs_per_processor=3),
+        replace(AMPERE_64, slots=4, stages=3, min_group=64),
     )
-)  # fmt: skip
+)
+HOPPER = (
+    *(replace(config, shared_kb=228, source=H200) for config in (HOPPER_8, *HOPPER_MORE)),
+    replace(AMPERE_64_SMALL, paired=False, shared_kb=228),
+)
 # From four warps on, the compiler takes sm_100's tcgen05. That wants weights in shared memory and an answer after each
 # group, and at 64 rows in groups of 32 Triton 3.9 makes an empty kernel of it. Products of two warps are Ampere's. In
 # small groups registers spill (NOTES.md), but two launches of half the rows would issue as much.

@@ -31,22 +31,17 @@ def padded_columns(x: torch.Tensor, weight: KernelWeight) -> torch.Tensor:
 
 def scratch(
     x: torch.Tensor, weight: KernelWeight, config: DecodeConfig, m: int, batches: int = 1
-) -> tuple[int, int, torch.Tensor | None, torch.Tensor | None]:
-    """What one launch of `batches` products of up to m rows of x takes.
-
-    Returns:
-        The programs of a tile, how many of them take outliers and nothing else, partials and x^T, where it has them.
-    """
-    outlier_parts = config.outlier_parts(weight.slots)
+) -> tuple[int, torch.Tensor | None, torch.Tensor | None]:
+    """Split-K factor of one launch of `batches` products of up to m rows of x; partials and x^T, where it has them."""
     tiles = (weight.padded_rows * batches, weight.superblocks, weight.processors)
-    parts = config.parts(weight.bits, weight.group_size, *tiles, outlier_parts) + outlier_parts
+    parts = config.parts(weight.bits, weight.group_size, *tiles)
     partials = transposed = None
     if parts > 1:
         size = batches * parts * weight.padded_rows * config.max_rows
         partials = torch.empty(size, dtype=torch.float32, device=x.device)
     if weight.entries is not None and m > GATHER_ROWS:
         transposed = torch.empty(batches * weight.cols, config.max_rows, dtype=x.dtype, device=x.device)
-    return parts, outlier_parts, partials, transposed
+    return parts, partials, transposed
 
 
 def decode_matmul(x: torch.Tensor, weight: KernelWeight, config: DecodeConfig, y: torch.Tensor) -> None:
@@ -54,11 +49,11 @@ def decode_matmul(x: torch.Tensor, weight: KernelWeight, config: DecodeConfig, y
     m = x.shape[0]
     if x.stride(1) != 1 or x.stride(0) * m > MAX_OFFSET:
         x = x.contiguous()
-    parts, outlier_parts, partials, transposed = scratch(x, weight, config, m)
+    parts, partials, transposed = scratch(x, weight, config, m)
     if config.kernel == "simt":
         launch_simt(padded_columns(x, weight), weight, y, partials, config, parts)
         return
-    launch_ssqr(x, weight, y, partials, transposed, config, parts, outlier_parts)
+    launch_ssqr(x, weight, y, partials, transposed, config, parts)
 
 
 def ssqr_matmul(x: torch.Tensor, weight: KernelWeight, config: DecodeConfig | None = None) -> torch.Tensor:

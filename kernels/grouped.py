@@ -90,11 +90,11 @@ def combine_pairs(y_ptr, weight_ptr, place_ptr, out_ptr, N, k, COLUMNS: tl.const
     tl.store(out_ptr + token.to(tl.int64) * N + col, acc.to(out_ptr.dtype.element_ty), mask=col < N)
 
 
-@triton.jit(do_not_specialize=("M", "supers", "supers_per_part", "outlier_parts", "writers"))
+@triton.jit(do_not_specialize=("M", "supers", "supers_per_part", "writers"))
 def ssqr_grouped(
     expert_ptr, begin_ptr, live_ptr, word_stride, pair_stride, slice_stride, ticket_stride,
     x_ptr, word_ptr, scale_ptr, flat_scale_ptr, row_scale_ptr, order_ptr, entry_ptr, slice_ptr, xt_ptr, fours_ptr,
-    partial_ptr, ticket_ptr, y_ptr, M, N, K, stride_xm, supers, supers_per_part, outlier_parts, writers,
+    partial_ptr, ticket_ptr, y_ptr, M, N, K, stride_xm, supers, supers_per_part, writers,
     BITS: tl.constexpr, GROUP: tl.constexpr, MIDRISE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
     STAGES: tl.constexpr, BIAS_DOT: tl.constexpr, BIAS_ROWS: tl.constexpr, PAIRED: tl.constexpr,
     OUTLIER_ROWS: tl.constexpr, SLOTS: tl.constexpr, TRANSPOSED: tl.constexpr, BEYOND: tl.constexpr,
@@ -126,8 +126,8 @@ def ssqr_grouped(
         x_ptr + begin * stride_xm, word_ptr + expert * word_stride, scale_ptr, flat_scale_ptr, row_scale_ptr,
         order_ptr + expert * padded, entry_ptr, slice_ptr, xt_ptr, fours_ptr, partial_ptr,
         ticket_ptr + batch * ticket_stride, y_ptr + begin * N, M, N, K, stride_xm, supers, supers_per_part,
-        outlier_parts, writers, BITS, GROUP, MIDRISE, BLOCK_N, BLOCK_M, STAGES, BIAS_DOT, BIAS_ROWS, PAIRED,
-        OUTLIER_ROWS, SLOTS, TRANSPOSED, BEYOND, PIECE, SPLIT, EVEN_K, HAS_FLAT_SCALES, HAS_ROW_SCALES, ASM, UPCAST,
+        writers, BITS, GROUP, MIDRISE, BLOCK_N, BLOCK_M, STAGES, BIAS_DOT, BIAS_ROWS, PAIRED, OUTLIER_ROWS, SLOTS,
+        TRANSPOSED, BEYOND, PIECE, SPLIT, EVEN_K, HAS_FLAT_SCALES, HAS_ROW_SCALES, ASM, UPCAST,
     )  # fmt: skip
 
 
@@ -199,14 +199,12 @@ def grouped_matmul(x: torch.Tensor, stack: KernelWeight, routing: Routing) -> to
     require(dense and len(x) == pairs, "x", f"{pairs} rows without gaps between columns",
             f"{tuple(x.shape)} of strides {x.stride()}")  # fmt: skip
     config = decode_config(size, weight.bits, weight.arch, weight.group_size)
-    parts, outlier_parts, partials, transposed = scratch(x, weight, config, size, batches)
+    parts, partials, transposed = scratch(x, weight, config, size, batches)
     y = torch.empty(pairs, weight.rows, dtype=x.dtype, device=x.device)
     parted = (weight.words, weight.scale_pairs, weight.slice_ptr, weight.tickets)
     strides = (0 if part is None else part.stride(0) for part in parted)
     with torch.cuda.device_of(x):
-        grid, arguments, named = launch_arguments(
-            x, weight, y, partials, transposed, config, parts, outlier_parts, size
-        )
+        grid, arguments, named = launch_arguments(x, weight, y, partials, transposed, config, parts, size)
         batch = (routing.expert, routing.begin, routing.live)
         ssqr_grouped[(*grid, batches)](*batch, *strides, *arguments, **named)
     return y

@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 
 MOST_WRITERS = 2047  # of x^T: their number is the low 11 bits of a counter
-PATIENCE: tl.constexpr = tl.constexpr(32)  # looks at that counter, of a round trip to L2 each
 
 
 @triton.jit
@@ -41,36 +40,30 @@ def transpose_pieces(x_ptr, stride_xm, xt_ptr, M, K, first, step, ROWS: tl.const
 
 
 @triton.jit
-def begin_transposed(
-    x_ptr, stride_xm, xt_ptr, counter_ptr, M, K, writer, writers, ROWS: tl.constexpr, PIECE: tl.constexpr
-):
-    """Write share number `writer` of x^T, if it is one of `writers`, and count it as done."""
-    if (writer >= 0) & (writer < writers):
-        transpose_pieces(x_ptr, stride_xm, xt_ptr, M, K, writer, writers, ROWS, PIECE)
+def begin_transposed(x_ptr, stride_xm, xt_ptr, counter_ptr, M, K, writers, ROWS: tl.constexpr, PIECE: tl.constexpr):
+    """Write this program's share of x^T, if it is one of the first `writers`, and count it as done."""
+    program = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+    if program < writers:
+        transpose_pieces(x_ptr, stride_xm, xt_ptr, M, K, program, writers, ROWS, PIECE)
         tl.debug_barrier()
         tl.atomic_add(counter_ptr, 1, sem="release", scope="gpu")
 
 
 @triton.jit
-def finish_transposed(
-    x_ptr, stride_xm, xt_ptr, counter_ptr, M, K, takers, writers, ROWS: tl.constexpr, PIECE: tl.constexpr
-):
-    """Return when all of x^T is written; the last of the launch's `takers` that is here leaves the counter at zero.
+def finish_transposed(x_ptr, stride_xm, xt_ptr, counter_ptr, M, K, writers, ROWS: tl.constexpr, PIECE: tl.constexpr):
+    """Return when all of x^T is written; the launch's last program that is here leaves the counter at zero.
 
-    Where a share is still missing after PATIENCE looks, the program writes all of it, the same values: to wait longer
-    could be for a program that does not begin before this one ends.
+    Where a share is missing, the program writes all of it, the same values: to wait could be for a program that does
+    not begin before this one ends.
     """
-    # Programs that were here, in units of 2048, and below that the writers that are done.
-    done = tl.atomic_add(counter_ptr, 0, sem="acquire", scope="gpu") % 2048
-    looks = 1
-    while (done < writers) & (looks < PATIENCE):
-        done = tl.atomic_add(counter_ptr, 0, sem="acquire", scope="gpu") % 2048
-        looks += 1
+    programs = tl.num_programs(0) * tl.num_programs(1)
+    # Programs that came here, in units of 2048, and below that the writers that are done.
+    seen = tl.atomic_add(counter_ptr, 2048, sem="acquire", scope="gpu")
     tl.debug_barrier()
-    if done < writers:
+    if seen % 2048 < writers:
         transpose_pieces(x_ptr, stride_xm, xt_ptr, M, K, 0, 1, ROWS, PIECE)
         tl.debug_barrier()
-    if tl.atomic_add(counter_ptr, 2048, sem="relaxed", scope="gpu") // 2048 == takers - 1:
+    if seen // 2048 == programs - 1:
         tl.store(counter_ptr, 0)
 
 

@@ -67,7 +67,7 @@ def constant_dot(
     zero = (top.to(tl.uint32, bitcast=True) >> 16 >> 16).to(tl.int32, bitcast=True)
     p = tl.zeros((BIAS_ROWS, x.shape[1]), tl.float32)
     bias = anew(bias_piece(zero, P, SIZE, BITS, 0, HALF, MIDRISE, PAIRED), P, PAIRED)
-    p = multiply(bias, x, p, UPCAST)
+    p = multiply(bias, anew(x, 5, PAIRED), p, UPCAST)
     if BITS == 8:
         bias = anew(bias_piece(zero, P, SIZE, BITS, 1, HALF, MIDRISE, PAIRED), P, PAIRED)
         p = multiply(bias, anew(x, 1, PAIRED), p, UPCAST)
@@ -146,10 +146,10 @@ def add_parts(acc, partial_ptr, ticket_ptr, tile, part, parts, M):
 
 
 # Numbers of rows change while serving: none may compile a kernel of its own.
-@triton.jit(do_not_specialize=("M", "supers", "supers_per_part", "outlier_parts", "writers"))
+@triton.jit(do_not_specialize=("M", "supers", "supers_per_part", "writers"))
 def ssqr_tensor_core(
     x_ptr, word_ptr, scale_ptr, flat_scale_ptr, row_scale_ptr, order_ptr, entry_ptr, slice_ptr, xt_ptr, fours_ptr,
-    partial_ptr, ticket_ptr, y_ptr, M, N, K, stride_xm, supers, supers_per_part, outlier_parts, writers,
+    partial_ptr, ticket_ptr, y_ptr, M, N, K, stride_xm, supers, supers_per_part, writers,
     BITS: tl.constexpr, GROUP: tl.constexpr, MIDRISE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
     STAGES: tl.constexpr, BIAS_DOT: tl.constexpr, BIAS_ROWS: tl.constexpr, PAIRED: tl.constexpr,
     OUTLIER_ROWS: tl.constexpr, SLOTS: tl.constexpr, TRANSPOSED: tl.constexpr, BEYOND: tl.constexpr,
@@ -169,15 +169,14 @@ def ssqr_tensor_core(
     row, col = activation_places(SIZE, BLOCK_M, PAIRED)
     xs = x_ptr + begin * 256 + row * stride_xm + col
     live = (row < M) & (col >= 0)
-    # The last programs of a tile take its outliers, or where there are none for them all programs do, in turn.
-    first = tl.where(outlier_parts > 0, parts - outlier_parts, 0)
-    turn = part - first
     counter_ptr = ticket_ptr + tl.num_programs(0) * (BLOCK_N // 64)  # behind the tickets of all row blocks
     if TRANSPOSED:
-        writer = turn * tl.num_programs(0) + tile
-        begin_transposed(x_ptr, stride_xm, xt_ptr, counter_ptr, M, K, writer, writers, BLOCK_M, PIECE)
+        begin_transposed(x_ptr, stride_xm, xt_ptr, counter_ptr, M, K, writers, BLOCK_M, PIECE)
     if OUTLIER_ROWS > 0:
         longest = longest_slice(slice_ptr, tile, BLOCK_N)
+        if BLOCK_M == 8:  # hides the time that memory takes; the sums of more rows leave no registers for it
+            at, count = outlier_places(slice_ptr, tile, M, BLOCK_N, OUTLIER_ROWS, TRANSPOSED)
+            entries = load_slots(entry_ptr, at, count, part * SLOTS, SLOTS)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for sb in tl.range(begin, end, num_stages=STAGES):
         a, b, c, d = load_planes(words, BITS)
@@ -201,18 +200,17 @@ def ssqr_tensor_core(
         xs += 256
     if HAS_FLAT_SCALES:
         acc *= tl.load(flat_scale_ptr + tile * BLOCK_N + rn)[:, None]
-    if OUTLIER_ROWS > 0:  # noqa: SIM102, decided when this is compiled
-        if turn >= 0:
+    if OUTLIER_ROWS > 0:
+        if BLOCK_M > 8:
             at, count = outlier_places(slice_ptr, tile, M, BLOCK_N, OUTLIER_ROWS, TRANSPOSED)
-            entries = load_slots(entry_ptr, at, count, turn * SLOTS, SLOTS)
-            if TRANSPOSED:
-                takers = (parts - first) * tl.num_programs(0)
-                finish_transposed(x_ptr, stride_xm, xt_ptr, counter_ptr, M, K, takers, writers, BLOCK_M, PIECE)
-            extra = outlier_tile(
-                fours_ptr if TRANSPOSED else x_ptr, stride_xm, entry_ptr, entries, at, count, longest, turn,
-                parts - first, M, BLOCK_N, OUTLIER_ROWS, SLOTS, TRANSPOSED, BEYOND, HALF,
-            )  # fmt: skip
-            acc += extra if OUTLIER_ROWS == BLOCK_M else tl.where((tl.arange(0, BLOCK_M) == 0)[None, :], extra, 0.0)
+            entries = load_slots(entry_ptr, at, count, part * SLOTS, SLOTS)
+        if TRANSPOSED:
+            finish_transposed(x_ptr, stride_xm, xt_ptr, counter_ptr, M, K, writers, BLOCK_M, PIECE)
+        extra = outlier_tile(
+            fours_ptr if TRANSPOSED else x_ptr, stride_xm, entry_ptr, entries, at, count, longest, part, parts, M,
+            BLOCK_N, OUTLIER_ROWS, SLOTS, TRANSPOSED, BEYOND, HALF,
+        )  # fmt: skip
+        acc += extra if OUTLIER_ROWS == BLOCK_M else tl.where((tl.arange(0, BLOCK_M) == 0)[None, :], extra, 0.0)
     rows, factor = output_rows(order_ptr, row_scale_ptr, tile, BLOCK_N, HAS_ROW_SCALES, OUTLIER_ROWS > 0)
     if SPLIT:
         acc, last = add_parts(acc, partial_ptr, ticket_ptr, tile, part, parts, M)
@@ -230,7 +228,6 @@ def launch_ssqr(
     transposed: torch.Tensor | None,
     config: DecodeConfig,
     parts: int,
-    outlier_parts: int = 0,
 ) -> None:
     """Run the tensor-core kernel. Allocates nothing, checks nothing: see `dispatch.ssqr_matmul`.
 
@@ -240,12 +237,9 @@ def launch_ssqr(
         partials: float32, at least parts * padded rows * config.max_rows elements; None when parts is 1.
         transposed: [cols, config.max_rows], dtype of x, in which x^T is written for the outliers; None for no more
             than 8 rows, or without outliers.
-        parts: programs of a tile: those that share its superblocks, and outlier_parts that share its outliers.
-        outlier_parts: none where all programs of a tile do.
+        parts: split-K factor.
     """
-    grid, arguments, named = launch_arguments(
-        x, weight, y, partials, transposed, config, parts, outlier_parts, x.shape[0]
-    )
+    grid, arguments, named = launch_arguments(x, weight, y, partials, transposed, config, parts, x.shape[0])
     ssqr_tensor_core[grid](*arguments, **named)
 
 
@@ -257,7 +251,6 @@ def launch_arguments(
     transposed: torch.Tensor | None,
     config: DecodeConfig,
     parts: int,
-    outlier_parts: int,
     m: int,
 ) -> tuple[tuple[int, int], tuple[Any, ...], dict[str, Any]]:
     """Grid, run-time and compile-time arguments of `launch_ssqr` for m rows."""
@@ -267,11 +260,11 @@ def launch_arguments(
     writers = 0
     if transposed is not None:  # the programs that write it should all run at once
         together = weight.processors * config.programs(weight.bits, weight.group_size)
-        writers = min(grid[0] * (outlier_parts or parts), together, -(-weight.cols // config.piece), MOST_WRITERS)
+        writers = min(grid[0] * grid[1], together, -(-weight.cols // config.piece), MOST_WRITERS)
     arguments = (
         x, weight.words, weight.scale_pairs, weight.flat_scales, weight.row_scales, weight.order, weight.entries,
         weight.slice_ptr, transposed, fours, partials, weight.tickets, y, m, weight.rows, weight.cols, x.stride(0),
-        weight.superblocks, -(-weight.superblocks // (parts - outlier_parts)), outlier_parts, writers,
+        weight.superblocks, -(-weight.superblocks // parts), writers,
     )  # fmt: skip
     outliers = (outlier_rows, transposed is not None, weight.beyond)
     named = constants(weight.bits, weight.group_size, config, *outliers, parts > 1) | {

@@ -9,7 +9,7 @@ from vllm_latq.kernels.configs import HIP
 from vllm_latq.kernels.entries import BEYOND_BITS, beyond_entries, coordinates, integers, value_entries
 from vllm_latq.kernels.errors import require
 from vllm_latq.kernels.layout import ROW_BLOCK, check_shape, padded_rows, tile_scales, tile_weight
-from vllm_latq.kernels.outliers import SLICE_ROWS, OutlierSlices, check_csr, pool_slices, row_order, slice_entries
+from vllm_latq.kernels.outliers import OutlierSlices, check_csr, pool_slices, row_order, slice_entries
 
 
 @dataclass(frozen=True)
@@ -57,13 +57,6 @@ class KernelWeight:
     @property
     def superblocks(self) -> int:
         return self.words.shape[-4]
-
-    @property
-    def slots(self) -> float:
-        """Outlier slots of a slice of rows, on average; 0 without outliers."""
-        if self.entries is None:
-            return 0
-        return self.entries.shape[-2] * SLICE_ROWS / self.order.numel()
 
     @property
     def beyond(self) -> bool:

@@ -46,7 +46,7 @@ def activations(m: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def float32_product(
-    layer: Any, x: torch.Tensor, arch: str, parts: int = 1, processors: int = 1, outlier_parts: int = 0, **options: Any
+    layer: Any, x: torch.Tensor, arch: str, parts: int = 1, processors: int = 1, **options: Any
 ) -> tuple[torch.Tensor, Traffic]:
     """The decode kernel's y in float32, all scratch poisoned, and the launch's traffic. Tickets must end at zero."""
     m, weight = x.shape[0], on(arch, layer, processors)
@@ -57,7 +57,7 @@ def float32_product(
     if weight.entries is not None and m > GATHER_ROWS:
         transposed = torch.full((weight.cols, config.max_rows), float("nan"), dtype=x.dtype)
     with emulation(arch, **options) as traffic:
-        launch_ssqr(x, weight, y, partials, transposed, config, parts, outlier_parts)
+        launch_ssqr(x, weight, y, partials, transposed, config, parts)
     assert not weight.tickets.any()
     return y, traffic
 
@@ -211,26 +211,6 @@ def test_activations_are_transposed_whoever_comes_first(make_layer, m: int) -> N
     written, writers, programs = 2 * 1000 * config.max_rows // 32, config.programs(3, -1), 2 * 4  # sectors of x^T
     assert 1 < writers < programs
     assert more.store_sectors - moved.store_sectors == (programs - writers) * written
-
-
-@pytest.mark.parametrize(
-    ("arch", "m", "group_size"),
-    [("sm_80", 1, 128), ("sm_80", 6, -1), ("sm_90", 8, 128), ("sm_90", 16, 64), ("sm_90", 40, -1)],
-)
-@pytest.mark.parametrize(("superblock_parts", "outlier_parts"), [(1, 1), (3, 2)])
-def test_programs_for_outliers(
-    make_layer, arch: str, m: int, group_size: int, superblock_parts: int, outlier_parts: int
-) -> None:
-    """The last programs of a tile take its outliers and read no weight, whoever comes first."""
-    layer = make_layer(3, 130, 1024, group_size=group_size, outliers=0.02, midrise=m == 6)
-    x, parts = activations(m, 1024, torch.bfloat16), superblock_parts + outlier_parts
-    y, _ = float32_product(layer, x, arch, parts, outlier_parts=outlier_parts)
-    backward, _ = float32_product(
-        layer, x, arch, parts, outlier_parts=outlier_parts, order=lambda programs: list(range(programs))[::-1]
-    )
-    deviation = matmul_reference(x.double().square(), layer.dense.square()).sqrt()
-    assert ((y - matmul_reference(x, layer.dense)).abs() <= 1e-4 * deviation).all()
-    assert torch.equal(y, backward)
 
 
 def test_ticket_is_between_barriers() -> None:

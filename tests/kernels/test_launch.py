@@ -139,7 +139,7 @@ def test_writers_of_transposed_activations_fit_their_counter(make_layer) -> None
     wide = {"cols": 1 << 16, "order": torch.empty(1 << 18, device="meta"), "processors": 1 << 16}
     weight, config = replace(make_layer(3, 64, 256).weight, **wide), decode_config(64, 3)
     x, transposed = (torch.empty(64, 1 << 16, dtype=torch.float16, device="meta") for _ in range(2))
-    _, (*_, writers), _ = launch_arguments(x, weight, x, None, transposed.view(1 << 16, 64), config, 1, 0, 64)
+    _, (*_, writers), _ = launch_arguments(x, weight, x, None, transposed.view(1 << 16, 64), config, 1, 64)
     assert writers == 2047
 
 
