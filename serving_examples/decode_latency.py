@@ -94,17 +94,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--in-turn", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.measure:
-        found = measure(schemes()[options.measure], options)
+        found = {"seconds_per_token": measure(schemes()[options.measure], options), "versions": versions()}
         draft = options.json.with_suffix(".draft")
         draft.write_text(json.dumps(found))
         draft.replace(options.json)
         return
     results: dict[str, dict[str, float]] = {}
-    for name, found in run(options.schemes, options):
-        results[name] = found
+    for name, measured in run(options.schemes, options):
+        results[name] = found = measured["seconds_per_token"]
         print(f"{name}: {', '.join(f'{1e3 * found[batch]:.3f} ms at batch {batch}' for batch in found)}", flush=True)
         if options.json:
-            facts = {"shape": options.shape, "seconds_per_token": results, "versions": versions()}
+            facts = {"shape": options.shape, "seconds_per_token": results, "versions": measured["versions"]}
             options.json.write_text(json.dumps(facts, indent=1) + "\n")
     base = results.get("bf16")
     rows = [
@@ -140,8 +140,8 @@ class Engine:
     def wait_until_ready(self) -> None:
         self.wait_for(ready(self.times))
 
-    def measure(self) -> dict[str, float] | None:
-        """Its times; None, with the reason printed, where it does not run."""
+    def measure(self) -> dict[str, Any] | None:
+        """Its times and versions; None, with the reason printed, where it does not run."""
         turn(self.times).touch()
         self.wait_for(self.times)
         late = not self.times.exists() and self.process.poll() is None
@@ -168,8 +168,8 @@ def turn(times: Path) -> Path:
     return times.with_suffix(".turn")
 
 
-def run(names: Sequence[str], options: argparse.Namespace) -> Iterator[tuple[str, dict[str, float]]]:
-    """Times of the schemes that run, one after the other; the reason is printed where one does not."""
+def run(names: Sequence[str], options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What is measured of the schemes that run, one after the other; the reason is printed where one does not."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
 
         def start(name: str) -> Engine:

@@ -56,8 +56,13 @@ def assert_times(times: dict[str, float]) -> None:
 
 @pytest.mark.engine
 def test_decode_latency(tmp_path: Path) -> None:
-    decode_latency("--shape", "tiny", "--schemes", SCHEME, "--json", str(tmp_path / "times.json"))
-    assert_times(json.loads((tmp_path / "times.json").read_text())["seconds_per_token"][SCHEME])
+    """Two engines that start at once and are measured one after the other."""
+    results = tmp_path / "times.json"
+    decode_latency("--shape", "tiny", "--schemes", "bf16", SCHEME, "--together", "--json", str(results))
+    times = json.loads(results.read_text())["seconds_per_token"]
+    assert list(times) == ["bf16", SCHEME]
+    for found in times.values():
+        assert_times(found)
 
 
 @pytest.mark.engine
@@ -66,4 +71,4 @@ def test_decode_latency_of_a_mixture(tmp_path: Path) -> None:
     """One scheme, that with a quantized head, as the script runs it in a process of its own."""
     times = tmp_path / "times.json"
     decode_latency("--shape", "tiny-mixture", "--measure", f"{SCHEME}, head 4 bits", "--json", str(times))
-    assert_times(json.loads(times.read_text()))
+    assert_times(json.loads(times.read_text())["seconds_per_token"])
