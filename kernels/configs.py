@@ -164,7 +164,8 @@ HOPPER_MORE = tuple(
     replace(config, block_n=64, num_warps=4, paired=False)
     for config in (
         replace(AMPERE_16, slots=8, min_group=1),
-        replace(AMPERE_32, slots=4, stages=2, min_group=1, programs_per_processor=3),
+        replace(AMPERE_32, slots=4, stages=2, programs_per_processor=3),
+        replace(AMPERE_32, slots=4, stages=2, min_group=1),
         replace(AMPERE_64, slots=4, stages=3, min_group=64),
     )
 )
@@ -180,8 +181,8 @@ TWO_WARPS = (
     replace(AMPERE_64, block_n=64, num_warps=2, min_group=1),
 )  # fmt: skip
 BLACKWELL = tuple(replace(config, shared_kb=228, programs_per_processor=4) for config in TWO_WARPS)
-# sm_120 has what sm_89 has.
-BLACKWELL_RTX = tuple(replace(config, slots=1) if config.max_rows == 32 else config for config in ADA)
+# sm_120 has what sm_89 has; with a slot less, no registers spill.
+BLACKWELL_RTX = tuple(replace(config, slots=1) if config.max_rows in (8, 32) else config for config in ADA)
 # 64 KB of shared memory on gfx90a and gfx942. Compiled for these only, and neither run nor tuned.
 AMD = tuple(
     replace(config, stages=2 if config.max_rows > 16 else 3, shared_kb=64, min_group=1)
