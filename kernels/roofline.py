@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from vllm_latq.kernels.cases import GROUP_SIZE, SHAPES
 
-# Main loop of the tensor-core kernel for up to 8 rows at group size 128, the largest count of sm_80 to sm_90 (Triton 3.9).
+# Main loop of the tensor-core kernel for up to 8 rows at group size 128: the largest count of sm_80 to sm_90.
 INSTRUCTIONS = {2: 1.45, 3: 1.66, 4: 1.77}
 # Bits, rate of outliers, and whether the weight is coded.
 SCHEMES = (

@@ -215,7 +215,7 @@ def test_activations_are_transposed_whoever_comes_first(make_layer, m: int) -> N
 
 def test_ticket_is_between_barriers() -> None:
     """All of a program's partials before its ticket, all loads of others' after it. Emulated programs never overlap."""
-    values = tensor_core_values(3, decode_config(8, 3, "sm_80"))
+    values = tensor_core_values(3, decode_config(8, 3, "sm_80"), outliers=False)
     compiled = compile_kernel(ssqr_tensor_core, GPUTarget("cuda", 80, 32), values, num_warps=2)
     code = [i.opcode for i in parse(compiled.asm["ptx"]).instructions]
     ticket = next(at for at, opcode in enumerate(code) if opcode.startswith("atom"))
@@ -240,12 +240,13 @@ def test_outliers_need_no_barriers(make_layer, arch: str, m: int) -> None:
 @pytest.mark.parametrize(
     ("arch", "bits", "m"), [("sm_80", 2, 8), ("sm_80", 3, 1), ("sm_80", 4, 32), ("sm_86", 4, 64), ("sm_90", 3, 16)]
 )
-def test_memory_is_read_once_in_whole_sectors_without_bank_conflicts(make_layer, arch: str, bits: int, m: int) -> None:
+def test_weights_are_read_once_in_whole_sectors_without_bank_conflicts(make_layer, arch: str, bits: int, m: int) -> None:
     layer = make_layer(bits, 128, 1024, outliers=0.0)
     x = activations(m, 1024, torch.bfloat16)
     _, traffic = float32_product(layer, x, arch)
     assert traffic.wavefronts == traffic.ideal_wavefronts
-    assert traffic.loaded == layer.weight.storage_bytes() + x.nbytes
+    tiles = 128 // decode_config(m, bits, arch).block_n
+    assert traffic.loaded == layer.weight.storage_bytes() + tiles * x.nbytes
     assert 32 * traffic.load_sectors == traffic.loaded
 
 

@@ -24,7 +24,7 @@ import torch, triton
 from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction, MockTensor
-from vllm_latq.kernels.configs import SIMT, decode_config
+from vllm_latq.kernels.configs import GATHER_ROWS, SIMT, decode_config
 from vllm_latq.kernels.dequantize import launch_dequantize
 from vllm_latq.kernels.grouped import activate, combine, gather, grouped_matmul
 from vllm_latq.kernels.huffman import launch_huffman
@@ -73,12 +73,12 @@ def on_gpu(rows, cols, coded=False):
 weights = [on_gpu(100, 256), on_gpu(256, 4096), on_gpu(64, 512)]
 coded = [on_gpu(100, 512, coded=True), on_gpu(256, 4096, coded=True)]
 with FakeTensorMode():
-    for m in (1, 3, 4, 9, 16):
+    for m in (1, 2, 3, 4, 9, 16):
         for weight, parts in zip(weights, (1, 16, 2)):
             config, bf16 = decode_config(m, 2), torch.bfloat16
             x, y = empty(bf16, m, weight.cols), empty(bf16, m, weight.rows)
             partials = empty(torch.float32, 1) if parts > 1 else None
-            transposed = empty(bf16, weight.cols, config.max_rows) if m > 8 else None
+            transposed = empty(bf16, weight.cols, config.max_rows) if m > GATHER_ROWS else None
             launch_ssqr(x, weight, y, partials, transposed, config, parts)
             if m in (3, 4):
                 launch_simt(x, weight, y, partials, SIMT, parts)
@@ -111,7 +111,7 @@ for name, kernels in compiled.items():
 
 
 def test_sizes_that_change_while_serving_compile_nothing_new() -> None:
-    """For one row of x, for more, and for each wider tile; with split-K and without. Layers differ in shape only."""
+    """For one row of x, two, more, and each wider tile; with split-K and without. Layers differ in shape only."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["TRITON_DEFAULT_FP_FUSION"] = "0"  # Triton 3.10's default
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT]
@@ -119,7 +119,7 @@ def test_sizes_that_change_while_serving_compile_nothing_new() -> None:
     assert done.returncode == 0, done.stderr
     compiled = dict(line.split() for line in done.stdout.splitlines())
     assert {name: int(count) for name, count in compiled.items()} == {
-        "ssqr_tensor_core": 3 * 2,
+        "ssqr_tensor_core": 4 * 2,
         "route_pairs": 5,
         "gather_rows": 2,
         "activate_rows": 2 * 2,
