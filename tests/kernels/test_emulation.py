@@ -240,7 +240,9 @@ def test_outliers_need_no_barriers(make_layer, arch: str, m: int) -> None:
 @pytest.mark.parametrize(
     ("arch", "bits", "m"), [("sm_80", 2, 8), ("sm_80", 3, 1), ("sm_80", 4, 32), ("sm_86", 4, 64), ("sm_90", 3, 16)]
 )
-def test_weights_are_read_once_in_whole_sectors_without_bank_conflicts(make_layer, arch: str, bits: int, m: int) -> None:
+def test_weights_are_read_once_in_whole_sectors_without_bank_conflicts(
+    make_layer, arch: str, bits: int, m: int
+) -> None:
     layer = make_layer(bits, 128, 1024, outliers=0.0)
     x = activations(m, 1024, torch.bfloat16)
     _, traffic = float32_product(layer, x, arch)
