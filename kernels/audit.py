@@ -126,10 +126,12 @@ def tensor_core_values(
     asm: bool = True,
     midrise: bool = False,
     beyond: bool = False,
+    m: int = 0,
 ) -> dict[str, Any]:
-    """Compile-time arguments of the tensor-core kernel, with split-K."""
-    transposed = outliers and config.max_rows > GATHER_ROWS
-    values = constants(bits, group_size, config, config.max_rows if outliers else 0, transposed, beyond, True)
+    """Compile-time arguments of the tensor-core kernel, with split-K, for m rows or as many as it serves."""
+    m = m or config.max_rows
+    outlier_rows = (1 if m == 1 else config.max_rows) if outliers else 0
+    values = constants(bits, group_size, config, outlier_rows, outliers and m > GATHER_ROWS, beyond, True)
     fixed = {"EVEN_K": True, "HAS_FLAT_SCALES": False, "HAS_ROW_SCALES": False, "UPCAST": False}
     return values | fixed | {"ASM": asm, "MIDRISE": midrise}
 
@@ -144,10 +146,11 @@ def audit_tensor_core(
     midrise: bool = False,
     grouped: bool = False,
     beyond: bool = False,
+    m: int = 0,
 ) -> Audit:
     """One configuration of the tensor-core kernel, with split-K; `grouped` for routed experts, `beyond` for coded
-    weights, whose entries hold up to two outliers."""
-    values = tensor_core_values(bits, config, group_size, outliers, midrise=midrise, beyond=beyond)
+    weights, whose entries hold up to two outliers; m: rows, as many as it serves if 0."""
+    values = tensor_core_values(bits, config, group_size, outliers, midrise=midrise, beyond=beyond, m=m)
     weights, kernel = config.block_n * 256, ssqr_grouped if grouped else ssqr_tensor_core
     return _audit(kernel, arch, bits, config.max_rows, weights, values, config.num_warps, activations)
 

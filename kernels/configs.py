@@ -129,8 +129,8 @@ def small_groups(config: DecodeConfig) -> DecodeConfig:
 
 # Two warps share a tile of 128 features at 8 rows, so every activation fragment serves four fragments of weights; at 16
 # rows registers suffice for that on Ampere only. From 32 rows on the extra dot would cost tensor cores more time than
-# subtracting the bias on the floats costs the schedulers. Slots: as many as leave no spill. Four warps on Hopper:
-# warp-group instructions. The first entry of a table that serves a product is taken.
+# subtracting the bias on the floats costs the schedulers. Slots: as many as leave no spill in the loop. The first entry
+# of a table that serves a product is taken.
 AMPERE_8 = DecodeConfig(max_rows=8, block_n=128, num_warps=2, stages=3, bias_dot=True, slots=2, min_superblocks=2)
 AMPERE_16 = DecodeConfig(max_rows=16, block_n=128, num_warps=2, stages=3, bias_dot=True, slots=2, min_group=64)
 AMPERE_32 = DecodeConfig(
@@ -154,7 +154,7 @@ ADA = tuple(
 )  # fmt: skip
 # Of what was timed on an H200, the least geometric mean over Qwen3-8B's merged layers and 8192x8192, at 3 and 4 bits
 # with 1% outliers. From 3.8 on, Triton takes warp-group products for four warps and eight rows, too, which was not
-# timed: of two warps, of which all versions make the same, the best is 5% slower. In groups of 32, 64 rows would spill.
+# timed: of two warps, of which all versions make the same, the best is 5% slower.
 HOPPER_8 = (
     replace(AMPERE_8, num_warps=4, slots=4, programs_per_processor=3)
     if TRITON < (3, 8)
@@ -163,14 +163,21 @@ HOPPER_8 = (
 HOPPER_MORE = tuple(
     replace(config, block_n=64, num_warps=4, paired=False)
     for config in (
-        replace(AMPERE_16, slots=8, min_group=1),
+        replace(AMPERE_16, slots=8, min_group=64),
         replace(AMPERE_32, slots=4, stages=2, programs_per_processor=3),
-        replace(AMPERE_32, slots=4, stages=2, min_group=1),
         replace(AMPERE_64, slots=4, stages=3, min_group=64),
     )
 )
+HOPPER_TIMED = tuple(
+    replace(config, shared_kb=228, source=H200) for config in (replace(HOPPER_8, min_group=32), *HOPPER_MORE)
+)
+# In smaller groups scales take registers, so fewer programs fit, and 64 rows would spill.
+HOPPER_SMALL = tuple(
+    replace(config, min_group=1, programs_per_processor=2, source=STATIC) for config in HOPPER_TIMED[:3]
+)
 HOPPER = (
-    *(replace(config, shared_kb=228, source=H200) for config in (HOPPER_8, *HOPPER_MORE)),
+    *(config for pair in zip(HOPPER_TIMED, HOPPER_SMALL, strict=False) for config in pair),
+    HOPPER_TIMED[3],
     replace(AMPERE_64_SMALL, paired=False, shared_kb=228),
 )
 # From four warps on, the compiler takes sm_100's tcgen05. That wants weights in shared memory and an answer after each

@@ -39,7 +39,7 @@ def scratch(
     if parts > 1:
         size = batches * parts * weight.padded_rows * config.max_rows
         partials = torch.empty(size, dtype=torch.float32, device=x.device)
-    if weight.entries is not None and m > GATHER_ROWS:
+    if weight.entries is not None and m > GATHER_ROWS and config.kernel != "simt":
         transposed = torch.empty(batches * weight.cols, config.max_rows, dtype=x.dtype, device=x.device)
     return parts, partials, transposed
 

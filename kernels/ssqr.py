@@ -236,7 +236,7 @@ def launch_ssqr(
         y: [m, rows], contiguous, dtype of x.
         partials: float32, at least parts * padded rows * config.max_rows elements; None when parts is 1.
         transposed: [cols, config.max_rows], dtype of x, in which x^T is written for the outliers; None for no more
-            than 8 rows, or without outliers.
+            than GATHER_ROWS rows, or without outliers.
         parts: split-K factor.
     """
     grid, arguments, named = launch_arguments(x, weight, y, partials, transposed, config, parts, x.shape[0])

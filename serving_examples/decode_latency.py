@@ -10,7 +10,7 @@ The head stays in bf16, as vLLM's users know it, but in the last scheme.
 
 Weights are random (`--load-format dummy`): they take the time of trained ones. Every scheme has a process of its own,
 which `--minutes` limits, and is printed and written as soon as it is measured. With `--together` all engines start at
-once, which takes as long as one, and are measured one after the other: the GPU's memory must hold them all.
+once, in so many minutes, and are measured one after the other: the GPU's memory must hold them all.
 Time per token is that of the last `--new-tokens` - 1 tokens: a run of one token, which holds the prefill, is taken off.
 """
 
@@ -91,7 +91,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--together", action="store_true", help="start all engines at once")
     # The name of one scheme: runs it in this process, and writes its times alone.
     parser.add_argument("--measure", help=argparse.SUPPRESS)
-    parser.add_argument("--in-turn", action="store_true", help=argparse.SUPPRESS)
+    # Of the process that says when this one may measure, without which it ends.
+    parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.measure:
         found = {"seconds_per_token": measure(schemes()[options.measure], options), "versions": versions()}
@@ -99,13 +100,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         draft.write_text(json.dumps(found))
         draft.replace(options.json)
         return
+    # `run` stops its engines when this process is told to end, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     results: dict[str, dict[str, float]] = {}
-    for name, measured in run(options.schemes, options):
+    for name, measured in run(tuple(dict.fromkeys(options.schemes)), options):
         results[name] = found = measured["seconds_per_token"]
         print(f"{name}: {', '.join(f'{1e3 * found[batch]:.3f} ms at batch {batch}' for batch in found)}", flush=True)
         if options.json:
             facts = {"shape": options.shape, "seconds_per_token": results, "versions": measured["versions"]}
             options.json.write_text(json.dumps(facts, indent=1) + "\n")
+    if not results:
+        sys.exit("nothing was measured")
     base = results.get("bf16")
     rows = [
         (name, batch, f"{1e3 * seconds:.3f}", f"{base[batch] / seconds:.2f}" if base else "-")
@@ -120,39 +125,47 @@ class Engine:
 
     def __init__(self, name: str, folder: Path, options: argparse.Namespace) -> None:
         folder.mkdir()
-        self.name, self.minutes = name, options.minutes
+        self.name, self.minutes, self.stopped, self.late = name, options.minutes, False, False
         self.times, self.log = folder / "times.json", folder / "log"  # what an engine prints is nobody's to foresee
         command = [sys.executable, __file__, "--measure", name, "--engine", options.engine, "--json", str(self.times)]
         command += ["--batch", *map(str, options.batch), "--new-tokens", str(options.new_tokens)]
-        command += ["--shape", options.shape, "--in-turn"]
+        command += ["--shape", options.shape, "--parent", str(os.getpid())]
         environment = os.environ | ENVIRONMENT.get(name, {})
         # A group of its own: vLLM's engine is a process below, and must not keep the GPU's memory when this one is
         # stopped.
         with self.log.open("wb") as output:
             self.process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, process_group=0)
 
-    def wait_for(self, mark: Path) -> None:
-        """Return when the process has written a file, or ended, or taken too long."""
-        deadline = time.monotonic() + 60 * self.minutes
+    def wait_for(self, mark: Path, deadline: float) -> bool:
+        """Whether the process writes a file in time, and before it ends."""
         while not mark.exists() and self.process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.1)
+        return mark.exists()
 
-    def wait_until_ready(self) -> None:
-        self.wait_for(ready(self.times))
+    def start(self, deadline: float) -> None:
+        """Return when it could measure; what cannot, or not in time, is stopped: it must not disturb the others."""
+        if not self.wait_for(ready(self.times), deadline):
+            self.stop()
 
     def measure(self) -> dict[str, Any] | None:
         """Its times and versions; None, with the reason printed, where it does not run."""
         turn(self.times).touch()
-        self.wait_for(self.times)
+        self.wait_for(self.times, self.deadline())
         late = not self.times.exists() and self.process.poll() is None
         self.stop()
         if self.times.exists():  # an engine that fails, or hangs, when it is stopped has been measured
             return json.loads(self.times.read_text())
-        cause = f"not done after {self.minutes:g} minutes" if late else "not measured"
+        cause = f"not done after {self.minutes:g} minutes" if late or self.late else "not measured"
         print(f"{self.name}: {cause}:\n{self.log.read_text(errors='replace')[-LOG_CHARACTERS:]}", file=sys.stderr)
         return None
 
+    def deadline(self) -> float:
+        return time.monotonic() + 60 * self.minutes
+
     def stop(self) -> None:
+        if self.stopped:
+            return
+        self.stopped, self.late = True, self.process.poll() is None
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -178,8 +191,9 @@ def run(names: Sequence[str], options: argparse.Namespace) -> Iterator[tuple[str
             return engine
 
         started = [start(name) for name in names] if options.together else []
+        deadline = time.monotonic() + 60 * options.minutes
         for engine in started:
-            engine.wait_until_ready()
+            engine.start(deadline)
         for name in names:
             engine = started.pop(0) if options.together else start(name)
             found = engine.measure()
@@ -207,7 +221,9 @@ def measure(quantization: dict[str, Any] | None, options: argparse.Namespace) ->
         )
 
         ready(options.json).touch()
-        while options.in_turn and not turn(options.json).exists():
+        while options.parent and not turn(options.json).exists():
+            if os.getppid() != options.parent:  # nobody waits for this
+                os.killpg(0, signal.SIGKILL)
             time.sleep(0.05)
 
         def seconds(batch: int, tokens: int) -> float:
