@@ -188,7 +188,7 @@ TWO_WARPS = (
     replace(AMPERE_64, block_n=64, num_warps=2, min_group=1),
 )  # fmt: skip
 BLACKWELL = tuple(replace(config, shared_kb=228, programs_per_processor=4) for config in TWO_WARPS)
-# sm_120 has what sm_89 has; with a slot less, no registers spill.
+# sm_120 has what sm_89 has; with a slot less, next to nothing spills.
 BLACKWELL_RTX = tuple(replace(config, slots=1) if config.max_rows in (8, 32) else config for config in ADA)
 # 64 KB of shared memory on gfx90a and gfx942. Compiled for these only, and neither run nor tuned.
 AMD = tuple(
