@@ -151,11 +151,10 @@ class Engine:
         """Its times and versions; None, with the reason printed, where it does not run."""
         turn(self.times).touch()
         self.wait_for(self.times, self.deadline())
-        late = not self.times.exists() and self.process.poll() is None
         self.stop()
         if self.times.exists():  # an engine that fails, or hangs, when it is stopped has been measured
             return json.loads(self.times.read_text())
-        cause = f"not done after {self.minutes:g} minutes" if late or self.late else "not measured"
+        cause = f"not done after {self.minutes:g} minutes" if self.late else "not measured"
         print(f"{self.name}: {cause}:\n{self.log.read_text(errors='replace')[-LOG_CHARACTERS:]}", file=sys.stderr)
         return None
 
