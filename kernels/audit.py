@@ -130,7 +130,7 @@ def tensor_core_values(
 ) -> dict[str, Any]:
     """Compile-time arguments of the tensor-core kernel, with split-K, for m rows or as many as it serves."""
     m = m or config.max_rows
-    outlier_rows = (1 if m == 1 else config.max_rows) if outliers else 0
+    outlier_rows = config.outlier_rows(m) if outliers else 0
     values = constants(bits, group_size, config, outlier_rows, outliers and m > GATHER_ROWS, beyond, True)
     fixed = {"EVEN_K": True, "HAS_FLAT_SCALES": False, "HAS_ROW_SCALES": False, "UPCAST": False}
     return values | fixed | {"ASM": asm, "MIDRISE": midrise}

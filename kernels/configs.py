@@ -72,6 +72,10 @@ class DecodeConfig:
         least = self.min_group * (2 if bits == 8 else 1)
         return rows <= self.max_rows and (group_size == -1 or group_size >= least)
 
+    def outlier_rows(self, m: int) -> int:
+        """Rows of x for which outliers are added where there are m: one has a kernel of its own."""
+        return 1 if m == 1 else self.max_rows
+
     @property
     def bias_rows(self) -> int:
         """Rows of the constant operand of the bias dot: the smallest tile that keeps every warp busy once."""

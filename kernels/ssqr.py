@@ -255,7 +255,7 @@ def launch_arguments(
 ) -> tuple[tuple[int, int], tuple[Any, ...], dict[str, Any]]:
     """Grid, run-time and compile-time arguments of `launch_ssqr` for m rows."""
     fours = None if transposed is None else transposed.view(torch.int64)
-    outlier_rows = 0 if weight.entries is None else (1 if m == 1 else config.max_rows)
+    outlier_rows = 0 if weight.entries is None else config.outlier_rows(m)
     grid = (weight.padded_rows // config.block_n, parts)
     writers = 0
     if transposed is not None:  # the programs that write it should all run at once

@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -150,16 +150,13 @@ class Engine:
     def measure(self) -> dict[str, Any] | None:
         """Its times and versions; None, with the reason printed, where it does not run."""
         turn(self.times).touch()
-        self.wait_for(self.times, self.deadline())
+        self.wait_for(self.times, time.monotonic() + 60 * self.minutes)
         self.stop()
         if self.times.exists():  # an engine that fails, or hangs, when it is stopped has been measured
             return json.loads(self.times.read_text())
         cause = f"not done after {self.minutes:g} minutes" if self.late else "not measured"
         print(f"{self.name}: {cause}:\n{self.log.read_text(errors='replace')[-LOG_CHARACTERS:]}", file=sys.stderr)
         return None
-
-    def deadline(self) -> float:
-        return time.monotonic() + 60 * self.minutes
 
     def stop(self) -> None:
         if self.stopped:
@@ -189,15 +186,15 @@ def run(names: Sequence[str], options: argparse.Namespace) -> Iterator[tuple[str
             stack.callback(engine.stop)
             return engine
 
-        started = [start(name) for name in names] if options.together else []
-        deadline = time.monotonic() + 60 * options.minutes
-        for engine in started:
-            engine.start(deadline)
-        for name in names:
-            engine = started.pop(0) if options.together else start(name)
+        engines: Iterable[Engine] = map(start, names)  # each when the one before it is measured
+        if options.together:
+            engines, deadline = list(engines), time.monotonic() + 60 * options.minutes
+            for engine in engines:
+                engine.start(deadline)
+        for engine in engines:
             found = engine.measure()
             if found is not None:
-                yield name, found
+                yield engine.name, found
 
 
 def measure(quantization: dict[str, Any] | None, options: argparse.Namespace) -> dict[str, float]:
