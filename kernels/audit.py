@@ -127,11 +127,13 @@ def tensor_core_values(
     midrise: bool = False,
     beyond: bool = False,
     m: int = 0,
+    ranges: int = 1,
 ) -> dict[str, Any]:
-    """Compile-time arguments of the tensor-core kernel, with split-K, for m rows or as many as it serves."""
+    """Compile-time arguments of the tensor-core kernel for m rows or as many as it serves; split-K where ranges is 1."""
     m = m or config.max_rows
-    outlier_rows = config.outlier_rows(m) if outliers else 0
-    values = constants(bits, group_size, config, outlier_rows, outliers and m > GATHER_ROWS, beyond, True)
+    outlier_rows = config.outlier_rows(m, ranges) if outliers else 0
+    transposed = outliers and m > GATHER_ROWS
+    values = constants(bits, group_size, config, outlier_rows, transposed, beyond, ranges == 1, ranges)
     fixed = {"EVEN_K": True, "HAS_FLAT_SCALES": False, "HAS_ROW_SCALES": False, "UPCAST": False}
     return values | fixed | {"ASM": asm, "MIDRISE": midrise}
 
@@ -147,10 +149,13 @@ def audit_tensor_core(
     grouped: bool = False,
     beyond: bool = False,
     m: int = 0,
+    ranges: int = 1,
 ) -> Audit:
     """One configuration of the tensor-core kernel, with split-K; `grouped` for routed experts, `beyond` for coded
-    weights, whose entries hold up to two outliers; m: rows, as many as it serves if 0."""
-    values = tensor_core_values(bits, config, group_size, outliers, midrise=midrise, beyond=beyond, m=m)
+    weights, whose entries hold up to two outliers; m: rows, as many as it serves if 0; ranges: instead of split-K."""
+    values = tensor_core_values(
+        bits, config, group_size, outliers, midrise=midrise, beyond=beyond, m=m, ranges=ranges
+    )
     weights, kernel = config.block_n * 256, ssqr_grouped if grouped else ssqr_tensor_core
     return _audit(kernel, arch, bits, config.max_rows, weights, values, config.num_warps, activations)
 

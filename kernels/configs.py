@@ -12,7 +12,7 @@ from vllm_latq.kernels.errors import require
 
 REGIMES = (8, 16, 32, 64)  # numbers of rows that kernels are made for
 GATHER_ROWS = 2  # above, outliers read a transposed copy of x: one vector load per outlier instead of one a row
-START = 2  # superblocks whose time a program spends waiting at its begin and end: reasoned, not timed
+START, ADD = 6, 4  # `split_k`; measured on an H200 (NOTES.md)
 TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 COMPILER = {"enable_fp_fusion": True}  # a * b + c is one instruction: from Triton 3.10 on only where asked for
 RESERVED_BYTES = 1024  # of shared memory, for each program
@@ -72,9 +72,9 @@ class DecodeConfig:
         least = self.min_group * (2 if bits == 8 else 1)
         return rows <= self.max_rows and (group_size == -1 or group_size >= least)
 
-    def outlier_rows(self, m: int) -> int:
+    def outlier_rows(self, m: int, ranges: int = 1) -> int:
         """Rows of x for which outliers are added where there are m: one has a kernel of its own."""
-        return 1 if m == 1 else self.max_rows
+        return 1 if m == 1 else self.max_rows // ranges
 
     @property
     def bias_rows(self) -> int:
@@ -103,22 +103,40 @@ class DecodeConfig:
         fit = (self.shared_kb << 10) // (self.shared_bytes(bits, group_size) + RESERVED_BYTES)
         return max(1, min(self.programs_per_processor, fit))
 
-    def parts(self, bits: int, group_size: int, padded_rows: int, superblocks: int, processors: int) -> int:
-        """Split-K factor."""
-        tiles = padded_rows // self.block_n
-        return split_k(tiles, superblocks, processors * self.programs(bits, group_size), self.min_superblocks)
+    def split(
+        self, m: int, bits: int, group_size: int, padded_rows: int, superblocks: int, processors: int
+    ) -> tuple[int, int]:
+        """Parts of split-K, and ranges of columns in a tile, for m rows of x; one of the two is 1."""
+        ranges = 1
+        if self.kernel == "tensor_core":  # as often as m rows fit into the tile, which has 16 weight rows at least
+            ranges = min(self.max_rows >> (m - 1).bit_length(), self.block_n // 16)
+        programs = self.programs(bits, group_size)
+        return split_k(padded_rows // self.block_n, superblocks, processors, programs, self.min_superblocks, ranges)
 
 
 @lru_cache(maxsize=1024)
-def split_k(tiles: int, superblocks: int, slots: int, least: int) -> int:
-    """Parts that the superblocks of each row tile are cut into; none is empty, none smaller than `least` need be.
+def split_k(
+    tiles: int, superblocks: int, processors: int, programs: int, least: int, most_ranges: int
+) -> tuple[int, int]:
+    """The cheaper way to cut the superblocks of each row tile: (parts, 1), none empty, or (1, ranges) of equal size.
 
-    Programs run `slots` at a time, and a wave of few takes as long as a full one: a program's superblocks and START.
-    The cheapest number of waves decides, then the smallest number of parts.
+    None has fewer superblocks than `least`, unless there are fewer; ranges are a power of two up to `most_ranges`. A
+    multiprocessor runs so many `programs` at once, all of them in waves. One with n programs takes the time of n + 1
+    superblocks for one of each, and of START more to begin and end. Parts have to be added, which takes that of ADD.
     """
-    shares = range(min(least, superblocks), superblocks + 1)
-    choices = sorted({-(-superblocks // share) for share in shares})
-    return min(choices, key=lambda parts: -(-tiles * parts // slots) * (-(-superblocks // parts) + START))
+    least = min(least, superblocks)
+    ways = [(1, 1 << i) for i in range(most_ranges.bit_length()) if superblocks % (least << i) == 0]
+    ways += sorted({(-(-superblocks // share), 1) for share in range(least, superblocks + 1)})
+
+    def time(way: tuple[int, int]) -> int:
+        cut = way[0] * way[1]
+        share = -(-superblocks // cut)
+        waves, rest = divmod(tiles * cut, processors * programs)
+        each = START + (ADD if way[0] > 1 else 0)
+        time = waves * (share * (programs + 1) + each)
+        return time + (share * (-(-rest // processors) + 1) + each if rest else 0)
+
+    return min(ways, key=time)
 
 
 def slots_of(outliers: int, beyond: bool) -> int:
@@ -160,7 +178,7 @@ ADA = tuple(
 # with 1% outliers. From 3.8 on, Triton takes warp-group products for four warps and eight rows, too, which was not
 # timed: of two warps, of which all versions make the same, the best is 5% slower.
 HOPPER_8 = (
-    replace(AMPERE_8, num_warps=4, slots=4, programs_per_processor=3)
+    replace(AMPERE_8, num_warps=4, slots=8, programs_per_processor=3)
     if TRITON < (3, 8)
     else replace(AMPERE_8, block_n=64, slots=4, programs_per_processor=6)
 )

@@ -31,17 +31,18 @@ def padded_columns(x: torch.Tensor, weight: KernelWeight) -> torch.Tensor:
 
 def scratch(
     x: torch.Tensor, weight: KernelWeight, config: DecodeConfig, m: int, batches: int = 1
-) -> tuple[int, torch.Tensor | None, torch.Tensor | None]:
-    """Split-K factor of one launch of `batches` products of up to m rows of x; partials and x^T, where it has them."""
+) -> tuple[int, int, torch.Tensor | None, torch.Tensor | None]:
+    """Parts and ranges (`split_k`) of one launch of `batches` products of up to m rows of x; its partials and x^T."""
     tiles = (weight.padded_rows * batches, weight.superblocks, weight.processors)
-    parts = config.parts(weight.bits, weight.group_size, *tiles)
+    parts, ranges = config.split(m, weight.bits, weight.group_size, *tiles)
     partials = transposed = None
     if parts > 1:
         size = batches * parts * weight.padded_rows * config.max_rows
         partials = torch.empty(size, dtype=torch.float32, device=x.device)
     if weight.entries is not None and m > GATHER_ROWS and config.kernel != "simt":
-        transposed = torch.empty(batches * weight.cols, config.max_rows, dtype=x.dtype, device=x.device)
-    return parts, partials, transposed
+        rows = config.outlier_rows(m, ranges)
+        transposed = torch.empty(batches * weight.cols, rows, dtype=x.dtype, device=x.device)
+    return parts, ranges, partials, transposed
 
 
 def decode_matmul(x: torch.Tensor, weight: KernelWeight, config: DecodeConfig, y: torch.Tensor) -> None:
@@ -49,11 +50,11 @@ def decode_matmul(x: torch.Tensor, weight: KernelWeight, config: DecodeConfig, y
     m = x.shape[0]
     if x.stride(1) != 1 or x.stride(0) * m > MAX_OFFSET:
         x = x.contiguous()
-    parts, partials, transposed = scratch(x, weight, config, m)
+    parts, ranges, partials, transposed = scratch(x, weight, config, m)
     if config.kernel == "simt":
         launch_simt(padded_columns(x, weight), weight, y, partials, config, parts)
         return
-    launch_ssqr(x, weight, y, partials, transposed, config, parts)
+    launch_ssqr(x, weight, y, partials, transposed, config, parts, ranges)
 
 
 def ssqr_matmul(x: torch.Tensor, weight: KernelWeight, config: DecodeConfig | None = None) -> torch.Tensor:

@@ -98,17 +98,17 @@ def ssqr_grouped(
     BITS: tl.constexpr, GROUP: tl.constexpr, MIDRISE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
     STAGES: tl.constexpr, BIAS_DOT: tl.constexpr, BIAS_ROWS: tl.constexpr, PAIRED: tl.constexpr,
     OUTLIER_ROWS: tl.constexpr, SLOTS: tl.constexpr, TRANSPOSED: tl.constexpr, BEYOND: tl.constexpr,
-    PIECE: tl.constexpr, SPLIT: tl.constexpr, EVEN_K: tl.constexpr, HAS_FLAT_SCALES: tl.constexpr,
-    HAS_ROW_SCALES: tl.constexpr, ASM: tl.constexpr, UPCAST: tl.constexpr,
+    PIECE: tl.constexpr, SPLIT: tl.constexpr, RANGES: tl.constexpr, EVEN_K: tl.constexpr,
+    HAS_FLAT_SCALES: tl.constexpr, HAS_ROW_SCALES: tl.constexpr, ASM: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Grid (padded rows / BLOCK_N, parts, batches): `ssqr_tensor_core` on the rows of one batch, its own M of them."""
+    """Grid (padded rows / BLOCK_N * RANGES, parts, batches): `ssqr_tensor_core` on the rows of one batch, its own M of them."""
     M = tl.load(live_ptr + tl.program_id(2))
     if M == 0:
         return
     expert = tl.load(expert_ptr + tl.program_id(2)).to(tl.int64)
     begin = tl.load(begin_ptr + tl.program_id(2)).to(tl.int64)
     batch = tl.program_id(2).to(tl.int64)
-    padded = tl.num_programs(0) * BLOCK_N
+    padded = tl.num_programs(0) * (BLOCK_N // RANGES)
     if scale_ptr is not None:
         scale_ptr += expert * pair_stride
     if flat_scale_ptr is not None:
@@ -118,8 +118,8 @@ def ssqr_grouped(
     if entry_ptr is not None:
         slice_ptr += expert * slice_stride
     if xt_ptr is not None:
-        xt_ptr += batch * K * BLOCK_M
-        fours_ptr += batch * K * (BLOCK_M // 4)
+        xt_ptr += batch * K * OUTLIER_ROWS
+        fours_ptr += batch * K * (OUTLIER_ROWS // 4)
     if partial_ptr is not None:
         partial_ptr += batch * tl.num_programs(1) * padded * BLOCK_M
     ssqr_tensor_core(
@@ -127,7 +127,7 @@ def ssqr_grouped(
         order_ptr + expert * padded, entry_ptr, slice_ptr, xt_ptr, fours_ptr, partial_ptr,
         ticket_ptr + batch * ticket_stride, y_ptr + begin * N, M, N, K, stride_xm, supers, supers_per_part,
         writers, BITS, GROUP, MIDRISE, BLOCK_N, BLOCK_M, STAGES, BIAS_DOT, BIAS_ROWS, PAIRED, OUTLIER_ROWS, SLOTS,
-        TRANSPOSED, BEYOND, PIECE, SPLIT, EVEN_K, HAS_FLAT_SCALES, HAS_ROW_SCALES, ASM, UPCAST,
+        TRANSPOSED, BEYOND, PIECE, SPLIT, RANGES, EVEN_K, HAS_FLAT_SCALES, HAS_ROW_SCALES, ASM, UPCAST,
     )  # fmt: skip
 
 
@@ -199,12 +199,12 @@ def grouped_matmul(x: torch.Tensor, stack: KernelWeight, routing: Routing) -> to
     require(dense and len(x) == pairs, "x", f"{pairs} rows without gaps between columns",
             f"{tuple(x.shape)} of strides {x.stride()}")  # fmt: skip
     config = decode_config(size, weight.bits, weight.arch, weight.group_size)
-    parts, partials, transposed = scratch(x, weight, config, size, batches)
+    parts, ranges, partials, transposed = scratch(x, weight, config, size, batches)
     y = torch.empty(pairs, weight.rows, dtype=x.dtype, device=x.device)
     parted = (weight.words, weight.scale_pairs, weight.slice_ptr, weight.tickets)
     strides = (0 if part is None else part.stride(0) for part in parted)
     with torch.cuda.device_of(x):
-        grid, arguments, named = launch_arguments(x, weight, y, partials, transposed, config, parts, size)
+        grid, arguments, named = launch_arguments(x, weight, y, partials, transposed, config, parts, ranges, size)
         batch = (routing.expert, routing.begin, routing.live)
         ssqr_grouped[(*grid, batches)](*batch, *strides, *arguments, **named)
     return y

@@ -18,13 +18,13 @@ MOST_WRITERS = 2047  # of x^T: their number is the low 11 bits of a counter
 
 
 @triton.jit
-def longest_slice(slice_ptr, tile, BLOCK_N: tl.constexpr):
+def longest_slice(slice_ptr, tile, TILE_ROWS: tl.constexpr):
     """Slots of a tile's longest row. Loaded before the superblocks, it brings the tile's bounds into the L1 cache, too
     (the last one may lie in a sector of its own): behind them, nothing hides the time that memory takes.
     """
-    at = slice_ptr + tile * (BLOCK_N // 16)
-    longest = tl.load(at + 1) - tl.load(at)  # the first slice of a row block is its longest
-    if BLOCK_N == 128:
+    at = slice_ptr + tile * (TILE_ROWS // 16)
+    longest = tl.load(at + 1) - tl.load(at)  # the first slice of a row block, or of a part of it, is its longest
+    if TILE_ROWS == 128:
         longest = max(longest, tl.load(at + 5) - tl.load(at + 4))
     return longest
 
@@ -68,6 +68,24 @@ def finish_transposed(x_ptr, stride_xm, xt_ptr, counter_ptr, M, K, writers, ROWS
 
 
 @triton.jit
+def prefetch_entries(entry_ptr, slice_ptr, tile, part, parts, TILE_ROWS: tl.constexpr):
+    """Bring this part's share of the lines of a tile's entries into L2, while the superblocks are multiplied.
+
+    A turn's entries are loaded while those of the turn before it are used, which takes less time than memory does.
+    """
+    LINE: tl.constexpr = 32  # entries: 128 bytes
+    bounds = slice_ptr + tile * (TILE_ROWS // 16)
+    begin = tl.load(bounds) * 16 // LINE
+    end = tl.cdiv(tl.load(bounds + TILE_ROWS // 16) * 16, LINE)
+    for first in range(begin + part * TILE_ROWS, end, parts * TILE_ROWS):
+        line = tl.minimum(first + tl.arange(0, TILE_ROWS), end - 1)
+        at = (entry_ptr + line.to(tl.int64) * LINE).to(tl.int64)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
 def load_slots(entry_ptr, at, count, slot, SLOTS: tl.constexpr):
     """A tuple of the entries of SLOTS slots; zero behind a row's last."""
     entries = ()
@@ -77,18 +95,27 @@ def load_slots(entry_ptr, at, count, slot, SLOTS: tl.constexpr):
 
 
 @triton.jit
-def outlier_places(slice_ptr, tile, M, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, TRANSPOSED: tl.constexpr):
+def outlier_places(
+    slice_ptr, tile, M, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr, TRANSPOSED: tl.constexpr,
+    RANGES: tl.constexpr,
+):  # fmt: skip
     """Of each row of a tile: where its entries begin, and how many slots it has.
 
     TRANSPOSED: [BLOCK_N * ROWS / 4], and none for lanes whose four activation rows are M and beyond; else [BLOCK_N].
+    RANGES: how many times the tile has its weight rows; each time it begins with the next SLOTS slots.
     """
     LANES: tl.constexpr = ROWS // 4 if TRANSPOSED else 1  # of a weight row
+    TILE_ROWS: tl.constexpr = BLOCK_N // RANGES
     lane = tl.arange(0, BLOCK_N * LANES)
-    row = lane // LANES
-    bounds = slice_ptr + tile * (BLOCK_N // 16) + row // 16
+    row = lane // LANES % TILE_ROWS
+    bounds = slice_ptr + tile * (TILE_ROWS // 16) + row // 16
     begin = tl.load(bounds)
     count = tl.load(bounds + 1) - begin
     at = begin.to(tl.int64) * 16 | row % 16
+    if RANGES > 1:
+        ahead = lane // (LANES * TILE_ROWS) * SLOTS
+        at += ahead * 16
+        count -= ahead
     if TRANSPOSED:
         used = 4 * (lane % LANES) < M
         at = tl.where(used, at, 0)
@@ -101,7 +128,8 @@ def outlier_tile(
     x_ptr, stride_xm, entry_ptr, entries, at, count, longest, part, parts, M, BLOCK_N: tl.constexpr,
     ROWS: tl.constexpr, SLOTS: tl.constexpr, TRANSPOSED: tl.constexpr, BEYOND: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """float32 [BLOCK_N, ROWS]: this part's outliers of a row tile times x. Parts take turns of SLOTS slots.
+    """float32 [BLOCK_N, ROWS]: this part's outliers of a row tile times x. Parts take turns of SLOTS slots: where rows
+    are in the tile more than once, each time is a part.
 
     entries: of the first turn, from `load_slots`; at, count: from `outlier_places`; longest: from `longest_slice`.
     Not TRANSPOSED: a lane has all activation rows of a weight row, and gathers x one by one. TRANSPOSED: it has four of

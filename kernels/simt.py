@@ -88,9 +88,9 @@ def ssqr_simt(
     rw = tl.arange(0, WORDS)
     begin = part * supers_per_part
     end = min(begin + supers_per_part, supers)
-    words = tile_words(word_ptr, tile, supers, begin, BITS, BLOCK_N)
+    words = tile_words(word_ptr, tile, supers, begin, 0, BITS, BLOCK_N, 1)
     if GROUP != -1:
-        pairs = tile_scale_pairs(scale_ptr, tile, supers, begin, GROUP, BLOCK_N)
+        pairs = tile_scale_pairs(scale_ptr, tile, supers, begin, 0, GROUP, BLOCK_N, 1)
     live = (rm < M)[None, :] & (rw >= 0)[:, None]
     if OUTLIERS:
         longest = longest_slice(slice_ptr, tile, BLOCK_N)
@@ -118,7 +118,7 @@ def ssqr_simt(
         total *= tl.load(flat_scale_ptr + tile * BLOCK_N + rn)[:, None]
     if OUTLIERS:
         HALF: tl.constexpr = x_ptr.dtype.element_ty == tl.float16
-        at, count = outlier_places(slice_ptr, tile, M, BLOCK_N, ROWS, False)
+        at, count = outlier_places(slice_ptr, tile, M, BLOCK_N, ROWS, SLOTS, False, 1)
         entries = load_slots(entry_ptr, at, count, part * SLOTS, SLOTS)
         total += outlier_tile(
             x_ptr, stride_xm, entry_ptr, entries, at, count, longest, part, parts, M, BLOCK_N, ROWS, SLOTS, False,

@@ -29,6 +29,7 @@ from vllm_latq.kernels.outlier_tile import (
     longest_slice,
     outlier_places,
     outlier_tile,
+    prefetch_entries,
 )
 from vllm_latq.kernels.tiles import activation_places, load_planes, load_scale, tile_scale_pairs, tile_words
 from vllm_latq.kernels.unpack import anew, below, bias_piece, floats_piece, paired_columns, upper_rows
@@ -102,11 +103,26 @@ def piece_product(
 
 
 @triton.jit
+def sum_ranges(acc, extra, RANGES: tl.constexpr):
+    """float32 [TILE_ROWS, ROWS], TILE_ROWS = BLOCK_N / RANGES: sums over the ranges of columns.
+
+    acc: [BLOCK_N, RANGES * ROWS], weight rows of each range times x of each; what belongs together is on the diagonal.
+    extra: [BLOCK_N, ROWS], added.
+    """
+    TILE_ROWS: tl.constexpr = acc.shape[0] // RANGES
+    ROWS: tl.constexpr = acc.shape[1] // RANGES
+    weight_range = tl.arange(0, acc.shape[0])[:, None] // TILE_ROWS
+    acc = tl.where(weight_range == tl.arange(0, acc.shape[1])[None, :] // ROWS, acc, 0.0)
+    acc = tl.sum(tl.reshape(acc, (acc.shape[0], RANGES, ROWS)), 1) + extra
+    return tl.sum(tl.reshape(acc, (RANGES, TILE_ROWS, ROWS)), 0)
+
+
+@triton.jit
 def output_rows(
-    order_ptr, row_scale_ptr, tile, BLOCK_N: tl.constexpr, HAS_ROW_SCALES: tl.constexpr, PERMUTED: tl.constexpr
+    order_ptr, row_scale_ptr, tile, TILE_ROWS: tl.constexpr, HAS_ROW_SCALES: tl.constexpr, PERMUTED: tl.constexpr
 ):
-    """Row of y of each row of a tile, int32 [BLOCK_N], and its factor. Loaded before the ticket, which takes longer."""
-    rn = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    """Row of y of each row of a tile, int32 [TILE_ROWS], and its factor. Loaded before the ticket, which takes longer."""
+    rn = tile * TILE_ROWS + tl.arange(0, TILE_ROWS)
     factor = tl.load(row_scale_ptr + rn) if HAS_ROW_SCALES else 1.0
     return tl.load(order_ptr + rn) if PERMUTED else rn, factor
 
@@ -138,9 +154,15 @@ def add_parts(acc, partial_ptr, ticket_ptr, tile, part, parts, M):
     last = tl.atomic_add(ticket_ptr + tile, 1, sem="acq_rel", scope="gpu") == parts - 1
     tl.debug_barrier()
     if last:
+        AT_ONCE: tl.constexpr = max(1, min(4, 64 // BLOCK_M))  # in memory's time; more would need registers
         acc = tl.zeros(acc.shape, tl.float32)
-        for other in range(parts):
-            acc += tl.load(at + other * size, mask=live, other=0.0, cache_modifier=".cg")
+        for first in range(0, parts, AT_ONCE):
+            loaded = ()
+            for u in tl.static_range(AT_ONCE):
+                there = live & (tl.full((1, 1), first + u, tl.int32) < parts)
+                loaded = loaded + (tl.load(at + (first + u) * size, mask=there, other=0.0, cache_modifier=".cg"),)
+            for u in tl.static_range(AT_ONCE):
+                acc += loaded[u]
         tl.store(ticket_ptr + tile, 0)  # ready for the next launch: no memset
     return acc, last
 
@@ -153,29 +175,36 @@ def ssqr_tensor_core(
     BITS: tl.constexpr, GROUP: tl.constexpr, MIDRISE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
     STAGES: tl.constexpr, BIAS_DOT: tl.constexpr, BIAS_ROWS: tl.constexpr, PAIRED: tl.constexpr,
     OUTLIER_ROWS: tl.constexpr, SLOTS: tl.constexpr, TRANSPOSED: tl.constexpr, BEYOND: tl.constexpr,
-    PIECE: tl.constexpr, SPLIT: tl.constexpr, EVEN_K: tl.constexpr, HAS_FLAT_SCALES: tl.constexpr,
+    PIECE: tl.constexpr, SPLIT: tl.constexpr, RANGES: tl.constexpr, EVEN_K: tl.constexpr, HAS_FLAT_SCALES: tl.constexpr,
     HAS_ROW_SCALES: tl.constexpr, ASM: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Grid (padded rows / BLOCK_N, parts). See the module docstring; arguments are described at the launcher."""
+    """Grid (padded rows / BLOCK_N * RANGES, parts). See the module docstring; arguments are described at the launcher."""
     tile, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    TILE_ROWS: tl.constexpr = BLOCK_N // RANGES
+    TILE_M: tl.constexpr = BLOCK_M // RANGES
     HALF: tl.constexpr = x_ptr.dtype.element_ty == tl.float16
     SIZE: tl.constexpr = 128 if GROUP == -1 else GROUP
     rn = tl.arange(0, BLOCK_N)
     begin = part * supers_per_part
     end = min(begin + supers_per_part, supers)
-    words = tile_words(word_ptr, tile, supers, begin, BITS, BLOCK_N)
+    words = tile_words(word_ptr, tile, supers, begin, supers_per_part, BITS, BLOCK_N, RANGES)
     if GROUP != -1:
-        pairs = tile_scale_pairs(scale_ptr, tile, supers, begin, GROUP, BLOCK_N)
+        pairs = tile_scale_pairs(scale_ptr, tile, supers, begin, supers_per_part, GROUP, BLOCK_N, RANGES)
     row, col = activation_places(SIZE, BLOCK_M, PAIRED)
+    if RANGES > 1:
+        col += row // TILE_M * supers_per_part * 256
+        row = row % TILE_M
     xs = x_ptr + begin * 256 + row * stride_xm + col
     live = (row < M) & (col >= 0)
-    counter_ptr = ticket_ptr + tl.num_programs(0) * (BLOCK_N // 64)  # behind the tickets of all row blocks
+    counter_ptr = ticket_ptr + tl.num_programs(0) * TILE_ROWS // 64  # behind the tickets of all row blocks
     if TRANSPOSED:
-        begin_transposed(x_ptr, stride_xm, xt_ptr, counter_ptr, M, K, writers, BLOCK_M, PIECE)
+        begin_transposed(x_ptr, stride_xm, xt_ptr, counter_ptr, M, K, writers, OUTLIER_ROWS, PIECE)
     if OUTLIER_ROWS > 0:
-        longest = longest_slice(slice_ptr, tile, BLOCK_N)
-        if BLOCK_M == 8:  # hides the time that memory takes; the sums of more rows leave no registers for it
-            at, count = outlier_places(slice_ptr, tile, M, BLOCK_N, OUTLIER_ROWS, TRANSPOSED)
+        longest = longest_slice(slice_ptr, tile, TILE_ROWS)
+        if BLOCK_M == 64 and ASM:
+            prefetch_entries(entry_ptr, slice_ptr, tile, part, parts, TILE_ROWS)
+        elif BLOCK_M == 8:  # hides the time that memory takes; the sums of more rows leave no registers for it
+            at, count = outlier_places(slice_ptr, tile, M, BLOCK_N, OUTLIER_ROWS, SLOTS, TRANSPOSED, RANGES)
             entries = load_slots(entry_ptr, at, count, part * SLOTS, SLOTS)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for sb in tl.range(begin, end, num_stages=STAGES):
@@ -199,19 +228,24 @@ def ssqr_tensor_core(
             pairs += 64 * (128 // GROUP)
         xs += 256
     if HAS_FLAT_SCALES:
-        acc *= tl.load(flat_scale_ptr + tile * BLOCK_N + rn)[:, None]
+        acc *= tl.load(flat_scale_ptr + tile * TILE_ROWS + rn % TILE_ROWS)[:, None]
     if OUTLIER_ROWS > 0:
         if BLOCK_M > 8:
-            at, count = outlier_places(slice_ptr, tile, M, BLOCK_N, OUTLIER_ROWS, TRANSPOSED)
+            at, count = outlier_places(slice_ptr, tile, M, BLOCK_N, OUTLIER_ROWS, SLOTS, TRANSPOSED, RANGES)
             entries = load_slots(entry_ptr, at, count, part * SLOTS, SLOTS)
         if TRANSPOSED:
-            finish_transposed(x_ptr, stride_xm, xt_ptr, counter_ptr, M, K, writers, BLOCK_M, PIECE)
+            finish_transposed(x_ptr, stride_xm, xt_ptr, counter_ptr, M, K, writers, OUTLIER_ROWS, PIECE)
         extra = outlier_tile(
-            fours_ptr if TRANSPOSED else x_ptr, stride_xm, entry_ptr, entries, at, count, longest, part, parts, M,
-            BLOCK_N, OUTLIER_ROWS, SLOTS, TRANSPOSED, BEYOND, HALF,
+            fours_ptr if TRANSPOSED else x_ptr, stride_xm, entry_ptr, entries, at, count, longest, part * RANGES,
+            parts * RANGES, M, BLOCK_N, OUTLIER_ROWS, SLOTS, TRANSPOSED, BEYOND, HALF,
         )  # fmt: skip
-        acc += extra if OUTLIER_ROWS == BLOCK_M else tl.where((tl.arange(0, BLOCK_M) == 0)[None, :], extra, 0.0)
-    rows, factor = output_rows(order_ptr, row_scale_ptr, tile, BLOCK_N, HAS_ROW_SCALES, OUTLIER_ROWS > 0)
+        if OUTLIER_ROWS < TILE_M:
+            extra = tl.where((tl.arange(0, TILE_M) == 0)[None, :], extra, 0.0)
+        if RANGES == 1:
+            acc += extra
+    if RANGES > 1:
+        acc = sum_ranges(acc, extra if OUTLIER_ROWS > 0 else 0.0, RANGES)
+    rows, factor = output_rows(order_ptr, row_scale_ptr, tile, TILE_ROWS, HAS_ROW_SCALES, OUTLIER_ROWS > 0)
     if SPLIT:
         acc, last = add_parts(acc, partial_ptr, ticket_ptr, tile, part, parts, M)
         if last:
@@ -228,6 +262,7 @@ def launch_ssqr(
     transposed: torch.Tensor | None,
     config: DecodeConfig,
     parts: int,
+    ranges: int = 1,
 ) -> None:
     """Run the tensor-core kernel. Allocates nothing, checks nothing: see `dispatch.ssqr_matmul`.
 
@@ -235,11 +270,12 @@ def launch_ssqr(
         x: [m, cols], bfloat16 or float16, last dimension contiguous, m <= config.max_rows.
         y: [m, rows], contiguous, dtype of x.
         partials: float32, at least parts * padded rows * config.max_rows elements; None when parts is 1.
-        transposed: [cols, config.max_rows], dtype of x, in which x^T is written for the outliers; None for no more
-            than GATHER_ROWS rows, or without outliers.
+        transposed: [cols, config.outlier_rows(m, ranges)], dtype of x, in which x^T is written for the outliers; None
+            for no more than GATHER_ROWS rows, or without outliers.
         parts: split-K factor.
+        ranges: of columns, that are multiplied side by side in a tile; 1 unless parts is, and divides the superblocks.
     """
-    grid, arguments, named = launch_arguments(x, weight, y, partials, transposed, config, parts, x.shape[0])
+    grid, arguments, named = launch_arguments(x, weight, y, partials, transposed, config, parts, ranges, x.shape[0])
     ssqr_tensor_core[grid](*arguments, **named)
 
 
@@ -251,12 +287,13 @@ def launch_arguments(
     transposed: torch.Tensor | None,
     config: DecodeConfig,
     parts: int,
+    ranges: int,
     m: int,
 ) -> tuple[tuple[int, int], tuple[Any, ...], dict[str, Any]]:
     """Grid, run-time and compile-time arguments of `launch_ssqr` for m rows."""
     fours = None if transposed is None else transposed.view(torch.int64)
-    outlier_rows = 0 if weight.entries is None else config.outlier_rows(m)
-    grid = (weight.padded_rows // config.block_n, parts)
+    outlier_rows = 0 if weight.entries is None else config.outlier_rows(m, ranges)
+    grid = (weight.padded_rows // config.block_n * ranges, parts)
     writers = 0
     if transposed is not None:  # the programs that write it should all run at once
         together = weight.processors * config.programs(weight.bits, weight.group_size)
@@ -264,10 +301,10 @@ def launch_arguments(
     arguments = (
         x, weight.words, weight.scale_pairs, weight.flat_scales, weight.row_scales, weight.order, weight.entries,
         weight.slice_ptr, transposed, fours, partials, weight.tickets, y, m, weight.rows, weight.cols, x.stride(0),
-        weight.superblocks, -(-weight.superblocks // parts), writers,
+        weight.superblocks, -(-weight.superblocks // (parts * ranges)), writers,
     )  # fmt: skip
     outliers = (outlier_rows, transposed is not None, weight.beyond)
-    named = constants(weight.bits, weight.group_size, config, *outliers, parts > 1) | {
+    named = constants(weight.bits, weight.group_size, config, *outliers, parts > 1, ranges) | {
         "MIDRISE": weight.midrise, "EVEN_K": weight.cols % 256 == 0, "num_warps": config.num_warps,
         "HAS_FLAT_SCALES": weight.flat_scales is not None, "HAS_ROW_SCALES": weight.row_scales is not None,
         "ASM": x.is_cuda and torch.version.hip is None, "UPCAST": not x.is_cuda, **COMPILER,
@@ -276,8 +313,9 @@ def launch_arguments(
 
 
 def constants(
-    bits: int, group_size: int, config: DecodeConfig, outlier_rows: int, transposed: bool, beyond: bool, split: bool
-) -> dict[str, int | bool]:
+    bits: int, group_size: int, config: DecodeConfig, outlier_rows: int, transposed: bool, beyond: bool, split: bool,
+    ranges: int,
+) -> dict[str, int | bool]:  # fmt: skip
     """The compile-time arguments that follow from a configuration; `audit` compiles with the same."""
     return {
         "BITS": bits,
@@ -294,4 +332,5 @@ def constants(
         "BEYOND": beyond,
         "PIECE": config.piece,
         "SPLIT": split,
+        "RANGES": ranges,
     }

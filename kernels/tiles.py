@@ -10,25 +10,40 @@ from vllm_latq.kernels.fields import planes_of, words_of
 
 
 @triton.jit
-def tile_words(word_ptr, tile, supers, sb, BITS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Addresses [BLOCK_N, words] of plane 0 of superblock `sb` in row tile `tile`."""
+def tile_rows(tile, supers, share, BLOCK_N: tl.constexpr, RANGES: tl.constexpr):
+    """Where the rows of a tile lie, for its first superblock: a row block's superblock, int64, from which each row's is
+    so many further, int32 [BLOCK_N], and the row's number in it, int32 [BLOCK_N].
+
+    RANGES > 1: the tile has BLOCK_N / RANGES weight rows, over and over, each time `share` superblocks further.
+    """
+    ROWS: tl.constexpr = BLOCK_N // RANGES
+    rn = tl.arange(0, BLOCK_N)
+    if RANGES > 1:
+        return (tile // (64 // ROWS)).to(tl.int64) * supers, rn // ROWS * share, tile % (64 // ROWS) * ROWS + rn % ROWS
+    else:
+        return (tile * (BLOCK_N // 64)).to(tl.int64) * supers, rn // 64 * supers, rn % 64
+
+
+@triton.jit
+def tile_words(word_ptr, tile, supers, sb, share, BITS: tl.constexpr, BLOCK_N: tl.constexpr, RANGES: tl.constexpr):
+    """Addresses [BLOCK_N, words] of plane 0 of superblock `sb` in row tile `tile`; RANGES as in `tile_rows`."""
     WORDS: tl.constexpr = words_of(BITS)
     SIZE: tl.constexpr = planes_of(BITS) * 64 * WORDS  # of one row block's part of a superblock
-    rn = tl.arange(0, BLOCK_N)
+    block, further, row = tile_rows(tile, supers, share, BLOCK_N, RANGES)
     rw = tl.arange(0, WORDS)
-    block = (tile * (BLOCK_N // 64)).to(tl.int64) * supers + sb
-    words = word_ptr + block * SIZE
-    words += ((rn // 64) * (supers * SIZE) + (rn % 64) * WORDS)[:, None] + rw[None, :]
+    words = word_ptr + (block + sb) * SIZE
+    words += (further * SIZE + row * WORDS)[:, None] + rw[None, :]
     return words
 
 
 @triton.jit
-def tile_scale_pairs(scale_ptr, tile, supers, sb, GROUP: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Addresses [BLOCK_N] of the first pair of group scales of superblock `sb` in row tile `tile`."""
+def tile_scale_pairs(
+    scale_ptr, tile, supers, sb, share, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, RANGES: tl.constexpr
+):
+    """Addresses [BLOCK_N] of the first pair of group scales of superblock `sb` in row tile `tile`; RANGES as there."""
     PAIRS: tl.constexpr = 128 // GROUP
-    rn = tl.arange(0, BLOCK_N)
-    block = (tile * (BLOCK_N // 64)).to(tl.int64) * supers + sb
-    return scale_ptr + block * (PAIRS * 64) + (rn // 64) * (supers * PAIRS * 64) + rn % 64
+    block, further, row = tile_rows(tile, supers, share, BLOCK_N, RANGES)
+    return scale_ptr + (block + sb) * (PAIRS * 64) + further * (PAIRS * 64) + row
 
 
 @triton.jit
@@ -39,12 +54,23 @@ def activation_places(SIZE: tl.constexpr, BLOCK_M: tl.constexpr, PAIRED: tl.cons
     """
     if PAIRED:
         block = tl.arange(0, SIZE // 16 * BLOCK_M)[:, None]
-        col = block // BLOCK_M * 16 + tl.arange(0, 16)[None, :]
+        within = by_four(tl.arange(0, 16)) if BLOCK_M == 8 else tl.arange(0, 16)
+        col = block // BLOCK_M * 16 + within[None, :]
         row = block % BLOCK_M
     else:
         col = tl.arange(0, SIZE)[:, None]
         row = tl.arange(0, BLOCK_M)[None, :]
     return row, col
+
+
+@triton.jit
+def by_four(col):
+    """The same columns, of which the compiler sees that four are neighbours, and no more.
+
+    It copies 8 bytes of x at a time then, which pass through the L1 cache: of 16 bytes, which pass it by, all programs
+    would ask L2 for the same few lines at once.
+    """
+    return tl.multiple_of(col // 8 * 8 | col // 4 % 2 * 4, 4) + col % 4
 
 
 @triton.jit

@@ -29,6 +29,7 @@ _MAKERS: dict[str, Callable[[Instruction, list[str], Kernel], Step]] = {
     "cvt": arithmetic.convert,
     "ld": movement.load,
     "st": movement.store,
+    "prefetch": movement.prefetch,
     "atom": movement.atomic,
     "red": movement.atomic,
     "bar": movement.barrier,

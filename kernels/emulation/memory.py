@@ -66,6 +66,11 @@ class GlobalMemory:
         sectors.sort(1)
         return int(np.count_nonzero(sectors[:, 1:] != sectors[:, :-1]) + np.count_nonzero(sectors[:, 0] >= 0))
 
+    def prefetch(self, addresses: np.ndarray, active: np.ndarray, text: str) -> None:
+        """Of no effect here, but a GPU would read what lies there."""
+        if active.any():
+            self._locate(addresses, 1, active, text)
+
     def load(self, addresses: np.ndarray, size: int, active: np.ndarray, text: str) -> np.ndarray:
         """uint8 [threads, size]; zeros where inactive."""
         values = np.zeros((addresses.size, size), np.uint8)

@@ -46,6 +46,11 @@ def store(instruction: Instruction, parts: list[str], kernel: Kernel) -> Step:
     return step
 
 
+def prefetch(instruction: Instruction, parts: list[str], kernel: Kernel) -> Step:
+    at = address_of(str(instruction.operands[0]), kernel, "u64")
+    return lambda p: p.memory.prefetch(at(p), p.active, instruction.text)
+
+
 def atomic(instruction: Instruction, parts: list[str], kernel: Kernel) -> Step:
     """atom.global.add, and red, which returns nothing: the threads one after another."""
     kind = parts[-1]

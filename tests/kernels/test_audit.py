@@ -30,14 +30,18 @@ SHARED_LIMIT = {
     "sm_120": 99 << 10,
 }  # fmt: skip
 
-# (architecture, bits, rows, activations, group size; and whether the grid is mid-rise, the kernel that of experts, and
-# the weight a coded one).
+# (architecture, bits, rows, activations, group size; and whether the grid is mid-rise, the kernel that of experts, the
+# weight a coded one; ranges of columns).
 # Rows below zero stand for the SIMT kernel of so many, none for the kernels that do not depend on the rows: with bits,
 # dequantization; without, the load-time kernels.
 LOW_BATCH = [(arch, bits, 8, "*bf16", 128) for arch in SHARED_LIMIT for bits in CEILINGS]
 # Kernels of their own: one row, and two, which gather x.
 FEWEST = [(arch, bits, m, "*bf16", 128) for arch, bits, m in (("sm_80", 3, 1), ("sm_80", 3, 2), ("sm_86", 4, 2),
           ("sm_90", 2, 1), ("sm_90", 3, 1), ("sm_90", 4, 2), ("sm_120", 4, 1))]  # fmt: skip
+IN_RANGES = [
+    (arch, bits, m, "*bf16", 128, False, False, False, ranges)
+    for arch, bits, m, ranges in (("sm_80", 3, 1, 8), ("sm_86", 2, 4, 2), ("sm_90", 3, 1, 4), ("sm_120", 4, 2, 4))
+]  # fmt: skip
 WIDE = [(arch, 3, rows, "*bf16", 128) for arch, rows in WIDER]
 MIDRISE = [
     *(("sm_80", bits, 8, "*bf16", 128, True) for bits in CEILINGS),
@@ -84,7 +88,7 @@ from vllm_latq.kernels.audit import audit_dequantize, audit_load_time, audit_sim
 from vllm_latq.kernels.configs import decode_config
 found = []
 for arch, bits, rows, activations, group, *flags in json.loads(sys.argv[1]):
-    options = dict(zip(("midrise", "grouped", "beyond"), flags), group_size=group)
+    options = dict(zip(("midrise", "grouped", "beyond", "ranges"), flags), group_size=group)
     if rows < 0:
         options.pop("grouped", None)
         audited = audit_simt(arch, bits, rows=-rows, **options)
@@ -136,19 +140,21 @@ def ceilings(arch: str) -> dict[int, float]:
 @pytest.fixture(scope="module")
 def audited() -> dict[tuple, dict]:
     """Every case, compiled in one process."""
-    cases = LOW_BATCH + FEWEST + WIDE + GROUPED + MIDRISE + CODED + BLACKWELL + OTHERS
+    cases = LOW_BATCH + FEWEST + IN_RANGES + WIDE + GROUPED + MIDRISE + CODED + BLACKWELL + OTHERS
     return dict(zip(cases, run_compiler("-c", SCRIPT, json.dumps(cases)), strict=True))
 
 
-@pytest.mark.parametrize("case", LOW_BATCH + FEWEST + WIDE + GROUPED, ids=str)
+@pytest.mark.parametrize("case", LOW_BATCH + FEWEST + IN_RANGES + WIDE + GROUPED, ids=str)
 def test_gates(audited: dict[tuple, dict], case: tuple) -> None:
-    arch, bits, rows, *_ = case
-    row = audited[case]
+    arch, bits, rows, _, group_size, *_ = case
+    config, row = decode_config(rows, bits, arch, group_size), audited[case]
     assert row["sass_per_weight"] <= (ceilings(arch)[bits] if rows <= 8 else WIDER[arch, rows])
     assert row["spill_bytes"] == 0
     assert row["shared_stores"] == 0  # neither dequantized weights nor activations pass through registers on their way
     assert row["plain_loads"] == 0
-    assert row["wide"] >= 0.9 * (row["wide"] + row["middle"] + row["narrow"])  # bytes that 16-byte copies bring
+    brought = row["wide"] + (row["middle"] if rows <= 8 else 0)  # by copies of 16 bytes, and of 8 (`tiles.by_four`)
+    assert brought >= 0.9 * (row["wide"] + row["middle"] + row["narrow"])
+    assert row["wide"] >= config.block_n * bits / config.num_warps  # the weights, of a thread
     assert row["matrix"] > 0
     assert row["shared_bytes"] <= SHARED_LIMIT[arch]
 

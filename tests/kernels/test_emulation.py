@@ -46,7 +46,7 @@ def activations(m: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def float32_product(
-    layer: Any, x: torch.Tensor, arch: str, parts: int = 1, processors: int = 1, **options: Any
+    layer: Any, x: torch.Tensor, arch: str, parts: int = 1, ranges: int = 1, processors: int = 1, **options: Any
 ) -> tuple[torch.Tensor, Traffic]:
     """The decode kernel's y in float32, all scratch poisoned, and the launch's traffic. Tickets must end at zero."""
     m, weight = x.shape[0], on(arch, layer, processors)
@@ -55,9 +55,9 @@ def float32_product(
     partials = torch.full((parts * weight.padded_rows * config.max_rows,), float("nan"))
     transposed = None
     if weight.entries is not None and m > GATHER_ROWS:
-        transposed = torch.full((weight.cols, config.max_rows), float("nan"), dtype=x.dtype)
+        transposed = torch.full((weight.cols, config.outlier_rows(m, ranges)), float("nan"), dtype=x.dtype)
     with emulation(arch, **options) as traffic:
-        launch_ssqr(x, weight, y, partials, transposed, config, parts)
+        launch_ssqr(x, weight, y, partials, transposed, config, parts, ranges)
     assert not weight.tickets.any()
     return y, traffic
 
@@ -114,6 +114,18 @@ def test_coded_weights(make_layer, arch: str, bits: int, m: int) -> None:
     x = activations(m, 600, torch.bfloat16)
     y, _ = float32_product(layer, x, arch, parts=2)
     # Over random signs of x, for each output.
+    deviation = matmul_reference(x.double().square(), layer.dense.square()).sqrt()
+    assert ((y - matmul_reference(x, layer.dense)).abs() <= 1e-4 * deviation).all()
+
+
+@pytest.mark.parametrize(
+    ("arch", "bits", "m", "ranges"), [("sm_80", 3, 1, 8), ("sm_80", 2, 4, 2), ("sm_90", 4, 2, 4), ("sm_100", 3, 3, 2)]
+)
+def test_ranges_of_columns(make_layer, arch: str, bits: int, m: int, ranges: int) -> None:
+    """Side by side in a tile: their products are added in one program."""
+    layer = make_layer(bits, 131, 2048, outliers=0.02, full_rows=(7,), midrise=m == 2)
+    x = activations(m, 2048, torch.float16 if m == 4 else torch.bfloat16)
+    y, _ = float32_product(layer, x, arch, ranges=ranges)
     deviation = matmul_reference(x.double().square(), layer.dense.square()).sqrt()
     assert ((y - matmul_reference(x, layer.dense)).abs() <= 1e-4 * deviation).all()
 
@@ -306,7 +318,7 @@ def test_grouped_experts(
         y = combine(grouped_matmul(rows, stack, routing), weights, routing)
     assert not routing.tickets.any()
     padded, config = 256 * len(routing.expert), decode_config(size, bits, arch, group_size)
-    assert (config.parts(bits, group_size, padded, stack.superblocks, 108) > 1) == (cols == 1536)
+    assert (max(config.split(size, bits, group_size, padded, stack.superblocks, 108)) > 1) == (cols == 1536)
     expected = torch.zeros(tokens, 131, dtype=torch.float64)
     for token, slot in ((ids >= 0) & (ids < experts)).nonzero().tolist():
         expert = int(ids[token, slot])

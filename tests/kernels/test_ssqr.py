@@ -23,7 +23,9 @@ def poisoned(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.full(shape, float("nan"), dtype=dtype, device=DEVICE)
 
 
-def run(layer: Any, m: int, dtype: torch.dtype, parts: int = 1, config: DecodeConfig | None = None) -> None:
+def run(
+    layer: Any, m: int, dtype: torch.dtype, parts: int = 1, config: DecodeConfig | None = None, ranges: int = 1
+) -> None:
     """Launch with every output and scratch tensor poisoned and float32 results, and compare."""
     weight = layer.weight
     config = config or decode_config(m, weight.bits, weight.arch, weight.group_size)
@@ -32,13 +34,13 @@ def run(layer: Any, m: int, dtype: torch.dtype, parts: int = 1, config: DecodeCo
     partials = poisoned(parts * weight.padded_rows * config.max_rows) if parts > 1 else None
     transposed = None
     if weight.entries is not None and m > GATHER_ROWS:
-        transposed = poisoned(weight.cols, config.max_rows, dtype=dtype)
+        transposed = poisoned(weight.cols, config.outlier_rows(m, ranges), dtype=dtype)
     for _ in range(2 if parts > 1 else 1):  # the second launch finds the tickets as the first one left them
         y.fill_(float("nan"))
         if config.kernel == "simt":
             launch_simt(padded_columns(x.to(DEVICE), weight), weight, y, partials, config, parts)
         else:
-            launch_ssqr(x.to(DEVICE), weight, y, partials, transposed, config, parts)
+            launch_ssqr(x.to(DEVICE), weight, y, partials, transposed, config, parts, ranges)
         expected = matmul_reference(x, layer.dense)
         # Over random signs of x: one output, which may happen to be small, is no measure of what it is a sum of.
         deviation = matmul_reference(x.double().square(), layer.dense.square()).sqrt().max()
@@ -118,6 +120,16 @@ def test_odd_rows(make_layer, rows: int) -> None:
 @pytest.mark.parametrize("parts", [2, 3, 5])
 def test_split_k(make_layer, parts: int) -> None:
     run(make_layer(2, 70, 1280, outliers=0.02), 4, torch.bfloat16, parts=parts)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("ranges", "m"), [(8, 1), (4, 1), (4, 2), (2, 1), (2, 2), (2, 3), (2, 4)])
+def test_ranges_of_columns_side_by_side(make_layer, ranges: int, m: int, dtype: torch.dtype) -> None:
+    """Every scheme of scales, tiles of 16 to 64 weight rows, and columns missing from the last range."""
+    run(make_layer(3, 150, 2048, outliers=0.02, full_rows=(17,), midrise=m == 2), m, dtype, ranges=ranges)
+    run(make_layer(4, 40, 2000, outliers=0.02, group_size=-1), m, dtype, ranges=ranges)
+    run(make_layer(2, 70, 2048, outliers=0.0, group_size=32, row_scales=True), m, dtype, ranges=ranges)
+    run(make_layer(3, 33, 1990, outliers=0.03, **CODED), m, dtype, ranges=ranges)
 
 
 @pytest.mark.parametrize("m", [1, 5, 12])
