@@ -129,7 +129,7 @@ def tensor_core_values(
     m: int = 0,
     ranges: int = 1,
 ) -> dict[str, Any]:
-    """Compile-time arguments of the tensor-core kernel for m rows or as many as it serves; split-K where ranges is 1."""
+    """Compile-time arguments of the tensor-core kernel for m rows, or as many as it serves; split-K if ranges is 1."""
     m = m or config.max_rows
     outlier_rows = config.outlier_rows(m, ranges) if outliers else 0
     transposed = outliers and m > GATHER_ROWS
@@ -153,9 +153,7 @@ def audit_tensor_core(
 ) -> Audit:
     """One configuration of the tensor-core kernel, with split-K; `grouped` for routed experts, `beyond` for coded
     weights, whose entries hold up to two outliers; m: rows, as many as it serves if 0; ranges: instead of split-K."""
-    values = tensor_core_values(
-        bits, config, group_size, outliers, midrise=midrise, beyond=beyond, m=m, ranges=ranges
-    )
+    values = tensor_core_values(bits, config, group_size, outliers, midrise=midrise, beyond=beyond, m=m, ranges=ranges)
     weights, kernel = config.block_n * 256, ssqr_grouped if grouped else ssqr_tensor_core
     return _audit(kernel, arch, bits, config.max_rows, weights, values, config.num_warps, activations)
 

@@ -101,7 +101,7 @@ def ssqr_grouped(
     PIECE: tl.constexpr, SPLIT: tl.constexpr, RANGES: tl.constexpr, EVEN_K: tl.constexpr,
     HAS_FLAT_SCALES: tl.constexpr, HAS_ROW_SCALES: tl.constexpr, ASM: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Grid (padded rows / BLOCK_N * RANGES, parts, batches): `ssqr_tensor_core` on the rows of one batch, its own M of them."""
+    """Grid (padded rows / BLOCK_N * RANGES, parts, batches): `ssqr_tensor_core` on one batch, its own M rows."""
     M = tl.load(live_ptr + tl.program_id(2))
     if M == 0:
         return

@@ -10,6 +10,10 @@ One program computes a tile of BLOCK_N output features (the M side of `tl.dot`) 
     acc += outliers                              every lane walks the slots of its own row
     split-K partials go to a workspace; the last program of a row tile adds them in a fixed order and writes y
 
+For few rows of x it can do so for RANGES ranges of columns side by side, instead of split-K: the tile has
+BLOCK_N / RANGES features over and over, and BLOCK_M / RANGES rows of x over and over, each time of another range. Of
+the products, those of one range with itself lie on the diagonal, and `sum_ranges` adds them.
+
 Index names: rn tile row, rm activation row, sb superblock, part the split-K share.
 """
 
@@ -121,7 +125,7 @@ def sum_ranges(acc, extra, RANGES: tl.constexpr):
 def output_rows(
     order_ptr, row_scale_ptr, tile, TILE_ROWS: tl.constexpr, HAS_ROW_SCALES: tl.constexpr, PERMUTED: tl.constexpr
 ):
-    """Row of y of each row of a tile, int32 [TILE_ROWS], and its factor. Loaded before the ticket, which takes longer."""
+    """Row of y of each row of a tile, int32 [TILE_ROWS], and its factor; asked for before the ticket is taken."""
     rn = tile * TILE_ROWS + tl.arange(0, TILE_ROWS)
     factor = tl.load(row_scale_ptr + rn) if HAS_ROW_SCALES else 1.0
     return tl.load(order_ptr + rn) if PERMUTED else rn, factor
@@ -178,7 +182,7 @@ def ssqr_tensor_core(
     PIECE: tl.constexpr, SPLIT: tl.constexpr, RANGES: tl.constexpr, EVEN_K: tl.constexpr, HAS_FLAT_SCALES: tl.constexpr,
     HAS_ROW_SCALES: tl.constexpr, ASM: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Grid (padded rows / BLOCK_N * RANGES, parts). See the module docstring; arguments are described at the launcher."""
+    """Grid (padded rows / BLOCK_N * RANGES, parts). See the module docstring, and the launcher for arguments."""
     tile, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     TILE_ROWS: tl.constexpr = BLOCK_N // RANGES
     TILE_M: tl.constexpr = BLOCK_M // RANGES

@@ -56,11 +56,11 @@ def assert_times(times: dict[str, float]) -> None:
 
 @pytest.mark.engine
 def test_decode_latency(tmp_path: Path) -> None:
-    """Two engines that start at once and are measured one after the other."""
-    results = tmp_path / "times.json"
-    decode_latency("--shape", "tiny", "--schemes", "bf16", SCHEME, "--together", "--json", str(results))
+    """Engines that start at once and are measured one after the other; each multiplies by what it should."""
+    results, schemes = tmp_path / "times.json", ["bf16", SCHEME, "marlin 4 bits"]
+    decode_latency("--shape", "tiny", "--schemes", *schemes, "--together", "--json", str(results))
     times = json.loads(results.read_text())["seconds_per_token"]
-    assert list(times) == ["bf16", SCHEME]
+    assert list(times) == schemes
     for found in times.values():
         assert_times(found)
 
