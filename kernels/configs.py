@@ -36,7 +36,7 @@ class DecodeConfig:
         min_group: the smallest groups that it serves, of 8-bit codes twice as large ones: scales take registers.
         programs_per_processor: most programs that are to run on a multiprocessor at once; its registers must hold them.
         shared_kb: shared memory of a multiprocessor, which may hold fewer of them.
-        min_superblocks: fewest superblocks a program is given by split-K.
+        min_superblocks: fewest superblocks that a part of split-K, or a range of columns, is made of.
         kernel: "tensor_core" or "simt".
         source: the measurement or the reasoning behind the entry.
     """
@@ -120,12 +120,13 @@ def split_k(
 ) -> tuple[int, int]:
     """The cheaper way to cut the superblocks of each row tile: (parts, 1), none empty, or (1, ranges) of equal size.
 
-    None has fewer superblocks than `least`, unless there are fewer; ranges are a power of two up to `most_ranges`. A
+    Ranges are a power of two up to `most_ranges`. None, but perhaps the last part, need be smaller than `least`. A
     multiprocessor runs so many `programs` at once, all of them in waves. One with n programs takes the time of n + 1
     superblocks for one of each, and of START more to begin and end. Parts have to be added, which takes that of ADD.
     """
     least = min(least, superblocks)
-    ways = [(1, 1 << i) for i in range(most_ranges.bit_length()) if superblocks % (least << i) == 0]
+    ranges = (1 << i for i in range(most_ranges.bit_length()))
+    ways = [(1, cut) for cut in ranges if superblocks % cut == 0 and superblocks // cut >= least]
     ways += sorted({(-(-superblocks // share), 1) for share in range(least, superblocks + 1)})
 
     def time(way: tuple[int, int]) -> int:

@@ -73,13 +73,11 @@ def prefetch_entries(entry_ptr, slice_ptr, tile, part, parts, TILE_ROWS: tl.cons
 
     A turn's entries are loaded while those of the turn before it are used, which takes less time than memory does.
     """
-    LINE: tl.constexpr = 32  # entries: 128 bytes
     bounds = slice_ptr + tile * (TILE_ROWS // 16)
-    begin = tl.load(bounds) * 16 // LINE
-    end = tl.cdiv(tl.load(bounds + TILE_ROWS // 16) * 16, LINE)
+    begin, end = tl.load(bounds) // 2, tl.cdiv(tl.load(bounds + TILE_ROWS // 16), 2)  # two slots to a line of 128 bytes
     for first in range(begin + part * TILE_ROWS, end, parts * TILE_ROWS):
         line = tl.minimum(first + tl.arange(0, TILE_ROWS), end - 1)
-        at = (entry_ptr + line.to(tl.int64) * LINE).to(tl.int64)
+        at = (entry_ptr + line.to(tl.int64) * 32).to(tl.int64)
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
         )

@@ -295,6 +295,7 @@ def launch_arguments(
     m: int,
 ) -> tuple[tuple[int, int], tuple[Any, ...], dict[str, Any]]:
     """Grid, run-time and compile-time arguments of `launch_ssqr` for m rows."""
+    assert parts == 1 or ranges == 1, "the kernel has either"
     fours = None if transposed is None else transposed.view(torch.int64)
     outlier_rows = 0 if weight.entries is None else config.outlier_rows(m, ranges)
     grid = (weight.padded_rows // config.block_n * ranges, parts)

@@ -63,7 +63,8 @@ MARLIN = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": Fals
 # vLLM prefers other kernels for this scheme on some GPUs, Machete on Hopper for one.
 ENVIRONMENT = {"marlin 4 bits": {"VLLM_DISABLED_KERNELS": "CutlassW4A8LinearKernel,MacheteLinearKernel"}}
 HEAD = "ssqr 3 bits, 1%, head 4 bits"
-LAYER_METHOD = attrgetter("model.layers.0.self_attn.qkv_proj.quant_method.__class__.__name__")
+# What vLLM multiplies by. Releases differ in where experts keep theirs.
+METHOD = attrgetter("model.layers.0.self_attn.qkv_proj.quant_method.__class__.__name__")
 PROMPT_TOKENS = 32
 REPEATS = 3
 LOG_CHARACTERS = 6000  # of the log of a scheme that does not run: the cause stands far above the last error
@@ -204,7 +205,7 @@ def run(names: Sequence[str], options: argparse.Namespace) -> Iterator[tuple[str
 
 def measure(quantization: dict[str, Any] | None, options: argparse.Namespace) -> dict[str, float]:
     """Batch size -> median seconds per token."""
-    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # sends LAYER_METHOD to the engine
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # sends METHOD to the engine
     from vllm import LLM, SamplingParams
 
     with tempfile.TemporaryDirectory() as folder:
@@ -222,9 +223,9 @@ def measure(quantization: dict[str, Any] | None, options: argparse.Namespace) ->
             **json.loads(options.engine),
         )
 
-        (method,) = llm.apply_model(LAYER_METHOD)
-        if bool(quantization) == method.startswith("Unquantized"):
-            sys.exit(f"with quantization {quantization} vLLM multiplies by {method}")
+        for name in llm.apply_model(METHOD):  # of each worker
+            if bool(quantization) == name.startswith("Unquantized"):
+                sys.exit(f"with quantization {quantization} vLLM multiplies by {name}")
         ready(options.json).touch()
         while options.parent and not turn(options.json).exists():
             if os.getppid() != options.parent:  # nobody waits for this

@@ -284,6 +284,7 @@ GROUPED = [
     ("sm_90", 3, 60, 1, 384, 64, torch.bfloat16, 128),
     ("sm_90", 4, 5, 2, 1536, None, torch.bfloat16, 128),
     ("sm_90", 2, 40, 2, 512, 8, torch.float16, 64),
+    ("sm_90", 3, 1, 3, 2048, None, torch.bfloat16, -1),
 ]
 
 
@@ -300,7 +301,7 @@ def test_grouped_experts(
 ) -> None:  # fmt: skip
     """Expert 2 is never asked for, some pairs are for experts that are not here, programs run in a random order."""
     experts, x = 5, activations(tokens, cols, dtype)
-    options = {"group_size": group_size, "outliers": 0.02 if tokens != 9 else 0.0, "row_scales": tokens in (2, 24)}
+    options = {"group_size": group_size, "outliers": 0.02 if tokens != 9 else 0.0, "row_scales": tokens in (1, 2, 24)}
     options["scales"] = tokens != 24  # which are coded weights
     layers = [make_layer(bits, 131, cols, seed=seed, midrise=tokens == 5, **options) for seed in range(experts)]
     stack = stack_weights([on(arch, layer, processors=108) for layer in layers])
@@ -318,7 +319,8 @@ def test_grouped_experts(
         y = combine(grouped_matmul(rows, stack, routing), weights, routing)
     assert not routing.tickets.any()
     padded, config = 256 * len(routing.expert), decode_config(size, bits, arch, group_size)
-    assert (max(config.split(size, bits, group_size, padded, stack.superblocks, 108)) > 1) == (cols == 1536)
+    parts, ranges = config.split(size, bits, group_size, padded, stack.superblocks, 108)
+    assert (parts > 1, ranges > 1) == (cols == 1536, cols == 2048)
     expected = torch.zeros(tokens, 131, dtype=torch.float64)
     for token, slot in ((ids >= 0) & (ids < experts)).nonzero().tolist():
         expert = int(ids[token, slot])

@@ -161,16 +161,24 @@ def test_refuses_tiles_that_do_not_divide_the_padded_rows() -> None:
         DecodeConfig(max_rows=8, block_n=256, num_warps=4, stages=3, bias_dot=True)
 
 
-@pytest.mark.parametrize("superblocks", [1, 2, 7, 16, 48])
+@pytest.mark.parametrize("superblocks", [1, 2, 5, 7, 10, 16, 20, 48, 56])
 @pytest.mark.parametrize(("processors", "programs"), [(1, 1), (84, 1), (132, 5)])
 def test_no_part_of_split_k_is_empty(superblocks: int, processors: int, programs: int) -> None:
     for tiles, least, most_ranges in product((1, 32, 192), (1, 2, 4), (1, 2, 8)):
         parts, ranges = split_k(tiles, superblocks, processors, programs, least, most_ranges)
         share = -(-superblocks // (parts * ranges))
         assert (parts * ranges - 1) * share < superblocks <= parts * ranges * share
-        assert parts * ranges == 1 or share >= least
+        assert share >= min(least, superblocks) or superblocks % least
         assert ranges <= most_ranges
         assert ranges == 1 or (parts == 1 and superblocks % ranges == 0)
+
+
+def test_ranges_of_any_number_of_superblocks() -> None:
+    """20 in four ranges of five, 10 in two, 56 in eight of seven; not 10 in four, nor 2 in two of fewer than two."""
+    assert split_k(80, 20, 132, 3, 2, 8) == (1, 4)
+    assert split_k(152, 10, 132, 3, 2, 8) == (1, 2)
+    assert split_k(32, 56, 132, 3, 2, 8) == (1, 8)
+    assert split_k(32, 2, 132, 3, 2, 8) == (1, 1)
 
 
 # Microseconds on an H200 of (parts, ranges) of tiles of 128 features, 3 bits, 1% outliers.
