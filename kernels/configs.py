@@ -130,12 +130,14 @@ def split_k(
     ways += sorted({(-(-superblocks // share), 1) for share in range(least, superblocks + 1)})
 
     def time(way: tuple[int, int]) -> int:
-        cut = way[0] * way[1]
-        share = -(-superblocks // cut)
-        waves, rest = divmod(tiles * cut, processors * programs)
-        each = START + (ADD if way[0] > 1 else 0)
-        time = waves * (share * (programs + 1) + each)
-        return time + (share * (-(-rest // processors) + 1) + each if rest else 0)
+        parts, ranges = way
+        share = -(-superblocks // (parts * ranges))
+        waves, rest = divmod(tiles * parts * ranges, processors * programs)
+
+        def wave(n: int) -> int:
+            return share * (n + 1) + START + (ADD if parts > 1 else 0)
+
+        return waves * wave(programs) + (wave(-(-rest // processors)) if rest else 0)
 
     return min(ways, key=time)
 
