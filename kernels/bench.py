@@ -22,6 +22,7 @@ import triton
 
 from vllm_latq.kernels import peers
 from vllm_latq.kernels.cases import BITS, GROUP_SIZE, Case, all_cases
+from vllm_latq.kernels.compile_pool import CompilePool, available_processes
 from vllm_latq.kernels.configs import REGIMES
 from vllm_latq.kernels.errors import KernelInputError
 from vllm_latq.kernels.measure import Bench, Result
@@ -95,7 +96,7 @@ def report(bench: Bench, cases: Iterable[Case], facts: dict[str, Any], path: Pat
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Command line; exits with 1 if a product was wrong, with 2 on a machine without a GPU."""
+    """Command line; exits with 1 if a product was wrong, or on a machine without a GPU."""
     parser = argparse.ArgumentParser(prog="python -m vllm_latq.kernels.bench", description=__doc__.splitlines()[0])
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--quick", action="store_true", help="three shapes, six numbers of rows: a first look")
@@ -110,17 +111,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="search launch configurations for tiles of so many rows (default: each) and print them instead",
     )
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no other row after so many")
+    parser.add_argument("--jobs", type=int, help="processes that compile kernels (default: one per core, up to 16)")
     parser.add_argument("--out", type=Path, help="JSON file (default: results/ beside this file)")
     options = parser.parse_args(arguments)
     if options.coded and (options.experts or options.tune is not None):
         parser.error("--coded is for linears")
+    if options.jobs is not None and options.jobs < 1:
+        parser.error("--jobs is 1 or more")
     try:
         device = require_gpu()
     except KernelInputError as error:
         sys.exit(f"{error}")
-    if options.tune is not None:
-        tune(device, time_graph, options.tune or REGIMES)
-        return
+    with CompilePool(options.jobs or available_processes()) as compilers:
+        if options.tune is not None:
+            tune(device, time_graph, compilers, options.tune or REGIMES)
+        else:
+            sys.exit(min(1, measure(device, compilers, options)))
+
+
+def measure(device: torch.device, compilers: CompilePool, options: argparse.Namespace) -> int:
+    """What the command line asks for, measured; see `report`."""
     rate = copy_gb_per_s(device)
     facts = environment(device, rate)
     print(f"{facts['device']}, torch {facts['torch']}, triton {facts['triton']}; plain copy {rate:.0f} GB/s\n")
@@ -130,12 +140,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     name += f"-{'-'.join(map(str, options.bits))}bits" if options.bits else ""
     path = options.out or RESULTS / f"{name}.json"
     choice: dict[str, Any] = {"bits": tuple(options.bits)} if options.bits else {}
+    where = device, time_graph, cache_bytes(device), rate
     if options.experts:
-        bench, cases = ExpertBench(device, time_graph, cache_bytes(device), rate, {}), expert_cases(**choice)
+        bench: Bench = ExpertBench(*where, {}, compilers)
+        cases = expert_cases(**choice)
     else:
-        bench = Bench(device, time_graph, cache_bytes(device), rate, peers.installed())
+        bench = Bench(*where, peers.installed(), compilers)
         cases = all_cases(**(QUICK if options.quick else {}) | choice, coded=options.coded)
-    sys.exit(min(1, report(bench, cases, facts, path, options.minutes)))
+    return report(bench, cases, facts, path, options.minutes)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import torch
 
 from vllm_latq.kernels import peers
 from vllm_latq.kernels.cases import GROUP_SIZE, Case, Layer, copy_weight, gate, make_layer, product, relative_error
+from vllm_latq.kernels.compile_pool import CompilePool
 from vllm_latq.kernels.errors import KernelInputError
 from vllm_latq.kernels.timing import Launch, Timing, copies_beyond_cache
 from vllm_latq.kernels.weight import KernelWeight
@@ -44,13 +45,17 @@ def moved(case: Case, weight_bytes: int) -> int:
 
 @dataclass
 class Bench:
-    """Runs cases on a device with a timer, and remembers the bf16 times that speedups refer to."""
+    """Runs cases on a device with a timer, and remembers the bf16 times that speedups refer to.
+
+    compilers: compile what the cases of a layer launch before the first is timed; None: each by its first launch.
+    """
 
     device: torch.device
     timer: Timer
     cache: int
     copy_rate: float
     peer_bits: dict[str, tuple[int, ...]]
+    compilers: CompilePool | None = None
 
     def __post_init__(self) -> None:
         self.bf16: dict[tuple[int, int, int], float] = {}
@@ -67,6 +72,8 @@ class Bench:
             except Exception as failure:
                 yield from [self._failed(case, case.path, failure) for case in group]
                 continue
+            if self.compilers:
+                self.compilers.compile(partial(self._launch, case, made) for case in group)
             for case in group:
                 yield from self._baselines(case, made)
                 yield self._attempt(case, case.path, partial(self._ours, case, made))
@@ -94,6 +101,9 @@ class Bench:
     def _activations(self, case: Case) -> torch.Tensor:
         generator = torch.Generator(device=self.device).manual_seed(case.m)
         return torch.randn(case.m, case.cols, generator=generator, device=self.device).bfloat16()
+
+    def _launch(self, case: Case, made: tuple[Layer, list[KernelWeight]]) -> torch.Tensor:
+        return product(case)(self._activations(case), made[0].weight)
 
     def _ours(self, case: Case, made: tuple[Layer, list[KernelWeight]]) -> Result:
         layer, weights = made

@@ -1,8 +1,8 @@
 """Search for launch configurations on the GPU at hand: what `python -m vllm_latq.kernels.bench --tune` prints.
 
-Coordinate descent from the table's entry: one field at a time, kept if it makes the geometric mean over layers and bit
-widths faster. Only configurations whose products pass the correctness gate are timed. Serving never tunes: the winner
-is pasted into `configs.py`.
+Descent from the table's entry: of the configurations that differ in one field, the one that makes the geometric mean
+over layers and bit widths fastest, and again from there. Those of a round are compiled together. Only configurations
+whose products pass the correctness gate are timed. Serving never tunes: the winner is pasted into `configs.py`.
 """
 
 import math
@@ -16,6 +16,7 @@ import triton
 from triton.errors import TritonError
 
 from vllm_latq.kernels.cases import BITS, GROUP_SIZE, Case, Layer, copy_weight, gate, make_layer, relative_error
+from vllm_latq.kernels.compile_pool import CompilePool
 from vllm_latq.kernels.configs import REGIMES, SIMT, DecodeConfig, decode_config
 from vllm_latq.kernels.dispatch import ssqr_matmul
 from vllm_latq.kernels.errors import KernelInputError
@@ -47,22 +48,23 @@ def neighbours(config: DecodeConfig) -> Iterator[DecodeConfig]:
                 yield replace(config, **{name: value})
 
 
-def descend(start: DecodeConfig, cost: Callable[[DecodeConfig], float]) -> tuple[DecodeConfig, float]:
-    """The configuration from which no single change helps, and its cost."""
-    best, lowest, improved = start, cost(start), True
-    while improved:
-        improved = False
-        for candidate in neighbours(best):
-            found = cost(candidate)
-            if found < 0.99 * lowest:  # a hundredth is noise
-                best, lowest, improved = candidate, found, True
-                break
-    return best, lowest
+def descend(
+    start: DecodeConfig, costs: Callable[[Sequence[DecodeConfig]], Sequence[float]]
+) -> tuple[DecodeConfig, float]:
+    """The configuration from which no single change helps, and its cost. `costs`: of the configurations of a round."""
+    best, (lowest,) = start, costs([start])
+    while True:
+        candidates = list(neighbours(best))
+        fastest, candidate = min(zip(costs(candidates), candidates, strict=True), key=lambda pair: pair[0])
+        if fastest >= 0.99 * lowest:  # a hundredth is noise
+            return best, lowest
+        best, lowest = candidate, fastest
 
 
 def tune(
     device: torch.device,
     timer: Callable[[Sequence[Launch]], Timing],
+    compilers: CompilePool,
     regimes: Sequence[int] = REGIMES,
     write: Callable[[str], None] = _print,
 ) -> None:
@@ -86,18 +88,28 @@ def tune(
         m = 1 if start.max_rows == 8 else start.max_rows
         known: dict[DecodeConfig, float] = {}
 
-        def cost(config: DecodeConfig, m: int = m, known: dict[DecodeConfig, float] = known) -> float:
-            if config not in known:
+        def costs(configs: Sequence[DecodeConfig], m: int = m, known: dict[DecodeConfig, float] = known) -> list[float]:
+            new = [config for config in configs if config not in known]
+            compilers.compile(
+                partial(ssqr_matmul, activations(m, layer), layer.weight, config)
+                for config in new
+                for _, layer, _ in layers
+            )
+            for config in new:
                 fastest = min(known.values(), default=math.inf)
                 known[config] = mean_time(config, m, layers, timer)
                 if known[config] < fastest:
                     write(f"# {known[config]:.1f} us: {config!r}")
-            return known[config]
+            return [known[config] for config in configs]
 
-        first = cost(start)
-        best, lowest = descend(start, cost)
+        best, lowest = descend(start, costs)
         best = replace(best, source=f"bench --tune, {name}, Triton {triton.__version__}")
-        write(f"{best!r},  # {lowest:.1f} us at {m} rows, from {first:.1f}; {len(known)} tried")
+        write(f"{best!r},  # {lowest:.1f} us at {m} rows, from {known[start]:.1f}; {len(known)} tried")
+
+
+def activations(m: int, layer: Layer) -> torch.Tensor:
+    """m random rows for the layer."""
+    return torch.randn(m, layer.weight.cols, device=layer.dense.device).bfloat16()
 
 
 def mean_time(
@@ -109,7 +121,7 @@ def mean_time(
     """Geometric mean of microseconds; infinite where the configuration does not compile or fit, or is wrong."""
     times = []
     for case, layer, weights in layers:
-        x = torch.randn(m, case.cols, device=layer.dense.device).bfloat16()
+        x = activations(m, layer)
         try:
             gate(case, relative_error(ssqr_matmul(x, layer.weight, config), x, layer.dense))
             times.append(timer([partial(ssqr_matmul, x, weight, config) for weight in weights]).median)

@@ -4,6 +4,7 @@ Timers here return made-up numbers: what is tested is what happens to them.
 """
 
 import json
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,13 +17,14 @@ from pretend_gpu import DEVICE as PRETENDED
 from vllm_latq.kernels import peers
 from vllm_latq.kernels.bench import environment, main, report, table_row
 from vllm_latq.kernels.cases import SHAPES, Case, Layer, all_cases, make_layer, relative_error
+from vllm_latq.kernels.compile_pool import CompilePool
 from vllm_latq.kernels.configs import AMPERE, SIMT, DecodeConfig
 from vllm_latq.kernels.measure import Bench
 from vllm_latq.kernels.measure_experts import ExpertBench
 from vllm_latq.kernels.reference import matmul_reference
 from vllm_latq.kernels.roofline import GPUS, INSTRUCTIONS, bytes_per_weight, least_microseconds, print_tables
 from vllm_latq.kernels.timing import Timing, copies_beyond_cache, summary
-from vllm_latq.kernels.tune import descend, neighbours
+from vllm_latq.kernels.tune import descend, mean_time, neighbours, tune
 
 CPU = torch.device("cpu")
 
@@ -32,6 +34,24 @@ def five_microseconds(launches: list) -> Timing:
     for launch in launches:
         assert torch.isfinite(launch()).all()
     return Timing(5.0, 4.0, 6.0)
+
+
+@pytest.fixture(autouse=True)
+def interpreter_truncates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To bfloat16, where GPUs round: a whole unit in the last place."""
+    monkeypatch.setattr("vllm_latq.kernels.cases.DECODE_TOLERANCE", 2**-7)
+
+
+class Watched(CompilePool):
+    """Runs what it is given, here where that compiles nothing, and remembers the shapes that came of it."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.shapes: list[tuple[int, ...]] = []
+
+    def compile(self, launches: Iterable[Callable[[], torch.Tensor]]) -> list[BaseException]:
+        self.shapes += [tuple(launch().shape) for launch in launches]
+        return super().compile([])
 
 
 @pytest.fixture
@@ -57,8 +77,9 @@ def test_all_cases_cover_what_is_asked() -> None:
 def test_rows_and_json(bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cases = list(all_cases(shapes=((64, 256),), bits=(3,), rates=(0.0, 0.05), rows=(1, 129)))
     cases += all_cases(shapes=((64, 256),), bits=(3,), rates=(0.05,), rows=(129,), coded=True)
-    path = tmp_path / "results" / "cpu.json"
+    path, bench.compilers = tmp_path / "results" / "cpu.json", Watched()
     assert report(bench, cases, environment(CPU, 100.0), path) == 0
+    assert bench.compilers.shapes == [(case.m, 64) for case in cases]
     found = json.loads(path.read_text())
     assert {"device", "torch", "triton", "commit", "copy_gb_per_s"} <= set(found)
     kernels = [row["kernel"] for row in found["results"]]
@@ -92,7 +113,7 @@ def test_a_wrong_product_is_not_timed(bench: Bench, tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize("damage", [0, 0x7FFFFFFF])
 def test_layers_of_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: int) -> None:
     """Timed where they are right; their bytes are those of the experts that are asked for."""
-    bench, made = ExpertBench(PRETENDED, five_microseconds, 1, 100.0, {}, experts=4, chosen=2), []
+    bench, made = ExpertBench(PRETENDED, five_microseconds, 1, 100.0, {}, Watched(), experts=4, chosen=2), []
 
     def damaged(case: Case, device: torch.device, seed: int) -> Layer:
         layer = make_layer(case, device, seed)
@@ -105,6 +126,7 @@ def test_layers_of_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dama
     cases = [Case(128, 256, 3, 0.05, tokens, "experts") for tokens in (1, 9)]
     with emulated_gpu("sm_80"):
         assert report(bench, cases, {}, tmp_path / "out.json") == (2 if damage else 0)
+    assert bench.compilers.shapes == [(1, 128), (9, 128)]
     one, many = json.loads((tmp_path / "out.json").read_text())["results"]
     if damage:
         assert one["timing"] is many["timing"] is None
@@ -241,10 +263,45 @@ def test_descent_finds_the_minimum_of_its_neighbourhood() -> None:
     def cost(config: DecodeConfig) -> float:
         return 100 + abs(config.num_warps - 4) + abs(config.stages - 5) * 3 + (config.block_n == 128)
 
-    best, lowest = descend(AMPERE[0], cost)
+    best, lowest = descend(AMPERE[0], lambda configs: [cost(config) for config in configs])
     assert lowest <= min(cost(other) for other in neighbours(best)) / 0.99
     assert best.stages == 5
     assert all(other != best for other in neighbours(best))
+
+
+@pytest.mark.interpreter
+def test_tune_prints_the_fastest_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a regime, and of the SIMT kernel, which takes the same fields; never one that does not run."""
+    choices = {"num_warps": (1, 2, 4), "stages": (2, 3, 4), "block_n": (64, 128)}
+    for name, value in {"SHAPES": ((128, 256),), "BITS": (3,), "CHOICES": choices, "cache_bytes": lambda _: 1}.items():
+        monkeypatch.setattr(f"vllm_latq.kernels.tune.{name}", value)
+
+    def timer(launches: list[partial]) -> Timing:
+        config = launches[0].args[2]
+        if config.num_warps == 4:
+            raise RuntimeError("as if this did not fit")
+        five_microseconds(launches)
+        return Timing(20 - config.stages * config.num_warps + config.block_n / 128, 0, 0)
+
+    lines: list[str] = []
+    with CompilePool(1) as compilers:
+        tune(CPU, timer, compilers, (8,), lines.append)
+    decode, simt = [line for line in lines if not line.startswith("#")]
+    for line, kernel in ((decode, "tensor_core"), (simt, "simt")):
+        found, _, remark = line.partition(",  # ")
+        best = eval(found, {"DecodeConfig": DecodeConfig})
+        assert (best.kernel, best.max_rows, best.num_warps, best.stages, best.block_n) == (kernel, 8, 2, 4, 64)
+        assert remark.startswith("12.5 us at 1 rows, from ")
+
+
+@pytest.mark.interpreter
+def test_a_wrong_configuration_is_not_timed() -> None:
+    case = Case(64, 256, 3, 0.0, 1, "tensor_core")
+    layer = make_layer(case, CPU)
+    weights = [layer.weight, layer.weight]
+    assert mean_time(AMPERE[0], 3, [(case, layer, weights)], five_microseconds) == pytest.approx(5.0)
+    layer.weight.words[0, 0, 0, 3] ^= 0x7FFFFFFF
+    assert mean_time(AMPERE[0], 3, [(case, layer, weights)], five_microseconds) == float("inf")
 
 
 def test_roofline() -> None:

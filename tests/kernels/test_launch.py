@@ -19,12 +19,12 @@ from vllm_latq.kernels.errors import KernelInputError
 from vllm_latq.kernels.ssqr import launch_arguments
 
 SCRIPT = """
-import contextlib, dataclasses
+import dataclasses, sys
 from collections import defaultdict
-import torch, triton
+import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from triton.backends.compiler import GPUTarget
-from triton.runtime.jit import JITFunction, MockTensor
+from triton import knobs
+from dry_launch import empty, on_gpu, pretend_driver
 from vllm_latq.kernels.configs import GATHER_ROWS, SIMT, decode_config
 from vllm_latq.kernels.dequantize import launch_dequantize
 from vllm_latq.kernels.grouped import activate, combine, gather, grouped_matmul
@@ -33,44 +33,15 @@ from vllm_latq.kernels.rans import launch_rans
 from vllm_latq.kernels.routing import batch_size, route
 from vllm_latq.kernels.simt import launch_simt
 from vllm_latq.kernels.ssqr import launch_ssqr
-from vllm_latq.kernels.weight import prepare
 
-class Driver:
-    get_current_device = get_current_stream = lambda self, *_: 0
-    get_current_target = lambda self: GPUTarget("cuda", 80, 32)
+compiled = defaultdict(set)
 
-class Pointer(MockTensor):
-    def __init__(self, tensor):
-        super().__init__(tensor.dtype)
-        self.offset = tensor.storage_offset() * tensor.itemsize
+def note(*, src, metadata, **_):
+    compiled[src.fn.__name__].add(metadata["hash"])
+    assert metadata["enable_fp_fusion"]
 
-    def data_ptr(self):
-        return self.offset
-
-launch, compiled = JITFunction.run, defaultdict(set)
-
-def dry(self, *arguments, grid, warmup, **options):
-    arguments = [Pointer(a) if isinstance(a, torch.Tensor) else a for a in arguments]
-    kernel = launch(self, *arguments, grid=grid, warmup=True, **options)
-    compiled[self.__name__].add(kernel.hash)
-    assert kernel.metadata.enable_fp_fusion
-
-triton.runtime.driver.set_active(Driver())
-JITFunction.run = dry
-torch.cuda.device_of = contextlib.nullcontext
-
-def empty(dtype, *shape):
-    return torch.empty(shape, dtype=dtype, device="cuda")
-
-def on_gpu(rows, cols, coded=False):
-    csr = torch.arange(rows + 1, dtype=torch.int32), torch.zeros(rows, dtype=torch.int32), torch.full((rows,), 5.0)
-    words, scales = torch.zeros(rows, cols // 16, dtype=torch.int32), torch.ones(rows, cols // 128).bfloat16()
-    weight = prepare(words, 2, 128, cols, None if coded else scales, None, *csr)
-    tensors = {f.name: getattr(weight, f.name) for f in dataclasses.fields(weight)}
-    tensors = {name: t for name, t in tensors.items() if isinstance(t, torch.Tensor)}
-    with FakeTensorMode():
-        return dataclasses.replace(weight, **{name: empty(t.dtype, *t.shape) for name, t in tensors.items()})
-
+knobs.compilation.listener = note
+pretend_driver()
 weights = [on_gpu(100, 256), on_gpu(256, 4096), on_gpu(64, 512)]
 shorter = on_gpu(128, 8192)
 coded = [on_gpu(100, 512, coded=True), on_gpu(256, 4096, coded=True)]
@@ -120,6 +91,7 @@ def test_sizes_that_change_while_serving_compile_nothing_new() -> None:
     """For one row of x, two, more, and each wider tile; with split-K and without. Layers differ in shape only."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["TRITON_DEFAULT_FP_FUSION"] = "0"  # Triton 3.10's default
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -217,5 +189,6 @@ def test_no_wave_of_a_few_programs(arch: str, processors: int) -> None:
                 tiles, slots = rows // config.block_n, processors * config.programs(bits, 128)
                 for m in (1, config.max_rows):
                     programs = tiles * max(config.split(m, bits, 128, rows, cols // 256, processors))
-                    waves = -(-programs // slots)
-                    assert waves == 1 or tiles > slots or programs > 0.75 * waves * slots
+                    waves, last = -(-programs // slots), (programs - 1) % slots + 1
+                    full = programs > 0.75 * waves * slots or last > 0.75 * processors
+                    assert waves == 1 or tiles > slots or full
