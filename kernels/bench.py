@@ -12,7 +12,7 @@ import math
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,7 @@ def environment(device: torch.device, copy_rate: float) -> dict[str, Any]:
         "device": name, "torch": torch.__version__, "triton": triton.__version__,
         "commit": commit.stdout.strip() or "unknown", "group_size": GROUP_SIZE, "activations": "bfloat16",
         "copy_gb_per_s": copy_rate,
-    }  # fmt: skip
+    } | peers.versions()  # fmt: skip
 
 
 def write_json(path: Path, facts: dict[str, Any], results: Sequence[Result]) -> None:
@@ -97,12 +97,35 @@ def report(bench: Bench, cases: Iterable[Case], facts: dict[str, Any], path: Pat
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line; exits with 1 if a product was wrong, or on a machine without a GPU."""
+    options = parse(arguments)
+    try:
+        device = require_gpu()
+    except KernelInputError as error:
+        sys.exit(f"{error}")
+    with CompilePool(options.jobs or available_processes()) as compilers:
+        if options.tune is not None:
+            tune(device, time_graph, compilers, options.tune or REGIMES)
+            return
+        rate = copy_gb_per_s(device)
+        facts = environment(device, rate)
+        print(f"{facts['device']}, torch {facts['torch']}, triton {facts['triton']}; plain copy {rate:.0f} GB/s\n")
+        suffix, cases = selection(options)
+        path = options.out or RESULTS / f"{facts['device'].replace(' ', '-').lower()}{suffix}.json"
+        kind, others = (ExpertBench, {}) if options.experts else (Bench, peers.installed())
+        bench = kind(device, time_graph, cache_bytes(device), rate, others, compilers)
+        sys.exit(min(1, report(bench, cases, facts, path, options.minutes)))
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Exits where they do not fit together."""
     parser = argparse.ArgumentParser(prog="python -m vllm_latq.kernels.bench", description=__doc__.splitlines()[0])
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--quick", action="store_true", help="three shapes, six numbers of rows: a first look")
     what.add_argument("--experts", action="store_true", help="layers of routed experts instead of linears")
     parser.add_argument("--coded", action="store_true", help="linears as hptq and latq have them once decoded")
     parser.add_argument("--bits", nargs="+", type=int, choices=BITS, help="these widths only")
+    parser.add_argument("--outliers", nargs="+", type=percentage, metavar="PERCENT", help="these rates only")
+    parser.add_argument("--rows", nargs="+", type=positive, help="these numbers of rows of x (of tokens) only")
     parser.add_argument(
         "--tune",
         nargs="*",
@@ -111,43 +134,39 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="search launch configurations for tiles of so many rows (default: each) and print them instead",
     )
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no other row after so many")
-    parser.add_argument("--jobs", type=int, help="processes that compile kernels (default: one per core, up to 16)")
+    parser.add_argument("--jobs", type=positive, help="processes that compile (default: one per core, up to 16)")
     parser.add_argument("--out", type=Path, help="JSON file (default: results/ beside this file)")
     options = parser.parse_args(arguments)
     if options.coded and (options.experts or options.tune is not None):
         parser.error("--coded is for linears")
-    if options.jobs is not None and options.jobs < 1:
-        parser.error("--jobs is 1 or more")
-    try:
-        device = require_gpu()
-    except KernelInputError as error:
-        sys.exit(f"{error}")
-    with CompilePool(options.jobs or available_processes()) as compilers:
-        if options.tune is not None:
-            tune(device, time_graph, compilers, options.tune or REGIMES)
-        else:
-            sys.exit(min(1, measure(device, compilers, options)))
+    return options
 
 
-def measure(device: torch.device, compilers: CompilePool, options: argparse.Namespace) -> int:
-    """What the command line asks for, measured; see `report`."""
-    rate = copy_gb_per_s(device)
-    facts = environment(device, rate)
-    print(f"{facts['device']}, torch {facts['torch']}, triton {facts['triton']}; plain copy {rate:.0f} GB/s\n")
-    name = facts["device"].replace(" ", "-").lower()
-    name += "-experts" if options.experts else "-quick" if options.quick else ""
-    name += "-coded" if options.coded else ""
-    name += f"-{'-'.join(map(str, options.bits))}bits" if options.bits else ""
-    path = options.out or RESULTS / f"{name}.json"
-    choice: dict[str, Any] = {"bits": tuple(options.bits)} if options.bits else {}
-    where = device, time_graph, cache_bytes(device), rate
+def positive(text: str) -> int:
+    """A command-line argument of 1 or more."""
+    if int(text) < 1:
+        raise ValueError
+    return int(text)
+
+
+def percentage(text: str) -> float:
+    """A command-line argument from 0 to 100, as a rate."""
+    if not 0 <= float(text) <= 100:
+        raise ValueError
+    return float(text) / 100
+
+
+def selection(options: argparse.Namespace) -> tuple[str, Iterator[Case]]:
+    """What tells the results from those of all cases, for the file's name; and the cases."""
+    chosen = {"bits": options.bits, "rates": options.outliers, "rows": options.rows}
+    some: dict[str, Any] = {key: tuple(values) for key, values in chosen.items() if values}
+    suffix = ("-experts" if options.experts else "-quick" if options.quick else "") + "-coded" * options.coded
+    for key, values in some.items():
+        shown = [f"{100 * value:g}" if key == "rates" else f"{value}" for value in values]
+        suffix += f"-{'-'.join(shown)}{'percent' if key == 'rates' else key}"
     if options.experts:
-        bench: Bench = ExpertBench(*where, {}, compilers)
-        cases = expert_cases(**choice)
-    else:
-        bench = Bench(*where, peers.installed(), compilers)
-        cases = all_cases(**(QUICK if options.quick else {}) | choice, coded=options.coded)
-    return report(bench, cases, facts, path, options.minutes)
+        return suffix, expert_cases(**some)
+    return suffix, all_cases(**(QUICK if options.quick else {}) | some, coded=options.coded)
 
 
 if __name__ == "__main__":

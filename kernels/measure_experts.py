@@ -63,11 +63,13 @@ class Experts:
         return weights + 2 * batches[0].x.nbytes
 
 
-def expert_cases(bits: tuple[int, ...] = BITS) -> Iterator[Case]:
-    """Every combination, cases of one layer next to each other. `m` are tokens."""
+def expert_cases(
+    bits: tuple[int, ...] = BITS, rates: tuple[float, ...] = RATES, rows: tuple[int, ...] = TOKENS
+) -> Iterator[Case]:
+    """Every combination, cases of one layer next to each other. `rows`, a case's m, are tokens."""
     for width in bits:
-        for rate in RATES:
-            for tokens in TOKENS:
+        for rate in rates:
+            for tokens in rows:
                 yield Case(HIDDEN, INTERMEDIATE, width, rate, tokens, "experts")
 
 

@@ -6,6 +6,7 @@ because older ones fail inside the autotuner of Triton 3.9 (`object of type 'gen
 """
 
 import copy
+import importlib.metadata
 import importlib.util
 import inspect
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from vllm_latq.kernels.timing import copies_beyond_cache
 
 Product = Callable[[torch.Tensor], torch.Tensor]
 MARLIN_BLOCKS_PER_PROCESSOR = 4  # of the locks that vLLM itself allocates
+PEERS = {"marlin": ("vllm", (4,)), "gemlite": ("gemlite", (2, 4))}  # the package, and bit widths
 TOLERANCE = 2**-6  # of the largest output: peers round their scaled weights, and gemlite sums, to bfloat16
 
 
@@ -37,8 +39,13 @@ class Peer:
 
 def installed() -> dict[str, tuple[int, ...]]:
     """The bit widths that each importable peer serves."""
-    widths = {"marlin": ("vllm", (4,)), "gemlite": ("gemlite", (2, 4))}
-    return {name: bits for name, (module, bits) in widths.items() if importlib.util.find_spec(module)}
+    return {name: bits for name, (module, bits) in PEERS.items() if importlib.util.find_spec(module)}
+
+
+def versions() -> dict[str, str]:
+    """Of the packages that the importable peers are part of."""
+    modules = [module for module, _ in PEERS.values() if importlib.util.find_spec(module)]
+    return {module: importlib.metadata.version(module) for module in modules}
 
 
 def make(name: str, dense: torch.Tensor, bits: int, group_size: int, cache: int) -> Peer:

@@ -47,6 +47,8 @@ def run_tasks(
         raise ConfigError("tasks", "at least one task", "none")
     if limit is not None and not limit > 0:
         raise ConfigError("limit", "a positive number", f"{limit:g}")
+    if batch_size < 1:
+        raise ConfigError("batch_size", "at least 1", f"{batch_size}")
     if include_path is not None and not Path(include_path).is_dir():
         raise ConfigError("include_path", "a folder with task definitions", f"no folder {include_path}")
     manager = TaskManager(include_path=str(include_path) if include_path is not None else None)

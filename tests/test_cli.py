@@ -97,6 +97,11 @@ def test_the_head_is_quantized_if_asked_for(
         (["quantize", "MODEL", "out", "--method", "hptq"], "--target-bits: expected"),
         (["quantize", "MODEL", "out", "--lm-head", "--ignore", "lm_head"], "Leave one of them out"),
         (["eval", "MODEL", "--text", "x", "--limit", "3"], "--limit"),
+        (
+            ["eval", "MODEL", "--tasks", "arc_easy", "--seq-len", "64"],
+            "--seq-len: expected --text or --dataset with it",
+        ),
+        (["eval", "MODEL", "--tasks", "arc_easy", "--batch-size", "0"], "batch_size: expected at least 1, found 0"),
         (["verify", "MODEL", "--tolerance", "0.1"], "--tolerance"),
         (["quantize", "MODEL", "out", "--method", "ssqr", "--budget", "3", "--bits", "4"], "--bits"),
         (["quantize", "MODEL", "out", "--method", "gptq"], "expected calibration data for method gptq"),

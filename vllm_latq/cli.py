@@ -100,9 +100,11 @@ def _add_eval(commands: Any) -> None:
     command.add_argument("--include-path", help="folder with further lm-eval task definitions")
     command.add_argument("--limit", type=float, help="documents per task")
     command.add_argument("--baseline", help="original model: adds KL divergence and top-1 agreement")
-    command.add_argument("--seq-len", type=int, default=2048)
-    command.add_argument("--batch-size", type=int, default=1)
-    command.add_argument("--device")
+    command.add_argument("--seq-len", type=int, help="tokens per window of the text (default 2048)")
+    command.add_argument(
+        "--batch-size", type=int, help="windows of the text (default 1), requests of tasks (default 8)"
+    )
+    command.add_argument("--device", help="torch device (default: cuda where there is one)")
     command.add_argument(
         "--dtype", default="auto", help="float32, bfloat16, float16 or auto: float32 on a CPU, else as stored"
     )
@@ -211,11 +213,14 @@ def _eval(options: argparse.Namespace) -> int:
     source = options.text or options.dataset
     if source is None and not options.tasks:
         raise ConfigError("eval", "--text, --dataset or --tasks", "none of them")
-    if options.baseline is not None and source is None:
-        raise ConfigError("--baseline", "--text or --dataset with it", "none")
+    for name in ("baseline", "seq_len"):
+        if getattr(options, name) is not None and source is None:
+            raise ConfigError(f"--{name.replace('_', '-')}", "--text or --dataset with it", "none")
     for name in ("limit", "include_path"):
         if getattr(options, name) is not None and not options.tasks:
             raise ConfigError(f"--{name.replace('_', '-')}", "--tasks with it", "none")
+    batch = {"batch_size": options.batch_size} if options.batch_size is not None else {}
+    window = {"seq_len": options.seq_len} if options.seq_len is not None else {}
     result: dict[str, Any] = {}
     if source is not None:
         from vllm_latq.quantize.evaluate import evaluate
@@ -223,11 +228,11 @@ def _eval(options: argparse.Namespace) -> int:
         evaluation = evaluate(
             options.model,
             source,
-            seq_len=options.seq_len,
             baseline=options.baseline,
             device=options.device,
-            batch_size=options.batch_size,
             dtype=options.dtype,
+            **batch,
+            **window,
         )
         result |= evaluation.to_dict()
     if options.tasks:
@@ -240,6 +245,7 @@ def _eval(options: argparse.Namespace) -> int:
             include_path=options.include_path,
             device=options.device,
             dtype=options.dtype,
+            **batch,
         )
     if options.json:
         console.print_json(result)

@@ -81,7 +81,7 @@ def _add_recipe(command: argparse.ArgumentParser) -> None:
     recipe.add_argument(
         "--scales",
         choices=("absmax", "mse", "signed", "fitted"),
-        help="of the groups (default mse; of ssqr fitted, unless --outliers overflow)",
+        help="of the groups (default mse): signed not of mid-rise grids, fitted of gptq and, always, of ssqr by saving",
     )
     recipe.add_argument(
         "--grid",

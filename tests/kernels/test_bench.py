@@ -15,7 +15,7 @@ from kernel_device import emulated_gpu
 from pretend_gpu import DEVICE as PRETENDED
 
 from vllm_latq.kernels import peers
-from vllm_latq.kernels.bench import environment, main, report, table_row
+from vllm_latq.kernels.bench import environment, main, parse, report, selection, table_row
 from vllm_latq.kernels.cases import SHAPES, Case, Layer, all_cases, make_layer, relative_error
 from vllm_latq.kernels.compile_pool import CompilePool
 from vllm_latq.kernels.configs import AMPERE, SIMT, DecodeConfig
@@ -81,7 +81,7 @@ def test_rows_and_json(bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert report(bench, cases, environment(CPU, 100.0), path) == 0
     assert bench.compilers.shapes == [(case.m, 64) for case in cases]
     found = json.loads(path.read_text())
-    assert {"device", "torch", "triton", "commit", "copy_gb_per_s"} <= set(found)
+    assert {"device", "torch", "triton", "commit", "copy_gb_per_s", "vllm"} <= set(found)
     kernels = [row["kernel"] for row in found["results"]]
     assert kernels.count("bf16") == 2  # once for each number of rows, whatever the outliers
     assert sorted(set(kernels)) == ["bf16", "prefill", "simt", "tensor_core"]
@@ -245,6 +245,34 @@ def test_refuses_a_machine_without_a_gpu() -> None:
         pytest.skip("this machine has a GPU")
     with pytest.raises(SystemExit, match="expected a CUDA GPU, found none"):
         main(["--quick"])
+
+
+@pytest.mark.parametrize(
+    ("command", "suffix", "bits", "rates", "rows"),
+    [
+        ("", "", {2, 3, 4}, {0.0, 0.005, 0.01, 0.02, 0.05}, {1, 2, 4, 8, 16, 32, 64, 128, 512}),
+        ("--quick --rows 3", "-quick-3rows", {2, 3, 4}, {0.0, 0.01}, {3}),
+        ("--bits 3 4 --outliers 0 0.5", "-3-4bits-0-0.5percent", {3, 4}, {0.0, 0.005}, None),
+        ("--coded --rows 1 8", "-coded-1-8rows", {2, 3, 4}, None, {1, 8}),
+        ("--experts --bits 3 --outliers 1 --rows 5", "-experts-3bits-1percent-5rows", {3}, {0.01}, {5}),
+    ],
+)
+def test_selection(command: str, suffix: str, bits: set[int], rates: set[float] | None, rows: set[int] | None) -> None:
+    found, cases = selection(parse(command.split()))
+    cases = list(cases)
+    assert found == suffix
+    assert {case.bits for case in cases} == bits
+    assert rates is None or {case.outlier_rate for case in cases} == rates
+    assert rows is None or {case.m for case in cases} == rows
+    assert {case.coded for case in cases} == {"--coded" in command}
+    assert {case.path == "experts" for case in cases} == {"--experts" in command}
+
+
+@pytest.mark.parametrize("wrong", [["--rows", "0"], ["--outliers", "101"], ["--outliers", "-1"], ["--jobs", "no"]])
+def test_refuses_numbers_out_of_range(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(wrong)
+    assert f"argument {wrong[0]}: invalid" in capsys.readouterr().err
 
 
 def test_refuses_coded_experts(capsys: pytest.CaptureFixture[str]) -> None:
