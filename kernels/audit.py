@@ -6,9 +6,13 @@ thread, registers, spills, shared memory. The counts are static: what the GPU ha
 
 import argparse
 import json
+import multiprocessing
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -17,6 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from vllm_latq.kernels.chunks import LANES
+from vllm_latq.kernels.compile_pool import available_processes
 from vllm_latq.kernels.configs import (
     COMPILER,
     GATHER_ROWS,
@@ -182,25 +187,37 @@ def audit_dequantize(arch: str, bits: int) -> Audit:
     return _audit(dequantize_tiles, arch, bits, 0, 64 * 256, values, 4)
 
 
-def audit_load_time(arch: str) -> Iterator[Audit]:
-    """The kernels that handle no packed codes: outliers into dense weights, and entropy decoding."""
-    yield _audit(scatter_outliers, arch, 0, 0, 16 * SLICE_SLOTS, {"HAS_ROW_SCALES": False, "SLOTS": SLICE_SLOTS}, 4)
+def audit_scatter(arch: str, beyond: bool) -> Audit:
+    """Outliers into dense weights; `beyond` for coded weights."""
+    if not beyond:
+        values: dict[str, Any] = {"HAS_ROW_SCALES": False, "SLOTS": SLICE_SLOTS}
+        return _audit(scatter_outliers, arch, 0, 0, 16 * SLICE_SLOTS, values, 4)
     values = {"BITS": 3, "MIDRISE": True, "HAS_ROW_SCALES": True, "SLOTS": SLICE_SLOTS}
-    yield _audit(write_beyond, arch, 0, 0, 16 * SLICE_SLOTS, values, 4)
-    yield _audit(huffman_chunks, arch, 0, 0, LANES, {"LANES": LANES}, 1)
-    yield _audit(rans_chunks, arch, 0, 0, LANES, {"LANES": LANES}, 1)
+    return _audit(write_beyond, arch, 0, 0, 16 * SLICE_SLOTS, values, 4)
 
 
-def audits(architectures: tuple[str, ...] = ARCHITECTURES, bits: tuple[int, ...] = BITS) -> Iterator[Audit]:
-    """Every kernel of the table, one by one."""
+def audit_decoding(arch: str, rans: bool) -> Audit:
+    """Entropy decoding at load, of rANS or Huffman streams."""
+    return _audit(rans_chunks if rans else huffman_chunks, arch, 0, 0, LANES, {"LANES": LANES}, 1)
+
+
+def audits(
+    architectures: tuple[str, ...] = ARCHITECTURES, bits: tuple[int, ...] = BITS
+) -> Iterator[Callable[[], Audit]]:
+    """What audits each kernel of the table."""
     for arch in architectures:
         for width in bits:
             for rows in REGIMES:
                 if rows <= max_decode_rows(width):
-                    yield audit_tensor_core(arch, width, decode_config(rows, width, arch))
-            yield audit_simt(arch, width)
-            yield audit_dequantize(arch, width)
-        yield from audit_load_time(arch)
+                    yield partial(audit_tensor_core, arch, width, decode_config(rows, width, arch))
+            yield partial(audit_simt, arch, width)
+            yield partial(audit_dequantize, arch, width)
+        for function, flag in product((audit_scatter, audit_decoding), (False, True)):
+            yield partial(function, arch, flag)
+
+
+def _row(audit: Callable[[], Audit]) -> Row:
+    return audit().row
 
 
 def print_table(rows: Iterable[Row], write: Callable[[str], None] = print) -> None:
@@ -225,7 +242,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--arch", nargs="+", choices=ARCHITECTURES, default=ARCHITECTURES)
     parser.add_argument("--bits", nargs="+", type=int, choices=BITS, default=BITS)
     options = parser.parse_args(arguments)
-    rows = (audited.row for audited in audits(tuple(options.arch), tuple(options.bits)))
+    with ProcessPoolExecutor(available_processes(), multiprocessing.get_context("spawn")) as workers:
+        rows = list(workers.map(_row, audits(tuple(options.arch), tuple(options.bits))))
     if options.json:
         print(json.dumps([asdict(row) for row in rows], indent=1))
     else:

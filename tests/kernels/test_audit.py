@@ -84,7 +84,7 @@ OTHERS = [
 
 SCRIPT = """
 import json, sys
-from vllm_latq.kernels.audit import audit_dequantize, audit_load_time, audit_simt, audit_tensor_core
+from vllm_latq.kernels.audit import audit_decoding, audit_dequantize, audit_scatter, audit_simt, audit_tensor_core
 from vllm_latq.kernels.configs import decode_config
 found = []
 for arch, bits, rows, activations, group, *flags in json.loads(sys.argv[1]):
@@ -92,8 +92,11 @@ for arch, bits, rows, activations, group, *flags in json.loads(sys.argv[1]):
     if rows < 0:
         options.pop("grouped", None)
         audited = audit_simt(arch, bits, rows=-rows, **options)
+    elif rows == 0 and bits:
+        audited = audit_dequantize(arch, bits)
     elif rows == 0:
-        audited = audit_dequantize(arch, bits) if bits else max(audit_load_time(arch), key=lambda a: a.row.spill_bytes)
+        others = [audit(arch, flag) for audit in (audit_scatter, audit_decoding) for flag in (False, True)]
+        audited = max(others, key=lambda other: other.row.spill_bytes)
     else:
         config = decode_config(rows, bits, arch, group)
         audited = audit_tensor_core(arch, bits, config, activations=activations, m=rows, **options)
