@@ -277,7 +277,8 @@ def launch_ssqr(
         transposed: [cols, config.outlier_rows(m, ranges)], dtype of x, in which x^T is written for the outliers; None
             for no more than GATHER_ROWS rows, or without outliers.
         parts: split-K factor.
-        ranges: of columns, that are multiplied side by side in a tile; 1 unless parts is, and divides the superblocks.
+        ranges: of columns, that are multiplied side by side in a tile; 1 unless parts is, divides the superblocks, and
+            leaves 16 weight rows of the tile at least.
     """
     grid, arguments, named = launch_arguments(x, weight, y, partials, transposed, config, parts, ranges, x.shape[0])
     ssqr_tensor_core[grid](*arguments, **named)
@@ -296,6 +297,7 @@ def launch_arguments(
 ) -> tuple[tuple[int, int], tuple[Any, ...], dict[str, Any]]:
     """Grid, run-time and compile-time arguments of `launch_ssqr` for m rows."""
     assert parts == 1 or ranges == 1, "the kernel has either"
+    assert ranges <= config.block_n // 16, "slices of outliers have 16 rows"
     fours = None if transposed is None else transposed.view(torch.int64)
     outlier_rows = 0 if weight.entries is None else config.outlier_rows(m, ranges)
     grid = (weight.padded_rows // config.block_n * ranges, parts)
