@@ -139,7 +139,7 @@ def _check(largest: float, loss: float, where: str) -> None:
         where or "two_sided_plane",
         "finite weights and integers below 2^24",
         f"integers up to {largest:g} and a loss of {loss:g}",
-        "The steps are far too small for this layer: raise the damping or the bits.",
+        "The steps are far too small for this layer: raise the damping, or lower the target bits.",
     )
 
 

@@ -147,7 +147,7 @@ def output_lattice(statistics: LayerStatistics, order: str, without: Sequence[st
     """
     grams = [gram.diagonal().diag() if "feedback" in without else gram.clone() for gram in statistics.outputs]
     if not any(float(gram.diagonal().max()) > 0 for gram in grams):
-        hint = f"The loss does not depend on this layer: leave it out, as in --ignore lm_head {where}."
+        hint = f"The loss does not depend on this layer: leave it out, with --ignore {where}"
         raise NumericalError(where, "gradients of the loss", "none but zeros", hint)
     # A block of outputs that the loss hardly depends on still gets finite steps.
     floor = SMALLEST_GRADIENT * max(float(gram.diagonal().mean()) for gram in grams)

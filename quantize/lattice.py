@@ -224,7 +224,8 @@ def _checked(hessian: torch.Tensor, where: str) -> torch.Tensor:
             where or "hessian",
             "a Hessian X^T X with a non-negative diagonal that is not all zero",
             f"a diagonal between {float(diagonal.min()):g} and {float(diagonal.max()):g}",
-            "No calibration activation reached this layer, or H is not a Gram matrix.",
+            "No calibration activation reached this layer, or H is not a Gram matrix. Calibrate on other text, or "
+            f"leave the layer out{f', with --ignore {where}' if where else '.'}",
         )
     skew = float((hessian - hessian.T).abs().max())
     if skew > _ASYMMETRY * float(diagonal.max()):

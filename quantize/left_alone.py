@@ -1,5 +1,7 @@
 """What of a model is never quantized: routers of experts, Mamba-1 mixers, towers, an encoder's pooler and heads."""
 
+from collections.abc import Collection
+
 from torch import nn
 
 from vllm_latq.experts import Experts
@@ -16,7 +18,15 @@ MIXER = "altup"
 INDEXER = "indexer"
 # What the first generation of Mamba mixers has, and no later one: vLLM has no quantized linears for them.
 MAMBA = ("x_proj", "dt_proj")
+MERGED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 Shape = tuple[int, ...]
+
+
+def merged_with(name: str, linears: Collection[str]) -> list[str]:
+    """What most models of vLLM merge with a linear into one matrix, which is quantized whole or not at all."""
+    module, _, leaf = name.rpartition(".")
+    parts = {f"{module}.{part}" for parts in MERGED if leaf in parts for part in parts}
+    return sorted(parts & set(linears) - {name})
 
 
 def never_quantized(decoder: Decoder) -> tuple[str, ...]:

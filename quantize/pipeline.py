@@ -23,7 +23,7 @@ from vllm_latq.quantize.calibration import load_samples
 from vllm_latq.quantize.card import model_card
 from vllm_latq.quantize.decoder import Decoder
 from vllm_latq.quantize.distributed import World
-from vllm_latq.quantize.left_alone import never_quantized
+from vllm_latq.quantize.left_alone import merged_with, never_quantized
 from vllm_latq.quantize.loading import load_tokenizer, torch_device
 from vllm_latq.quantize.offload import placer
 from vllm_latq.quantize.recipe import Recipe
@@ -32,8 +32,6 @@ from vllm_latq.quantize.whole_model import BudgetRun, WholeModelRun
 from vllm_latq.quantize.writer import CheckpointWriter, free_destination
 from vllm_latq.spec import tensor_specs
 from vllm_latq.store import read_json
-
-MERGED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 def quantize_checkpoint(
@@ -104,6 +102,25 @@ def _quantize_checkpoint(
     }
     # The other ranks get a copy, which they do not write with.
     writer = world.from_first(lambda: CheckpointWriter(destination, len(decoder) + 1, identity, resume))
+    try:
+        return _write(recipe, decoder, quantized, samples, writer, emit, world, offload, started)
+    finally:
+        if world.first:
+            writer.close()
+
+
+def _write(
+    recipe: Recipe,
+    decoder: Decoder,
+    quantized: dict[str, nn.Linear],
+    samples: torch.Tensor | None,
+    writer: CheckpointWriter,
+    emit: Listener,
+    world: World,
+    offload: str,
+    started: float,
+) -> dict[str, Any]:
+    destination = writer.destination
     if writer.complete:
         world.from_first(writer.seal)
         report = read_json(destination / REPORT_FILE)
@@ -115,8 +132,8 @@ def _quantize_checkpoint(
     report = run.report(samples, time.perf_counter() - started)
     _warn_of_excess(recipe, report["totals"])
     config = CheckpointConfig(recipe.scheme, ignored_modules(decoder, recipe), run.overrides(), recipe=recipe.to_dict())
-    card, untied = model_card(source, recipe, report), decoder.unties(quantized)
-    world.from_first(lambda: writer.finish(source, config, report, card, untied))
+    card, untied = model_card(decoder.source, recipe, report), decoder.unties(quantized)
+    world.from_first(lambda: writer.finish(decoder.source, config, report, card, untied))
     emit({"event": "done", "destination": str(destination), **report["totals"]})
     return report
 
@@ -161,11 +178,9 @@ def quantized_linears(decoder: Decoder, recipe: Recipe) -> dict[str, nn.Linear]:
 
 
 def _warn_of_parts(chosen: Collection[str], linears: Collection[str]) -> None:
-    """Of what most models of vLLM merge into one matrix, which is quantized whole or not at all."""
+    """Of what is merged into one matrix, and would be quantized in part."""
     for name in chosen:
-        module, _, leaf = name.rpartition(".")
-        parts = {f"{module}.{part}" for parts in MERGED if leaf in parts for part in parts}
-        if left := sorted(parts & set(linears) - set(chosen)):
+        if left := [part for part in merged_with(name, linears) if part not in chosen]:
             warnings.warn(
                 f"{name} is quantized, {', '.join(left)} not: vLLM merges them in most models, and refuses to then. "
                 "Quantize or ignore them alike, unless transformers is to read the checkpoint.",

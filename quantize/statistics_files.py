@@ -36,6 +36,11 @@ class LayerStatistics:
     group: str
     note: str = ""
 
+    @property
+    def reached(self) -> bool:
+        """Whether anything but zeros came to it, and back from the loss."""
+        return float(self.inputs.diagonal().max()) != 0 and any(float(g.diagonal().max()) != 0 for g in self.outputs)
+
     def to(self, device: torch.device) -> "LayerStatistics":
         outputs = [gram.to(device) for gram in self.outputs]
         return replace(self, inputs=self.inputs.to(device), outputs=outputs)

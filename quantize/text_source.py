@@ -1,4 +1,4 @@
-"""Text for calibration and evaluation, by name: a UTF-8 file, a dataset of the Hugging Face hub, or a dataset folder.
+"""Text for calibration and evaluation, by name: a UTF-8 file, or a dataset: of the Hugging Face hub, a folder or file.
 
 Invariant: what is returned is never empty, and depends only on the source, the split and the seed.
 """
@@ -14,7 +14,9 @@ from vllm_latq.errors import CalibrationError
 # Documents are drawn through a buffer of this size; a hub dataset is streamed, never downloaded whole.
 SHUFFLE_BUFFER = 10_000
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
-FILE_SUFFIXES = {".txt", ".md", ".rst", ".text", ".log"}
+# Files of documents, in a column `text`, and what of `datasets` reads them.
+READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+FILE_SUFFIXES = {".txt", ".md", ".rst", ".text", ".log", *READERS}
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,8 @@ def calibration_text(source: str, max_chars: int, seed: int = 0) -> str:
     """The text to calibrate on: the whole file, or at least `max_chars` characters of a dataset's training split.
 
     Args:
-        source: a text file, `wikitext2`, `c4`, `org/name[:config]`, or a folder `datasets.load_dataset` can read.
+        source: a text file, `wikitext2`, `c4`, `org/name[:config]`, a folder `datasets.load_dataset` can read, or a
+            file of documents, one of READERS.
         max_chars: reading a dataset stops after the document that reaches this many characters.
         seed: of the order in which a dataset's documents are drawn.
 
@@ -104,7 +107,8 @@ def _resolve(source: str) -> HubText | None:
     if source and path.is_dir():
         return HubText(source)
     if source and path.exists():
-        return None
+        reader = READERS.get(path.suffix.lower())
+        return HubText(reader, data_files={"train": source, "test": source}) if reader else None
     if source in KNOWN_DATASETS:
         return KNOWN_DATASETS[source]
     if HUB_NAME.fullmatch(source) and path.suffix.lower() not in FILE_SUFFIXES and not source.startswith("."):
@@ -134,6 +138,9 @@ def _read_file(path: Path) -> str:
         raise CalibrationError(
             where, "a readable file", str(error.strerror or error), "Check its permissions."
         ) from error
+    if "\0" in text:
+        hint = "Pass a text file, or a file of documents: .jsonl, .csv or .parquet."
+        raise CalibrationError(where, "text", f"a NUL at character {text.index(chr(0))}", hint)
     return _not_blank(text, where)
 
 

@@ -3,8 +3,11 @@
 Everything goes to `OUT.partial`. A finished block is one safetensors shard and one small JSON of its records, each
 renamed into place after it was written. `finish` adds the index, the report, the model card, the tokenizer and, last,
 config.json, and renames the directory to `OUT`. A later run may adopt the finished blocks of `OUT.partial`.
+
+Invariant: one process at a time works in `OUT.partial`, the one that holds the lock on its LOCK_FILE.
 """
 
+import fcntl
 import hashlib
 import json
 import os
@@ -45,9 +48,11 @@ COMPANION_FILES = (
 )
 # What sentence-transformers keeps of each further step (1_Pooling, 2_Dense) of the model that modules.json lists.
 STEP_FILES = ("[0-9]_*/*.json", "[0-9]_*/*.safetensors")
-STATE_FILE = "state.json"
+STATE_FILE, LOCK_FILE = "state.json", "lock"
 # Files that a killed run was writing, here or in safetensors, and its activations.
 UNFINISHED = ("*.tmp", ".tmp*", "activations-*")
+KEPT = "Finished blocks are kept: make room or restore the permission, then go on with --resume."
+CHOOSE = "Choose another directory, or restore the permission."
 
 
 def partial_of(destination: Path) -> Path:
@@ -58,22 +63,52 @@ def partial_of(destination: Path) -> Path:
 def free_destination(destination: str | Path, resume: bool) -> Path:
     """Where to create a checkpoint; raises CheckpointError if something is there, or an interrupted run that stays."""
     given = Path(destination)
-    if not given.name:
+    if given.name in ("", ".."):
         raise CheckpointError(str(given), "a name to create a directory by", "none", "Choose another directory.")
-    with named_failures(given):
+    with named_failures(given, CHOOSE):
         # A directory cannot be renamed to a link: it becomes what the link points to.
         free = Path(os.path.realpath(given)) if given.is_symlink() else given
-        if free.is_symlink() or (free.exists() and (not free.is_dir() or any(free.iterdir()))):
-            hint = "Choose another directory or remove this one."
-            raise CheckpointError(str(destination), "a new or empty directory", "one that holds files", hint)
-        if partial_of(free).exists() and not resume:
+        found = "a link that leads nowhere" if free.is_symlink() else "a file" if free.is_file() else ""
+        if not found and free.exists() and any(free.iterdir()):
+            found = "one that holds files"
+        if found:
+            hint = "Choose another directory, or remove what is there."
+            raise CheckpointError(str(destination), "a new or empty directory", found, hint)
+        partial = partial_of(free)
+        if (partial / LOCK_FILE).exists():
+            os.close(_lock(partial))
+        if not resume and _holds_work(partial):
             hint = "Go on with --resume, or remove it to start over."
-            raise CheckpointError(str(partial_of(free)), "no partial run", "an interrupted one", hint)
+            raise CheckpointError(str(partial), "no partial run", "an interrupted one", hint)
         return free
 
 
+def _holds_work(partial: Path) -> bool:
+    """Whether there is anything that a run did not leave that ended before its first result."""
+    if not partial.is_dir():
+        return partial.exists()
+    return any(path.name not in (STATE_FILE, f"{STATE_FILE}.tmp", LOCK_FILE) for path in partial.iterdir())
+
+
+def _lock(partial: Path) -> int:
+    """Lock a directory for this process, until the descriptor is closed that it returns, or the process ends.
+
+    Where a file system has no locks nothing is locked.
+    """
+    descriptor = os.open(partial / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        os.close(descriptor)
+        hint = "Wait until it ends, or choose another directory."
+        raise CheckpointError(str(partial), "no other process at work in it", "one", hint) from None
+    except OSError:
+        pass
+    return descriptor
+
+
 class CheckpointWriter:
-    """One checkpoint in the making.
+    """One checkpoint in the making. `close` lets another process go on with it.
 
     Args:
         destination: directory to create; must not exist or be empty.
@@ -92,19 +127,32 @@ class CheckpointWriter:
         self.partial = partial_of(self.destination)
         self.run = _digest(identity)
         state = {"shards": shards, "identity": json.loads(json.dumps(identity))}
-        with named_failures(self.partial):
+        self._descriptor: int | None = None
+        with named_failures(self.partial, KEPT if self.partial.exists() else CHOOSE):
             # config.json comes last: a run killed after it has only to be moved, and may have lost its state already.
             self.complete = (self.partial / "config.json").exists()
-            if (self.partial / STATE_FILE).exists():
-                self._check_same(state)
-            elif self.complete:
+            if self.complete and not (self.partial / STATE_FILE).exists():
                 self._check_finished()
-            else:
+            elif not (self.partial / STATE_FILE).exists():
                 # No state, no finished block: a run may be killed right after it made the directory.
                 self._check_unused()
                 self.partial.mkdir(parents=True, exist_ok=True)
-                self._write_json(STATE_FILE, state)
-            self._remove(*UNFINISHED)
+            self._descriptor = _lock(self.partial)
+            try:
+                if not _holds_work(self.partial):
+                    self._write_json(STATE_FILE, state)
+                elif (self.partial / STATE_FILE).exists():
+                    self._check_same(state)
+                self._remove(*UNFINISHED)
+            except BaseException:
+                self.close()
+                raise
+
+    def close(self) -> None:
+        """Give up the lock; of a copy in another process there is nothing to close."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
 
     @property
     def scratch(self) -> Path:
@@ -132,6 +180,7 @@ class CheckpointWriter:
         }
         with named_failures(self.partial):
             save_file(stored, path.with_suffix(".tmp"), metadata={"format": "pt"})
+            shutil.copymode(self.partial / STATE_FILE, path.with_suffix(".tmp"))  # safetensors lets nobody else read it
             rename_durably(path.with_suffix(".tmp"), path)
             written = {**records, **bookkeeping}
             self._write_json(self._records_name(shard), {**written, "fingerprint": _digest(written)})
@@ -201,7 +250,7 @@ class CheckpointWriter:
                 raise problem
         with named_failures(self.partial):
             shutil.rmtree(self.scratch, ignore_errors=True)
-            self._remove("records-*", *UNFINISHED, STATE_FILE)
+            self._remove("records-*", *UNFINISHED, STATE_FILE, LOCK_FILE)
             if self.destination.exists():
                 self.destination.rmdir()
             rename_durably(self.partial, self.destination)
@@ -233,7 +282,8 @@ class CheckpointWriter:
         """Raise if the directory holds anything but what a run leaves that is killed before it has a state."""
         held: list[str] = []
         if self.partial.is_dir():
-            held = sorted(path.name for path in self.partial.iterdir() if path.name != f"{STATE_FILE}.tmp")
+            own = (f"{STATE_FILE}.tmp", LOCK_FILE)
+            held = sorted(path.name for path in self.partial.iterdir() if path.name not in own)
         elif self.partial.exists():
             held = ["a file"]
         if held:
@@ -272,12 +322,11 @@ def _digest(value: Mapping[str, Any]) -> str:
 
 
 @contextmanager
-def named_failures(directory: Path) -> Iterator[None]:
-    """A full disk or a missing permission, as an error that says what is kept."""
+def named_failures(directory: Path, hint: str = KEPT) -> Iterator[None]:
+    """A full disk or a missing permission, as an error that says what to do."""
     try:
         yield
     except (OSError, SafetensorError) as error:
-        hint = "Finished blocks are kept: make room or restore the permission, then go on with --resume."
         raise CheckpointError(str(directory), "a directory that can be written to", str(error), hint) from error
 
 

@@ -94,7 +94,7 @@ def _add_eval(commands: Any) -> None:
     command.set_defaults(run=_eval)
     command.add_argument("model", metavar="MODEL_OR_CKPT")
     text = command.add_mutually_exclusive_group()
-    text.add_argument("--text", help="text file")
+    text.add_argument("--text", help="text file, or documents in .jsonl, .csv or .parquet")
     text.add_argument("--dataset", help="wikitext2, c4, or a hub dataset org/name[:config]")
     command.add_argument("--tasks", nargs="+", help="lm-eval tasks, zero-shot")
     command.add_argument("--include-path", help="folder with further lm-eval task definitions")

@@ -37,7 +37,8 @@ def add_command(commands: Any) -> None:
     command.add_argument("destination", metavar="OUT", help="directory to create")
     _add_recipe(command)
     command.add_argument(
-        "--calibration", help="text file, wikitext2, c4, hub dataset org/name[:config], or dataset folder"
+        "--calibration",
+        help="text file, documents in .jsonl, .csv or .parquet, wikitext2, c4, hub dataset org/name[:config], folder",
     )
     command.add_argument("--device", help="torch device (default: cuda where there is one)")
     command.add_argument(

@@ -10,6 +10,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from vllm_latq.errors import CalibrationError
 from vllm_latq.quantize.calibration import load_samples, tokenize
+from vllm_latq.quantize.text_source import evaluation_text as read_text
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +64,12 @@ def test_less_than_one_window_is_refused(tokenizer: PreTrainedTokenizerBase, tmp
 
 @pytest.mark.parametrize(
     ("content", "found"),
-    [(b"", "found none"), (b" \n\t\n", "found none"), (b"caf\xe9 au lait", "invalid continuation byte at byte 3")],
+    [
+        (b"", "found none"),
+        (b" \n\t\n", "found none"),
+        (b"caf\xe9 au lait", "invalid continuation byte at byte 3"),
+        (b"text\0\0", "found a NUL at character 4"),
+    ],
 )
 def test_unusable_file(tokenizer: PreTrainedTokenizerBase, tmp_path: Path, content: bytes, found: str) -> None:
     source = tmp_path / "bad.txt"
@@ -73,7 +79,9 @@ def test_unusable_file(tokenizer: PreTrainedTokenizerBase, tmp_path: Path, conte
     assert str(source) in str(raised.value)
 
 
-@pytest.mark.parametrize("source", ["missing.txt", "data/missing.txt", "/no/such/file", "wikitext9", "", "../up/side"])
+@pytest.mark.parametrize(
+    "source", ["missing.txt", "data/missing.txt", "data/missing.jsonl", "/no/such/file", "wikitext9", "", "../up/side"]
+)
 def test_missing_source(
     tokenizer: PreTrainedTokenizerBase, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,6 +118,35 @@ def test_dataset_folder(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> N
     assert torch.equal(samples, load_samples(tokenizer, source, 4, 16, seed=0))
     assert not torch.equal(samples, load_samples(tokenizer, source, 4, 16, seed=1))
     assert "document" in tokenizer.decode(samples.flatten())
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet"])
+def test_file_of_documents(tokenizer: PreTrainedTokenizerBase, tmp_path: Path, kind: str) -> None:
+    """Read as a folder of such a file is: its texts, not its syntax."""
+    rows = [{"id": i, "text": f'"document" {i}\nof modules'} for i in range(50)]
+    source = tmp_path / f"corpus.{kind}"
+    if kind in ("json", "jsonl"):
+        source.write_text("".join(json.dumps(row) + "\n" for row in rows) if kind == "jsonl" else json.dumps(rows))
+    else:
+        import datasets
+
+        getattr(datasets.Dataset.from_list(rows), f"to_{kind}")(str(source))
+    (tmp_path / "corpus.txt").write_text("\n\n".join(row["text"] for row in rows))
+    assert read_text(str(source)) == read_text(str(tmp_path / "corpus.txt"))
+    drawn = tokenizer.decode(load_samples(tokenizer, str(source), 4, 16).flatten())
+    assert "document" in drawn
+    assert "{" not in drawn
+    assert "id" not in drawn
+
+
+def test_file_of_documents_without_text(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    for content, found in (
+        ('{"prose": "words"}\n', "found the columns prose"),
+        ("{not json", "a dataset that can be read"),
+    ):
+        (tmp_path / "bad.jsonl").write_text(content)
+        with pytest.raises(CalibrationError, match=rf"bad\.jsonl.*{found}"):
+            load_samples(tokenizer, str(tmp_path / "bad.jsonl"), 1, 1)
 
 
 def test_dataset_without_a_text_column(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:

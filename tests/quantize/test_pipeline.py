@@ -240,10 +240,36 @@ def test_overflowing_activations_name_the_layer_and_keep_the_work(
     assert len(list((tmp_path / "out.partial").glob("*.safetensors"))) == 2
 
 
+@pytest.mark.parametrize("method", ["gptq", "latq"])
+def test_layers_that_nothing_reaches_can_be_left_out_at_once(
+    method: str, two_blocks: Path, calibration_text: Path, tmp_path: Path
+) -> None:
+    """As behind a pruned v_proj: o_proj sees zeros, and the loss does not depend on q and k."""
+    source = Path(shutil.copytree(two_blocks, tmp_path / "source"))
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.1.self_attn.v_proj.weight"].zero_()
+    save_file(tensors, source / "model.safetensors")
+    bits = {"bits": 4} if method == "gptq" else {"target_bits": 4.0}
+    ignored = ("lm_head", "model.layers.0", "gate_proj", "up_proj")
+
+    def quantize(*more: str) -> None:
+        recipe = Recipe(method, **bits, num_samples=4, seq_len=32, ignore=(*ignored, *more))
+        quantize_checkpoint(recipe, source, tmp_path / f"out{len(more)}", calibration=str(calibration_text))
+
+    with pytest.raises(NumericalError, match="--ignore model") as raised:
+        quantize()
+    advice = str(raised.value).rpartition("--ignore ")[2].rstrip(".").split()
+    names = ["q_proj", "k_proj", "v_proj", "o_proj"] if method == "latq" else ["o_proj"]
+    assert sorted(advice) == sorted(f"model.layers.1.self_attn.{name}" for name in names)
+    quantize(*advice)
+    assert (tmp_path / f"out{len(advice)}").is_dir()
+
+
 def test_destination_that_exists(mini_model: Path, tmp_path: Path) -> None:
     """Said before data are read, here from a file that is missing."""
     (tmp_path / "file").write_text("x")
     (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / "records-00001.json").write_text("{}")
     for name, expected in (("", "a new or empty directory"), ("out", "no partial run")):
         with pytest.raises(CheckpointError, match=f"expected {expected}"):
             quantize_checkpoint(RECIPES["gptq"], mini_model, tmp_path / name, calibration=str(tmp_path / "missing"))

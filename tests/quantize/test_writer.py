@@ -1,6 +1,8 @@
 """The checkpoint appears complete or not at all, and finished shards survive."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -71,9 +73,49 @@ def test_interrupted_run_does_not_load_and_resumes(tmp_path: Path, source: Path)
 
 
 def test_resume_with_another_recipe_is_refused(tmp_path: Path) -> None:
-    CheckpointWriter(tmp_path / "out", 2, IDENTITY)
+    CheckpointWriter(tmp_path / "out", 2, IDENTITY).add(0, {"tensor0": torch.zeros(3)}, {"layers": []})
     with pytest.raises(ConfigError, match="found one with another recipe"):
         CheckpointWriter(tmp_path / "out", 2, {**IDENTITY, "recipe": {"bits": 3}}, resume=True)
+
+
+def test_a_run_that_got_nowhere_is_in_nobody_s_way(tmp_path: Path, source: Path) -> None:
+    """As one whose target bits cannot be met: the next one has others."""
+    CheckpointWriter(tmp_path / "out", 2, {**IDENTITY, "recipe": {"bits": 3}}).close()
+    write(tmp_path / "out", source)
+    assert not (tmp_path / "out.partial").exists()
+
+
+WORKING = """
+import sys, time
+from vllm_latq.quantize.writer import CheckpointWriter
+writer = CheckpointWriter(sys.argv[1], 2, {"recipe": {"bits": 4}, "source": "model"})
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_two_processes_do_not_work_in_one_directory(resume: bool, tmp_path: Path, source: Path) -> None:
+    command = [sys.executable, "-c", WORKING, str(tmp_path / "out")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
+        try:
+            assert other.stdout is not None
+            assert other.stdout.readline() == "ready\n"
+            torn = tmp_path / "out.partial" / "model-00001-of-00002.tmp"
+            torn.write_text("what it is writing")
+            with pytest.raises(CheckpointError, match=r"expected no other process at work in it, found one\. Wait"):
+                CheckpointWriter(tmp_path / "out", 2, IDENTITY, resume)
+            assert torn.exists()
+        finally:
+            other.kill()
+    write(tmp_path / "out", source, resume=True)
+
+
+def test_others_may_read_it_as_far_as_the_umask_lets_them(tmp_path: Path, source: Path) -> None:
+    (tmp_path / "plain").write_text("")
+    write(tmp_path / "out", source)
+    for path in (tmp_path / "out").iterdir():
+        assert path.stat().st_mode == (tmp_path / "plain").stat().st_mode, path.name
 
 
 @pytest.mark.parametrize("files", [["notes"], ["config.json", "model.safetensors"]])
@@ -114,8 +156,15 @@ def test_a_destination_that_links_elsewhere(tmp_path: Path, source: Path) -> Non
 
 def test_destinations_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("x")
-    with pytest.raises(CheckpointError, match=r"out\.partial: expected a directory that can be written to, found"):
+    with pytest.raises(CheckpointError, match=r"expected a directory that can be written to, found.*Choose another"):
         CheckpointWriter(tmp_path / "file" / "out", 2, IDENTITY)
+    with pytest.raises(CheckpointError, match="expected a new or empty directory, found a file"):
+        CheckpointWriter(tmp_path / "file", 2, IDENTITY)
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(CheckpointError, match="expected a new or empty directory, found a link that leads nowhere"):
+        CheckpointWriter(tmp_path / "loop", 2, IDENTITY)
+    with pytest.raises(CheckpointError, match="expected a name to create a directory by"):
+        CheckpointWriter(tmp_path / "nowhere" / "..", 2, IDENTITY)
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
     with pytest.raises(CheckpointError, match="expected a name to create a directory by"):
