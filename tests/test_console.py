@@ -18,6 +18,7 @@ EVENTS = [
     {"event": "stage", "stage": "statistics", "done": 0, "parts": 5},
     {"event": "stage", "stage": "statistics", "done": 4, "parts": 5},
     {"event": "stage", "stage": "allocation", "done": 2, "parts": 2},
+    {"event": "plan", "bits": {"model.layers.0.self_attn.[i]q_proj": 2.35, "model.layers.1.mlp.down_proj": 6.8294}},
     LAYER,
     {"event": "block", "block": 0, "linears": 1, "resumed": False},
     {"event": "block", "block": 1, "linears": 3, "resumed": True},
@@ -35,7 +36,7 @@ EVENTS = [
 
 def shown(terminal: bool) -> str:
     text = io.StringIO()
-    with ProgressDisplay(Console(file=text, force_terminal=terminal, width=200)) as display:
+    with ProgressDisplay(Console(file=text, force_terminal=terminal, width=200 if terminal else 40)) as display:
         for event in EVENTS:
             display(event)
     return text.getvalue()
@@ -44,8 +45,10 @@ def shown(terminal: bool) -> str:
 def test_plain_lines_where_there_is_no_terminal() -> None:
     lines = shown(False).splitlines()
     assert lines[:3] == ["statistics 0/5", "statistics 4/5", "allocation 2/2"]
-    assert lines[3].startswith("model.layers.0.[bold]q  4x8  3.500 bits (3.600 served)  outliers 1.00%")
-    assert lines[3].endswith("bound 4 (holds)  0.50 s  outlier rate 2%")
+    plan = "from 2.350 bits (model.layers.0.self_attn.[i]q_proj) to 6.829 (model.layers.1.mlp.down_proj)"
+    assert lines[3] == plan
+    assert lines[4].startswith("model.layers.0.[bold]q  4x8  3.500 bits (3.600 served)  outliers 1.00%")
+    assert lines[4].endswith("bound 4 (holds)  0.50 s  outlier rate 2%")
     assert "\x1b" not in "".join(lines)
     assert lines[-1].startswith("[out]: 3.5000 bits per weight, 100 bytes, - bits in memory while served")
     assert "second-order loss on the calibration text 0.001 nats per token, at most -;" in lines[-1]

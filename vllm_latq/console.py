@@ -144,7 +144,8 @@ class ProgressDisplay:
     def _plan(self, event: Mapping[str, Any]) -> None:
         planned = sorted((value, name) for name, value in event["bits"].items())
         (least, fewest), (most, richest) = planned[0], planned[-1]
-        self.console.print(f"from {least:.3f} bits ({fewest}) to {most:.3f} ({richest})", highlight=False)
+        line = f"from {least:.3f} bits ({fewest}) to {most:.3f} ({richest})"
+        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def _layer(self, event: Mapping[str, Any]) -> None:
         self.console.print(
