@@ -137,8 +137,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=positive, help="processes that compile (default: one per core, up to 16)")
     parser.add_argument("--out", type=Path, help="JSON file (default: results/ beside this file)")
     options = parser.parse_args(arguments)
-    if options.coded and (options.experts or options.tune is not None):
+    if options.coded and options.experts:
         parser.error("--coded is for linears")
+    taken = ("quick", "experts", "coded", "bits", "outliers", "rows", "out")
+    if options.tune is not None and (others := [name for name in taken if getattr(options, name)]):
+        parser.error(f"--tune chooses its products itself, and prints: leave out --{' --'.join(others)}")
     return options
 
 

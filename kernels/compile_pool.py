@@ -1,19 +1,24 @@
 """Compile what launches will need in many processes at once; alone, Triton compiles at each first launch, one by one.
 
-Invariant: nothing runs. Triton asks `jit_cache_hook` before it compiles; this one notes what, and says that it is done.
-Worker processes compile that into Triton's cache on disk, where the launches proper find it.
+Triton asks `jit_cache_hook` before it compiles; the one here notes what, and says that it is done. Worker processes
+compile that into Triton's cache on disk, where the launches proper find it.
+
+Invariant: meanwhile nothing is launched, not even what is compiled.
 """
 
 import importlib
 import multiprocessing
 import os
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ProcessPoolExecutor, wait
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any
+from unittest.mock import patch
 
 from triton import knobs
+from triton.runtime.jit import JITFunction
 
 Kernel = tuple[str, str, str]  # module, name, and what it is specialized for, as Triton writes that
 MOST_PROCESSES = 16
@@ -35,12 +40,23 @@ def kernels_of(launches: Iterable[Callable[[], object]]) -> list[Kernel]:
         found[fn.module, fn.name, compile["specialization_data"]] = None
         return True
 
-    with knobs.runtime.scope():
+    with knobs.runtime.scope(), _nothing_launched():
         knobs.runtime.jit_cache_hook = note
         for launch in launches:
             with suppress(Exception):  # and again when it is launched, where it is reported
                 launch()
     return list(found)
+
+
+@contextmanager
+def _nothing_launched() -> Iterator[None]:
+    run = JITFunction.run
+
+    def warm_up(self: Any, *arguments: Any, warmup: bool, **named: Any) -> Any:
+        return run(self, *arguments, warmup=True, **named)
+
+    with patch.object(JITFunction, "run", warm_up):
+        yield
 
 
 def _compile(kernel: Kernel) -> None:
@@ -68,23 +84,19 @@ class CompilePool:
         if self._workers:
             self._workers.shutdown(cancel_futures=True)
 
-    def compile(self, launches: Iterable[Callable[[], object]]) -> list[BaseException]:
+    def compile(self, launches: Iterable[Callable[[], object]]) -> None:
         """Compile what the launches need and is not compiled; when it returns, workers are idle.
 
-        Returns:
-            What went wrong. The launches meet the same errors, so it need not be reported. If a worker died of one,
-            this pool compiles nothing more.
+        An error is not reported: the launch will meet it. If workers die, this pool says so and compiles nothing more.
         """
         kernels = kernels_of(launches) if self._workers else []
         if not self._workers or len(kernels) < 2:  # one is compiled as well by its launch
-            return []
+            return
         try:
-            futures: list[Future[None]] = [self._workers.submit(_compile, kernel) for kernel in kernels]
-            wait(futures)
-        except BrokenProcessPool as error:
+            futures = [self._workers.submit(_compile, kernel) for kernel in kernels]
+            died = any(isinstance(future.exception(), BrokenProcessPool) for future in futures)
+        except BrokenProcessPool:
+            died = True
+        if died:
             self._workers = None
-            return [error]
-        errors = [error for future in futures if (error := future.exception())]
-        if any(isinstance(error, BrokenProcessPool) for error in errors):
-            self._workers = None
-        return errors
+            print("processes that compile kernels died: from here on, one is compiled after the other", file=sys.stderr)

@@ -10,6 +10,7 @@ import importlib.metadata
 import importlib.util
 import inspect
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -44,8 +45,11 @@ def installed() -> dict[str, tuple[int, ...]]:
 
 def versions() -> dict[str, str]:
     """Of the packages that the importable peers are part of."""
-    modules = [module for module, _ in PEERS.values() if importlib.util.find_spec(module)]
-    return {module: importlib.metadata.version(module) for module in modules}
+    found = {module: "unknown" for module, _ in PEERS.values() if importlib.util.find_spec(module)}
+    for module in found:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[module] = importlib.metadata.version(module)
+    return found
 
 
 def make(name: str, dense: torch.Tensor, bits: int, group_size: int, cache: int) -> Peer:

@@ -24,6 +24,7 @@ from torch import nn
 
 from vllm_latq.errors import ConfigError
 from vllm_latq.quantize.lattice import factorize
+from vllm_latq.quantize.left_alone import unreached
 from vllm_latq.quantize.recipe import Recipe
 from vllm_latq.quantize.scales import grid, group_scales
 from vllm_latq.quantize.ssqr import usual_price
@@ -73,6 +74,8 @@ def price(weights: Mapping[str, torch.Tensor], statistics: Mapping[str, LayerSta
         recipe: for group size, scales, order and damping.
     """
     leader, first = next(iter(statistics.items()))
+    if not first.inputs.diagonal().any():
+        raise unreached(list(weights), weights, "activations")
     importance = factorize(first.inputs, recipe.order, recipe.damping, leader).importance
     total = sum(weight.numel() for weight in weights.values())
     shapes = [(weight.shape[0], weight.shape[1]) for weight in weights.values()]

@@ -1,9 +1,10 @@
 """What of a model is never quantized: routers of experts, Mamba-1 mixers, towers, an encoder's pooler and heads."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from torch import nn
 
+from vllm_latq.errors import NumericalError
 from vllm_latq.experts import Experts
 from vllm_latq.quantize.anatomy import outermost
 from vllm_latq.quantize.decoder import Decoder
@@ -27,6 +28,25 @@ def merged_with(name: str, linears: Collection[str]) -> list[str]:
     module, _, leaf = name.rpartition(".")
     parts = {f"{module}.{part}" for parts in MERGED if leaf in parts for part in parts}
     return sorted(parts & set(linears) - {name})
+
+
+def unreached(names: Sequence[str], linears: Collection[str], what: str) -> NumericalError:
+    """The error for linears to which nothing but zeros comes, with what to ignore for all of them.
+
+    Args:
+        names: of them.
+        linears: names of all that are quantized.
+        what: should have come.
+    """
+    ignored = []
+    for name in names:
+        module, experts, _ = name.partition(".experts.")
+        # Experts of a layer are quantized all or not at all.
+        ignored += [f"{module}.experts"] if experts else [name, *merged_with(name, linears)]
+    where, *others = names
+    found = f"none but zeros{', and so for ' * bool(others)}{', '.join(others)}"
+    hint = "Calibrate on other text, or leave out what does not depend on it: --ignore "
+    return NumericalError(where, what, found, hint + " ".join(dict.fromkeys(ignored)))
 
 
 def never_quantized(decoder: Decoder) -> tuple[str, ...]:

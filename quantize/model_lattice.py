@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from vllm_latq.errors import ConfigError, NumericalError
+from vllm_latq.errors import ConfigError
 from vllm_latq.quantize.allocation import allocate, rate_curve
 from vllm_latq.quantize.decoder import Decoder
 from vllm_latq.quantize.distributed import ALONE, World
@@ -31,7 +31,7 @@ from vllm_latq.quantize.latq import (
     rate_aware_damping,
 )
 from vllm_latq.quantize.lattice import require_finite
-from vllm_latq.quantize.left_alone import merged_with
+from vllm_latq.quantize.left_alone import unreached
 from vllm_latq.quantize.offload import Place
 from vllm_latq.quantize.recipe import Recipe
 from vllm_latq.quantize.routing import expert_stacks
@@ -141,26 +141,18 @@ class ModelLattice:
                 progress(before * parts + done, self.allocations * parts)
 
             priced = self.of_inputs(partial(self._priced, step=step), advance)
-            if unreached := [name for one in priced if isinstance(one, list) for name in one]:
-                self._refuse(unreached)
+            if names := [name for one in priced if isinstance(one, list) for name in one]:
+                raise unreached(names, self.quantized, "activations and gradients of the loss")
             shares = self.share_out([one for one in priced if not isinstance(one, list)])
             step = next(iter(shares.values())).step
         return shares
-
-    def _refuse(self, unreached: Sequence[str]) -> NoReturn:
-        """Raise NumericalError for linears that the loss does not depend on: all at once, they take a whole pass."""
-        apart = dict.fromkeys(part for name in unreached for part in (name, *merged_with(name, self.quantized)))
-        where, *others = unreached
-        found = f"none but zeros{', and so for ' * bool(others)}{', '.join(others)}"
-        hint = f"On this text the loss does not depend on them. Leave them out: --ignore {' '.join(apart)}"
-        raise NumericalError(where, "activations and gradients of the loss", found, hint)
 
     def _priced(
         self, weights: Mapping[str, torch.Tensor], members: Mapping[str, LayerStatistics], step: float | None
     ) -> Prices | list[str]:
         """Of the linears of one input, or the names of those that are not reached."""
-        if unreached := [name for name, layer in members.items() if not layer.reached]:
-            return unreached
+        if names := [name for name, layer in members.items() if not layer.reached]:
+            return names
         return self.price(weights, *self.lattices(weights, members, step))
 
     def price(

@@ -105,8 +105,7 @@ def _quantize_checkpoint(
     try:
         return _write(recipe, decoder, quantized, samples, writer, emit, world, offload, started)
     finally:
-        if world.first:
-            writer.close()
+        writer.close()
 
 
 def _write(

@@ -23,6 +23,7 @@ from vllm_latq.quantize.decoder import Decoder
 from vllm_latq.quantize.distributed import World
 from vllm_latq.quantize.hessian import InputHessian
 from vllm_latq.quantize.lattice import Factor
+from vllm_latq.quantize.left_alone import unreached
 from vllm_latq.quantize.methods import layer_factor, quantize_layer
 from vllm_latq.quantize.offload import Place, return_freed_memory
 from vllm_latq.quantize.recipe import Recipe
@@ -161,6 +162,8 @@ class Run:
             raise NumericalError(where, "finite calibration activations", "NaN or infinity", hint)
         if not self.recipe.needs_calibration:
             return hessian.matrix
+        if not hessian.matrix.diagonal().any():
+            raise unreached(hessian.linears, self.quantized, "activations")
         return layer_factor(hessian.matrix, self.recipe, where)
 
     def _read_back(self, shard: int, linears: Mapping[str, nn.Linear], digests: Collection[str]) -> None:

@@ -3,6 +3,7 @@
 Invariant: what is returned is never empty, and depends only on the source, the split and the seed.
 """
 
+import glob
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -108,7 +109,8 @@ def _resolve(source: str) -> HubText | None:
         return HubText(source)
     if source and path.exists():
         reader = READERS.get(path.suffix.lower())
-        return HubText(reader, data_files={"train": source, "test": source}) if reader else None
+        file = glob.escape(source)  # `datasets` takes patterns
+        return HubText(reader, data_files={"train": file, "test": file}) if reader else None
     if source in KNOWN_DATASETS:
         return KNOWN_DATASETS[source]
     if HUB_NAME.fullmatch(source) and path.suffix.lower() not in FILE_SUFFIXES and not source.startswith("."):
@@ -132,15 +134,12 @@ def _read_file(path: Path) -> str:
             where,
             "UTF-8 text",
             f"{error.reason} at byte {error.start}",
-            "Convert it to UTF-8, for instance with iconv.",
+            "Unpack it, or convert it to UTF-8, for instance with iconv.",
         ) from error
     except OSError as error:
         raise CalibrationError(
             where, "a readable file", str(error.strerror or error), "Check its permissions."
         ) from error
-    if "\0" in text:
-        hint = "Pass a text file, or a file of documents: .jsonl, .csv or .parquet."
-        raise CalibrationError(where, "text", f"a NUL at character {text.index(chr(0))}", hint)
     return _not_blank(text, where)
 
 
@@ -163,12 +162,15 @@ def _documents(source: str, known: HubText, split: str, seed: int | None) -> Ite
         if seed is not None:
             rows = rows.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER)
         for row in rows:
-            if not isinstance(row.get("text"), str):
+            if "text" not in row:
                 raise CalibrationError(where, "a column `text` of strings", f"the columns {', '.join(row)}")
+            if not isinstance(row["text"], str):
+                found = f"a row whose text is {row['text']!r:.60}"
+                raise CalibrationError(where, "a column `text` of strings", found, "Remove the row, or mend it.")
             yield row["text"]
     except CalibrationError:
         raise
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+    except (OSError, ValueError, RecursionError, StopIteration, datasets.exceptions.DatasetsError) as error:
         raise CalibrationError(
             where,
             "a dataset that can be read",
@@ -180,4 +182,7 @@ def _documents(source: str, known: HubText, split: str, seed: int | None) -> Ite
 def _not_blank(text: str, where: str) -> str:
     if not text.strip():
         raise CalibrationError(where, "some text", "none", "Pass a source that is not empty.")
+    if "\0" in text:
+        hint = "Pass a text file, or documents in .jsonl, .csv or .parquet."
+        raise CalibrationError(where, "text", f"a NUL at character {text.index(chr(0))}", hint)
     return text

@@ -14,6 +14,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,9 @@ STATE_FILE, LOCK_FILE = "state.json", "lock"
 UNFINISHED = ("*.tmp", ".tmp*", "activations-*")
 KEPT = "Finished blocks are kept: make room or restore the permission, then go on with --resume."
 CHOOSE = "Choose another directory, or restore the permission."
+# Directories that this process holds the lock of -> its descriptor. The system would give it to the process twice, and
+# takes it back when any descriptor of the file is closed.
+_held: dict[str, int] = {}
 
 
 def partial_of(destination: Path) -> Path:
@@ -76,35 +80,47 @@ def free_destination(destination: str | Path, resume: bool) -> Path:
             raise CheckpointError(str(destination), "a new or empty directory", found, hint)
         partial = partial_of(free)
         if (partial / LOCK_FILE).exists():
-            os.close(_lock(partial))
-        if not resume and _holds_work(partial):
-            hint = "Go on with --resume, or remove it to start over."
+            _lock(partial)
+            _unlock(partial)
+        if not resume and _left(partial):
+            hint = "Go on with --resume and the same options, or remove it to start over."
             raise CheckpointError(str(partial), "no partial run", "an interrupted one", hint)
         return free
 
 
-def _holds_work(partial: Path) -> bool:
-    """Whether there is anything that a run did not leave that ended before its first result."""
-    if not partial.is_dir():
-        return partial.exists()
-    return any(path.name not in (STATE_FILE, f"{STATE_FILE}.tmp", LOCK_FILE) for path in partial.iterdir())
+def _left(partial: Path) -> list[str]:
+    """What is there of an earlier run, or of anything else, but for what a run leaves that got nowhere."""
+    if partial.exists() and not partial.is_dir():
+        return ["a file"]
+    own = (STATE_FILE, LOCK_FILE, *UNFINISHED) if (partial / STATE_FILE).exists() else (LOCK_FILE, f"{STATE_FILE}.tmp")
+    return sorted(path.name for path in partial.glob("*") if not any(fnmatch(path.name, name) for name in own))
 
 
-def _lock(partial: Path) -> int:
-    """Lock a directory for this process, until the descriptor is closed that it returns, or the process ends.
+def _lock(partial: Path) -> None:
+    """Lock a directory until `_unlock`, or until the process ends; nothing where a file system has no locks.
 
-    Where a file system has no locks nothing is locked.
+    Raises:
+        CheckpointError: another run has locked it, of this process or another.
     """
+    hint = "Wait until it ends, or choose another directory."
+    held = CheckpointError(str(partial), "no other run at work in it", "one", hint)
+    if (key := os.path.realpath(partial)) in _held:
+        raise held
     descriptor = os.open(partial / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         os.close(descriptor)
-        hint = "Wait until it ends, or choose another directory."
-        raise CheckpointError(str(partial), "no other process at work in it", "one", hint) from None
+        raise held from None
     except OSError:
         pass
-    return descriptor
+    _held[key] = descriptor
+
+
+def _unlock(partial: Path) -> None:
+    """Give up the lock, where this process has it."""
+    if (descriptor := _held.pop(os.path.realpath(partial), None)) is not None:
+        os.close(descriptor)
 
 
 class CheckpointWriter:
@@ -127,7 +143,6 @@ class CheckpointWriter:
         self.partial = partial_of(self.destination)
         self.run = _digest(identity)
         state = {"shards": shards, "identity": json.loads(json.dumps(identity))}
-        self._descriptor: int | None = None
         with named_failures(self.partial, KEPT if self.partial.exists() else CHOOSE):
             # config.json comes last: a run killed after it has only to be moved, and may have lost its state already.
             self.complete = (self.partial / "config.json").exists()
@@ -137,9 +152,9 @@ class CheckpointWriter:
                 # No state, no finished block: a run may be killed right after it made the directory.
                 self._check_unused()
                 self.partial.mkdir(parents=True, exist_ok=True)
-            self._descriptor = _lock(self.partial)
+            _lock(self.partial)
             try:
-                if not _holds_work(self.partial):
+                if not _left(self.partial):
                     self._write_json(STATE_FILE, state)
                 elif (self.partial / STATE_FILE).exists():
                     self._check_same(state)
@@ -149,10 +164,8 @@ class CheckpointWriter:
                 raise
 
     def close(self) -> None:
-        """Give up the lock; of a copy in another process there is nothing to close."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        """Give up the lock; a copy in another process has none."""
+        _unlock(self.partial)
 
     @property
     def scratch(self) -> Path:
@@ -250,9 +263,11 @@ class CheckpointWriter:
                 raise problem
         with named_failures(self.partial):
             shutil.rmtree(self.scratch, ignore_errors=True)
-            self._remove("records-*", *UNFINISHED, STATE_FILE, LOCK_FILE)
+            self._remove("records-*", *UNFINISHED, STATE_FILE)
             if self.destination.exists():
                 self.destination.rmdir()
+            _sync(self.partial)
+            self._remove(LOCK_FILE)  # as late as can be: whoever makes a new one works in it, too
             rename_durably(self.partial, self.destination)
 
     def shard_name(self, shard: int) -> str:
@@ -280,15 +295,9 @@ class CheckpointWriter:
 
     def _check_unused(self) -> None:
         """Raise if the directory holds anything but what a run leaves that is killed before it has a state."""
-        held: list[str] = []
-        if self.partial.is_dir():
-            own = (f"{STATE_FILE}.tmp", LOCK_FILE)
-            held = sorted(path.name for path in self.partial.iterdir() if path.name not in own)
-        elif self.partial.exists():
-            held = ["a file"]
-        if held:
+        if left := _left(self.partial):
             expected, hint = f"an interrupted run, with its {STATE_FILE}", "Move it away, or choose another directory."
-            raise CheckpointError(str(self.partial), expected, f"{held[0]} without it", hint)
+            raise CheckpointError(str(self.partial), expected, f"{left[0]} without it", hint)
 
     def _remove(self, *patterns: str) -> None:
         for pattern in patterns:

@@ -17,6 +17,7 @@ from triton.runtime.jit import JITFunction, MockTensor
 from vllm_latq.kernels.weight import KernelWeight, prepare
 
 launch = JITFunction.run
+launched: list[bool] = []  # whether what would have been launched was to be compiled only
 
 
 class _Driver:
@@ -36,6 +37,7 @@ class _Pointer(MockTensor):
 
 
 def _dry(self: JITFunction, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+    launched.append(warmup)
     pointers = [_Pointer(value) if isinstance(value, torch.Tensor) else value for value in arguments]
     return launch(self, *pointers, grid=grid, warmup=True, **options)
 

@@ -49,9 +49,9 @@ class Watched(CompilePool):
         super().__init__(1)
         self.shapes: list[tuple[int, ...]] = []
 
-    def compile(self, launches: Iterable[Callable[[], torch.Tensor]]) -> list[BaseException]:
+    def compile(self, launches: Iterable[Callable[[], torch.Tensor]]) -> None:
         self.shapes += [tuple(launch().shape) for launch in launches]
-        return super().compile([])
+        super().compile([])
 
 
 @pytest.fixture
@@ -275,6 +275,19 @@ def test_refuses_numbers_out_of_range(wrong: list[str], capsys: pytest.CaptureFi
     assert f"argument {wrong[0]}: invalid" in capsys.readouterr().err
 
 
+def test_tune_refuses_a_selection(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--tune", "8", "--bits", "3", "--rows", "1"])
+    assert "leave out --bits --rows" in capsys.readouterr().err
+
+
+def test_a_peer_without_metadata(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a_peer").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(peers, "PEERS", {"kernel": ("a_peer", (4,)), "other": ("not_there", (4,))})
+    assert peers.versions() == {"a_peer": "unknown"}
+
+
 def test_refuses_coded_experts(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--coded", "--experts"])
@@ -312,8 +325,9 @@ def test_tune_prints_the_fastest_that_runs(monkeypatch: pytest.MonkeyPatch) -> N
         return Timing(20 - config.stages * config.num_warps + config.block_n / 128, 0, 0)
 
     lines: list[str] = []
-    with CompilePool(1) as compilers:
+    with Watched() as compilers:
         tune(CPU, timer, compilers, (8,), lines.append)
+    assert len(compilers.shapes) == sum(int(line.split()[-2]) for line in lines if line.endswith(" tried"))
     decode, simt = [line for line in lines if not line.startswith("#")]
     for line, kernel in ((decode, "tensor_core"), (simt, "simt")):
         found, _, remark = line.partition(",  # ")

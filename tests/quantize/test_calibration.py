@@ -139,10 +139,21 @@ def test_file_of_documents(tokenizer: PreTrainedTokenizerBase, tmp_path: Path, k
     assert "id" not in drawn
 
 
+def test_file_of_documents_is_a_name_and_no_pattern(tmp_path: Path) -> None:
+    for name in ("a?b", "axb", "corpus[2024]"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": name}) + "\n")
+    for name in ("a?b", "corpus[2024]"):
+        assert read_text(str(tmp_path / f"{name}.jsonl")) == name
+
+
 def test_file_of_documents_without_text(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     for content, found in (
         ('{"prose": "words"}\n', "found the columns prose"),
         ("{not json", "a dataset that can be read"),
+        ("", "a dataset that can be read|found none"),
+        ('{"text": null}\n', "found a row whose text is None"),
+        ('{"text": "a\\u0000b"}\n', "found a NUL at character 1"),
+        (f'{{"text": "a", "more": {"[" * 3000 + "]" * 3000}}}\n', "a dataset that can be read"),
     ):
         (tmp_path / "bad.jsonl").write_text(content)
         with pytest.raises(CalibrationError, match=rf"bad\.jsonl.*{found}"):

@@ -3,6 +3,7 @@
 import json
 import shutil
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,10 @@ from vllm_latq.errors import (
     UnsupportedModelError,
     UnsupportedShapeError,
 )
+from vllm_latq.quantize import writer
 from vllm_latq.quantize.certificate import verify_certificate
 from vllm_latq.quantize.decoder import Decoder
+from vllm_latq.quantize.left_alone import unreached
 from vllm_latq.quantize.pipeline import quantize_checkpoint
 from vllm_latq.quantize.plan import plan
 from vllm_latq.quantize.prediction import predict_run
@@ -240,29 +243,62 @@ def test_overflowing_activations_name_the_layer_and_keep_the_work(
     assert len(list((tmp_path / "out.partial").glob("*.safetensors"))) == 2
 
 
-@pytest.mark.parametrize("method", ["gptq", "latq"])
-def test_layers_that_nothing_reaches_can_be_left_out_at_once(
-    method: str, two_blocks: Path, calibration_text: Path, tmp_path: Path
+@pytest.mark.parametrize("ending", [None, NumericalError("here", "no error", "one"), KeyboardInterrupt()])
+def test_however_a_run_ends_it_unlocks_its_directory(
+    ending: BaseException | None, two_blocks: Path, tmp_path: Path
+) -> None:
+    held = []
+
+    def listen(event: dict) -> None:
+        held.append(list(writer._held))
+        if ending and event["event"] == "block":
+            raise ending
+
+    with pytest.raises(type(ending)) if ending else nullcontext():
+        quantize_checkpoint(Recipe("rtn", 4), two_blocks, tmp_path / "out", on_event=listen)
+    assert held[0] == [str(tmp_path.resolve() / "out.partial")]
+    assert not writer._held
+
+
+@pytest.mark.parametrize(
+    ("zero", "method", "reached"),
+    [
+        ("self_attn.v_proj", "gptq", ["o_proj"]),
+        ("self_attn.v_proj", "latq", ["q_proj", "k_proj", "v_proj", "o_proj"]),
+        ("input_layernorm", "gptq", ["q_proj", "k_proj", "v_proj"]),
+        ("input_layernorm", "budget", ["q_proj", "k_proj", "v_proj"]),
+    ],
+)
+def test_layers_that_nothing_reaches_can_be_left_out_together(
+    zero: str, method: str, reached: list[str], two_blocks: Path, calibration_text: Path, tmp_path: Path
 ) -> None:
     """As behind a pruned v_proj: o_proj sees zeros, and the loss does not depend on q and k."""
     source = Path(shutil.copytree(two_blocks, tmp_path / "source"))
     tensors = load_file(source / "model.safetensors")
-    tensors["model.layers.1.self_attn.v_proj.weight"].zero_()
+    tensors[f"model.layers.1.{zero}.weight"].zero_()
     save_file(tensors, source / "model.safetensors")
-    bits = {"bits": 4} if method == "gptq" else {"target_bits": 4.0}
+    options: dict[str, Any] = {
+        "gptq": {"method": "gptq", "bits": 4},
+        "latq": {"method": "latq", "target_bits": 4.0},
+        "budget": {"method": "ssqr", "budget": 4.0},
+    }[method]
+    options |= {"num_samples": 4, "seq_len": 32}
     ignored = ("lm_head", "model.layers.0", "gate_proj", "up_proj")
-
-    def quantize(*more: str) -> None:
-        recipe = Recipe(method, **bits, num_samples=4, seq_len=32, ignore=(*ignored, *more))
-        quantize_checkpoint(recipe, source, tmp_path / f"out{len(more)}", calibration=str(calibration_text))
-
+    recipe = Recipe(**options, ignore=ignored)
     with pytest.raises(NumericalError, match="--ignore model") as raised:
-        quantize()
+        quantize_checkpoint(recipe, source, tmp_path / "out", calibration=str(calibration_text))
     advice = str(raised.value).rpartition("--ignore ")[2].rstrip(".").split()
-    names = ["q_proj", "k_proj", "v_proj", "o_proj"] if method == "latq" else ["o_proj"]
-    assert sorted(advice) == sorted(f"model.layers.1.self_attn.{name}" for name in names)
-    quantize(*advice)
-    assert (tmp_path / f"out{len(advice)}").is_dir()
+    assert sorted(advice) == sorted(f"model.layers.1.self_attn.{name}" for name in reached)
+    if zero == "self_attn.v_proj":  # else nothing reaches o_proj, either
+        recipe = Recipe(**options, ignore=(*ignored, *advice))
+        quantize_checkpoint(recipe, source, tmp_path / "left", calibration=str(calibration_text))
+        assert (tmp_path / "left").is_dir()
+
+
+def test_of_experts_all_are_left_out() -> None:
+    experts = [f"blocks.0.mlp.experts.{expert}.{leaf}" for expert in range(2) for leaf in ("gate_proj", "down_proj")]
+    error = unreached([experts[0], experts[2], "blocks.0.up"], [*experts, "blocks.0.up"], "activations")
+    assert error.hint.endswith("--ignore blocks.0.mlp.experts blocks.0.up")
 
 
 def test_destination_that_exists(mini_model: Path, tmp_path: Path) -> None:

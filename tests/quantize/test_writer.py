@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,7 @@ def test_complete_directory(tmp_path: Path, source: Path) -> None:
 def test_interrupted_run_does_not_load_and_resumes(tmp_path: Path, source: Path) -> None:
     writer = CheckpointWriter(tmp_path / "out", 2, IDENTITY)
     writer.add(0, {"tensor0": torch.full((3,), 0)}, {"layers": [{"name": "up"}]})
+    writer.close()
     assert not (tmp_path / "out").exists()
     assert not (tmp_path / "out.partial" / "config.json").exists()
     with pytest.raises(CheckpointError, match=r"found an interrupted one\. Go on with --resume"):
@@ -66,6 +68,7 @@ def test_interrupted_run_does_not_load_and_resumes(tmp_path: Path, source: Path)
     resumed = CheckpointWriter(tmp_path / "out", 2, IDENTITY, resume=True)
     assert resumed.records(0)["layers"] == [{"name": "up"}]  # type: ignore[index]
     assert resumed.records(1) is None
+    resumed.close()
     write(tmp_path / "out", source, resume=True)
     write(tmp_path / "straight", source)
     for path in (tmp_path / "straight").iterdir():
@@ -73,14 +76,17 @@ def test_interrupted_run_does_not_load_and_resumes(tmp_path: Path, source: Path)
 
 
 def test_resume_with_another_recipe_is_refused(tmp_path: Path) -> None:
-    CheckpointWriter(tmp_path / "out", 2, IDENTITY).add(0, {"tensor0": torch.zeros(3)}, {"layers": []})
+    writer = CheckpointWriter(tmp_path / "out", 2, IDENTITY)
+    writer.add(0, {"tensor0": torch.zeros(3)}, {"layers": []})
+    writer.close()
     with pytest.raises(ConfigError, match="found one with another recipe"):
         CheckpointWriter(tmp_path / "out", 2, {**IDENTITY, "recipe": {"bits": 3}}, resume=True)
 
 
 def test_a_run_that_got_nowhere_is_in_nobody_s_way(tmp_path: Path, source: Path) -> None:
-    """As one whose target bits cannot be met: the next one has others."""
+    """As one that its first layer ended, or that was killed while it wrote its first shard: the next is another."""
     CheckpointWriter(tmp_path / "out", 2, {**IDENTITY, "recipe": {"bits": 3}}).close()
+    (tmp_path / "out.partial" / "model-00001-of-00002.tmp").write_text("torn")
     write(tmp_path / "out", source)
     assert not (tmp_path / "out.partial").exists()
 
@@ -88,27 +94,50 @@ def test_a_run_that_got_nowhere_is_in_nobody_s_way(tmp_path: Path, source: Path)
 WORKING = """
 import sys, time
 from vllm_latq.quantize.writer import CheckpointWriter
-writer = CheckpointWriter(sys.argv[1], 2, {"recipe": {"bits": 4}, "source": "model"})
+writer = CheckpointWriter(sys.argv[1], 2, {"recipe": {"bits": 4}, "source": "model"}, resume=True)
 print("ready", flush=True)
-time.sleep(600)
+time.sleep(float(sys.argv[2]))
 """
+
+
+def lets_others_in(out: Path) -> bool:
+    """Whether another process may go on with a run; in this one, a lock would not be in the way."""
+    return subprocess.run([sys.executable, "-c", WORKING, str(out), "0"], capture_output=True).returncode == 0
 
 
 @pytest.mark.parametrize("resume", [False, True])
 def test_two_processes_do_not_work_in_one_directory(resume: bool, tmp_path: Path, source: Path) -> None:
-    command = [sys.executable, "-c", WORKING, str(tmp_path / "out")]
+    command = [sys.executable, "-c", WORKING, str(tmp_path / "out"), "600"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
         try:
             assert other.stdout is not None
             assert other.stdout.readline() == "ready\n"
             torn = tmp_path / "out.partial" / "model-00001-of-00002.tmp"
             torn.write_text("what it is writing")
-            with pytest.raises(CheckpointError, match=r"expected no other process at work in it, found one\. Wait"):
+            with pytest.raises(CheckpointError, match=r"expected no other run at work in it, found one\. Wait"):
                 CheckpointWriter(tmp_path / "out", 2, IDENTITY, resume)
             assert torn.exists()
         finally:
             other.kill()
     write(tmp_path / "out", source, resume=True)
+
+
+def test_a_second_writer_in_this_process_does_not_free_the_first_one_s_lock(tmp_path: Path) -> None:
+    writer = CheckpointWriter(tmp_path / "out", 2, IDENTITY)
+    for resume in (False, True):
+        with pytest.raises(CheckpointError, match="expected no other run at work in it"):
+            CheckpointWriter(tmp_path / "out", 2, IDENTITY, resume)
+        assert not lets_others_in(tmp_path / "out")
+    writer.close()
+    assert lets_others_in(tmp_path / "out")
+
+
+def test_a_writer_that_is_refused_lets_others_in(tmp_path: Path) -> None:
+    with closing(CheckpointWriter(tmp_path / "out", 2, IDENTITY)) as writer:
+        writer.add(0, {"tensor0": torch.zeros(3)}, {"layers": []})
+    with pytest.raises(ConfigError, match="another recipe"):
+        CheckpointWriter(tmp_path / "out", 2, {**IDENTITY, "recipe": {"bits": 3}}, resume=True)
+    assert lets_others_in(tmp_path / "out")
 
 
 def test_others_may_read_it_as_far_as_the_umask_lets_them(tmp_path: Path, source: Path) -> None:
@@ -196,7 +225,7 @@ def test_records_that_were_changed_are_refused(old: str, new: str, tmp_path: Pat
 
 def test_what_a_killed_run_was_writing_is_removed(tmp_path: Path, source: Path) -> None:
     """safetensors writes to a hidden file of its own first; what a temporary name links to is not ours."""
-    CheckpointWriter(tmp_path / "out", 2, IDENTITY)
+    CheckpointWriter(tmp_path / "out", 2, IDENTITY).close()
     (tmp_path / "foreign").write_text("x")
     for name in (".tmpQAnJ9r", "model-00001-of-00002.tmp", "activations-1"):
         (tmp_path / "out.partial" / name).write_text("torn")
