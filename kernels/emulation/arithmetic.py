@@ -94,8 +94,8 @@ def arithmetic(instruction: Instruction, parts: list[str], kernel: Kernel) -> St
         inputs = [value_of(operand, kind, kernel) for operand in operands]
         near = APPROXIMATE[instruction.opcode]
         return lambda p: assign(p, kernel, str(target), near(*(source(p) for source in inputs)))
-    if parts[-2:] == ["f32", "bf16"]:
-        return _widened(instruction, name, kernel)
+    if parts[-2:] in (["f32", "bf16"], ["f32", "f16"]):
+        return _widened(instruction, name, kind, kernel)
     require({*parts[1:-1]} <= {"lo", "wide", "rn", "NaN"} and name in (_FLOATS | _NARROW).get(kind, (name,)),
             f"PTX of {kernel.name}", "arithmetic that the emulator knows", instruction.text)  # fmt: skip
     target = str(instruction.operands[0])
@@ -144,12 +144,13 @@ def arithmetic(instruction: Instruction, parts: list[str], kernel: Kernel) -> St
     return lambda p: assign(p, kernel, target, ~sources[0](p))
 
 
-def _widened(instruction: Instruction, name: str, kernel: Kernel) -> Step:
-    """add.f32.bf16 and sub.f32.bf16 d, a, c: a is bf16, c and d are float32."""
+def _widened(instruction: Instruction, name: str, kind: str, kernel: Kernel) -> Step:
+    """add.f32.KIND and sub.f32.KIND d, a, c: a is bf16 or f16, c and d are float32."""
     require(name in ("add", "sub"), f"PTX of {kernel.name}", "a sum or difference", instruction.text)
     target, left, right = instruction.operands
-    a, c = value_of(left, "bf16", kernel), value_of(right, "f32", kernel)
-    return lambda p: assign(p, kernel, str(target), BINARY[name](from_bf16(a(p)), c(p)))
+    a, c = value_of(left, kind, kernel), value_of(right, "f32", kernel)
+    widen = from_bf16 if kind == "bf16" else np.float32
+    return lambda p: assign(p, kernel, str(target), BINARY[name](widen(a(p)), c(p)))
 
 
 def logic(instruction: Instruction, parts: list[str], kernel: Kernel) -> Step:

@@ -65,9 +65,10 @@ def test_pairs_of_float32(name: str, expected: float) -> None:
 
 
 @pytest.mark.parametrize(("name", "expected"), [("add.rn", 4.75), ("sub", -1.75)])
-def test_float32_and_bf16(name: str, expected: float) -> None:
-    narrow, wide = np.full(THREADS, 0x3FC0, np.uint32), np.full(THREADS, 3.25, np.float32)  # 1.5 and 3.25
-    instructions = f"cvt.u16.u32 %rs1, %r1; {name}.f32.bf16 %r9, %rs1, %r2;"
+@pytest.mark.parametrize(("kind", "half"), [("bf16", 0x3FC0), ("f16", 0x3E00)])
+def test_float32_and_a_half(kind: str, half: int, name: str, expected: float) -> None:
+    narrow, wide = np.full(THREADS, half, np.uint32), np.full(THREADS, 3.25, np.float32)  # 1.5 and 3.25
+    instructions = f"cvt.u16.u32 %rs1, %r1; {name}.f32.{kind} %r9, %rs1, %r2;"
     assert (compute(instructions, narrow, wide.view(np.uint32)).view(np.float32) == expected).all()
 
 
