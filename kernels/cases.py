@@ -119,6 +119,12 @@ def make_layer(case: Case, device: torch.device, seed: int = 0) -> Layer:
     return Layer(prepare(packed, case.bits, group_size, case.cols, scales, row_scales, *outliers), dense)
 
 
+def activations(m: int, cols: int, device: torch.device) -> torch.Tensor:
+    """m random rows, bfloat16 [m, cols], the same each time."""
+    generator = torch.Generator(device=device).manual_seed(m)
+    return torch.randn(m, cols, generator=generator, device=device).bfloat16()
+
+
 def copy_weight(weight: KernelWeight) -> KernelWeight:
     """The same weight in memory of its own."""
     tensors = {field.name: getattr(weight, field.name) for field in fields(weight)}

@@ -9,7 +9,17 @@ from typing import Any
 import torch
 
 from vllm_latq.kernels import peers
-from vllm_latq.kernels.cases import GROUP_SIZE, Case, Layer, copy_weight, gate, make_layer, product, relative_error
+from vllm_latq.kernels.cases import (
+    GROUP_SIZE,
+    Case,
+    Layer,
+    activations,
+    copy_weight,
+    gate,
+    make_layer,
+    product,
+    relative_error,
+)
 from vllm_latq.kernels.compile_pool import CompilePool
 from vllm_latq.kernels.errors import KernelInputError
 from vllm_latq.kernels.timing import Launch, Timing, copies_beyond_cache
@@ -98,16 +108,12 @@ class Bench:
         reason = f"{type(failure).__name__}: {failure}".splitlines()[0]
         return Result(case, kernel, float("inf"), 0, None, reason=reason)
 
-    def _activations(self, case: Case) -> torch.Tensor:
-        generator = torch.Generator(device=self.device).manual_seed(case.m)
-        return torch.randn(case.m, case.cols, generator=generator, device=self.device).bfloat16()
-
     def _launch(self, case: Case, made: tuple[Layer, list[KernelWeight]]) -> torch.Tensor:
-        return product(case)(self._activations(case), made[0].weight)
+        return product(case)(activations(case.m, case.cols, self.device), made[0].weight)
 
     def _ours(self, case: Case, made: tuple[Layer, list[KernelWeight]]) -> Result:
         layer, weights = made
-        x, ours = self._activations(case), product(case)
+        x, ours = activations(case.m, case.cols, self.device), product(case)
         error = relative_error(ours(x, layer.weight), x, layer.dense)
         launches = [partial(ours, x, weight) for weight in weights]
         return self._result(case, case.path, error, moved(case, layer.weight.storage_bytes()), launches)
@@ -115,7 +121,7 @@ class Bench:
     def _baselines(self, case: Case, made: tuple[Layer, list[KernelWeight]]) -> Iterator[Result]:
         """bf16, and the peers that serve these bits, once for each shape and m."""
         layer, _ = made
-        x = self._activations(case)
+        x = activations(case.m, case.cols, self.device)
         key = (case.rows, case.cols, case.m)
         if key not in self.bf16:
             dense = replace(case, bits=16, outlier_rate=0.0)

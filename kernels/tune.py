@@ -15,7 +15,17 @@ import torch
 import triton
 from triton.errors import TritonError
 
-from vllm_latq.kernels.cases import BITS, GROUP_SIZE, Case, Layer, copy_weight, gate, make_layer, relative_error
+from vllm_latq.kernels.cases import (
+    BITS,
+    GROUP_SIZE,
+    Case,
+    Layer,
+    activations,
+    copy_weight,
+    gate,
+    make_layer,
+    relative_error,
+)
 from vllm_latq.kernels.compile_pool import CompilePool
 from vllm_latq.kernels.configs import REGIMES, SIMT, DecodeConfig, decode_config
 from vllm_latq.kernels.dispatch import ssqr_matmul
@@ -91,9 +101,9 @@ def tune(
         def costs(configs: Sequence[DecodeConfig], m: int = m, known: dict[DecodeConfig, float] = known) -> list[float]:
             new = [config for config in configs if config not in known]
             compilers.compile(
-                partial(ssqr_matmul, activations(m, layer), layer.weight, config)
+                partial(ssqr_matmul, activations(m, case.cols, device), layer.weight, config)
                 for config in new
-                for _, layer, _ in layers
+                for case, layer, _ in layers
             )
             for config in new:
                 fastest = min(known.values(), default=math.inf)
@@ -107,11 +117,6 @@ def tune(
         write(f"{best!r},  # {lowest:.1f} us at {m} rows, from {known[start]:.1f}; {len(known)} tried")
 
 
-def activations(m: int, layer: Layer) -> torch.Tensor:
-    """m random rows for the layer."""
-    return torch.randn(m, layer.weight.cols, device=layer.dense.device).bfloat16()
-
-
 def mean_time(
     config: DecodeConfig,
     m: int,
@@ -121,7 +126,7 @@ def mean_time(
     """Geometric mean of microseconds; infinite where the configuration does not compile or fit, or is wrong."""
     times = []
     for case, layer, weights in layers:
-        x = activations(m, layer)
+        x = activations(m, case.cols, layer.dense.device)
         try:
             gate(case, relative_error(ssqr_matmul(x, layer.weight, config), x, layer.dense))
             times.append(timer([partial(ssqr_matmul, x, weight, config) for weight in weights]).median)

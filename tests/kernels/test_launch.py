@@ -19,7 +19,7 @@ from vllm_latq.kernels.errors import KernelInputError
 from vllm_latq.kernels.ssqr import launch_arguments
 
 SCRIPT = """
-import dataclasses, sys
+import dataclasses
 from collections import defaultdict
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
