@@ -174,7 +174,7 @@ def audit_simt(
 ) -> Audit:
     """The SIMT kernel for `rows` activation rows, with split-K; `beyond` for coded weights."""
     values = {
-        "BITS": bits, "GROUP": group_size, "BLOCK_N": config.block_n, "ROWS": rows, "STAGES": config.stages,
+        "BITS": bits, "GROUP": group_size, "BLOCK_N": config.block_n, "ROWS": rows, "STAGES": config.stages_for(bits),
         "OUTLIERS": True, "SLOTS": slots_of(config.slots, beyond), "SPLIT": True, "HAS_FLAT_SCALES": False,
         "HAS_ROW_SCALES": beyond, "ASM": True, "MIDRISE": midrise, "BEYOND": beyond,
     }  # fmt: skip
@@ -220,7 +220,7 @@ def _row(audit: Callable[[], Audit]) -> Row:
     return audit().row
 
 
-def print_table(rows: Iterable[Row], write: Callable[[str], None] = print) -> None:
+def print_table(rows: Iterable[Row]) -> None:
     """A Markdown table, a column per GPU: SASS per weight / registers / shared KB (/ spilled bytes, if any)."""
     cells: dict[tuple[str, int, int], dict[str, str]] = {}
     for row in rows:
@@ -228,11 +228,11 @@ def print_table(rows: Iterable[Row], write: Callable[[str], None] = print) -> No
         cell = f"{row.sass_per_weight:.2f} / {row.registers} / {row.shared_bytes / 1024:.0f}{spilled}"
         cells.setdefault((row.kernel, row.bits, row.max_rows), {})[row.arch] = cell
     architectures = list(dict.fromkeys(arch for found in cells.values() for arch in found))
-    write(f"| kernel | bits | rows | {' | '.join(architectures)} |")
-    write("|---|---|---|" + "---|" * len(architectures))
+    print(f"| kernel | bits | rows | {' | '.join(architectures)} |")
+    print("|---|---|---|" + "---|" * len(architectures))
     for (kernel, bits, rows_served), found in cells.items():
         width, rows_text = bits or "any", rows_served or "any"
-        write(f"| {kernel} | {width} | {rows_text} | {' | '.join(found[arch] for arch in architectures)} |")
+        print(f"| {kernel} | {width} | {rows_text} | {' | '.join(found[arch] for arch in architectures)} |")
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -138,6 +138,5 @@ def decode_huffman(
     if wrong.numel():
         chunk = int(wrong[0])
         expected = f"chunk {chunk} to end at bit {int(starts[chunk] + bits[chunk])}"
-        hint = "The checkpoint is damaged: copy or download it again, or quantize again."
-        raise KernelInputError("stream", expected, f"bit {int(starts[chunk] + used[chunk])}", hint)
+        raise KernelInputError("stream", expected, f"bit {int(starts[chunk] + used[chunk])}")
     return z

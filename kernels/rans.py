@@ -23,7 +23,6 @@ from vllm_latq.kernels.errors import require
 CHUNK_WEIGHTS = 4096
 SLOTS = 4096
 STATE_LOW = 1 << 16
-STATE_WORDS = 2
 MAX_TABLES = 31
 # Layers of every shape share one compiled kernel.
 SIZES = ("words", "tables", "chunks", "col_blocks", "rows", "cols", "chunk_rows", "chunk_cols")
@@ -167,5 +166,5 @@ def decode_rans(
     launch_rans(stream, slots, *classes, starts, used, states, z, chunk_shape(cols, CHUNK_WEIGHTS))
     wrong = ((used != words) | (states != STATE_LOW)).nonzero()
     require(not wrong.numel(), "stream", "every chunk to end after its words in the state it began with",
-            f"chunk {int(wrong[0]) if wrong.numel() else 0} elsewhere", "The checkpoint is corrupt.")  # fmt: skip
+            f"chunk {int(wrong[0]) if wrong.numel() else 0} elsewhere")  # fmt: skip
     return z

@@ -4,7 +4,7 @@ Nothing is timed. Bytes are per weight of one layer; `floor` is what it stores p
 """
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -65,17 +65,17 @@ def measure(arch: str, bits: int, rows: int, outlier_rate: float, coded: bool = 
     )
 
 
-def print_table(arch: str, outlier_rate: float, coded: bool = False, write: Callable[[str], None] = print) -> None:
+def print_table(arch: str, outlier_rate: float, coded: bool = False) -> None:
     """Markdown."""
     scales = "coded weights" if coded else f"group size {GROUP_SIZE}"
-    write(f"{arch}, {100 * outlier_rate:g}% outliers, {scales}, a layer of {SHAPE[0]}x{SHAPE[1]}, bf16.\n")
-    write("| bits | rows | floor | memory | lanes | bank conflicts | barriers |")
-    write("|---|---|---|---|---|---|---|")
+    print(f"{arch}, {100 * outlier_rate:g}% outliers, {scales}, a layer of {SHAPE[0]}x{SHAPE[1]}, bf16.\n")
+    print("| bits | rows | floor | memory | lanes | bank conflicts | barriers |")
+    print("|---|---|---|---|---|---|---|")
     for bits in BITS:
         for rows in ROWS:
             row = measure(arch, bits, rows, outlier_rate, coded)
             path = f"{rows} (prefill, without the library's matmul)" if paths(rows, bits)[0] == "prefill" else f"{rows}"
-            write(
+            print(
                 f"| {bits} | {path} | {row.floor:.3f} | {row.memory:.3f} | {row.lanes:.3f} | {row.conflicts:.1%} | "
                 f"{row.barriers:.1f} |"
             )

@@ -30,7 +30,6 @@ from vllm_latq.kernels.compile_pool import CompilePool
 from vllm_latq.kernels.configs import REGIMES, SIMT, DecodeConfig, decode_config
 from vllm_latq.kernels.dispatch import ssqr_matmul
 from vllm_latq.kernels.errors import KernelInputError
-from vllm_latq.kernels.layout import ROW_ALIGN
 from vllm_latq.kernels.timing import Launch, Timing, cache_bytes, copies_beyond_cache
 
 SHAPES = ((4096, 4096), (8192, 8192))
@@ -44,6 +43,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "bias_dot": (False, True),
     "paired": (False, True),
 }
+TENSOR_CORE_ONLY = ("bias_dot", "paired")
 
 
 def _print(line: str) -> None:
@@ -53,8 +53,10 @@ def _print(line: str) -> None:
 def neighbours(config: DecodeConfig) -> Iterator[DecodeConfig]:
     """Valid configurations that differ from `config` in one field."""
     for name, values in CHOICES.items():
+        if config.kernel == "simt" and name in TENSOR_CORE_ONLY:
+            continue
         for value in values:
-            if value != getattr(config, name) and (name != "block_n" or ROW_ALIGN % value == 0):
+            if value != getattr(config, name):
                 yield replace(config, **{name: value})
 
 

@@ -31,13 +31,11 @@ from vllm_latq.quantize.float8_store import is_float8
 from vllm_latq.quantize.peers import PEERS, Job, PeerWeight, Timing, check_witness, install, read_witness, run
 from vllm_latq.quantize.pipeline import calibration_samples
 from vllm_latq.quantize.recipe import Recipe
-from vllm_latq.quantize.stream import model_hessians
+from vllm_latq.quantize.stream import model_hessians, samples_per_batch
 from vllm_latq.quantize.target import output_energy, output_error
 from vllm_latq.store import TensorStore
 
 OURS = "latq"
-# Of calibration text at a time, for every quantizer: the batch that this package uses on a CPU.
-TOKENS_PER_BATCH = 2048
 WARM_UP_WINDOWS = 8
 COLUMNS = ("quantizer", "bits", "KL", "perplexity", "layer error", "seconds (CPU)", "with start and files (CPU)")
 
@@ -130,6 +128,8 @@ class Bench:
         self.num_samples, self.seq_len = num_samples, seq_len
         self.folder, self.environments, self.threads, self.max_windows = folder, environments, threads, max_windows
         self.group_size, self.dtype = group_size, dtype
+        # Windows at a time, for every quantizer: the batch that this package uses on a CPU.
+        self.batch = samples_per_batch(torch.device("cpu"), seq_len)
         self.decoder = Decoder(model, "cpu")
         recipe = Recipe("gptq", num_samples=num_samples, seq_len=seq_len)
         samples = calibration_samples(self.decoder, recipe, calibration)
@@ -179,7 +179,6 @@ class Bench:
         output = self.folder / "-".join((quantizer, str(bits), "".join(c if c.isalnum() else "_" for c in setting)))
         tokens = output.with_name(f"{output.name}.tokens")
         save_file({"tokens": samples}, tokens)
-        batch = max(1, TOKENS_PER_BATCH // self.seq_len)
         return Job(
             str(self.source.resolve()),
             str(tokens),
@@ -187,7 +186,7 @@ class Bench:
             self.group_size,
             str(output),
             self.threads,
-            batch,
+            self.batch,
             dict(options),
         )
 
@@ -209,7 +208,7 @@ class Bench:
             seq_len=self.seq_len,
             baseline=self.model,
             device="cpu",
-            batch_size=max(1, TOKENS_PER_BATCH // self.seq_len),
+            batch_size=self.batch,
             dtype="float32",
             max_windows=self.max_windows,
         )

@@ -22,6 +22,7 @@ import numpy
 import torch
 from torch import nn
 
+from vllm_latq.config import SUPPORTED_BITS
 from vllm_latq.errors import ConfigError
 from vllm_latq.quantize.lattice import factorize
 from vllm_latq.quantize.left_alone import unreached
@@ -31,7 +32,6 @@ from vllm_latq.quantize.ssqr import usual_price
 from vllm_latq.quantize.statistics_files import LayerStatistics
 from vllm_latq.served_size import served_overhead
 
-WIDTHS = (2, 3, 4, 8)
 OUTLIER_RATES = (0.002, 0.005, 0.01, 0.02, 0.035, 0.05)
 # Outliers by saving: rows that are looked at, and what rates their prices usually have.
 _PRICED_ROWS = 128
@@ -80,10 +80,10 @@ def price(weights: Mapping[str, torch.Tensor], statistics: Mapping[str, LayerSta
     total = sum(weight.numel() for weight in weights.values())
     shapes = [(weight.shape[0], weight.shape[1]) for weight in weights.values()]
     predicted = _losses_by_saving if recipe.outliers == "saving" else _losses_by_overflow
-    losses = dict.fromkeys(itertools.product(WIDTHS, OUTLIER_RATES), 0.0)
+    losses = dict.fromkeys(itertools.product(SUPPORTED_BITS, OUTLIER_RATES), 0.0)
     for name, weight in weights.items():
         gradients = torch.cat([gram.diagonal() for gram in statistics[name].outputs]).to(torch.float64)
-        for width in WIDTHS:
+        for width in SUPPORTED_BITS:
             for rate, loss in zip(OUTLIER_RATES, predicted(weight, gradients, importance, width, recipe), strict=True):
                 losses[width, rate] += loss
     choices = [Choice(*one, _bits(shapes, recipe, *one) / total, loss) for one, loss in losses.items()]
@@ -96,14 +96,14 @@ def check_budget(linears: Iterable[nn.Linear], recipe: Recipe) -> None:
     shapes = [(linear.out_features, linear.in_features) for linear in linears]
     total = sum(rows * cols for rows, cols in shapes)
     if recipe.target_bits is not None and recipe.count == "served":
-        least = sum(served_overhead(rows, cols, WIDTHS[0]) for rows, cols in shapes) / total
+        least = sum(served_overhead(rows, cols, SUPPORTED_BITS[0]) for rows, cols in shapes) / total
         if recipe.target_bits <= least:
             expected = f"more than {least:.3f} served bits per weight, which codes of 2 bits and their scales take"
             hint = "Of stored bits, fewer can do: leave out count."
             raise ConfigError("recipe.target_bits", expected, f"{recipe.target_bits:g}", hint)
     if recipe.budget is None:
         return
-    prices = [_bits(shapes, recipe, width, rate) / total for width in WIDTHS for rate in OUTLIER_RATES]
+    prices = [_bits(shapes, recipe, width, rate) / total for width in SUPPORTED_BITS for rate in OUTLIER_RATES]
     if not min(prices) <= recipe.budget <= max(prices):
         expected = f"bits per weight from {min(prices):.3f} to {max(prices):.3f}, the cheapest and the dearest choices"
         hint = "Method latq meets lower ones." if recipe.budget < min(prices) else "More bits cannot be spent."

@@ -150,9 +150,7 @@ def _search(
     return HPTQResult(integers, scale, bits, rounding, found.probes, note)
 
 
-def _overhead_bits(weight: torch.Tensor) -> int:
+def _overhead_bits(weight: torch.Tensor) -> float:
     """Stored bits beside stream, table and chunk lengths, which `encoded_bits` counts: the scale and the shape."""
     specs = tensor_specs(LayerScheme("huffman"), *weight.shape)
-    return sum(
-        8 * specs[name].dtype.itemsize * math.prod(size or 0 for size in specs[name].shape) for name in ("scale", SHAPE)
-    )
+    return specs["scale"].bits() + specs[SHAPE].bits()

@@ -19,6 +19,7 @@ from functools import partial
 
 import torch
 
+from vllm_latq.config import LayerScheme
 from vllm_latq.errors import NumericalError
 from vllm_latq.quantize.hptq import USUAL_SLOPE
 from vllm_latq.quantize.kronecker import TwoSided, two_sided_plane
@@ -27,6 +28,7 @@ from vllm_latq.quantize.search import Outcome, search_target
 from vllm_latq.quantize.statistics_files import LayerStatistics
 from vllm_latq.rans import encoded_bits
 from vllm_latq.served_size import served_bits
+from vllm_latq.spec import SHAPE, tensor_specs
 from vllm_latq.weights import RansWeight, octave_eighths
 
 # G is estimated from one sampled label per token and only holds near the original weights: damped more than H is.
@@ -45,7 +47,6 @@ _OCTAVES_AROUND = 8.0
 # Served: coarser steps than this lose more than damping does.
 _OCTAVES_COARSER = 4.0
 _NOISE_SEED = 271828
-_EXPONENT_BITS, _FIXED_BITS = 8, 32 + 64
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,7 @@ def output_lattice(statistics: LayerStatistics, order: str, without: Sequence[st
     for gram in grams:
         gram.diagonal().add_(max(0.0, floor - float(gram.diagonal().mean())))
     factors = [factorize(gram, order, OUTPUT_DAMPING, where) for gram in grams]
-    diagonal = torch.cat([_in_place(factor) for factor in factors])
+    diagonal = torch.cat([factor.importance for factor in factors])
     exponents, level = _exponents(diagonal, "rows" in without)
     return OutputLattice(factors, exponents, level)
 
@@ -164,7 +165,7 @@ def input_lattice(
 ) -> InputLattice:
     """Factorise H with a relative damping, and derive the column exponents."""
     factor = factorize(statistics.inputs, order, damping, where)
-    exponents, level = _exponents(_in_place(factor), "columns" in without)
+    exponents, level = _exponents(factor.importance, "columns" in without)
     return InputLattice(factor, exponents, level)
 
 
@@ -308,18 +309,13 @@ def rounded_bits(
 
 def stored_bits(integers: torch.Tensor) -> float:
     """Per weight of int32 [r, c], everything counted: the stream, the exponents, the scale and the shape."""
-    return (encoded_bits(integers) + _EXPONENT_BITS * sum(integers.shape) + _FIXED_BITS) / integers.numel()
+    specs = tensor_specs(LayerScheme("rans"), *integers.shape)
+    beside = sum(specs[name].bits() for name in (SHAPE, "scale", "row_exponents", "column_exponents"))
+    return (encoded_bits(integers) + beside) / integers.numel()
 
 
 def _squared_weights(exponents: torch.Tensor, level: float) -> torch.Tensor:
     return torch.exp2(2 * (level - exponents.to(torch.float64) / OCTAVE))
-
-
-def _in_place(factor: Factor) -> torch.Tensor:
-    """D in the original order of the columns."""
-    diagonal = torch.empty_like(factor.diagonal)
-    diagonal[factor.order] = factor.diagonal
-    return diagonal
 
 
 def _exponents(diagonal: torch.Tensor, flat: bool) -> tuple[torch.Tensor, float]:

@@ -151,9 +151,7 @@ def _record(
     if done.bound is not None and not math.isfinite(done.bound):
         hint = "The weights are too large for float32: is the model damaged?"
         raise NumericalError(where or "weight", "a finite error bound", f"{done.bound:g}", hint)
-    holds = None
-    if errors.rounding is not None and done.bound is not None and not done.clipped:
-        holds = errors.rounding <= done.bound * (1 + BOUND_SLACK)
+    holds = None if done.clipped else bound_holds(errors.rounding, done.bound)
     rows, cols = weight.shape
     return LayerRecord(
         name=where,
@@ -172,6 +170,11 @@ def _record(
         clipped=done.clipped,
         note=done.note,
     )
+
+
+def bound_holds(found: float | None, bound: float | None) -> bool | None:
+    """Whether what was found is within its bound, but for BOUND_SLACK; None if there is none."""
+    return None if found is None or bound is None else found <= bound * (1 + BOUND_SLACK)
 
 
 def expected_error(bound: float, beyond: float, rounding: str) -> float:

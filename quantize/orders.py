@@ -63,20 +63,18 @@ def _trace(permuted: torch.Tensor) -> float:
     return float("nan") if upper is None else float(upper.diagonal().pow(-2).sum())
 
 
-def by_kind(rows: Sequence[dict[str, float | str]], reference: str = "act") -> dict[str, dict[str, float]]:
-    """Leaf names of an input's linears ("q_proj, k_proj, v_proj") -> order -> trace, relative to that of `reference`.
+def by_kind(rows: Sequence[dict[str, float | str]]) -> dict[str, dict[str, float]]:
+    """Leaf names of an input's linears ("q_proj, k_proj, v_proj") -> order -> trace, relative to act's.
 
     Args:
-        rows: of `trace_table`, named by the linears of their inputs, comma-separated.
-        reference: one of the columns; ratios are geometric means over the inputs of a kind.
+        rows: of `trace_table`, named by the linears of their inputs, comma-separated; ratios are geometric means over
+            the inputs of a kind.
     """
     logs: dict[str, list[dict[str, float]]] = {}
     for row in rows:
         kind = ", ".join(name.rpartition(".")[2] for name in str(row["name"]).split(", "))
         traces = {order: float(trace) for order, trace in row.items() if order != "name"}
-        logs.setdefault(kind, []).append(
-            {order: math.log(trace / traces[reference]) for order, trace in traces.items()}
-        )
+        logs.setdefault(kind, []).append({order: math.log(trace / traces["act"]) for order, trace in traces.items()})
     return {
         kind: {order: math.exp(sum(one[order] for one in ratios) / len(ratios)) for order in ratios[0]}
         for kind, ratios in logs.items()

@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 
 from vllm_latq.errors import CheckpointError, ConfigError
 from vllm_latq.packing import unpack_codes
+from vllm_latq.spec import stored_bits
 from vllm_latq.store import TensorStore
 
 # What a witness in bfloat16 or float16 may differ by, relative to the largest weight of its row.
@@ -168,7 +169,7 @@ def compressed_tensors_weights(directory: Path) -> dict[str, PeerWeight]:
         if "weight_zero_point" in stored:
             zeros = unpack_codes(stored["weight_zero_point"].T.contiguous(), bits, rows).T.to(torch.int32) - offset
             integers -= zeros.repeat_interleave(width, 1)
-        weights[name] = PeerWeight(integers * scales.repeat_interleave(width, 1), _bits(stored))
+        weights[name] = PeerWeight(integers * scales.repeat_interleave(width, 1), stored_bits(stored))
     return weights
 
 
@@ -189,7 +190,7 @@ def gptq_weights(directory: Path) -> dict[str, PeerWeight]:
         codes = unpack_codes(stored["qweight"].T.contiguous(), bits, len(group)).to(torch.int32)
         zeros = unpack_codes(stored["qzeros"], bits, len(scales)).T.to(torch.int32)
         zeros = (zeros + less) % (1 << bits)
-        weights[name] = PeerWeight((codes - zeros[:, group]) * scales[:, group], _bits(stored))
+        weights[name] = PeerWeight((codes - zeros[:, group]) * scales[:, group], stored_bits(stored))
     return weights
 
 
@@ -206,10 +207,6 @@ def _modules(directory: Path, leaf: str) -> dict[str, dict[str, torch.Tensor]]:
         if module in found and tensor != "bias":
             found[module][tensor] = store.get(name)
     return found
-
-
-def _bits(stored: Mapping[str, torch.Tensor]) -> int:
-    return 8 * sum(tensor.numel() * tensor.element_size() for tensor in stored.values())
 
 
 def read_witness(directory: Path) -> dict[str, torch.Tensor]:

@@ -187,7 +187,7 @@ def _side(model: ModelLattice, weight: torch.Tensor, statistics: LayerStatistics
         return inputs, outputs, [factor.unit_triangle32 for factor in factors]
 
     size = weight.shape[1] if side == "inputs" else weight.shape[0]
-    return Rehearsal(1).cost(work, size, size, cubic=True)
+    return Rehearsal(1, model.decoder.device).cost(work, size, size, cubic=True)
 
 
 def _target_alone(recipe: Recipe, rows: int, cols: int) -> float:
@@ -202,7 +202,7 @@ def _target_alone(recipe: Recipe, rows: int, cols: int) -> float:
 
 def _rounding(model: ModelLattice, weight: torch.Tensor, statistics: LayerStatistics, name: str) -> tuple[Cost, Cost]:
     """What prices a linear, and its quantization at the step that meets the target on its own."""
-    rehearsal = Rehearsal(1)
+    rehearsal = Rehearsal(1, model.decoder.device)
     sides: dict[tuple[int, int], _Sides] = {}
     for size in rehearsal.sizes(*weight.shape):
         small, layer = _cut(model, weight, statistics, *size)

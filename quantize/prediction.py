@@ -163,7 +163,7 @@ def _kind(
             _, seconds = timed(lambda: [decoder.run(shard, block, batch) for batch in stream.batches])
             advancing = seconds * kind.advanced / kind.count
         passes = Stage(kind.loading + share * (seeing.seconds + advancing), held + seeing.peak)
-        rehearsal = Rehearsal(recipe.group_size if recipe.group_size != WHOLE_ROW else 1)
+        rehearsal = Rehearsal(recipe.group_size if recipe.group_size != WHOLE_ROW else 1, decoder.device)
         costs: dict[tuple[int, int, bool], Cost] = {}
         seconds = largest = 0.0
         stored = sum(recipe.planned_bits(*linear.weight.shape) / 8 for linear in linears.values())

@@ -233,13 +233,7 @@ class Recipe:
         outliers = self.outlier_rate * rows * cols
         if self.outlier_coding == "integer":
             outliers *= entries_per_outlier(self.outlier_rate)
-        bits = 0.0
-        for spec in tensor_specs(self.scheme, rows, cols).values():
-            count = 1.0
-            for size in spec.shape:
-                count *= outliers if size is None else size
-            bits += 8 * spec.dtype.itemsize * count
-        return bits
+        return sum(spec.bits(outliers) for spec in tensor_specs(self.scheme, rows, cols).values())
 
     @property
     def compute_dtype(self) -> torch.dtype | None:

@@ -27,7 +27,7 @@ from vllm_latq.quantize.kept import Overflow, kept_excess
 from vllm_latq.quantize.kronecker import furthest
 from vllm_latq.quantize.latq import InputLattice, OutputLattice
 from vllm_latq.quantize.lattice import Factor
-from vllm_latq.quantize.methods import BOUND_SLACK, expected_error, layer_factor
+from vllm_latq.quantize.methods import bound_holds, expected_error, layer_factor
 from vllm_latq.quantize.model_lattice import Aim, ModelLattice, aimed, behind_prefix, full_weight
 from vllm_latq.quantize.offload import placer
 from vllm_latq.quantize.pipeline import quantized_linears
@@ -251,8 +251,3 @@ def _worst_loss(
         total += float(factor.diagonal @ rows[start + factor.order])
         start += len(factor.order)
     return total * float(inputs.factor.diagonal @ cols[inputs.factor.order]) * steps**2 / 2
-
-
-def bound_holds(found: float | None, bound: float | None) -> bool | None:
-    """Whether what was found is below its bound; None if there is none."""
-    return None if found is None or bound is None else found <= bound * (1 + BOUND_SLACK)

@@ -41,13 +41,11 @@ class Reduction:
         transform: float64 [c, c] with integer entries: column t is the basis vector rounded at step t.
         inverse: of it, float64 with integer entries.
         factor: of T^T H T, in its own (natural) order.
-        exchanges: that LLL made.
     """
 
     transform: torch.Tensor
     inverse: torch.Tensor
     factor: Factor
-    exchanges: int
 
     def nearest_plane(
         self, weight: torch.Tensor, scale: torch.Tensor, block_size: int, where: str = "", seed: int | None = None
@@ -73,7 +71,7 @@ def reduce_lattice(factor: Factor) -> Factor:
     hessian = factor.hessian
     columns = rounding_order(hessian, "min-pivot").flip(0)
     basis = torch.linalg.cholesky(hessian[columns][:, columns], upper=True)
-    reduced, exchanges = lll(basis.cpu().numpy())
+    reduced, _ = lll(basis.cpu().numpy())
     # Back to the original columns, and to the order of rounding: last basis vector first.
     transform = torch.zeros_like(hessian)
     transform[columns] = torch.from_numpy(reduced).to(hessian)
@@ -93,7 +91,7 @@ def reduce_lattice(factor: Factor) -> Factor:
         return factor
     order = torch.arange(len(gram), device=gram.device)
     on_basis = Factor(order, upper, diagonal, factor.damping, 0.0, gram)
-    return dataclasses.replace(factor, reduction=Reduction(transform, inverse, on_basis, exchanges))
+    return dataclasses.replace(factor, reduction=Reduction(transform, inverse, on_basis))
 
 
 def lll(basis: np.ndarray) -> tuple[np.ndarray, int]:

@@ -105,10 +105,11 @@ class Rehearsal:
 
     Args:
         multiple: what the number of columns stays a multiple of, if it can: of a group of scales.
+        device: on which the work is done.
     """
 
-    def __init__(self, multiple: int) -> None:
-        self.multiple = max(1, multiple)
+    def __init__(self, multiple: int, device: torch.device) -> None:
+        self.multiple, self.device = max(1, multiple), device
         self._rate = 0.0
 
     def cost(self, work: Callable[[int, int], object], rows: int, cols: int, cubic: bool = False) -> Cost:
@@ -165,9 +166,9 @@ class Rehearsal:
         return rows, cols
 
     def _matmul_rate(self) -> float:
-        """Floating point operations per second of a float32 matmul, here and now."""
+        """Floating point operations per second of a float32 matmul on the device of the work, now."""
         if not self._rate:
-            square = torch.ones(_MATMUL, _MATMUL)
+            square = torch.ones(_MATMUL, _MATMUL, device=self.device)
             seconds = min(timed(lambda: square @ square)[1] for _ in range(3))
             self._rate = 2 * _MATMUL**3 / seconds
         return self._rate

@@ -13,19 +13,17 @@ def run_tasks(
     tasks: Sequence[str],
     limit: int | float | None = None,
     include_path: str | Path | None = None,
-    num_fewshot: int | None = 0,
     batch_size: int = 8,
     device: str | None = None,
     dtype: str = "auto",
 ) -> dict[str, dict[str, Any]]:
-    """Runs tasks of the lm-eval harness, zero-shot by default.
+    """Runs tasks of the lm-eval harness, zero-shot.
 
     Args:
         model_path: a Hugging Face directory or hub name; a checkpoint of this package too.
         tasks: lm-eval task or group names, such as `arc_easy`; patterns (`arc_*`) are expanded.
         limit: documents per task (a fraction if below 1), None for all.
         include_path: a folder with further task definitions (YAML).
-        num_fewshot: examples in the prompt; None for what each task prescribes.
         batch_size: requests per forward pass.
         device: torch device; by default CUDA where there is one, else the CPU.
         dtype: see `load_model`.
@@ -60,7 +58,7 @@ def run_tasks(
         output = lm_eval.simple_evaluate(
             model=harness,
             tasks=names,
-            num_fewshot=num_fewshot,
+            num_fewshot=0,
             limit=limit,
             task_manager=manager,
             log_samples=False,

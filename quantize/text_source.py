@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_latq.errors import CalibrationError
+from vllm_latq.errors import CalibrationError, summary
 
 # Documents are drawn through a buffer of this size; a hub dataset is streamed, never downloaded whole.
 SHUFFLE_BUFFER = 10_000
@@ -174,7 +174,7 @@ def _documents(source: str, known: HubText, split: str, seed: int | None) -> Ite
         raise CalibrationError(
             where,
             "a dataset that can be read",
-            f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+            summary(error),
             "Check the name, the configuration and the connection to the hub, or pass a text file.",
         ) from error
 

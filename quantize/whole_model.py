@@ -22,7 +22,7 @@ from torch import nn
 from vllm_latq.quantize.budget import choose, price, together
 from vllm_latq.quantize.hessian import InputHessian
 from vllm_latq.quantize.latq import InputLattice, LatqResult, OutputLattice, latq
-from vllm_latq.quantize.methods import BOUND_SLACK, LayerRecord
+from vllm_latq.quantize.methods import LayerRecord, bound_holds
 from vllm_latq.quantize.model_lattice import Aim, ModelLattice, aimed, behind_prefix, full_weight
 from vllm_latq.quantize.offload import Place
 from vllm_latq.quantize.recipe import Recipe
@@ -215,7 +215,7 @@ def layer_record(
         rounding_error=error,
         bound=bound,
         expected_error=expected_by_both(rows, cols, inputs, outputs) * statistics.tokens,
-        bound_holds=measured <= limit * (1 + BOUND_SLACK),
+        bound_holds=bound_holds(measured, limit),
         damping=inputs.factor.damping,
         seconds=0.0,
         note="; ".join(filter(None, (result.note, statistics.note))),

@@ -30,6 +30,7 @@ DATA = ROOT / "tests" / "data"
 PROMPT = "The following example shows how to open a file and"
 # A group scale of 16 bits per 128 weights: what 4-bit codes really take is 4.125 bits.
 SCALE_BITS = 16 / 128
+START_SECONDS = 300.0
 
 
 def main() -> None:
@@ -124,9 +125,9 @@ def completion(checkpoint: Path) -> str:
             server.kill()
 
 
-def wait_until_healthy(server: subprocess.Popen[bytes], port: int, log: Path, seconds: float = 300) -> None:
+def wait_until_healthy(server: subprocess.Popen[bytes], port: int, log: Path) -> None:
     """Poll the server's health page; raise with the end of its log if it dies or takes too long."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline and server.poll() is None:
         try:
             urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2)

@@ -51,7 +51,7 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
     assert lines[4].endswith("bound 4 (holds)  0.50 s  outlier rate 2%")
     assert "\x1b" not in "".join(lines)
     assert lines[-1].startswith("[out]: 3.5000 bits per weight, 100 bytes, - bits in memory while served")
-    assert "second-order loss on the calibration text 0.001 nats per token, at most -;" in lines[-1]
+    assert "second-order loss on the calibration text 0.001 nats per token; it predicts" in lines[-1]
 
 
 def test_a_bound_comes_with_what_is_claimed_of_it() -> None:

@@ -1,6 +1,6 @@
 """The `latq` command: quantize, verify, inspect, report, eval.
 
-Exit status: 0 done, 1 a problem that was reported, 2 wrong usage.
+Exit status: 0 done, 1 a problem that was reported, 2 wrong usage, 130 interrupted.
 """
 
 import argparse
@@ -19,7 +19,6 @@ from vllm_latq.errors import ConfigError, LatqError
 # How long a process that torchrun started leaves it to the first one to report an error of all. It is spent only where
 # the error is this process's own: else torchrun ends it, seconds later on a crowded machine, when the first one ends.
 SECONDS_TO_SPEAK = 30.0
-DEFAULT_TOLERANCE = 0.01
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,8 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if error.errno == errno.ENOSPC:
             print(f"latq: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print("latq: interrupted; finished blocks are kept", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:
+        print("; ".join(("latq: interrupted", *map(str, interrupt.args))), file=sys.stderr)
         return 130
 
 
@@ -140,9 +139,8 @@ def _certificate(options: argparse.Namespace) -> Iterator[LatqError]:
     if options.model is None:
         raise ConfigError("--model", "the original model", "none", "Its weights are what the errors are measured from.")
     model = model_directory(options.model)
-    tolerance = DEFAULT_TOLERANCE if options.tolerance is None else options.tolerance
-    device = options.device
-    return verify_certificate(options.checkpoint, model, options.calibration, tolerance=tolerance, device=device)
+    given = {"tolerance": options.tolerance} if options.tolerance is not None else {}
+    return verify_certificate(options.checkpoint, model, options.calibration, device=options.device, **given)
 
 
 def _inspect(options: argparse.Namespace) -> int:

@@ -177,17 +177,20 @@ def _run(options: argparse.Namespace) -> int:
     source = model_directory(options.model)
     if options.dry_run:
         return _dry_run(recipe, source, options)
-    with console.JsonEvents() if options.json else console.ProgressDisplay() as display:
-        quantize_checkpoint(
-            recipe,
-            source,
-            options.destination,
-            calibration=options.calibration,
-            device=options.device,
-            resume=options.resume,
-            offload=options.offload,
-            on_event=display,
-        )
+    try:
+        with console.JsonEvents() if options.json else console.ProgressDisplay() as display:
+            quantize_checkpoint(
+                recipe,
+                source,
+                options.destination,
+                calibration=options.calibration,
+                device=options.device,
+                resume=options.resume,
+                offload=options.offload,
+                on_event=display,
+            )
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("finished blocks are kept: go on with --resume") from None
     return 0
 
 

@@ -47,7 +47,8 @@ def claim(bound: float | None, holds: bool | None) -> str:
 
 def prediction(loss: float, bound: float | None) -> str:
     """What a checkpoint's report says of the whole model: the second-order loss on the calibration text, its bound."""
-    said = f"second-order loss on the calibration text {number(loss)} nats per token, at most {number(bound)}"
+    limit = "" if bound is None else f", at most {number(bound)}"
+    said = f"second-order loss on the calibration text {number(loss)} nats per token{limit}"
     return f"{said}; it predicts the KL divergence, too low where that text is short"
 
 

@@ -1,6 +1,11 @@
 """Errors of vllm-latq. Each says where it happened, what was expected, what was found, and what to do."""
 
 SHOWN_CHARACTERS = 2000
+# What to do, where more than one place says so.
+REPAIR = "The checkpoint is damaged: copy or download it again, or quantize again."
+OTHER_MODEL = "config.json and the tensors are of different models."
+MISSING = "The checkpoint is incomplete, or its `ignore` list does not name a layer stored unquantized."
+NO_ROOM = "Reloaded weights go into the memory of the first ones: restart the server with this checkpoint."
 
 
 def printable(text: str) -> str:

@@ -97,12 +97,11 @@ def table_bits(entries: int) -> int:
     return 8 * entries + 32
 
 
-def code_lengths(counts: np.ndarray, limit: int = MAX_LENGTH) -> np.ndarray:
-    """Optimal code lengths under a limit, by package-merge (Larmore and Hirschberg, 1990).
+def code_lengths(counts: np.ndarray) -> np.ndarray:
+    """Optimal code lengths of at most MAX_LENGTH bits, by package-merge (Larmore and Hirschberg, 1990).
 
     Args:
-        counts: int64 [n], occurrences; zero means no code.
-        limit: longest code in bits.
+        counts: int64 [n], occurrences; zero means no code. At most 2^MAX_LENGTH are not zero.
 
     Returns:
         uint8 [n]; a single used symbol gets length 1.
@@ -112,14 +111,12 @@ def code_lengths(counts: np.ndarray, limit: int = MAX_LENGTH) -> np.ndarray:
     if len(used) <= 1:
         lengths[used] = 1
         return lengths
-    if len(used) > 1 << limit:
-        raise ValueError(f"{len(used)} symbols do not fit codes of at most {limit} bits")
     order = used[np.argsort(counts[used], kind="stable")]
     leaves = counts[order].astype(np.int64)
     # At every level the fresh leaves and the packages (pairs) of the level before are merged by weight. Which leaves a
     # choice of the cheapest items takes is always a prefix of the sorted leaves, so one flag per item is enough.
     weights, is_leaf = leaves, [np.ones(len(leaves), dtype=bool)]
-    for _ in range(limit - 1):
+    for _ in range(MAX_LENGTH - 1):
         pairs = len(weights) // 2 * 2
         merged = np.concatenate([leaves, weights[:pairs:2] + weights[1:pairs:2]])
         rank = np.argsort(merged, kind="stable")

@@ -1,6 +1,4 @@
-"""Decoding of Huffman streams, all chunks at once. FORMAT.md section 3.3.
-
-A GPU runs the Triton kernel of `kernels/huffman.py`; elsewhere numpy does the same on the CPU:
+"""Decoding of Huffman streams on the CPU, all chunks at once. FORMAT.md section 3.3.
 
     step s:   chunk 0   chunk 1   chunk 2  ...     one lookup each: the next 15 bits -> (integer, code length)
               position  position  position         advance each by its own code length
@@ -16,31 +14,27 @@ import math
 import numpy as np
 import torch
 
-from vllm_latq.errors import CheckpointError
+from vllm_latq.errors import REPAIR, CheckpointError
 from vllm_latq.huffman import ESCAPE_BITS, MAX_LENGTH, HuffmanStream, HuffmanTable, chunks_of
-from vllm_latq.kernel_path import decode_on_device, has_kernels
 
 _WORD_BITS = 32
 _ESCAPED = 1 << 8  # added to a code length that ESCAPE has
 _SLAB_CHUNKS = 4096
 
 
-def decode_stream(stream: HuffmanStream, where: str, device: torch.device | str = "cpu") -> torch.Tensor:
-    """The integers of a validated stream.
+def decode_stream(stream: HuffmanStream, where: str) -> torch.Tensor:
+    """The integers of a validated stream, by numpy.
 
     Args:
         stream: what to decode.
         where: tensor name for errors.
-        device: on which to decode; the result stays there.
 
     Returns:
-        int32 [rows, cols].
+        int32 [rows, cols] on the CPU.
 
     Raises:
         CheckpointError: the stream contradicts its chunk lengths.
     """
-    if has_kernels(torch.device(device)):
-        return decode_on_device(stream, where, torch.device(device))
     chunks = chunks_of(stream.shape)
     counts = chunks.counts().reshape(-1)
     ends = stream.chunk_bits.cpu().numpy().reshape(-1).cumsum(dtype=np.int64)
@@ -53,9 +47,8 @@ def decode_stream(stream: HuffmanStream, where: str, device: torch.device | str 
     if not np.array_equal(reached, ends):
         chunk = int(np.flatnonzero(reached != ends)[0])
         expected = f"chunk {chunk} to end at bit {ends[chunk]}"
-        hint = "The checkpoint is damaged: copy or download it again, or quantize again."
-        raise CheckpointError(where, expected, f"bit {reached[chunk]}", hint)
-    return chunks.join(torch.from_numpy(symbols)).to(device)
+        raise CheckpointError(where, expected, f"bit {reached[chunk]}", REPAIR)
+    return chunks.join(torch.from_numpy(symbols))
 
 
 def _windows(stream: np.ndarray) -> np.ndarray:

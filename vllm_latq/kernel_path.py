@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from vllm_latq.errors import CheckpointError
+from vllm_latq.errors import NO_ROOM, REPAIR, CheckpointError
 from vllm_latq.huffman import HuffmanStream
 from vllm_latq.packed_weight import PackedWeight
 from vllm_latq.rans import RansStream
@@ -120,11 +120,10 @@ def _with_room(entries: torch.Tensor, slots: int, where: str, capacity: int | No
 
 def too_many_slots(where: str, capacity: int, found: str) -> CheckpointError:
     """The error of a reload whose outliers do not fit."""
-    hint = "Reloaded weights go into the memory of the first ones: restart the server with this checkpoint."
-    return CheckpointError(where, f"outliers for at most {capacity} slots of 16 rows", found, hint)
+    return CheckpointError(where, f"outliers for at most {capacity} slots of 16 rows", found, NO_ROOM)
 
 
-def decode_on_device(stream: HuffmanStream, where: str, device: torch.device) -> torch.Tensor:
+def decode_huffman_on_device(stream: HuffmanStream, where: str, device: torch.device) -> torch.Tensor:
     """`huffman_decode.decode_stream` by the Triton kernel: int32 [rows, cols] on `device`; raises CheckpointError."""
     from vllm_latq.kernels.errors import KernelInputError
     from vllm_latq.kernels.huffman import decode_huffman
@@ -134,7 +133,7 @@ def decode_on_device(stream: HuffmanStream, where: str, device: torch.device) ->
     try:
         return decode_huffman(words, chunk_bits, lengths, stream.table.first_symbol, *stream.shape)
     except KernelInputError as error:
-        raise CheckpointError(where, error.expected, error.found, error.hint) from error
+        raise CheckpointError(where, error.expected, error.found, REPAIR) from error
 
 
 def decode_rans_on_device(stream: RansStream, where: str, device: torch.device) -> torch.Tensor:
@@ -147,7 +146,7 @@ def decode_rans_on_device(stream: RansStream, where: str, device: torch.device) 
     try:
         return decode_rans(*(part.to(device) for part in parts))
     except KernelInputError as error:
-        raise CheckpointError(where, error.expected, error.found, error.hint) from error
+        raise CheckpointError(where, error.expected, error.found, REPAIR) from error
 
 
 torch.library.define("latq::ssqr_tiled", _SCHEMA)

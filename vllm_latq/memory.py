@@ -1,6 +1,7 @@
 """Memory of this process, as the system counts it.
 
-Invariant: bytes everywhere. Where /proc is missing the peak comes from getrusage, which exec does not reset.
+Invariant: bytes everywhere. Where /proc, or its line, is missing, the peak comes from getrusage, which exec does not
+reset.
 """
 
 import resource
@@ -18,12 +19,12 @@ def peak_memory() -> int:
 
 
 def resident_memory() -> int:
-    """Resident size of this process now; its peak where /proc is missing."""
+    """Resident size of this process now; its peak where /proc, or its line, is missing."""
     return _status("VmRSS") or peak_memory()
 
 
 def _status(key: str) -> int | None:
     if not _STATUS.exists():
         return None
-    (kilobytes,) = (int(line.split()[1]) for line in _STATUS.read_text().splitlines() if line.startswith(f"{key}:"))
-    return kilobytes * 1024
+    found = [line for line in _STATUS.read_text().splitlines() if line.startswith(f"{key}:")]
+    return int(found[0].split()[1]) * 1024 if found else None

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from vllm_latq.config import LayerScheme
-from vllm_latq.errors import CheckpointError
+from vllm_latq.errors import OTHER_MODEL, CheckpointError
 from vllm_latq.packed_weight import PackedWeight
 from vllm_latq.served_size import best_bits
 from vllm_latq.sharding import cat_rows
@@ -40,11 +40,10 @@ def read_shard(
         hint = "The checkpoint is incomplete."
         raise CheckpointError(f"{where}.{SHAPE}", "a tensor int32 (2)", "no such tensor", hint)
     shape = declared_shape(tensors[SHAPE], where)
-    hint = "config.json and the tensors are of different models."
     if shape[1] != cols:
-        raise CheckpointError(f"{where}.{SHAPE}", f"{cols} input channels", str(shape[1]), hint)
+        raise CheckpointError(f"{where}.{SHAPE}", f"{cols} input channels", str(shape[1]), OTHER_MODEL)
     if rows is not None and shape[0] != rows:
-        raise CheckpointError(f"{where}.{SHAPE}", f"{rows} output channels", str(shape[0]), hint)
+        raise CheckpointError(f"{where}.{SHAPE}", f"{rows} output channels", str(shape[0]), OTHER_MODEL)
     return weight_from_tensors(tensors, scheme, shape, where)
 
 

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from vllm_latq import cpu_path
 from vllm_latq.cpu_path import int4_arguments, ssqr_int4, takes
-from vllm_latq.errors import CheckpointError
+from vllm_latq.errors import NO_ROOM, CheckpointError
 from vllm_latq.kernel_path import has_kernels, kernel_arguments, pool, ssqr_tiled, too_many_slots, unsupported
 from vllm_latq.linear_op import outlier_capacity, ssqr_linear, weight_arguments
 from vllm_latq.packed_weight import PackedWeight
@@ -102,8 +102,7 @@ def make_operands(
         nnz = weight.outliers.nnz
         capacity = capacity or outlier_capacity(nnz)
         if nnz > capacity:
-            hint = "Reloaded weights go into the memory of the first ones: restart the server with this checkpoint."
-            raise CheckpointError(where, f"at most {capacity} outliers", str(nnz), hint)
+            raise CheckpointError(where, f"at most {capacity} outliers", str(nnz), NO_ROOM)
     if takes(weight, dtype):
         return Operands(ssqr_int4, *int4_arguments(weight, capacity), capacity)
     if _has_int4(weight.qweight.device, dtype):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_latq.errors import CheckpointError
+from vllm_latq.errors import REPAIR, CheckpointError
 from vllm_latq.packing import pack_codes, unpack_codes
 from vllm_latq.rans_coder import chunks_of, encode_chunks, estimate_words
 from vllm_latq.rans_decoder import decode_chunks
@@ -91,16 +91,15 @@ def encoded_bits(integers: torch.Tensor) -> int:
     return 32 * -(-words // 2) + 16 * rows * cols + classes + tables
 
 
-def decode_stream(stream: RansStream, where: str, device: torch.device | str = "cpu") -> torch.Tensor:
-    """The integers of a validated stream.
+def decode_stream(stream: RansStream, where: str) -> torch.Tensor:
+    """The integers of a validated stream, by numpy.
 
     Args:
         stream: what to decode.
         where: tensor name for errors.
-        device: on which to decode; the result stays there.
 
     Returns:
-        int32 [rows, cols].
+        int32 [rows, cols] on the CPU.
 
     Raises:
         CheckpointError: the stream contradicts its tables, its classes or its chunk lengths.
@@ -108,9 +107,8 @@ def decode_stream(stream: RansStream, where: str, device: torch.device | str = "
     integers, wrong = decode_chunks(stream.chunk_words, stream.stream, stream.model())
     if wrong is not None:
         expected = f"chunk {wrong} to end after its own number of words in the state it began with"
-        hint = "The checkpoint is damaged: copy or download it again, or quantize again."
-        raise CheckpointError(where, expected, "another end", hint)
-    return integers.to(device)
+        raise CheckpointError(where, expected, "another end", REPAIR)
+    return integers
 
 
 def _pack(codes: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 It drives the writer, the validator, the loaders and the tests: a tensor that is not in it does not exist.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -25,11 +26,15 @@ class TensorSpec:
     shape: tuple[int | None, ...]
 
     def mismatch(self, tensor: torch.Tensor) -> str | None:
-        """What is wrong with a tensor, as "expected ..., found ..." parts joined by '|'; None if nothing is."""
+        """What a tensor is instead, its dtype and shape; None if it is as it should be."""
         same = len(tensor.shape) == len(self.shape) and all(
             want is None or want == got for want, got in zip(self.shape, tensor.shape, strict=True)
         )
         return None if same and tensor.dtype == self.dtype else f"{tensor.dtype} {tuple(tensor.shape)}"
+
+    def bits(self, data: float = 0.0) -> float:
+        """That it takes on disk, with `data` for a size that depends on the data."""
+        return 8 * self.dtype.itemsize * math.prod(data if size is None else size for size in self.shape)
 
     def __str__(self) -> str:
         return f"{self.dtype} ({', '.join('*' if size is None else str(size) for size in self.shape)})"

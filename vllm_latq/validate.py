@@ -11,14 +11,12 @@ import torch
 from vllm_latq import huffman
 from vllm_latq.config import LayerScheme
 from vllm_latq.csr import CSR
-from vllm_latq.errors import CheckpointError
+from vllm_latq.errors import REPAIR, CheckpointError
 from vllm_latq.overflow import MAX_OVERFLOW, beyond_grid, entries, flaw, outlier_values
 from vllm_latq.packing import WORD_BITS, codes_at, unpack_codes
 from vllm_latq.rans_coder import STATE_WORDS
 from vllm_latq.rans_tables import CLASS_BITS, FREQUENCY_TOTAL, MAX_SYMBOLS, MAX_TABLES
 from vllm_latq.spec import SHAPE, tensor_specs
-
-REPAIR = "The checkpoint is damaged: copy or download it again, or quantize again."
 
 
 def check(tensors: Mapping[str, torch.Tensor], scheme: LayerScheme, shape: tuple[int, int], where: str) -> None:

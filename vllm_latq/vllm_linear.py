@@ -23,7 +23,7 @@ from vllm.model_executor.parameter import BasevLLMParameter, ModelWeightParamete
 
 from vllm_latq.config import LayerScheme
 from vllm_latq.dummy import dummy_weight
-from vllm_latq.errors import CheckpointError
+from vllm_latq.errors import MISSING, OTHER_MODEL, CheckpointError
 from vllm_latq.linear_op import scale_columns
 from vllm_latq.merging import Shard, decode, merge, read_shard
 from vllm_latq.operands import inlier_bits, make_operands
@@ -203,10 +203,8 @@ class LatqLinearMethod(LinearMethodBase):
         return probe.data
 
     def _other_rows(self, shard_id: ShardId, found: str) -> CheckpointError:
-        hint = "config.json and the tensors are of different models."
-        return CheckpointError(
-            f"{self._shard_name(shard_id)}.{SHAPE}", "the rows that the model's layer has", found, hint
-        )
+        where, expected = f"{self._shard_name(shard_id)}.{SHAPE}", "the rows that the model's layer has"
+        return CheckpointError(where, expected, found, OTHER_MODEL)
 
     def _check_complete(self, layer: torch.nn.Module, source: torch.Tensor) -> None:
         if isinstance(layer, VocabParallelEmbedding) and (source >= 0).any():
@@ -216,8 +214,7 @@ class LatqLinearMethod(LinearMethodBase):
                 merged = len(self.shard_names) == len(self.partition_rows)
                 name = self.shard_names[index] if merged else self.prefix
                 expected = f"tensors {', '.join(self.suffixes)}"
-                hint = "The checkpoint is incomplete, or its `ignore` list does not name a layer stored unquantized."
-                raise CheckpointError(name, expected, "none of them in the checkpoint", hint)
+                raise CheckpointError(name, expected, "none of them in the checkpoint", MISSING)
 
     def _shard_name(self, shard_id: ShardId) -> str:
         """Checkpoint name of a shard; the layer's own name where the checkpoint stores it merged."""

@@ -22,7 +22,7 @@ from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
 
 from vllm_latq.config import LayerScheme
 from vllm_latq.dummy import dummy_weight
-from vllm_latq.errors import CheckpointError, UnsupportedModelError
+from vllm_latq.errors import MISSING, CheckpointError, UnsupportedModelError
 from vllm_latq.expert_op import ACTIVATIONS, expert_constants, run_experts
 from vllm_latq.merging import Shard, decode, merge, read_shard
 from vllm_latq.operands import Operands, check_room, inlier_bits, make_operands, stack_operands
@@ -235,8 +235,7 @@ class LatqMoEMethod(FusedMoEMethodBase):
         name = f"{self.prefix}.{expert}.{self.leaves[product][shard]}"
         if (expert, shard) not in shards:
             expected = f"tensors {', '.join(self.suffixes[product])}"
-            hint = "The checkpoint is incomplete, or its `ignore` list does not name a layer stored unquantized."
-            raise CheckpointError(name, expected, "none of them in the checkpoint", hint)
+            raise CheckpointError(name, expected, "none of them in the checkpoint", MISSING)
         rows, cols = self.shapes[product]
         return name, read_shard(shards[expert, shard], self.schemes[product], cols, name, rows)
 

@@ -9,17 +9,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from vllm_latq import rans, validate
+from vllm_latq import huffman_decode, rans, validate
 from vllm_latq.config import LayerScheme
-from vllm_latq.errors import CheckpointError
+from vllm_latq.errors import REPAIR, CheckpointError
 from vllm_latq.huffman import HuffmanStream, HuffmanTable
-from vllm_latq.huffman_decode import decode_stream
-from vllm_latq.kernel_path import decode_rans_on_device, has_kernels
+from vllm_latq.kernel_path import decode_huffman_on_device, decode_rans_on_device, has_kernels
 from vllm_latq.packed_weight import PackedWeight, pack_integers, shape_tensor
 from vllm_latq.rans import RansStream
 from vllm_latq.served_size import served_bits
 from vllm_latq.spec import SHAPE, stored_bits
-from vllm_latq.validate import REPAIR
 
 # A weight of an entropy-coded linear is smaller: no product of a scale and an integer overflows float32 or bfloat16.
 WEIGHT_LIMIT = 2.0**127
@@ -61,7 +59,7 @@ class HuffmanWeight:
 
     def integers(self) -> torch.Tensor:
         """z, int32 [rows, cols] on the CPU."""
-        return decode_stream(self.stream, "stream")
+        return huffman_decode.decode_stream(self.stream, "stream")
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """W, computed in float32 and rounded once to `dtype`, [rows, cols]."""
@@ -236,8 +234,9 @@ def decode_checked(weight: CodedWeight, where: str, device: torch.device | str =
 
 def _decode(weight: CodedWeight, where: str, device: torch.device) -> torch.Tensor:
     if isinstance(weight, HuffmanWeight):
-        return decode_stream(weight.stream, where, device)
-    # Chosen here and not, as for Huffman, in the decoder: the format modules that it needs import `rans`.
+        if has_kernels(device):
+            return decode_huffman_on_device(weight.stream, where, device)
+        return huffman_decode.decode_stream(weight.stream, where).to(device)
     if has_kernels(device):
         return decode_rans_on_device(weight.stream, where, device)
-    return rans.decode_stream(weight.stream, where, device)
+    return rans.decode_stream(weight.stream, where).to(device)

@@ -10,11 +10,11 @@ from kernel_device import DEVICE, EMULATED
 
 from vllm_latq.errors import CheckpointError
 from vllm_latq.huffman import encode
-from vllm_latq.huffman_decode import decode_stream
 from vllm_latq.kernel_path import CONSTANTS, KERNEL_ARGUMENTS, has_kernels, kernel_arguments, ssqr_tiled, unsupported
 from vllm_latq.operands import Operands, make_operands, stack_operands
 from vllm_latq.packed_weight import PackedWeight, pack_integers
 from vllm_latq.sharding import cat_rows, take
+from vllm_latq.weights import HuffmanWeight, decode_checked
 
 pytestmark = pytest.mark.kernel
 
@@ -220,12 +220,15 @@ def test_what_the_kernels_do_not_take(weight: PackedWeight, dtype: torch.dtype, 
 @pytest.mark.interpreter
 def test_streams_are_decoded_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     integers = (torch.randn(9, 33, generator=torch.Generator().manual_seed(0)) * 3).round().to(torch.int32)
-    stream = encode(integers)
+    weight = HuffmanWeight(torch.ones(1), encode(integers))
     assert has_kernels(torch.device("cpu"))
-    by_kernel = decode_stream(stream, "layer.stream")
-    stream.stream.zero_()
-    with pytest.raises(CheckpointError, match=r"layer\.stream: expected chunk 0 to end at bit"):
-        decode_stream(stream, "layer.stream")
+    with monkeypatch.context() as patch:
+        patch.delattr("vllm_latq.huffman_decode.decode_stream")
+        assert torch.equal(decode_checked(weight, "layer"), integers)
+        weight.stream.stream.zero_()
+        with pytest.raises(CheckpointError, match=r"layer\.stream: expected chunk 0 to end at bit .* copy or download"):
+            decode_checked(weight, "layer")
     monkeypatch.delenv("TRITON_INTERPRET")
     assert not has_kernels(torch.device("cpu"))
-    assert torch.equal(by_kernel, decode_stream(encode(integers), "layer.stream"))
+    weight = HuffmanWeight(torch.ones(1), encode(integers))
+    assert torch.equal(decode_checked(weight, "layer"), integers)

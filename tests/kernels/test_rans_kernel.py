@@ -60,14 +60,16 @@ def test_weights_are_decoded_by_the_kernel_where_there_is_one() -> None:
     weight = RansWeight(torch.ones(1), *exponents, coded)
     assert torch.equal(decode_checked(weight, "layer", DEVICE).cpu(), decode_stream(coded, "stream"))
     damaged = dataclasses.replace(weight, stream=dataclasses.replace(coded, stream=coded.stream ^ 1))
-    with pytest.raises(CheckpointError, match=r"layer\.stream: expected every chunk to end after its words"):
+    with pytest.raises(
+        CheckpointError, match=r"layer\.stream: expected every chunk to end .* copy or download"
+    ):
         decode_checked(damaged, "layer", DEVICE)
 
 
 def test_corrupt_streams_are_refused_and_read_nothing_outside() -> None:
     stream, chunk_words, rows, cols, ranges, frequencies = arguments(encoded(3, 30, 2.0, 2))
     flipped = stream ^ torch.randint(-(2**31), 2**31, stream.shape, dtype=torch.int64).to(stream)
-    with pytest.raises(KernelInputError, match="corrupt"):
+    with pytest.raises(KernelInputError, match="every chunk to end"):
         decode_rans(flipped, chunk_words, rows, cols, ranges, frequencies)
     with pytest.raises(KernelInputError, match="words"):
         decode_rans(stream[:-1], chunk_words, rows, cols, ranges, frequencies)

@@ -7,8 +7,9 @@ from typing import Literal
 import pytest
 import torch
 
+from vllm_latq.config import SUPPORTED_BITS
 from vllm_latq.errors import ConfigError
-from vllm_latq.quantize.budget import OUTLIER_RATES, WIDTHS, Choice, Offer, check_budget, choose, price
+from vllm_latq.quantize.budget import OUTLIER_RATES, Choice, Offer, check_budget, choose, price
 from vllm_latq.quantize.lattice import factorize
 from vllm_latq.quantize.pipeline import quantize_checkpoint
 from vllm_latq.quantize.plan import plan
@@ -37,10 +38,10 @@ def average(offers: list[Offer], chosen: dict[str, Choice]) -> float:
 @pytest.mark.parametrize("rows", [48, 800])
 def test_prices_rise_and_losses_fall_with_width_and_rate(outliers: str, rows: int) -> None:
     choices = offer(1.0, 0, rows, recipe=Recipe("ssqr", budget=3.0, group_size=32, outliers=outliers)).choices
-    assert len(choices) == len(WIDTHS) * len(OUTLIER_RATES)
+    assert len(choices) == len(SUPPORTED_BITS) * len(OUTLIER_RATES)
     at_one_percent = [choice for choice in choices if choice.outlier_rate == 0.01]
-    assert [choice.width for choice in sorted(at_one_percent, key=lambda c: c.bits)] == list(WIDTHS)
-    assert [choice.width for choice in sorted(at_one_percent, key=lambda c: -c.loss)] == list(WIDTHS)
+    assert [choice.width for choice in sorted(at_one_percent, key=lambda c: c.bits)] == list(SUPPORTED_BITS)
+    assert [choice.width for choice in sorted(at_one_percent, key=lambda c: -c.loss)] == list(SUPPORTED_BITS)
     at_three_bits = [choice for choice in choices if choice.width == 3]
     assert [choice.outlier_rate for choice in sorted(at_three_bits, key=lambda c: -c.loss)] == list(OUTLIER_RATES)
 

@@ -82,7 +82,7 @@ def test_backward_is_counted() -> None:
 
 
 def test_sizes_and_growth_of_a_matrix() -> None:
-    rehearsal = Rehearsal(128)
+    rehearsal = Rehearsal(128, torch.device("cpu"))
     assert rehearsal.sizes(256, 768) == ((256, 768), (128, 384))
     assert rehearsal.sizes(4096, 14336) == ((293, 1024), (146, 512))
     assert rehearsal.sizes(1, 100) == ((1, 100), (1, 50))

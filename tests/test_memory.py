@@ -1,0 +1,20 @@
+"""Memory of this process, on a kernel whose /proc does not tell all."""
+
+from pathlib import Path
+
+import pytest
+
+from vllm_latq import memory
+
+
+@pytest.mark.parametrize("status", [None, "Name:\tpython\nThreads:\t1\n"])
+def test_where_proc_does_not_say_the_peak_comes_from_the_system(
+    status: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = memory.peak_memory()
+    if status is not None:
+        (tmp_path / "status").write_text(status)
+    monkeypatch.setattr(memory, "_STATUS", tmp_path / "status")
+    # Not reset by exec: at least what /proc says of the process since.
+    assert memory.peak_memory() >= 0.99 * said
+    assert memory.resident_memory() == memory.peak_memory()
