@@ -10,11 +10,11 @@ import triton
 import triton.language as tl
 
 from vllm_latq.kernels.configs import COMPILER
-from vllm_latq.kernels.fields import field_segment, planes_of, segment_count, words_of
+from vllm_latq.kernels.fields import field_segment, segment_count, words_of
 from vllm_latq.kernels.layout import ROW_BLOCK
 from vllm_latq.kernels.outlier_tile import first_outlier, second_outlier
 from vllm_latq.kernels.outliers import SLICE_ROWS
-from vllm_latq.kernels.tiles import load_planes, plane
+from vllm_latq.kernels.tiles import load_planes, load_scale, plane, tile_scale_pairs, tile_words
 from vllm_latq.kernels.weight import KernelWeight
 
 CHUNK_BYTES = 32 << 20  # dense weights at a time: below the L2 cache of an H100 or H200 (50 MB), and enough to fill it
@@ -42,10 +42,10 @@ def dequantize_tiles(
     block, sb = first_block + tl.program_id(0), tl.program_id(1)
     WORDS: tl.constexpr = words_of(BITS)
     rn = tl.arange(0, 64)
-    rw = tl.arange(0, WORDS)
     rk = tl.arange(0, 2 * WORDS)
-    tile_ptr = word_ptr + (block.to(tl.int64) * supers + sb) * (planes_of(BITS) * 64 * WORDS)
-    a, b, c, d = load_planes(tile_ptr + rn[:, None] * WORDS + rw[None, :], BITS)
+    a, b, c, d = load_planes(tile_words(word_ptr, block, supers, sb, 0, BITS, 64, 1), BITS)
+    if GROUP != -1:
+        pairs = tile_scale_pairs(scale_ptr, block, supers, sb, 0, GROUP, 64, 1)
     row = tl.load(order_ptr + block * 64 + rn)
     first_col = sb * 256
     out = w_ptr + (row - first_row).to(tl.int64)[:, None] * K + first_col + rk[None, :]
@@ -57,9 +57,7 @@ def dequantize_tiles(
     for f in tl.static_range(128 // WORDS):
         scale = factor
         if GROUP != -1:
-            group = f * 2 * WORDS // GROUP
-            pair = tl.load(scale_ptr + ((block.to(tl.int64) * supers + sb) * (128 // GROUP) + group // 2) * 64 + rn)
-            scale *= ((pair << 16) if group % 2 == 0 else (pair & -65536)).to(tl.float32, bitcast=True)
+            scale *= load_scale(pairs, f * 2 * WORDS // GROUP)
         low = integer_field(a, b, c, d, f, 0, BITS).to(tl.float32)
         high = integer_field(a, b, c, d, f, 1, BITS).to(tl.float32)
         if MIDRISE:

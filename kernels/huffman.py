@@ -17,7 +17,7 @@ from vllm_latq.kernels.chunks import LANES, chunk_part, chunk_shape, chunk_start
 from vllm_latq.kernels.configs import COMPILER
 from vllm_latq.kernels.errors import KernelInputError, require
 
-MAX_LENGTH = 15
+MAX_LENGTH, MAX_SYMBOLS = 15, 4096
 CHUNK_WEIGHTS = 1024
 # Layers of every shape share one compiled kernel.
 SIZES = ("words", "chunks", "col_blocks", "rows", "cols", "chunk_rows", "chunk_cols", "first_symbol", "escape")
@@ -72,9 +72,9 @@ def lookup_table(code_lengths: torch.Tensor) -> torch.Tensor:
     values that no code covers get 0.
     """
     lengths = code_lengths.to(torch.int64)
-    fit = lengths.ndim == 1 and 0 < lengths.numel() <= 4097 and int(lengths.max()) <= MAX_LENGTH
+    fit = lengths.ndim == 1 and 0 < lengths.numel() <= MAX_SYMBOLS + 1 and int(lengths.max()) <= MAX_LENGTH
     found = f"{tuple(lengths.shape)} up to {int(lengths.max()) if lengths.numel() else 0}"
-    require(fit, "code_lengths", f"at most 4097 lengths up to {MAX_LENGTH}", found)
+    require(fit, "code_lengths", f"at most {MAX_SYMBOLS + 1} lengths up to {MAX_LENGTH}", found)
     used = lengths.nonzero()[:, 0]
     index = used[torch.argsort(lengths[used], stable=True)]
     spans = 1 << (MAX_LENGTH - lengths[index])

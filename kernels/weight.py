@@ -26,7 +26,7 @@ class KernelWeight:
         flat_scales: float32 [padded rows], tile order, where one scale serves the whole row; else None.
         row_scales: float32 [padded rows], tile order, or None.
         entries, slice_ptr: outlier slices, see `outliers.py` and `entries.py`; None where the scheme has no outliers.
-        tickets: int32 [row blocks, and up to four more], zeros; the kernel leaves them zero.
+        tickets: int32 [row blocks, one for those that write x^T, padding], zeros; the kernel leaves them zero.
         processors: multiprocessors of the device, for choosing split-K; 1 on a CPU.
         arch: "sm_90" and the like, or HIP, for choosing launch configurations; empty on a CPU.
 
@@ -148,6 +148,7 @@ def prepare(
         order = row_order(torch.bincount(entries.row, minlength=rows), padded)
         slices = slice_entries(entries, order)
     per_group = scales is not None and group_size != -1
+    counters = padded // ROW_BLOCK + 1
     return KernelWeight(
         bits=bits,
         group_size=group_size if per_group else -1,
@@ -161,7 +162,7 @@ def prepare(
         row_scales=_in_tile_order(row_scales, order) if row_scales is not None else None,
         entries=slices.entries if slices else None,
         slice_ptr=slices.slice_ptr if slices else None,
-        tickets=torch.zeros(padded // ROW_BLOCK // 4 * 4 + 4, dtype=torch.int32, device=device),
+        tickets=torch.zeros(-(-counters // 4) * 4, dtype=torch.int32, device=device),
         processors=processors,
         arch=arch,
     )

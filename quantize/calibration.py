@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 # English text has about 4 characters per token; reading twice that leaves windows to choose from.
-CHARS_PER_TOKEN = 8
+CHARS_READ_PER_TOKEN = 8
 
 
 def tokenize(tokenizer: "PreTrainedTokenizerBase", text: str) -> Tensor:
@@ -56,7 +56,7 @@ def load_samples(
     for name, value in (("num_samples", num_samples), ("seq_len", seq_len)):
         if value < 1:
             raise CalibrationError(name, "at least 1", str(value))
-    text = calibration_text(source, max_chars=num_samples * seq_len * CHARS_PER_TOKEN, seed=seed)
+    text = calibration_text(source, max_chars=num_samples * seq_len * CHARS_READ_PER_TOKEN, seed=seed)
     ids = tokenize(tokenizer, text)
     before, after = _around(tokenizer) if special_tokens else (ids[:0], ids[:0])
     ids = ids[len(before) : len(ids) - len(after)]

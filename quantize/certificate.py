@@ -38,6 +38,8 @@ TOLERANCE = 0.01
 _RECOMPUTED = tuple(name for name in NUMBERS if name != "seconds")
 # Reports of earlier versions lack them.
 _NOT_ALWAYS_CLAIMED = ("served_bits", "served_bits_per_weight")
+# An error of nothing, a layer of zeros, is no error by float32 rounding.
+_NOTHING = 1e-12
 _HINT = "Report or weights were changed, or model, calibration text or version are not the ones of this checkpoint."
 
 
@@ -146,7 +148,7 @@ class _Certificate:
         for found in self._recomputed(samples, claims):
             claim = claims.get(found.name)
             if claim is None:
-                yield CheckpointError(self._report, f"a record of {found.name}", "none")
+                yield CheckpointError(self._report, f"a record of {found.name}", "none", _HINT)
             else:
                 yield from self._compare(claim, found)
             everything.append(asdict(found) | {"shape": self.reader.shapes[found.name]})
@@ -171,14 +173,14 @@ class _Certificate:
             hint = "The guarantee that the report claims does not hold for these weights."
             yield CheckpointError(f"{where}.bound_holds", f"a {what} below {_text(limit)}", _text(value), hint)
         if claim.bound_holds is None and found.bound_holds is not None and not self.recipe.voids_bounds:
-            yield CheckpointError(f"{where}.bound_holds", "a claim, as the bound omits nothing", "null")
+            yield CheckpointError(f"{where}.bound_holds", "a claim, as the bound omits nothing", "null", _HINT)
         if claim.bound_holds is False:
             yield CheckpointError(f"{where}.bound_holds", "true or null", "false", "Its quantizer broke its guarantee.")
 
     def _totals(self, found: dict[str, Any]) -> Iterator[LatqError]:
         claimed = self.reader.report().get("totals")
         if not isinstance(claimed, dict):
-            yield CheckpointError(f"{self._report}: totals", "an object", type(claimed).__name__)
+            yield CheckpointError(f"{self._report}: totals", "an object", type(claimed).__name__, _HINT)
             return
         for key, value in found.items():
             if key in _NOT_ALWAYS_CLAIMED and claimed.get(key) is None:
@@ -189,7 +191,7 @@ class _Certificate:
     def _same(self, where: str, claimed: float | None, found: float | None) -> Iterator[LatqError]:
         near = claimed == found  # both None
         if claimed is not None and found is not None:
-            near = math.isclose(claimed, found, rel_tol=self.tolerance, abs_tol=1e-12)
+            near = math.isclose(claimed, found, rel_tol=self.tolerance, abs_tol=_NOTHING)
         if not near:
             expected = f"the recomputed {_text(found)} within {self.tolerance:g}"
             yield CheckpointError(where, expected, _text(claimed), _HINT)

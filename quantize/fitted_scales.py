@@ -53,10 +53,9 @@ def fitted_scales(
             candidates.flatten(0, 1),
             low,
             high,
-            "clip",
-            block_size,
-            group_size,
-            where,
+            block_size=block_size,
+            group_size=group_size,
+            where=where,
             offset=offset,
         )
         best = tried.loss.view(len(MULTIPLES), -1).argmin(0)

@@ -4,7 +4,7 @@ Invariant: linears that are called with the same tensor (q/k/v, gate/up; in late
 share one accumulator.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from weakref import ref
@@ -105,7 +105,7 @@ class HessianCollector:
             for handle in handles:
                 handle.remove()
 
-    def _hook(self, name: str, original: torch.Tensor | None):  # type: ignore[no-untyped-def]
+    def _hook(self, name: str, original: torch.Tensor | None) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
         def see(_module: nn.Module, arguments: tuple[torch.Tensor, ...]) -> None:
             inputs = arguments[0]
             key = id(inputs), inputs._version
@@ -137,7 +137,7 @@ def recording(linears: Mapping[str, nn.Linear]) -> Iterator[dict[str, torch.Tens
     """Linear -> the input it was last called with, filled while the context lasts."""
     seen: dict[str, torch.Tensor] = {}
 
-    def hook(name: str):  # type: ignore[no-untyped-def]
+    def hook(name: str) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
         return lambda _module, arguments: seen.update({name: arguments[0]})
 
     handles = [linear.register_forward_pre_hook(hook(name)) for name, linear in linears.items()]

@@ -59,6 +59,7 @@ def hptq(
     weight: torch.Tensor,
     factor: Factor,
     target_bits: float,
+    *,
     block_size: int = 128,
     where: str = "",
     seed: int | None = None,

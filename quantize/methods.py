@@ -200,8 +200,18 @@ def _gptq(weight: torch.Tensor, factor: Factor | None, recipe: Recipe, where: st
     else:
         scales = group_scales(weight, *layout, recipe.scales, where, offset=recipe.offset, power=GPTQ_POWER)
     low, high = grid(recipe.bits)
-    options = (recipe.block_size, recipe.group_size, where, recipe.rounding_seed(where))
-    rounding = plane_of_width(recipe.beam)(weight, factor, scales, low, high, "clip", *options, offset=recipe.offset)
+    rounding = plane_of_width(recipe.beam)(
+        weight,
+        factor,
+        scales,
+        low,
+        high,
+        block_size=recipe.block_size,
+        group_size=recipe.group_size,
+        where=where,
+        seed=recipe.rounding_seed(where),
+        offset=recipe.offset,
+    )
     rounding = refine(weight, factor, rounding, low, high, recipe.sweeps)
     stored = _packed(rounding.z, rounding.scales, recipe)
     dequantized = rounding.dequantized.to(torch.float32)
@@ -214,14 +224,19 @@ def _ssqr(weight: torch.Tensor, factor: Factor | None, recipe: Recipe, where: st
     assert recipe.scales is not None
     layout = (recipe.bits, recipe.group_size)
     keep: Overflow = "integer" if recipe.outlier_coding == "integer" else "exact"
-    rate, block_size, seed = recipe.outlier_rate, recipe.block_size, recipe.rounding_seed(where)
-    options: dict[str, Any] = {"where": where, "seed": seed, "keep": keep, "offset": recipe.offset}
+    options: dict[str, Any] = {
+        "block_size": recipe.block_size,
+        "where": where,
+        "seed": recipe.rounding_seed(where),
+        "keep": keep,
+        "offset": recipe.offset,
+    }
     saving = recipe.outliers == "saving"
     if saving:
-        found = ssqr_by_saving(weight, factor, *layout, rate, block_size, beam=recipe.beam, **options)
+        found = ssqr_by_saving(weight, factor, *layout, recipe.outlier_rate, beam=recipe.beam, **options)
     else:
         base = group_scales(weight, *layout, recipe.scales, where, offset=recipe.offset)
-        found = ssqr(weight, factor, base, *layout, rate, block_size, **options)
+        found = ssqr(weight, factor, base, *layout, recipe.outlier_rate, **options)
     movable = recipe.outlier_rate if saving else None
     rounding = refine(weight, factor, found.rounding, *grid(recipe.bits), recipe.sweeps, movable, keep)
     values = rounding.outlier_values if keep == "exact" else None
@@ -249,8 +264,17 @@ def _packed(
 def _hptq(weight: torch.Tensor, factor: Factor | None, recipe: Recipe, where: str) -> _Quantized:
     assert factor is not None
     assert recipe.target_bits is not None
-    options = (recipe.block_size, where, recipe.rounding_seed(where), recipe.beam, recipe.rounding == "rate")
-    return _huffman(hptq(weight, factor, recipe.target_bits, *options))
+    found = hptq(
+        weight,
+        factor,
+        recipe.target_bits,
+        block_size=recipe.block_size,
+        where=where,
+        seed=recipe.rounding_seed(where),
+        beam=recipe.beam,
+        count_bits=recipe.rounding == "rate",
+    )
+    return _huffman(found)
 
 
 def _hrtn(weight: torch.Tensor, _factor: Factor | None, recipe: Recipe, where: str) -> _Quantized:

@@ -169,7 +169,7 @@ def quantized_linears(decoder: Decoder, recipe: Recipe) -> dict[str, nn.Linear]:
     chosen = {name: linear for name, linear in linears.items() if not config.is_ignored(name)}
     _check_ignored(recipe.ignore, ignored[len(recipe.ignore) :], linears.keys(), str(decoder.source))
     if not chosen:
-        raise ConfigError("recipe.ignore", "some linear left to quantize", "all of them ignored")
+        raise ConfigError("recipe.ignore", "some linear left to quantize", "all of them ignored", "Ignore fewer.")
     for name, linear in chosen.items():
         tensor_specs(recipe.scheme, linear.out_features, linear.in_features, where=name)
     _warn_of_parts(chosen, linears)

@@ -23,7 +23,7 @@ from vllm_latq.quantize.recipe import Recipe
 from vllm_latq.quantize.rehearsal import Cost, Rehearsal, measured, timed
 from vllm_latq.quantize.shards import shard_linears, shard_weights, untouched_names
 from vllm_latq.quantize.stages import Kind, Stage, block_kinds, lead_to, stored_bytes
-from vllm_latq.quantize.statistics import TOKENS_PER_BATCH, block_gradients, head_gradients, label_seeds
+from vllm_latq.quantize.statistics import TOKENS_PER_GRADIENT, block_gradients, head_gradients, label_seeds
 from vllm_latq.quantize.statistics_files import LayerStatistics, StatisticsFiles
 from vllm_latq.quantize.target import Drift
 from vllm_latq.quantize.whole_model import layer_record
@@ -42,7 +42,7 @@ def lattice_stages(
         samples: token ids int64 [n, tokens].
         folder: an empty one, for the statistics of the blocks that are rehearsed.
     """
-    size = max(1, TOKENS_PER_BATCH // samples.shape[1])
+    size = max(1, TOKENS_PER_GRADIENT // samples.shape[1])
     few = samples[:size]
     share = len(samples) / len(few)
     batches, embedding = measured(lambda: decoder.embed(few, size))

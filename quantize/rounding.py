@@ -82,6 +82,7 @@ def nearest_plane(
     low: int | None = None,
     high: int | None = None,
     keep_overflow: Overflow = "clip",
+    *,
     block_size: int = 128,
     group_size: int | None = None,
     where: str = "",

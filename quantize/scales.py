@@ -87,9 +87,8 @@ def group_scales(
         options = (bits, signs, amplitudes, offset, power, price, lattice)
         scales = torch.cat([_best_shrink(piece, absmax, *options) for piece, absmax in pieces])
     if not torch.isfinite(scales * (1 << bits) * _HEADROOM).all():
-        raise NumericalError(
-            where or "scales", "scales that bfloat16 can hold", f"weights up to {float(grouped.abs().max()):g}"
-        )
+        found, hint = f"weights up to {float(grouped.abs().max()):g}", "Is the model damaged?"
+        raise NumericalError(where or "scales", "scales that bfloat16 can hold", found, hint)
     return scales
 
 

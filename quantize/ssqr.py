@@ -19,7 +19,7 @@ from vllm_latq.quantize.beam import plane_of_width
 from vllm_latq.quantize.kept import Overflow
 from vllm_latq.quantize.lattice import Factor
 from vllm_latq.quantize.rounding import Rounding, nearest_plane
-from vllm_latq.quantize.scales import grid, group_scales, scaled
+from vllm_latq.quantize.scales import SCALE_DTYPE, grid, group_scales, scaled
 from vllm_latq.quantize.search import Outcome, sample_rows, search_target
 
 # At 2 bits with strongly correlated inputs the outlier rate can stop falling as the scales grow, because their errors
@@ -44,7 +44,6 @@ _FLOOR_OCTAVES = 10.0
 
 Rows = torch.Tensor | slice
 _ALL = slice(None)
-Quantized = tuple[Rounding, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -53,13 +52,11 @@ class SSQRResult:
 
     Attributes:
         rounding: with `outlier_values`.
-        scales: bfloat16 [r, G], as used.
         passes: quantizations of the whole matrix that the last search took.
         note: empty, or why the outlier rate is not the one asked for.
     """
 
     rounding: Rounding
-    scales: torch.Tensor
     passes: int
     note: str
 
@@ -71,6 +68,7 @@ def ssqr(
     bits: int,
     group_size: int,
     outlier_rate: float,
+    *,
     block_size: int = 128,
     where: str = "",
     seed: int | None = None,
@@ -97,11 +95,21 @@ def ssqr(
     """
     low, high = grid(bits)
 
-    def quantize(rows: Rows, octaves: float) -> Quantized:
+    def quantize(rows: Rows, octaves: float) -> Rounding:
         scales = scaled(base_scales[rows], 2.0**octaves)
-        part = weight[rows]
-        options = (block_size, group_size, where, seed)
-        return nearest_plane(part, factor, scales, low, high, keep, *options, offset=offset), scales
+        return nearest_plane(
+            weight[rows],
+            factor,
+            scales,
+            low,
+            high,
+            keep,
+            block_size=block_size,
+            group_size=group_size,
+            where=where,
+            seed=seed,
+            offset=offset,
+        )
 
     search = partial(_search, weight, outlier_rate, quantize, lower=SMALLEST_OCTAVES, upper=LARGEST_OCTAVES)
     start, slope = 0.0, _USUAL_SLOPE
@@ -119,6 +127,7 @@ def ssqr_by_saving(
     bits: int,
     group_size: int,
     outlier_rate: float,
+    *,
     block_size: int = 128,
     where: str = "",
     seed: int | None = None,
@@ -148,23 +157,35 @@ def ssqr_by_saving(
         price, options = 2.0**octaves, (how, where, importance, offset)
         return group_scales(weight[rows], bits, group_size, *options, price=price, lattice=keep == "integer")
 
-    def quantize(rows: Rows, octaves: float, scales: torch.Tensor) -> Quantized:
-        options = (block_size, group_size, where, seed, 2.0**octaves)
-        return plane(weight[rows], factor, scales, low, high, keep, *options, offset=offset), scales
+    def quantize(rows: Rows, octaves: float, scales: torch.Tensor) -> Rounding:
+        return plane(
+            weight[rows],
+            factor,
+            scales,
+            low,
+            high,
+            keep,
+            block_size=block_size,
+            group_size=group_size,
+            where=where,
+            seed=seed,
+            threshold=2.0**octaves,
+            offset=offset,
+        )
 
     start = usual_price(weight, importance, bits, group_size, outlier_rate, where)
     span = {"lower": start - PRICE_OCTAVES, "upper": start + PRICE_OCTAVES}
     search = partial(_search, weight, outlier_rate)
 
-    def following(rows: Rows, octaves: float) -> Quantized:
+    def following(rows: Rows, octaves: float) -> Rounding:
         return quantize(rows, octaves, scales_at(rows, octaves))
 
     sample = sample_rows(weight)
     rows = _ALL if sample is None else sample
     rough = search(following, rows, start=start, slope=PRICE_SLOPE, tolerance=_ROUGH_OCTAVES, **span).best
-    scales = rough.payload[1] if sample is None else scales_at(_ALL, rough.x)
+    scales = rough.payload.scales.to(SCALE_DTYPE) if sample is None else scales_at(_ALL, rough.x)
 
-    def fixed(rows: Rows, octaves: float) -> Quantized:
+    def fixed(rows: Rows, octaves: float) -> Rounding:
         if sample is None and octaves == rough.x:
             return rough.payload
         return quantize(rows, octaves, scales[rows])
@@ -189,7 +210,7 @@ def usual_price(
 def _search(
     weight: torch.Tensor,
     outlier_rate: float,
-    quantize: Callable[[Rows, float], Quantized],
+    quantize: Callable[[Rows, float], Rounding],
     rows: Rows,
     *,
     start: float,
@@ -197,12 +218,12 @@ def _search(
     lower: float,
     upper: float,
     tolerance: float | None = None,
-) -> Outcome[Quantized]:
+) -> Outcome[Rounding]:
     """The knob of `quantize` at which the outlier rate of these rows meets the target, both in octaves."""
 
-    def probe(octaves: float) -> tuple[float, Quantized]:
-        rounding, scales = quantize(rows, octaves)
-        return math.log2(max(rounding.outlier_rate, outlier_rate * 2.0**-_FLOOR_OCTAVES)), (rounding, scales)
+    def probe(octaves: float) -> tuple[float, Rounding]:
+        rounding = quantize(rows, octaves)
+        return math.log2(max(rounding.outlier_rate, outlier_rate * 2.0**-_FLOOR_OCTAVES)), rounding
 
     return search_target(
         probe,
@@ -216,10 +237,10 @@ def _search(
     )
 
 
-def _result(found: Outcome[Quantized], outlier_rate: float) -> SSQRResult:
-    rounding, scales = found.best.payload
+def _result(found: Outcome[Rounding], outlier_rate: float) -> SSQRResult:
+    rounding = found.best.payload
     note = "" if found.met else f"outlier rate {rounding.outlier_rate:.4%}, the nearest found to {outlier_rate:.4%}"
-    return SSQRResult(rounding, scales, found.probes, note)
+    return SSQRResult(rounding, found.probes, note)
 
 
 def _tolerance(outlier_rate: float, weights: int) -> float:

@@ -36,7 +36,9 @@ from vllm_latq.quantize.statistics_files import LayerStatistics, StatisticsFiles
 
 # Outputs whose gradients are correlated with each other; wider layers get a block-diagonal G. 64 MB per block.
 LARGEST_BLOCK = 4096
-TOKENS_PER_BATCH = 2048
+# Tokens that pass forward and backward at a time. The head makes float32 logits of them and as large a gradient: 1.2 GB
+# each of a vocabulary of 150,000.
+TOKENS_PER_GRADIENT = 2048
 
 # Told how many parts of a piece of work are done, of how many.
 Progress = Callable[[int, int], None]
@@ -73,7 +75,7 @@ def collect_statistics(
         NumericalError: activations or gradients that are not finite, or a linear that was never called.
     """
     windows = world.split(torch.arange(len(samples)))
-    batches = decoder.embed(samples[windows], max(1, TOKENS_PER_BATCH // samples.shape[1]), place)
+    batches = decoder.embed(samples[windows], max(1, TOKENS_PER_GRADIENT // samples.shape[1]), place)
     inputs = [[batch.hidden for batch in batches]]
     parts = 2 * len(decoder) + 1
     progress(0, parts)
@@ -195,7 +197,7 @@ class _Grams:
         counted = {name: hessian.tokens for hessian in self.inputs.hessians for name in hessian.linears}
         complete_gradients(block, linears, self.outputs, routed, counted)
 
-    def hook(self, name: str):  # type: ignore[no-untyped-def]
+    def hook(self, name: str) -> Callable[[nn.Module, object, torch.Tensor], None]:
         def add(gradient: torch.Tensor) -> None:
             rows = gradient.reshape(-1, gradient.shape[-1]).to(torch.float32)
             blocks = rows.split(LARGEST_BLOCK, 1)
@@ -228,7 +230,7 @@ def _finish(files: StatisticsFiles, block: int, grams: _Grams, linears: Mapping[
     statistics = {}
     called = [name for hessian in grams.inputs.hessians for name in hessian.linears]
     if unmoved := [name for name in called if name not in grams.outputs]:
-        hint = "Add it to the ignored modules."
+        hint = f"Leave it out, with --ignore {unmoved[0]}"
         raise NumericalError(unmoved[0], "a linear that the loss depends on", "no gradient", hint)
     for hessian in grams.inputs.hessians:
         tokens = hessian.tokens
@@ -242,6 +244,7 @@ def _finish(files: StatisticsFiles, block: int, grams: _Grams, linears: Mapping[
                     raise NumericalError(name, f"finite calibration {what}", "NaN or infinity", hint)
     missing = sorted(linears.keys() - statistics.keys())
     if missing:
-        raise NumericalError(missing[0], "a linear that is called while the model runs", "no call")
+        hint = f"Its block does not call it on this text: leave it out, with --ignore {missing[0]}"
+        raise NumericalError(missing[0], "a linear that is called while the model runs", "no call", hint)
     if statistics:
         grams.world.from_first(lambda: None if files.path(block).exists() else files.write(block, statistics))

@@ -82,7 +82,7 @@ class Stream:
         hessians = complete_experts(block, linears, hessians, lambda: self._all(shard, block), self.world.reduce)
         reached = {name for hessian in hessians for name in hessian.linears}
         if missed := [name for name in linears if name not in reached]:
-            hint = "Its block does not call it on this text: add it to the ignored modules."
+            hint = f"Its block does not call it on this text: leave it out, with --ignore {missed[0]}"
             raise CalibrationError(missed[0], "a linear that calibration tokens reach", "one that none reached", hint)
         return hessians
 

@@ -21,8 +21,8 @@ FILE_SUFFIXES = {".txt", ".md", ".rst", ".text", ".log", *READERS}
 
 
 @dataclass(frozen=True)
-class HubText:
-    """How the papers read a dataset: where it lies, which files and splits, and what joins its documents.
+class Dataset:
+    """A dataset: where it lies, which files and splits, and what joins its documents; of the papers' own, as they do.
 
     `shuffle` is False where consecutive rows belong together (WikiText-2's rows are single lines).
     `evaluation_rows` and `evaluation_windows` are GPTQ's limits (its `datautils.py`); None reads everything.
@@ -39,8 +39,8 @@ class HubText:
 
 
 KNOWN_DATASETS = {
-    "wikitext2": HubText("Salesforce/wikitext", config="wikitext-2-raw-v1", shuffle=False),
-    "c4": HubText(
+    "wikitext2": Dataset("Salesforce/wikitext", config="wikitext-2-raw-v1", shuffle=False),
+    "c4": Dataset(
         "allenai/c4",
         data_files={
             "train": "en/c4-train.00000-of-01024.json.gz",
@@ -66,17 +66,17 @@ def calibration_text(source: str, max_chars: int, seed: int = 0) -> str:
     Raises:
         CalibrationError: the source does not exist, cannot be read or holds no text.
     """
-    known = _resolve(source)
-    if known is None:
+    dataset = _resolve(source)
+    if dataset is None:
         return _read_file(Path(source))
     kept: list[str] = []
     total = 0
-    for document in _documents(source, known, "train", seed if known.shuffle else None):
+    for document in _documents(source, dataset, "train", seed if dataset.shuffle else None):
         kept.append(document)
         total += len(document)
         if total >= max_chars:
             break
-    return _not_blank(known.separator.join(kept), f"{source} (split train)")
+    return _not_blank(dataset.separator.join(kept), f"{source} (split train)")
 
 
 def evaluation_text(source: str) -> str:
@@ -84,15 +84,15 @@ def evaluation_text(source: str) -> str:
 
     Args and errors as in `calibration_text`; the split is `test`, C4's is `validation`.
     """
-    known = _resolve(source)
-    if known is None:
+    dataset = _resolve(source)
+    if dataset is None:
         return _read_file(Path(source))
     kept: list[str] = []
-    for document in _documents(source, known, known.evaluation_split, None):
+    for document in _documents(source, dataset, dataset.evaluation_split, None):
         kept.append(document)
-        if len(kept) == known.evaluation_rows:
+        if len(kept) == dataset.evaluation_rows:
             break
-    return _not_blank(known.separator.join(kept), f"{source} (split {known.evaluation_split})")
+    return _not_blank(dataset.separator.join(kept), f"{source} (split {dataset.evaluation_split})")
 
 
 def evaluation_windows(source: str) -> int | None:
@@ -101,25 +101,25 @@ def evaluation_windows(source: str) -> int | None:
     return known.evaluation_windows if known is not None else None
 
 
-def _resolve(source: str) -> HubText | None:
+def _resolve(source: str) -> Dataset | None:
     """The dataset `source` names, or None if it is a file."""
     path = Path(source)
     # Path("") is the current folder, which nobody meant.
     if source and path.is_dir():
-        return HubText(source)
+        return Dataset(source)
     if source and path.exists():
         reader = READERS.get(path.suffix.lower())
         file = glob.escape(source)  # `datasets` takes patterns
-        return HubText(reader, data_files={"train": file, "test": file}) if reader else None
+        return Dataset(reader, data_files={"train": file, "test": file}) if reader else None
     if source in KNOWN_DATASETS:
         return KNOWN_DATASETS[source]
     if HUB_NAME.fullmatch(source) and path.suffix.lower() not in FILE_SUFFIXES and not source.startswith("."):
         name, _, config = source.partition(":")
-        return HubText(name, config=config or None)
+        return Dataset(name, config=config or None)
     raise CalibrationError(
         f"text source {source!r}",
         f"an existing text file, {', '.join(KNOWN_DATASETS)}, or a hub dataset org/name[:config]",
-        "no such file" if path.suffix or "/" in source else "neither a file nor a known dataset",
+        "no such file" if path.suffix or "/" in source else "neither a file nor a dataset dataset",
         "Check the path; a relative path starts from the current folder.",
     )
 
@@ -143,7 +143,7 @@ def _read_file(path: Path) -> str:
     return _not_blank(text, where)
 
 
-def _documents(source: str, known: HubText, split: str, seed: int | None) -> Iterator[str]:
+def _documents(source: str, dataset: Dataset, split: str, seed: int | None) -> Iterator[str]:
     """The `text` fields of a split, streamed; drawn in a seeded random order unless `seed` is None."""
     where = f"dataset {source} (split {split})"
     try:
@@ -157,7 +157,7 @@ def _documents(source: str, known: HubText, split: str, seed: int | None) -> Ite
         ) from error
     try:
         rows: Any = datasets.load_dataset(
-            known.path, known.config, split=split, data_files=known.data_files, streaming=True
+            dataset.path, dataset.config, split=split, data_files=dataset.data_files, streaming=True
         )
         if seed is not None:
             rows = rows.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER)

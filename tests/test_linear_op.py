@@ -35,7 +35,7 @@ def row_scaled_weight(midrise: bool = False) -> PackedWeight:
 
 
 def run(weight: PackedWeight, x: torch.Tensor) -> torch.Tensor:
-    constants = {name: getattr(weight, name) for name in ("bits", "group_size", "cols", "midrise")}
+    constants = {name: getattr(weight, name) for name in ("bits", "cols", "midrise")}
     return ssqr_linear(x, **weight_arguments(weight), **constants)
 
 
@@ -60,7 +60,7 @@ def test_row_scales_scale_outliers_too(midrise: bool, dtype: torch.dtype) -> Non
     expected = torch.nn.functional.linear(x, weight.dequantize(dtype))
     arguments = weight_arguments(weight)
     for _ in range(2):  # which leaves the weight as it is
-        y = ssqr_linear(x, **arguments, bits=3, group_size=-1, cols=63, midrise=midrise)
+        y = ssqr_linear(x, **arguments, bits=3, cols=63, midrise=midrise)
         torch.testing.assert_close(y, expected, rtol=0, atol=0)
 
 
@@ -97,7 +97,7 @@ def test_padding_does_not_change_the_result() -> None:
 )
 def test_registration(weight: PackedWeight) -> None:
     """Schema, fake implementation and dispatch agree (torch's own checks)."""
-    arguments = (*weight_arguments(weight).values(), weight.bits, weight.group_size, weight.cols, weight.midrise)
+    arguments = (*weight_arguments(weight).values(), weight.bits, weight.cols, weight.midrise)
     x = torch.randn(2, weight.cols)
     torch.library.opcheck(
         torch.ops.latq.ssqr_linear.default,
@@ -112,7 +112,7 @@ def test_layers_with_different_outliers_share_a_graph() -> None:
     counter = torch._dynamo.testing.CompileCounter()
 
     def forward(x: torch.Tensor, tensors: dict[str, torch.Tensor | None]) -> torch.Tensor:
-        return ssqr_linear(x, **tensors, bits=4, group_size=32, cols=64, midrise=False) + 1
+        return ssqr_linear(x, **tensors, bits=4, cols=64, midrise=False) + 1
 
     compiled = torch.compile(forward, backend=counter, fullgraph=True)
     x = torch.randn(3, 64)

@@ -63,7 +63,7 @@ class CheckpointReader:
         scheme = self.config.scheme_for(module)
         where = f"{self.directory}: {module}"
         if module not in self.shapes:
-            raise CheckpointError(where, "a quantized linear", "no such linear")
+            raise CheckpointError(where, "a quantized linear", "no such linear", "`latq inspect` lists them.")
         if scheme is None:
             raise CheckpointError(where, "no quantized tensors for an ignored module", "some", "Fix `ignore`.")
         return weight_from_tensors(self.tensors(module), scheme, self.shapes[module], where)
@@ -97,7 +97,8 @@ def verify(directory: str | Path) -> Iterator[LatqError]:
         reader = CheckpointReader(directory)
         shapes = reader.shapes
         if not shapes:
-            raise CheckpointError(str(directory), "at least one quantized linear", "none")
+            hint = "The checkpoint is incomplete: copy or download it again."
+            raise CheckpointError(str(directory), "at least one quantized linear", "none", hint)
     except LatqError as error:
         yield error
         return
@@ -143,7 +144,8 @@ def _verify_report(reader: CheckpointReader) -> Iterator[LatqError]:
         yield error
         return
     if missing := sorted(listed - reader.shapes.keys()):
-        yield CheckpointError(str(reader.directory), f"the linears of {REPORT_FILE}", f"no {', '.join(missing)}")
+        hint = "The checkpoint is incomplete, or the report is another one's: copy or download it again."
+        yield CheckpointError(str(reader.directory), f"the linears of {REPORT_FILE}", f"no {', '.join(missing)}", hint)
 
 
 def tensor_digest(name: str, tensor: torch.Tensor) -> str:

@@ -27,7 +27,7 @@ CPU_BLOCK_WEIGHTS, BLOCK_WEIGHTS = 1 << 20, 1 << 24
 
 _SCHEMA = (
     "(Tensor x, Tensor qweight, Tensor? scales, Tensor? row_scales, Tensor? row_ptr, Tensor? col_idx, "
-    "Tensor? values, int bits, int group_size, int cols, bool midrise) -> Tensor"
+    "Tensor? values, int bits, int cols, bool midrise) -> Tensor"
 )
 
 
@@ -151,7 +151,6 @@ def _ssqr_linear(
     col_idx: torch.Tensor | None,
     values: torch.Tensor | None,
     bits: int,
-    group_size: int,
     cols: int,
     midrise: bool,
 ) -> torch.Tensor:
@@ -167,7 +166,6 @@ def _ssqr_linear_fake(x: torch.Tensor, qweight: torch.Tensor, *_: Any) -> torch.
 def ssqr_linear(x: torch.Tensor, **arguments: torch.Tensor | int | None) -> torch.Tensor:
     """x [.., cols] times the transposed weight -> [.., rows], dtype of x.
 
-    Arguments: by name, as `dequantize` takes them, and `group_size` (-1: the whole row), which the shape of `scales`
-    says, too.
+    Arguments: by name, as `dequantize` takes them; the shape of `scales` says what groups are.
     """
     return torch.ops.latq.ssqr_linear(x, **arguments)  # type: ignore[no-any-return]

@@ -108,7 +108,7 @@ def make_operands(
     if _has_int4(weight.qweight.device, dtype):
         reason = f"a multiple of {min(cpu_path.GROUPS)} columns with one scale"
         _warn(f"{where}: torch's 4-bit product takes {reason}; every product will dequantize")
-    constants = {name: getattr(weight, name) for name in ("bits", "group_size", "cols", "midrise")}
+    constants = {name: getattr(weight, name) for name in ("bits", "cols", "midrise")}
     return Operands(ssqr_linear, weight_arguments(weight, capacity), constants, capacity)
 
 

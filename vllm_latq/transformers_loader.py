@@ -80,7 +80,7 @@ class LatqLinear(nn.Module):
             delattr(self, suffix)
         if not isinstance(weight, PackedWeight):
             weight = weight.pack(decode_checked(weight, self.name, device))
-        self.bits, self.group_size, self.midrise = weight.bits, weight.group_size, weight.midrise
+        self.bits, self.midrise = weight.bits, weight.midrise
         self.register_buffer("column_scales", weight.column_scales)
         for name, tensor in weight_arguments(weight).items():
             self.register_buffer(name, None if tensor is None else tensor.to(device))
@@ -95,7 +95,7 @@ class LatqLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [.., in_features] -> [.., out_features]."""
         x = scale_columns(x, self.column_scales)
-        y = ssqr_linear(x, **self._arguments(), group_size=self.group_size)
+        y = ssqr_linear(x, **self._arguments())
         return y if self.bias is None else y + self.bias
 
     def extra_repr(self) -> str:

@@ -49,7 +49,7 @@ class LatqConfig(QuantizationConfig):
 
     @classmethod
     def get_min_capability(cls) -> int:
-        return 75
+        return 75  # below 80 every product dequantizes: see `kernel_path.unsupported`
 
     @staticmethod
     def get_config_filenames() -> list[str]:
@@ -130,7 +130,8 @@ class LatqConfig(QuantizationConfig):
         quantized = {product: scheme for product, scheme in schemes.items() if scheme}
         if quantized and len(quantized) < len(schemes):
             found = f"only {', '.join(leaf for product in quantized for leaf in leaves[product])}"
-            raise ConfigError(prefix, "all matrices of its experts quantized, or none", found)
+            hint = "vLLM serves them by one kernel: quantize or ignore them alike."
+            raise ConfigError(prefix, "all matrices of its experts quantized, or none", found, hint)
         return quantized
 
     def _common_scheme(self, prefix: str, shards: list[str]) -> LayerScheme | None:

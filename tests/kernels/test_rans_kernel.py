@@ -60,9 +60,7 @@ def test_weights_are_decoded_by_the_kernel_where_there_is_one() -> None:
     weight = RansWeight(torch.ones(1), *exponents, coded)
     assert torch.equal(decode_checked(weight, "layer", DEVICE).cpu(), decode_stream(coded, "stream"))
     damaged = dataclasses.replace(weight, stream=dataclasses.replace(coded, stream=coded.stream ^ 1))
-    with pytest.raises(
-        CheckpointError, match=r"layer\.stream: expected every chunk to end .* copy or download"
-    ):
+    with pytest.raises(CheckpointError, match=r"layer\.stream: expected every chunk to end .* copy or download"):
         decode_checked(damaged, "layer", DEVICE)
 
 

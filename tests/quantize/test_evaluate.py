@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3
 
 from vllm_latq.errors import CalibrationError, CheckpointError, ConfigError, NumericalError
 from vllm_latq.quantize.evaluate import ROWS_AT_ONCE, Evaluation, WindowStatistics, evaluate, window_statistics
-from vllm_latq.quantize.text_source import KNOWN_DATASETS, HubText
+from vllm_latq.quantize.text_source import KNOWN_DATASETS, Dataset
 from vllm_latq.quantize.text_source import evaluation_text as read_evaluation_text
 
 # Sums over some hundred positions in float32 here, float64 there.
@@ -242,7 +242,7 @@ def test_limits_of_a_known_dataset(
     """C4 is read up to a number of documents and evaluated up to a number of windows."""
     documents = evaluation_text.read_text().split("\n\n\n")[:50]
     (tmp_path / "validation.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
-    limited = HubText(
+    limited = Dataset(
         str(tmp_path), evaluation_split="validation", separator=" ", evaluation_rows=40, evaluation_windows=3
     )
     monkeypatch.setitem(KNOWN_DATASETS, "c4", limited)

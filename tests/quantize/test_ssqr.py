@@ -69,10 +69,10 @@ def test_rounding_integers_to_bfloat16_is_part_of_their_bound(seed):
 def test_outlier_rate_is_met(bits, outlier_rate):
     weight, hessian = heavy_tailed_layer(256, 192)
     _, base, found = run(weight, hessian, bits, 64, outlier_rate)
-    multiplier = float(found.scales[0, 0] / base[0, 0])
+    multiplier = float(found.rounding.scales[0, 0] / base[0, 0])
     assert found.note == ""
     assert (1 - RATE_TOLERANCE) * outlier_rate <= found.rounding.outlier_rate <= outlier_rate
-    torch.testing.assert_close(found.scales.float(), base.float() * multiplier, rtol=2.0**-7, atol=0)
+    torch.testing.assert_close(found.rounding.scales.float(), base.float() * multiplier, rtol=2.0**-7, atol=0)
     outliers = found.rounding.outlier_mask
     assert int(found.rounding.z.min()) >= -(1 << (bits - 1))
     assert int(found.rounding.z.max()) < 1 << (bits - 1)
@@ -118,7 +118,9 @@ def test_unreachable_rate_is_recorded_with_the_fewest_outliers(monkeypatch):
     assert LARGEST_OCTAVES > 0
     weight, hessian = heavy_tailed_layer(64, 96)
     _, _, found = run(weight, hessian, 3, 32, 0.01)
-    assert torch.equal(found.scales, (group_scales(weight, 3, 32).float() / 2).to(torch.bfloat16))
+    assert torch.equal(
+        found.rounding.scales.to(torch.bfloat16), (group_scales(weight, 3, 32).float() / 2).to(torch.bfloat16)
+    )
     assert found.rounding.outlier_rate > 0.01
     assert found.note == f"outlier rate {found.rounding.outlier_rate:.4%}, the nearest found to 1.0000%"
 
