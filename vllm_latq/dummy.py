@@ -1,5 +1,6 @@
 """Random weights of a scheme's layout, for `--load-format dummy`: sizes and speed are real, the numbers are not."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,7 +19,7 @@ SCALE = 1e-3
 
 
 def dummy_weight(scheme: LayerScheme, rows: int, cols: int, recipe: Mapping[str, Any]) -> PackedWeight:
-    """A PackedWeight [rows, cols] on the CPU with random codes and evenly spread outliers.
+    """A PackedWeight [rows, cols] on the CPU with random codes and outliers at random places.
 
     Args:
         scheme: of the layer; an entropy-coded one gets the layout it has once decoded.
@@ -36,8 +37,8 @@ def dummy_weight(scheme: LayerScheme, rows: int, cols: int, recipe: Mapping[str,
     if decoded or scheme.outliers:
         rate = float(recipe.get("outlier_rate") or DEFAULT_OUTLIER_RATE)
         # Of coded weights, an integer that the codes do not quite reach, as most of them are.
-        value, dtype = (2.0 ** (bits - 1), torch.float32) if decoded else (0.0, torch.bfloat16)
-        outliers = _spread_outliers(rows, cols, rate, torch.tensor(value, dtype=dtype, device="cpu"))
+        value, dtype = (2.0 ** (bits - 1), torch.float32) if decoded else (SCALE, torch.bfloat16)
+        outliers = _strewn_outliers(rows, cols, rate, torch.tensor(value, dtype=dtype, device="cpu"), generator)
     return PackedWeight(
         qweight=qweight,
         bits=bits,
@@ -51,9 +52,11 @@ def dummy_weight(scheme: LayerScheme, rows: int, cols: int, recipe: Mapping[str,
     )
 
 
-def _spread_outliers(rows: int, cols: int, rate: float, value: torch.Tensor) -> CSR:
-    """About `rate` outliers of one value [], equally many in each row, on the CPU."""
-    per_row = max(1, min(cols, round(rate * cols)))
-    columns = (torch.arange(per_row, device="cpu") * cols // per_row).repeat(rows)
-    row = torch.arange(rows, device="cpu").repeat_interleave(per_row)
-    return CSR.from_sorted(row, columns, value.repeat(rows * per_row), (rows, cols))
+def _strewn_outliers(rows: int, cols: int, rate: float, value: torch.Tensor, generator: torch.Generator) -> CSR:
+    """About `rate` outliers of one value [], at random places, on the CPU.
+
+    In columns that rows share x would be quicker to gather than for trained ones, and slices would need no padding.
+    """
+    draws = max(1, round(-math.log1p(-min(rate, 0.99)) * rows * cols))  # some places are drawn twice
+    places = torch.randint(rows * cols, (draws,), generator=generator, device="cpu").unique()
+    return CSR.from_sorted(places // cols, places % cols, value.expand(places.numel()).clone(), (rows, cols))

@@ -9,7 +9,7 @@ from vllm_latq.kernels.dequantize import dequantize, launch_dequantize, prefill_
 from vllm_latq.kernels.dispatch import ssqr_matmul
 from vllm_latq.kernels.layout import codes_to_stream
 from vllm_latq.kernels.reference import matmul_reference
-from vllm_latq.kernels.weight import prepare
+from vllm_latq.kernels.weight import KernelWeight, prepare
 
 pytestmark = pytest.mark.kernel
 
@@ -64,9 +64,9 @@ def test_far_integers_are_put_together_again() -> None:
 
 
 def test_overflowing_integers_are_put_together_again() -> None:
-    """An outlier above 256 of codes of 8 bits is stored as several bf16 entries of one place."""
+    """An outlier above 256 of codes of 8 bits is stored as up to three bf16 entries of one place."""
     row_ptr = torch.tensor([0, 2, 4], dtype=torch.int32)
-    col_idx, values = torch.tensor([0, 5, 5, 6]), torch.tensor([1001.0, 65537.0, -300.0, 12345.0])
+    col_idx, values = torch.tensor([0, 5, 5, 6]), torch.tensor([1001.0, 65537.0, -11184811.0, 12345.0])
     qweight, *csr = (
         part.to(DEVICE) for part in (torch.full((2, 2), -2139062144, dtype=torch.int32), row_ptr, col_idx, values)
     )
@@ -82,6 +82,13 @@ def test_prefill_in_chunks(make_layer, monkeypatch: pytest.MonkeyPatch, m: int) 
     x = torch.randn(m, 256).half()
     expected = matmul_reference(x, layer.dense)
     monkeypatch.setattr(module, "CHUNK_BYTES", 64 * 256 * 2)  # one row block at a time
+    launch = module.launch_dequantize
+
+    def bounded(weight: KernelWeight, w: torch.Tensor, first_block: int, blocks: int) -> None:
+        assert w.untyped_storage().nbytes() <= module.CHUNK_BYTES
+        launch(weight, w, first_block, blocks)
+
+    monkeypatch.setattr(module, "launch_dequantize", bounded)
     for multiply in (prefill_matmul, ssqr_matmul):
         y = multiply(x.to(DEVICE), layer.weight).cpu()
         assert y.shape == (m, 130)

@@ -238,6 +238,22 @@ def test_ticket_is_between_barriers() -> None:
     assert "bar.sync" in code[ticket:loaded]
 
 
+def test_shares_of_transposed_activations_are_counted_between_barriers() -> None:
+    """A writer's stores before it counts itself, released; a reader's loads after it looks at the count, acquired."""
+    config = decode_config(16, 3, "sm_80")
+    values = tensor_core_values(3, config, outliers=True, m=16)
+    compiled = compile_kernel(ssqr_tensor_core, GPUTarget("cuda", 80, 32), values, num_warps=config.num_warps)
+    code = [i.opcode for i in parse(compiled.asm["ptx"]).instructions]
+    counted, looked, _ticket = [at for at, opcode in enumerate(code) if opcode.startswith(("atom", "red"))]
+    assert code[counted].startswith("red.global.gpu.release.add")
+    assert code[looked].startswith("atom.global.gpu.acquire.add")
+    stored = max(at for at in range(counted) if code[at].startswith("st.global"))
+    assert "bar.sync" in code[stored:counted]
+    # Where a share is missing all of x^T is written again, and then read: the next stores are these.
+    stored = min(at for at in range(looked, len(code)) if code[at].startswith("st.global"))
+    assert "bar.sync" in code[looked:stored]
+
+
 @pytest.mark.parametrize(
     ("arch", "m"), [("sm_80", 1), ("sm_80", 8), ("sm_80", 16), ("sm_80", 32), ("sm_80", 64), ("sm_90", 32)]
 )

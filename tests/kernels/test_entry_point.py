@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 from kernel_device import DEVICE
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from vllm_latq.kernels import dequantize, dispatch
-from vllm_latq.kernels.configs import FUSED_LAUNCHES, SIMT, DecodeConfig, decode_config, max_decode_rows
+from vllm_latq.kernels import dequantize, dispatch, ssqr
+from vllm_latq.kernels.configs import FUSED_LAUNCHES, GATHER_ROWS, SIMT, DecodeConfig, decode_config, max_decode_rows
 from vllm_latq.kernels.dispatch import ssqr_matmul
 from vllm_latq.kernels.reference import matmul_reference
 
@@ -127,6 +128,31 @@ def test_launches(make_layer, monkeypatch: pytest.MonkeyPatch, bits, group_size,
     monkeypatch.setattr(dispatch, "launch_ssqr", record)
     ssqr_matmul(torch.zeros(m, 128, device=DEVICE).bfloat16(), weight)
     assert found == [(rows, decode_config(rows, bits, "sm_86", group_size)) for rows in launched]
+
+
+@pytest.mark.parametrize("m", [1, 2, 3, 8, 16, 33, 64])
+def test_a_kernel_is_all_that_decoding_launches(make_layer, monkeypatch: pytest.MonkeyPatch, m: int) -> None:
+    """One launch, in split-K with outliers, odd columns; torch makes memory and views, and reads nothing."""
+    weight = replace(make_layer(3, 70, 1000, group_size=-1, outliers=0.02, row_scales=True).weight, processors=8)
+    config = replace(decode_config(m, 3, weight.arch), min_superblocks=1)
+    x = torch.randn(m, 1000, device=DEVICE).bfloat16()
+    launched, called = [], set()
+
+    class Recorded:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            return lambda *arguments, **named: launched.append(named)
+
+    class Operations(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            called.add(func._opname)
+            return func(*args, **(kwargs or {}))
+
+    monkeypatch.setattr(ssqr, "ssqr_tensor_core", Recorded())
+    with Operations():
+        ssqr_matmul(x, weight, config)
+    (named,) = launched
+    assert (named["SPLIT"], named["TRANSPOSED"]) == (m > 4, m > GATHER_ROWS)
+    assert called <= {"empty", "view", "detach", "split"}
 
 
 ODD: dict[str, dict[str, Any]] = {

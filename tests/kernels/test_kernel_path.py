@@ -10,7 +10,15 @@ from kernel_device import DEVICE, EMULATED
 
 from vllm_latq.errors import CheckpointError
 from vllm_latq.huffman import encode
-from vllm_latq.kernel_path import CONSTANTS, KERNEL_ARGUMENTS, has_kernels, kernel_arguments, ssqr_tiled, unsupported
+from vllm_latq.kernel_path import (
+    CONSTANTS,
+    KERNEL_ARGUMENTS,
+    SMALLEST_CAPACITY,
+    has_kernels,
+    kernel_arguments,
+    ssqr_tiled,
+    unsupported,
+)
 from vllm_latq.operands import Operands, make_operands, stack_operands
 from vllm_latq.packed_weight import PackedWeight, pack_integers
 from vllm_latq.sharding import cat_rows, take
@@ -94,10 +102,14 @@ def test_equals_the_dense_product_and_reloads_in_place(name: str) -> None:
 
 
 def test_layers_of_one_shape_share_tensor_shapes() -> None:
-    shapes = set()
+    """Those with more outliers than SMALLEST_CAPACITY has room for, and not as many each."""
+    slots, shapes = set(), set()
     for seed in range(6):
-        tensors, _ = kernel_arguments(packed(3, 64, 64, 256, 0.02, seed), "layer")
+        tensors, _ = kernel_arguments(packed(3, 64, 256, 1024, 0.019, seed), "layer")
+        slots.add(int(tensors["slice_ptr"][-1]))
         shapes.add(tuple(None if tensor is None else tuple(tensor.shape) for tensor in tensors.values()))
+    assert len(slots) > 1
+    assert min(slots) > SMALLEST_CAPACITY
     assert len(shapes) == 1
 
 

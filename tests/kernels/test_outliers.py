@@ -160,6 +160,18 @@ def test_buckets() -> None:
     assert all(n <= bucket(n) <= 1.125 * n for n in range(8, 10000))
 
 
+def test_layers_of_one_shape_share_the_shape_of_their_slices() -> None:
+    slots, shapes = set(), set()
+    for seed in range(4):
+        mask = torch.rand(256, 2048, generator=torch.Generator().manual_seed(seed)) < 0.02
+        points = coordinates(*csr(mask, torch.ones(int(mask.sum())).bfloat16()), 2048)
+        slices = slice_entries(value_entries(points), row_order(torch.bincount(points.row, minlength=256), 256))
+        slots.add(int(slices.slice_ptr[-1]))
+        shapes.add(slices.entries.shape)
+    assert len(slots) > 1
+    assert len(shapes) == 1
+
+
 def test_empty() -> None:
     points = coordinates(torch.zeros(4, dtype=torch.int32), torch.zeros(0), torch.zeros(0).bfloat16(), 8)
     none = integers(torch.zeros(4, dtype=torch.int32), torch.zeros(0), torch.zeros(0), 8, 2)
@@ -184,3 +196,8 @@ def test_empty() -> None:
 def test_hostile_csr(row_ptr: list, col_idx: list, cols: int, message: str) -> None:
     with pytest.raises(KernelInputError, match=message):
         check_csr(torch.tensor(row_ptr), torch.tensor(col_idx), torch.ones(len(col_idx)), 2, cols)
+    # And by what everybody calls.
+    arrays = (torch.tensor(row_ptr), torch.tensor(col_idx), torch.ones(len(col_idx)).bfloat16())
+    codes = codes_to_stream(torch.zeros(2, cols, dtype=torch.uint8), 4)
+    with pytest.raises(KernelInputError, match=message):
+        prepare(codes, 4, -1, cols, torch.ones(2, 1).bfloat16(), None, *arrays)

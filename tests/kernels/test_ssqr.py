@@ -5,10 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_device import DEVICE, INTERPRETED
+import triton
+import triton.language as tl
+from kernel_device import DEVICE, EMULATED, INTERPRETED
 
 from vllm_latq.kernels.configs import GATHER_ROWS, SIMT, DecodeConfig, decode_config
 from vllm_latq.kernels.dispatch import padded_columns, ssqr_matmul
+from vllm_latq.kernels.outlier_tile import begin_transposed
 from vllm_latq.kernels.reference import matmul_reference
 from vllm_latq.kernels.simt import launch_simt
 from vllm_latq.kernels.ssqr import launch_ssqr
@@ -161,6 +164,28 @@ def test_tile_shapes(make_layer, block_n: int, bias_dot: bool) -> None:
     run(make_layer(3, 200, 256), 2, torch.bfloat16, config=config)
     for bits in (2, 8):
         run(make_layer(bits, 200, 256), 2, torch.float16, config=config)
+
+
+@triton.jit
+def write_shares(
+    x_ptr, stride_xm, xt_ptr, counter_ptr, M, K, writers, ROWS: tl.constexpr, PIECE: tl.constexpr
+):  # fmt: skip
+    begin_transposed(x_ptr, stride_xm, xt_ptr, counter_ptr, M, K, writers, ROWS, PIECE)
+
+
+@pytest.mark.skipif(EMULATED is not None, reason="the emulator stands in for the kernels of the package")
+@pytest.mark.parametrize(("writers", "parts"), [(1, 1), (3, 2), (5, 1), (8, 2)])
+def test_shares_of_transposed_activations_are_all_of_them(writers: int, parts: int) -> None:
+    """What the writers leave, before anybody looks whether a share is missing, and writes all of it again."""
+    m, rows, cols = 5, 8, 1000
+    x = torch.randn(m, cols).bfloat16()
+    transposed = poisoned(cols + 1, rows, dtype=torch.bfloat16)
+    counter = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    with torch.cuda.device_of(transposed):
+        write_shares[(5, parts)](x.to(DEVICE), cols, transposed, counter, m, cols, writers, ROWS=rows, PIECE=32)
+    assert torch.equal(transposed[:cols].cpu(), torch.nn.functional.pad(x.T, (0, rows - m)))
+    assert transposed[cols:].isnan().all()
+    assert counter.item() == writers
 
 
 def test_large_activations_do_not_lose_the_weights(make_layer) -> None:
