@@ -1,6 +1,7 @@
 """The `latq` command, run as a user would."""
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -134,6 +135,22 @@ def test_warnings_are_shown_once_wherever_they_come_from(
     assert main(["quantize", str(mini_model), "out", "--method", "gptq", "--ignore", "q_proj", *few, "--dry-run"]) == 0
     lines = [line for line in capsys.readouterr().err.splitlines() if "vLLM merges them" in line]
     assert len(lines) == 1
+
+
+def test_interrupted_by_the_keyboard(mini_model: Path, calibration_text: Path, tmp_path: Path) -> None:
+    """After the first block: one line, which says how to go on, and so it does."""
+    command = [sys.executable, "-m", "vllm_latq.cli", "quantize", str(mini_model), str(tmp_path / "out"), "--json"]
+    command += ["--method", "ssqr", "--num-samples", "8", "--seq-len", "64", "--calibration", str(calibration_text)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        next(line for line in process.stdout if json.loads(line)["event"] == "block")
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert error.splitlines()[-1] == "latq: interrupted; finished blocks are kept: go on with --resume"
+    assert "Traceback" not in error
+    assert main([*command[3:], "--resume"]) == 0
+    assert main(["verify", str(tmp_path / "out")]) == 0
 
 
 def test_output_that_was_closed(tmp_path: Path, mini_model: Path) -> None:
