@@ -77,9 +77,11 @@ class Decoder:
 
     @property
     def vocabulary(self) -> int:
+        """Number of embeddings."""
         return int(self.model.get_input_embeddings().num_embeddings)
 
     def block_name(self, index: int) -> str:
+        """Name of a block in the checkpoint."""
         return f"{self.anatomy.blocks}.{index}"
 
     def linears(self, index: int) -> Mapping[str, nn.Linear]:

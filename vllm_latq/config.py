@@ -112,6 +112,7 @@ class CheckpointConfig:
     recipe: Mapping[str, Any] = field(default_factory=dict)
 
     def is_ignored(self, module: str) -> bool:
+        """Whether a module, or one that it is part of, is to stay unquantized."""
         return any(covers(entry, module) for entry in self.ignore)
 
     def scheme_for(self, module: str) -> LayerScheme | None:

@@ -68,6 +68,7 @@ class TensorStore:
         return name in self.files
 
     def names(self) -> Iterable[str]:
+        """Of all tensors."""
         return self.files.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:

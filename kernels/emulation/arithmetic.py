@@ -154,6 +154,7 @@ def _widened(instruction: Instruction, name: str, kind: str, kernel: Kernel) -> 
 
 
 def logic(instruction: Instruction, parts: list[str], kernel: Kernel) -> Step:
+    """lop3.b32 d, a, b, c, table"""
     target, *rest = instruction.operands
     products = _products(int(str(rest[3]), 0))
     sources = [value_of(operand, "b32", kernel) for operand in rest[:3]]
@@ -181,6 +182,7 @@ def permute(instruction: Instruction, parts: list[str], kernel: Kernel) -> Step:
 
 
 def compare(instruction: Instruction, parts: list[str], kernel: Kernel) -> Step:
+    """setp.COMPARISON.type p, a, b"""
     require(len(parts) == 3 and parts[1] in _COMPARE and "bf16" not in parts[2], f"PTX of {kernel.name}",
             "a comparison that the emulator knows", instruction.text)  # fmt: skip
     target, left, right = instruction.operands
@@ -189,12 +191,14 @@ def compare(instruction: Instruction, parts: list[str], kernel: Kernel) -> Step:
 
 
 def select(instruction: Instruction, parts: list[str], kernel: Kernel) -> Step:
+    """selp.type d, a, b, p"""
     target, yes, no, which = instruction.operands
     a, b, test = value_of(yes, parts[1], kernel), value_of(no, parts[1], kernel), value_of(which, "pred", kernel)
     return lambda p: assign(p, kernel, str(target), np.where(test(p), a(p), b(p)))
 
 
 def move(instruction: Instruction, parts: list[str], kernel: Kernel) -> Step:
+    """mov.type d, a; of a register into several parts, or of several into one"""
     target, source = instruction.operands
     value = value_of(source, parts[1], kernel)
     if isinstance(target, tuple):

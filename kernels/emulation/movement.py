@@ -14,6 +14,7 @@ def _space(parts: list[str]) -> str:
 
 
 def load(instruction: Instruction, parts: list[str], kernel: Kernel) -> Step:
+    """ld.space[.modifiers].type d, [a]; d may be several registers"""
     target, where = instruction.operands[:2]
     space, kind = _space(parts), parts[-1]
     if space == "param":
@@ -33,6 +34,7 @@ def load(instruction: Instruction, parts: list[str], kernel: Kernel) -> Step:
 
 
 def store(instruction: Instruction, parts: list[str], kernel: Kernel) -> Step:
+    """st.space[.modifiers].type [a], b; b may be several registers"""
     where, source = instruction.operands[:2]
     space, kind = _space(parts), parts[-1]
     at = address_of(str(where), kernel, "u64" if space == "global" else "u32")
@@ -47,6 +49,7 @@ def store(instruction: Instruction, parts: list[str], kernel: Kernel) -> Step:
 
 
 def prefetch(instruction: Instruction, parts: list[str], kernel: Kernel) -> Step:
+    """prefetch.global.L2 [a]"""
     at = address_of(str(instruction.operands[0]), kernel, "u64")
     return lambda p: p.memory.prefetch(at(p), p.active, instruction.text)
 
@@ -75,6 +78,7 @@ def atomic(instruction: Instruction, parts: list[str], kernel: Kernel) -> Step:
 
 
 def barrier(instruction: Instruction, parts: list[str], kernel: Kernel) -> Step:
+    """bar.sync 0 of all threads, bar.warp.sync of those of a warp"""
     if "warp" in parts:
         return lambda p: None  # the threads of a warp advance together anyway
     require(parts[1] == "sync" and instruction.operands == ("0",), f"PTX of {kernel.name}", "bar.sync 0 of all threads",
