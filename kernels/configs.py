@@ -154,8 +154,8 @@ def small_groups(config: DecodeConfig) -> DecodeConfig:
 
 # Two warps share a tile of 128 features at 8 rows, so every activation fragment serves four fragments of weights; at 16
 # rows registers suffice for that on Ampere only. From 32 rows on the extra dot would cost tensor cores more time than
-# subtracting the bias on the floats costs the schedulers. Slots: as many as leave no spill in the loop. The first entry
-# of a table that serves a product is taken.
+# subtracting the bias on the floats costs the schedulers. Slots: as many as leave next to no spill in the loop. The
+# first entry of a table that serves a product is taken.
 AMPERE_8 = DecodeConfig(max_rows=8, block_n=128, num_warps=2, stages=3, bias_dot=True, slots=2, min_superblocks=2)
 AMPERE_16 = DecodeConfig(max_rows=16, block_n=128, num_warps=2, stages=3, bias_dot=True, slots=2, min_group=64)
 AMPERE_32 = DecodeConfig(

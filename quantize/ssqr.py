@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -94,22 +95,11 @@ def ssqr(
         offset: of the grid, in steps.
     """
     low, high = grid(bits)
+    options: dict[str, Any] = {"block_size": block_size, "group_size": group_size, "where": where, "seed": seed}
 
     def quantize(rows: Rows, octaves: float) -> Rounding:
         scales = scaled(base_scales[rows], 2.0**octaves)
-        return nearest_plane(
-            weight[rows],
-            factor,
-            scales,
-            low,
-            high,
-            keep,
-            block_size=block_size,
-            group_size=group_size,
-            where=where,
-            seed=seed,
-            offset=offset,
-        )
+        return nearest_plane(weight[rows], factor, scales, low, high, keep, offset=offset, **options)
 
     search = partial(_search, weight, outlier_rate, quantize, lower=SMALLEST_OCTAVES, upper=LARGEST_OCTAVES)
     start, slope = 0.0, _USUAL_SLOPE
@@ -151,27 +141,15 @@ def ssqr_by_saving(
     """
     low, high = grid(bits)
     plane = plane_of_width(beam)
+    options: dict[str, Any] = {"block_size": block_size, "group_size": group_size, "where": where, "seed": seed}
     how, importance = "mse" if offset else "signed", factor.importance
 
     def scales_at(rows: Rows, octaves: float) -> torch.Tensor:
-        price, options = 2.0**octaves, (how, where, importance, offset)
-        return group_scales(weight[rows], bits, group_size, *options, price=price, lattice=keep == "integer")
+        layout = (bits, group_size, how, where, importance, offset)
+        return group_scales(weight[rows], *layout, price=2.0**octaves, lattice=keep == "integer")
 
     def quantize(rows: Rows, octaves: float, scales: torch.Tensor) -> Rounding:
-        return plane(
-            weight[rows],
-            factor,
-            scales,
-            low,
-            high,
-            keep,
-            block_size=block_size,
-            group_size=group_size,
-            where=where,
-            seed=seed,
-            threshold=2.0**octaves,
-            offset=offset,
-        )
+        return plane(weight[rows], factor, scales, low, high, keep, threshold=2.0**octaves, offset=offset, **options)
 
     start = usual_price(weight, importance, bits, group_size, outlier_rate, where)
     span = {"lower": start - PRICE_OCTAVES, "upper": start + PRICE_OCTAVES}

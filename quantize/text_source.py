@@ -119,7 +119,7 @@ def _resolve(source: str) -> Dataset | None:
     raise CalibrationError(
         f"text source {source!r}",
         f"an existing text file, {', '.join(KNOWN_DATASETS)}, or a hub dataset org/name[:config]",
-        "no such file" if path.suffix or "/" in source else "neither a file nor a dataset dataset",
+        "no such file" if path.suffix or "/" in source else "neither a file nor a known dataset",
         "Check the path; a relative path starts from the current folder.",
     )
 

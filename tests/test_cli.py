@@ -107,6 +107,10 @@ def test_the_head_is_quantized_if_asked_for(
         (["quantize", "MODEL", "out", "--method", "ssqr", "--budget", "3", "--bits", "4"], "--bits"),
         (["quantize", "MODEL", "out", "--method", "gptq"], "expected calibration data for method gptq"),
         (["quantize", "MODEL", "out", "--method", "gptq", "--calibration", "no.txt"], "no.txt"),
+        (
+            ["quantize", "MODEL", "out", "--method", "gptq", "--calibration", "c5"],
+            "found neither a file nor a known dataset",
+        ),
         (["verify", "MODEL"], "expected a `quantization_config`, found none"),
         (["inspect", "nowhere"], "expected a model directory, found no such directory"),
         (["inspect", "MODEL/config.json"], "expected a model directory, found a file"),

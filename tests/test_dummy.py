@@ -29,6 +29,6 @@ def test_any_rate_that_a_config_may_say() -> None:
     for rate in (1e-9, 0.5, 1.0):
         outliers = dummy_weight(LayerScheme("packed", 4, 64, True), 16, 64, {"outlier_rate": rate}).outliers
         assert outliers is not None
-        assert 1 <= outliers.nnz <= 16 * 64
+        assert 1 <= outliers.nnz <= 0.6 * 16 * 64
         columns = [outliers.col_idx[start:end].tolist() for start, end in outliers.row_ptr.unfold(0, 2, 1).tolist()]
         assert all(row == sorted(set(row)) for row in columns)

@@ -11,7 +11,7 @@ from vllm_latq.csr import CSR
 from vllm_latq.packed_weight import PackedWeight
 from vllm_latq.packing import packed_words
 
-DEFAULT_OUTLIER_RATE = 0.01
+DEFAULT_OUTLIER_RATE, MOST_OUTLIERS = 0.01, 0.5
 # The width that entropy-coded checkpoints of about 4 bits decode to.
 DECODED_BITS = 4
 # Small, as vLLM's own dummy weights are, so that activations stay finite.
@@ -57,6 +57,6 @@ def _strewn_outliers(rows: int, cols: int, rate: float, value: torch.Tensor, gen
 
     In columns that rows share x would be quicker to gather than for trained ones, and slices would need no padding.
     """
-    draws = max(1, round(-math.log1p(-min(rate, 0.99)) * rows * cols))  # some places are drawn twice
+    draws = max(1, round(-math.log1p(-min(rate, MOST_OUTLIERS)) * rows * cols))  # some places are drawn twice
     places = torch.randint(rows * cols, (draws,), generator=generator, device="cpu").unique()
     return CSR.from_sorted(places // cols, places % cols, value.expand(places.numel()).clone(), (rows, cols))

@@ -34,7 +34,7 @@ class TensorSpec:
 
     def bits(self, data: float = 0.0) -> float:
         """That it takes on disk, with `data` for a size that depends on the data."""
-        return 8 * self.dtype.itemsize * math.prod(data if size is None else size for size in self.shape)
+        return 8.0 * self.dtype.itemsize * math.prod(data if size is None else size for size in self.shape)
 
     def __str__(self) -> str:
         return f"{self.dtype} ({', '.join('*' if size is None else str(size) for size in self.shape)})"

@@ -8,6 +8,7 @@ from itertools import product, takewhile
 from pathlib import Path
 
 import pytest
+import triton
 
 from vllm_latq.kernels.configs import HIP, REGIMES, decode_config, max_decode_rows
 
@@ -223,6 +224,7 @@ def noted_cells() -> dict[tuple[str, str, int, int], tuple[float, int, int]]:
     return found
 
 
+@pytest.mark.skipif(not triton.__version__.startswith("3.9"), reason="the table is of Triton 3.9")
 def test_notes_have_the_table_that_the_command_prints() -> None:
     """And so every kernel has a ceiling of instructions and of spilled bytes."""
     keys = {"kernel", "arch", "bits", "max_rows", "sass_per_weight", "registers", "spill_bytes", "shared_bytes"}

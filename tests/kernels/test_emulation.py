@@ -245,7 +245,7 @@ def test_shares_of_transposed_activations_are_counted_between_barriers() -> None
     compiled = compile_kernel(ssqr_tensor_core, GPUTarget("cuda", 80, 32), values, num_warps=config.num_warps)
     code = [i.opcode for i in parse(compiled.asm["ptx"]).instructions]
     counted, looked, _ticket = [at for at, opcode in enumerate(code) if opcode.startswith(("atom", "red"))]
-    assert code[counted].startswith("red.global.gpu.release.add")
+    assert code[counted].startswith(("red.global.gpu.release.add", "atom.global.gpu.release.add"))  # Triton 3.9, before
     assert code[looked].startswith("atom.global.gpu.acquire.add")
     stored = max(at for at in range(counted) if code[at].startswith("st.global"))
     assert "bar.sync" in code[stored:counted]
