@@ -14,6 +14,7 @@ from vllm_latq.kernels.dequantize import prefill_matmul
 from vllm_latq.kernels.dispatch import ssqr_matmul
 from vllm_latq.kernels.errors import require
 from vllm_latq.kernels.layout import codes_to_stream
+from vllm_latq.kernels.timing import copies_beyond_cache
 from vllm_latq.kernels.weight import KernelWeight, prepare
 
 # Merged layers of Qwen3-8B (qkv, o, gate and up, down), and a square one of a larger model.
@@ -125,10 +126,13 @@ def activations(m: int, cols: int, device: torch.device) -> torch.Tensor:
     return torch.randn(m, cols, generator=generator, device=device).bfloat16()
 
 
-def copy_weight(weight: KernelWeight) -> KernelWeight:
-    """The same weight in memory of its own."""
+def rotating(weight: KernelWeight, cache: int) -> list[KernelWeight]:
+    """The weight, and copies of it in memory of their own that exceed a cache of so many bytes with it."""
     tensors = {field.name: getattr(weight, field.name) for field in fields(weight)}
-    return replace(weight, **{k: v.clone() for k, v in tensors.items() if isinstance(v, torch.Tensor)})
+    copied = {name: part for name, part in tensors.items() if isinstance(part, torch.Tensor)}
+    copies = copies_beyond_cache(weight.storage_bytes(), cache)
+    others = (replace(weight, **{name: part.clone() for name, part in copied.items()}) for _ in range(copies - 1))
+    return [weight, *others]
 
 
 def product(case: Case) -> Callable[[torch.Tensor, KernelWeight], torch.Tensor]:

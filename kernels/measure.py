@@ -14,11 +14,11 @@ from vllm_latq.kernels.cases import (
     Case,
     Layer,
     activations,
-    copy_weight,
     gate,
     make_layer,
     product,
     relative_error,
+    rotating,
 )
 from vllm_latq.kernels.compile_pool import CompilePool
 from vllm_latq.kernels.errors import KernelInputError
@@ -91,8 +91,7 @@ class Bench:
     def _make(self, case: Case) -> Any:
         """What the cases of one layer share: it, and copies of its weight that exceed the cache."""
         layer = make_layer(case, self.device)
-        copies = copies_beyond_cache(layer.weight.storage_bytes(), self.cache)
-        return layer, [layer.weight, *(copy_weight(layer.weight) for _ in range(copies - 1))]
+        return layer, rotating(layer.weight, self.cache)
 
     def _attempt(self, case: Case, kernel: str, measure: Callable[[], Result]) -> Result:
         """A measurement that raises is a row that says so: it must not take the others with it."""

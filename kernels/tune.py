@@ -21,16 +21,16 @@ from vllm_latq.kernels.cases import (
     Case,
     Layer,
     activations,
-    copy_weight,
     gate,
     make_layer,
     relative_error,
+    rotating,
 )
 from vllm_latq.kernels.compile_pool import CompilePool
 from vllm_latq.kernels.configs import REGIMES, SIMT, DecodeConfig, decode_config
 from vllm_latq.kernels.dispatch import ssqr_matmul
 from vllm_latq.kernels.errors import KernelInputError
-from vllm_latq.kernels.timing import Launch, Timing, cache_bytes, copies_beyond_cache
+from vllm_latq.kernels.timing import Launch, Timing, cache_bytes
 
 SHAPES = ((4096, 4096), (8192, 8192))
 CHOICES: dict[str, tuple[Any, ...]] = {
@@ -90,8 +90,7 @@ def tune(
         for bits in BITS:
             case = Case(rows, cols, bits, 0.01, 1, "tensor_core")
             layer = make_layer(case, device)
-            copies = copies_beyond_cache(layer.weight.storage_bytes(), cache_bytes(device))
-            layers.append((case, layer, [copy_weight(layer.weight) for _ in range(copies)]))
+            layers.append((case, layer, rotating(layer.weight, cache_bytes(device))))
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
     write(f"# {name}, torch {torch.__version__}: geometric mean over {SHAPES}, {BITS} bits")
     arch = layers[0][1].weight.arch

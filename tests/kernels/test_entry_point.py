@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from kernel_device import DEVICE
-from torch.utils._python_dispatch import TorchDispatchMode
+from recorded import RecordedKernel, RecordedOperators
 
 from vllm_latq.kernels import dequantize, dispatch, ssqr
 from vllm_latq.kernels.configs import FUSED_LAUNCHES, GATHER_ROWS, SIMT, DecodeConfig, decode_config, max_decode_rows
@@ -136,23 +136,13 @@ def test_a_kernel_is_all_that_decoding_launches(make_layer, monkeypatch: pytest.
     weight = replace(make_layer(3, 70, 1000, group_size=-1, outliers=0.02, row_scales=True).weight, processors=8)
     config = replace(decode_config(m, 3, weight.arch), min_superblocks=1)
     x = torch.randn(m, 1000, device=DEVICE).bfloat16()
-    launched, called = [], set()
-
-    class Recorded:
-        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-            return lambda *arguments, **named: launched.append(named)
-
-    class Operations(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            called.add(func._opname)
-            return func(*args, **(kwargs or {}))
-
-    monkeypatch.setattr(ssqr, "ssqr_tensor_core", Recorded())
-    with Operations():
+    kernel = RecordedKernel()
+    monkeypatch.setattr(ssqr, "ssqr_tensor_core", kernel)
+    with RecordedOperators() as operators:
         ssqr_matmul(x, weight, config)
-    (named,) = launched
+    (named,) = kernel.launches
     assert (named["SPLIT"], named["TRANSPOSED"]) == (m > 4, m > GATHER_ROWS)
-    assert called <= {"empty", "view", "detach", "split"}
+    assert operators.called <= {"aten::empty", "aten::view", "aten::detach", "aten::split"}
 
 
 ODD: dict[str, dict[str, Any]] = {

@@ -8,8 +8,8 @@ import torch
 from kernel_device import DEVICE
 from mixtures import EXPERTS, HIDDEN, Mixture, routing
 from random_weights import RANS
+from recorded import RecordedKernel, RecordedOperators
 from stacks import stack_of_experts
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm_latq import expert_op
 from vllm_latq.config import LayerScheme
@@ -71,25 +71,17 @@ def test_activations_reach_the_kernels(scheme: str, activation: str) -> None:
 @pytest.mark.parametrize(("scheme", "tokens", "count"), [("packed4-row", 1, 5), ("packed4-row", 2, 6), ("rans", 1, 6)])
 def test_launches(scheme: str, tokens: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of this package's kernels; torch makes views and memory only."""
-    mixture, launched = Mixture(SCHEMES[scheme], torch.float16, device=DEVICE), []
-
-    class Recorded:
-        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-            return lambda *arguments, **named: launched.append(grid)
-
-    class Operations(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            assert func.namespace == "latq" or func._opname in ("empty", "view", "expand", "split", "select", "slice")
-            return func(*args, **(kwargs or {}))
-
+    mixture, kernel = Mixture(SCHEMES[scheme], torch.float16, device=DEVICE), RecordedKernel()
     for module, name in KERNELS:
         if module in (grouped, kernel_routing):
-            monkeypatch.setattr(module, name, Recorded())
+            monkeypatch.setattr(module, name, kernel)
     x, weights, ids = (part.to(DEVICE) for part in routing(tokens, 2))
     x = x.half()
-    with Operations():
+    with RecordedOperators() as operators:
         mixture(x, weights, ids)
-    assert len(launched) == count
+    assert len(kernel.launches) == count
+    views = {f"aten::{name}" for name in ("empty", "view", "expand", "split", "select", "slice")}
+    assert {name for name in operators.called if not name.startswith("latq::")} <= views
 
 
 def test_chunks_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
