@@ -4,11 +4,14 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from vllm_latq.cli import main
+from vllm_latq.console import JsonEvents
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -141,19 +144,31 @@ def test_warnings_are_shown_once_wherever_they_come_from(
     assert len(lines) == 1
 
 
-def test_interrupted_by_the_keyboard(mini_model: Path, calibration_text: Path, tmp_path: Path) -> None:
-    """After the first block: one line, which says how to go on, and so it does."""
-    command = [sys.executable, "-m", "vllm_latq.cli", "quantize", str(mini_model), str(tmp_path / "out"), "--json"]
-    command += ["--method", "ssqr", "--num-samples", "8", "--seq-len", "64", "--calibration", str(calibration_text)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        next(line for line in process.stdout if json.loads(line)["event"] == "block")
-        process.send_signal(signal.SIGINT)
-        _, error = process.communicate(timeout=120)
-    assert process.returncode == 130
-    assert error.splitlines()[-1] == "latq: interrupted; finished blocks are kept: go on with --resume"
-    assert "Traceback" not in error
-    assert main([*command[3:], "--resume"]) == 0
+def test_interrupted_by_the_keyboard(
+    mini_model: Path, calibration_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """When the first block is finished: one line, which says how to go on, and so it does."""
+    command = ["quantize", str(mini_model), str(tmp_path / "out"), "--json", "--method", "ssqr", "--num-samples", "8"]
+    command += ["--seq-len", "64", "--calibration", str(calibration_text)]
+    show = JsonEvents.__call__
+
+    def interrupt(display: JsonEvents, event: Mapping[str, Any]) -> None:
+        show(display, event)
+        if event["event"] == "block":
+            signal.raise_signal(signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it may be ignored
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(JsonEvents, "__call__", interrupt)
+            assert main(command) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
+    captured = capsys.readouterr()
+    assert json.loads(captured.out.splitlines()[-1])["event"] == "block"
+    assert captured.err.splitlines()[-1] == "latq: interrupted; finished blocks are kept: go on with --resume"
+    assert main([*command, "--resume"]) == 0
     assert main(["verify", str(tmp_path / "out")]) == 0
 
 
