@@ -4,17 +4,16 @@
 """
 
 import json
-import resource
 import shutil
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from fuzz_target import Weights, check_directory, check_tensors, read_weights
+from fuzz_target import Weights, bounded_memory, check_directory, check_tensors, read_weights
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny_checkpoints import SCHEMES, SHAPES, tiny_weight, write_tiny_checkpoint
@@ -32,8 +31,8 @@ FILES = (
 )
 DTYPES = ("BOOL", "U8", "I8", "I16", "U16", "F16", "BF16", "I32", "U32", "F32", "I64", "F64", "C64", "F8_E4M3", "X")
 EXTREMES = (0, 1, -1, 2, 15, 16, 255, 256, 32767, 65535, 65536, 2**24, 2**31 - 1, -(2**31), 2**32, 2**62, 2**64)
-# Imports and allocators take a few MiB; a single matrix of a hostile size would take gigabytes.
-MEMORY_SLACK = 256 << 20
+# Small blocks that malloc keeps: measured up to 40 MiB.
+ALLOCATOR_SLACK = 64 << 20
 
 INTEGERS = st.one_of(st.sampled_from(EXTREMES), st.integers(-(2**70), 2**70))
 SCALARS = st.one_of(
@@ -59,14 +58,6 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Sample]:
     root = tmp_path_factory.mktemp("valid")
     directories = {encoding: write_tiny_checkpoint(root / encoding, encoding) for encoding in ENCODINGS}
     return {encoding: Sample(directory, read_weights(directory)) for encoding, directory in directories.items()}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def memory_stays_bounded(samples: dict[str, Sample]) -> Iterator[None]:
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    yield
-    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
-    assert grown < MEMORY_SLACK
 
 
 def check(sample: Sample, workplace: Path, file: str, content: bytes) -> bool:
@@ -280,17 +271,5 @@ def test_memory_of_loading_is_at_most_twice_what_is_declared(encoding: str) -> N
     shape = (3072, 3072)
     tensors = tiny_weight(SCHEMES[encoding], shape, 0).to_tensors()
     declared = sum(tensor.nbytes for tensor in tensors.values()) + 4 * shape[0] * shape[1]
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    before = peak()
-    weight_from_tensors(tensors, SCHEMES[encoding], shape, "layer").dequantize()
-    assert peak() - before < 2 * declared + ALLOCATOR_SLACK
-
-
-# Small blocks that malloc keeps: measured up to 40 MiB.
-ALLOCATOR_SLACK = 64 << 20
-
-
-def peak() -> int:
-    """Largest resident size since the last reset, in bytes."""
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
-    return 1024 * int(line.split()[1])
+    with bounded_memory(2 * declared + ALLOCATOR_SLACK):
+        weight_from_tensors(tensors, SCHEMES[encoding], shape, "layer").dequantize()

@@ -1,6 +1,7 @@
-"""What every fuzzer asks of the reader: damaged files hold the same weights or are refused by an error of ours."""
+"""What every fuzzer asks: damaged files hold the same weights or are refused by an error of ours, in bounded memory."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -10,9 +11,22 @@ from vllm_latq.checkpoint import CheckpointReader, verify
 from vllm_latq.config import LayerScheme
 from vllm_latq.errors import LatqError
 from vllm_latq.inspection import inspect_checkpoint
+from vllm_latq.memory import peak_memory
 from vllm_latq.weights import weight_from_tensors
 
 Weights = dict[str, torch.Tensor]
+# Of one checkpoint, with what is imported at the first. A single matrix of a hostile size would take gigabytes.
+MEMORY = 128 << 20
+
+
+@contextmanager
+def bounded_memory(limit: int) -> Iterator[None]:
+    """Fails if the process ever holds `limit` bytes more, inside, than it did when that began."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts at what is resident now
+    before = peak_memory()
+    yield
+    grown = peak_memory() - before
+    assert grown < limit, f"{grown} bytes, not below {limit}"
 
 
 def read_weights(directory: Path) -> Weights:
@@ -20,6 +34,7 @@ def read_weights(directory: Path) -> Weights:
     return {name: reader.weight(name).dequantize() for name in SHAPES}
 
 
+@bounded_memory(MEMORY)
 def check_directory(directory: Path, original: Weights) -> bool:
     """Verify and read a damaged checkpoint; True if it was accepted. Any exception that escapes is a finding."""
     problems = list(verify(directory))
@@ -38,6 +53,7 @@ def check_directory(directory: Path, original: Weights) -> bool:
     return not problems
 
 
+@bounded_memory(MEMORY)
 def check_tensors(tensors: Mapping[str, torch.Tensor], scheme: LayerScheme, shape: tuple[int, int]) -> bool:
     """Load the tensors of one linear; True if they were accepted, and then they are what would be written again."""
     try:
