@@ -61,7 +61,9 @@ def test_coding_of_outliers_is_written_only_where_it_is_new() -> None:
             changed(overrides={"a": {"encoding": "huffman", "grid": "midrise"}}),
             "quantization_config.overrides['a'].grid: expected one of midtread, midrise",
         ),
-        (changed(fingerprint=3), "string `fingerprint`"),
+        (changed(fingerprint=3), "quantization_config.fingerprint: expected a string, found 3"),
+        (changed(recipe=["ssqr"]), "quantization_config.recipe: expected an object, found ['ssqr']"),
+        (changed(ignore=[""]), "quantization_config.ignore: expected a list of module names, none of them empty"),
         ([], "expected an object, found list"),
     ],
 )

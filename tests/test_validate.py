@@ -1,5 +1,6 @@
 """Each invariant of FORMAT.md section 3 has one violation here, refused with its own message."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -95,17 +96,26 @@ PACKED_DAMAGE = [
     (replacing("qweight", lambda tensor: tensor.to(torch.int64)), "layer.qweight: expected torch.int32"),
     (replacing("scales", lambda tensor: tensor.float()), "layer.scales: expected torch.bfloat16"),
     (setting("weight_shape", 0, 10), "layer.weight_shape: expected the shape of the linear"),
-    (setting("scales", (0, 0), float("nan")), "layer.scales: expected finite scales, none of them zero, found 1"),
-    (setting("scales", (0, 0), 0.0), "layer.scales: expected finite scales, none of them zero"),
-    (setting("scales", (0, 0), 3e38), "layer.scales: expected finite scales, none of them zero"),
-    (replacing("qweight", lambda tensor: tensor ^ 1), "layer.qweight: expected the code of 0 under each outlier"),
-    (setting("qweight", (3, -1), -1), "layer.qweight: expected zero bits after the last code"),
+    (
+        setting("scales", (0, 0), float("nan")),
+        "layer.scales: expected scales that are not zero, and finite also times 4, found 1 others, the first at [0, 0]",
+    ),
+    (setting("scales", (8, 1), 0.0), "and finite also times 4, found 1 others, the first at [8, 1]"),
+    (setting("scales", (2, 0), 3e38), "and finite also times 4, found 1 others, the first at [2, 0]"),
+    (
+        replacing("qweight", lambda tensor: tensor ^ 1),
+        "layer.qweight: expected the code of 0 under each outlier, found another at [1, 10]",
+    ),
+    (setting("qweight", (3, -1), -1), "bits after the last code are zero, found 1 others, the first at 3"),
     (setting("outlier_row_ptr", 0, 1), "layer.outlier_row_ptr: expected 0 first"),
     (setting("outlier_row_ptr", -1, 10**6), "layer.outlier_row_ptr: expected 0 first and"),
     (setting("outlier_row_ptr", 4, -7), "layer.outlier_row_ptr: expected offsets that never fall, found a fall after"),
     (setting("outlier_col_idx", 0, 66), "layer.outlier_col_idx: expected columns in [0, 66)"),
-    (swap_first_columns, "layer.outlier_col_idx: expected columns that rise within each row"),
-    (setting("outlier_values", 0, float("inf")), "layer.outlier_values: expected finite values, found 1"),
+    (swap_first_columns, "layer.outlier_col_idx: expected columns that are above those before them in a row, found 1"),
+    (
+        setting("outlier_values", 0, float("inf")),
+        "layer.outlier_values: expected values that are finite, found 1 others, the first at 0",
+    ),
     (replacing("outlier_values", lambda tensor: tensor[:-1]), "layer.outlier_values: expected as many values"),
 ]
 INTEGER_DAMAGE = [
@@ -118,12 +128,15 @@ INTEGER_DAMAGE = [
     (replacing("outlier_gaps", lambda tensor: tensor[:-1]), "layer.outlier_overflow: expected as many entries as gaps"),
     (setting("outlier_gaps", -1, 255), "shortest form, found an outlier without its last entry"),
     (setting("outlier_overflow", -1, 255), "shortest form, found an outlier without its last entry"),
-    (setting("outlier_gaps", 1, 1), "shortest form, found 1 entries that do not"),
-    (early_end, "shortest form, found 1 entries that do not"),
+    (setting("outlier_gaps", 1, 1), "shortest form, found 1 others, the first at 0"),
+    (early_end, "shortest form, found 1 others, the first at"),
     (setting("outlier_gaps", -1, 254), "layer.outlier_gaps: expected outliers among the 594 weights, found one at"),
     (setting("outlier_gaps", 3, 0), "layer.qweight: expected the first or the last code under each outlier, found"),
-    (setting("qweight", (0, 0), 3), "layer.qweight: expected the first or the last code under each outlier, found 1"),
-    (setting("scales", (0, 0), 8e37), "layer.outlier_overflow: expected outliers of finite value, found"),
+    (
+        setting("qweight", (0, 0), 3),
+        "layer.qweight: expected the first or the last code under each outlier, found another at [0, 0]",
+    ),
+    (setting("scales", (0, 0), 8e37), "layer.outlier_overflow: expected outliers of finite value, found inf at [0, 0]"),
     (far_beyond, "layer.outlier_overflow: expected an overflow of at most 16777216, found"),
 ]
 HUFFMAN_DAMAGE = [
@@ -151,7 +164,7 @@ RANS_DAMAGE = [
     (replacing("chunk_words", lambda tensor: tensor.reshape(-1)), "layer.chunk_words: expected torch.uint16 (1, 1)"),
     (setting("scale", 0, -1.0), "layer.scale: expected a finite, positive scale"),
     (lambda tensors: tensors.update(scale=torch.tensor([3e38]), row_exponents=torch.full((60,), 9, dtype=torch.int8)),
-     "layer.scale: expected a scale that stays finite and positive with every exponent"),
+     "layer.scale: expected a scale that stays a normal number, 1.17549435e-38 to 3.40282347e+38, with every exponent"),
     (replacing("table_ranges", lambda tensor: tensor[:0]), "layer.table_ranges: expected 1 to 31 tables, found 0"),
     (replacing("table_ranges", lambda tensor: tensor[:1].repeat(32, 1)), "layer.table_ranges: expected 1 to 31 tables"),
     (setting("table_ranges", (0, 1), -1), "layer.table_ranges: expected 0 to 4095 symbols in each table, found -1"),
@@ -161,7 +174,7 @@ RANS_DAMAGE = [
     (setting("frequencies", 0, 4000), "layer.frequencies: expected a sum of 4096 in table 0"),
     (setting("row_class", -1, 0x10000), "layer.row_class: expected zero bits after the last class"),
     (setting("column_class", -1, 0x10000), "layer.column_class: expected zero bits after the last class"),
-    (setting("row_class", 0, 15), "layer.row_class: expected sums of two classes below"),
+    (setting("row_class", 0, 15), "layer.row_class: expected classes that sum, with those of column_class, to less"),
     (setting("chunk_words", (0, 0), 1), "layer.chunk_words: expected at least 2 words in each chunk, found 1"),
     (setting("chunk_words", (0, 0), 65535), "layer.chunk_words: expected chunks that fill the stream"),
     (replacing("stream", lambda tensor: tensor[:-1]), "layer.chunk_words: expected chunks that fill the stream"),
@@ -199,6 +212,18 @@ def test_violation(kind: str, damage: Callable[[Tensors], None], message: str) -
     with pytest.raises(CheckpointError) as caught:
         weight.from_tensors(tensors, scheme, shape, "layer")
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(("value", "refused"), [(3.3e38, False), (3.38e38, True)])
+def test_half_a_step_counts_where_outliers_could_be_infinite(value: float, refused: bool) -> None:
+    """In float32, beside the largest scale, of which half is 3e36."""
+    tensors, scheme = packed_tensors(), dataclasses.replace(PACKED, grid="midrise")
+    tensors["scales"][4, 1], tensors["outlier_values"][2] = -6e36, -value
+    found = [str(problem) for problem in validate.problems(tensors, scheme, SHAPE, "layer")]
+    assert [problem.split(",")[0] for problem in found] == [
+        "layer.outlier_values: expected values that are finite also with half of the largest scale added"
+    ] * refused
+    assert list(validate.problems(tensors, PACKED, SHAPE, "layer")) == []
 
 
 def test_chunk_that_ends_elsewhere_is_refused_when_decoded() -> None:

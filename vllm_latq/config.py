@@ -147,17 +147,20 @@ class CheckpointConfig:
         _refuse_unknown(config, _CONFIG_KEYS, where)
         ignore, overrides = config.get("ignore", []), config.get("overrides", {})
         if not isinstance(ignore, list | tuple) or not all(isinstance(entry, str) and entry for entry in ignore):
-            raise ConfigError(f"{where}.ignore", "a list of module names", repr(ignore))
+            raise ConfigError(f"{where}.ignore", "a list of module names, none of them empty", repr(ignore))
         if not isinstance(overrides, Mapping):
             raise ConfigError(f"{where}.overrides", "an object", type(overrides).__name__)
-        if not isinstance(config.get("fingerprint", ""), str) or not isinstance(config.get("recipe", {}), Mapping):
-            raise ConfigError(where, "a string `fingerprint` and an object `recipe`", "other types")
+        fingerprint, recipe = config.get("fingerprint", ""), config.get("recipe", {})
+        if not isinstance(fingerprint, str):
+            raise ConfigError(f"{where}.fingerprint", "a string", repr(fingerprint))
+        if not isinstance(recipe, Mapping):
+            raise ConfigError(f"{where}.recipe", "an object", repr(recipe))
         return cls(
             scheme=_parse_scheme({key: config[key] for key in _SCHEME_KEYS if key in config}, where),
             ignore=tuple(ignore),
             overrides={name: _parse_scheme(value, f"{where}.overrides[{name!r}]") for name, value in overrides.items()},
-            fingerprint=config.get("fingerprint", ""),
-            recipe=dict(config.get("recipe", {})),
+            fingerprint=fingerprint,
+            recipe=dict(recipe),
         )
 
 

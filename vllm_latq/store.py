@@ -126,6 +126,7 @@ class TensorStore:
     def _read_header(self, file: str) -> None:
         """Names and shapes of a file's tensors; it is closed again, or all files of a model would be mapped at once."""
         handle = self._handle(file)
+        _refuse_repeated_names(self.directory / file)
         names: list[str] = handle.keys()
         self._shapes[file] = {name: tuple(handle.get_slice(name).get_shape()) for name in names}
         del self._open[file]
@@ -195,6 +196,16 @@ def regular_file(path: Path, kind: str = "a safetensors file") -> Path:
         hint = "Replace the link by the file." if "link" in found else "It is incomplete: copy or download it again."
         raise CheckpointError(str(path), kind, found, hint)
     return path
+
+
+def _refuse_repeated_names(path: Path) -> None:
+    """Readers do not agree on which of two tensors of one name in a valid file they take."""
+    with readable(path), path.open("rb") as file:
+        header = file.read(int.from_bytes(file.read(8), "little"))
+    try:
+        json.loads(header, object_pairs_hook=_unique_keys)
+    except ValueError as error:
+        raise CheckpointError(str(path), "a header with each name once", str(error), _REPAIR) from None
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -59,6 +59,12 @@ def _error(where: str, expected: str, found: str) -> CheckpointError:
     return CheckpointError(where, expected, found, REPAIR)
 
 
+def _at(wrong: torch.Tensor) -> str:
+    """How many are wrong, and where the first of them is."""
+    index = wrong.nonzero()[0].tolist()
+    return f"{int(wrong.sum())} others, the first at {index if len(index) > 1 else index[0]}"
+
+
 def _structure(
     tensors: Mapping[str, torch.Tensor], scheme: LayerScheme, shape: tuple[int, int], where: str
 ) -> Iterator[CheckpointError]:
@@ -77,20 +83,19 @@ def _packed(
 ) -> Iterator[CheckpointError]:
     scales, qweight = tensors["scales"], tensors["qweight"]
     assert scheme.bits is not None
-    good = (scales != 0) & torch.isfinite(scales * (1 << (scheme.bits - 1)))
-    if not good.all():
-        bad = int((~good).sum())
-        yield _error(f"{where}.scales", "finite scales, none of them zero", f"{bad} that are not")
+    half = 1 << (scheme.bits - 1)
+    if (wrong := (scales == 0) | ~torch.isfinite(scales * half)).any():
+        yield _error(f"{where}.scales", f"scales that are not zero, and finite also times {half}", _at(wrong))
     used = shape[1] * scheme.bits % WORD_BITS
-    if used and (qweight[:, -1] & ~((1 << used) - 1)).any():
-        yield _error(f"{where}.qweight", "zero bits after the last code of a row", "other bits")
+    if used and (wrong := (qweight[:, -1] & ~((1 << used) - 1)) != 0).any():
+        yield _error(f"{where}.qweight", "rows of which the bits after the last code are zero", _at(wrong))
     if scheme.outlier_coding == "integer":
         yield from _overflow(tensors, scheme, shape, where)
     elif scheme.outliers:
         broken = list(_csr(tensors, shape, where))
         yield from broken
-        if not broken and (count := _codes_under_outliers(tensors, scheme, shape)):
-            yield _error(f"{where}.qweight", "the code of 0 under each outlier", f"{count} others")
+        if not broken:
+            yield from _csr_on_grid(tensors, scheme, shape, where)
 
 
 def _csr(tensors: Mapping[str, torch.Tensor], shape: tuple[int, int], where: str) -> Iterator[CheckpointError]:
@@ -118,20 +123,31 @@ def _csr(tensors: Mapping[str, torch.Tensor], shape: tuple[int, int], where: str
         return
     starts = torch.zeros(col_idx.numel() + 1, dtype=torch.bool, device=row_ptr.device)
     starts[row_ptr.to(torch.int64)] = True
-    if ((col_idx[1:] <= col_idx[:-1]) & ~starts[1:-1]).any():
-        yield _error(f"{where}.outlier_col_idx", "columns that rise within each row", "some that do not")
-    if not torch.isfinite(values).all():
-        yield _error(f"{where}.outlier_values", "finite values", f"{int((~torch.isfinite(values)).sum())} that are not")
+    wrong = torch.nn.functional.pad((col_idx[1:] <= col_idx[:-1]) & ~starts[1:-1], (1, 0))
+    if wrong.any():
+        yield _error(f"{where}.outlier_col_idx", "columns that are above those before them in a row", _at(wrong))
+    if (wrong := ~torch.isfinite(values)).any():
+        yield _error(f"{where}.outlier_values", "values that are finite", _at(wrong))
 
 
-def _codes_under_outliers(tensors: Mapping[str, torch.Tensor], scheme: LayerScheme, shape: tuple[int, int]) -> int:
-    """How many outliers of a valid CSR matrix lie on an inlier that is not 0."""
+def _csr_on_grid(
+    tensors: Mapping[str, torch.Tensor], scheme: LayerScheme, shape: tuple[int, int], where: str
+) -> Iterator[CheckpointError]:
+    """What must hold of a valid CSR matrix and the inliers below it."""
     assert scheme.bits is not None
-    outliers = CSR(tensors["outlier_row_ptr"], tensors["outlier_col_idx"], tensors["outlier_values"], shape[1])
-    zero = 1 << (scheme.bits - 1)
-    return sum(
-        int((codes_at(tensors["qweight"], scheme.bits, rows, cols) != zero).sum()) for rows, cols, _ in outliers.bands()
-    )
+    values, scales, zero = tensors["outlier_values"], tensors["scales"], 1 << (scheme.bits - 1)
+    outliers = CSR(tensors["outlier_row_ptr"], tensors["outlier_col_idx"], values, shape[1])
+    for rows, cols, _ in outliers.bands():
+        wrong = codes_at(tensors["qweight"], scheme.bits, rows, cols) != zero
+        if wrong.any():
+            row, col = int(rows[wrong][0]), int(cols[wrong][0])
+            yield _error(f"{where}.qweight", "the code of 0 under each outlier", f"another at [{row}, {col}]")
+            return
+    if scheme.grid == "midrise" and values.numel():
+        largest = values.abs().max().to(torch.float32) + scales.abs().max().to(torch.float32) / 2
+        if not torch.isfinite(largest):
+            expected = "values that are finite also with half of the largest scale added"
+            yield _error(f"{where}.outlier_values", expected, f"{float(values.abs().max()):g} among them")
 
 
 def _overflow(
@@ -144,10 +160,10 @@ def _overflow(
         yield _error(f"{where}.outlier_overflow", "as many entries as gaps", found)
         return
     if wrong := flaw(gaps, overflow):
-        yield _error(f"{where}.outlier_gaps", "entries that state each outlier in the shortest form", wrong)
+        expected = "entries, with those of outlier_overflow, that state each outlier in the shortest form"
+        yield _error(f"{where}.outlier_gaps", expected, wrong)
         return
     width, last, size = shape[1] // scales.shape[1], (1 << scheme.bits) - 1, shape[0] * shape[1]
-    inside = infinite = 0
     for rows, cols, beyond in entries(gaps, overflow, shape[1]):
         if (place := int(rows[-1]) * shape[1] + int(cols[-1])) >= size:
             yield _error(f"{where}.outlier_gaps", f"outliers among the {size} weights", f"one at {place}")
@@ -156,14 +172,16 @@ def _overflow(
             yield _error(f"{where}.outlier_overflow", f"an overflow of at most {MAX_OVERFLOW}", str(int(beyond.max())))
             return
         codes = codes_at(tensors["qweight"], scheme.bits, rows, cols)
-        inside += int(((codes != 0) & (codes != last)).sum())
+        inside = (codes != 0) & (codes != last)
         values = outlier_values(beyond_grid(codes, beyond, 1 << (scheme.bits - 1)), scales[rows, cols // width])
-        infinite += int((~torch.isfinite(values)).sum())
-    if inside:
-        expected = "the first or the last code under each outlier"
-        yield _error(f"{where}.qweight", expected, f"{inside} others")
-    if infinite:
-        yield _error(f"{where}.outlier_overflow", "outliers of finite value", f"{infinite} that are not")
+        if (wrong := inside | ~torch.isfinite(values)).any():
+            first = int(wrong.nonzero()[0])
+            place = f"[{int(rows[first])}, {int(cols[first])}]"
+            if inside[first]:
+                yield _error(f"{where}.qweight", "the first or the last code under each outlier", f"another at {place}")
+            else:
+                yield _error(f"{where}.outlier_overflow", "outliers of finite value", f"{values[first]} at {place}")
+            return
 
 
 def _huffman(tensors: Mapping[str, torch.Tensor], shape: tuple[int, int], where: str) -> Iterator[CheckpointError]:
@@ -213,8 +231,8 @@ def _rans(tensors: Mapping[str, torch.Tensor], shape: tuple[int, int], where: st
     smallest = float(scale.double() * row.min().exp2() * column.min().exp2().clamp(max=1))
     limits = torch.finfo(torch.float32)
     if not limits.tiny <= smallest <= largest <= limits.max:
-        expected = "a scale that stays finite and positive with every exponent"
-        yield _error(f"{where}.scale", expected, f"{smallest:g} to {largest:g}")
+        expected = f"a scale that stays a normal number, {limits.tiny:.9g} to {limits.max:.9g}, with every exponent"
+        yield _error(f"{where}.scale", expected, f"{smallest:.9g} to {largest:.9g}")
     yield from _rans_tables(tensors, where)
     highest = 0
     for name, size in zip(("row_class", "column_class"), shape, strict=True):
@@ -224,7 +242,8 @@ def _rans(tensors: Mapping[str, torch.Tensor], shape: tuple[int, int], where: st
         highest += int(codes[:size].max())
     tables = tensors["table_ranges"].shape[0]
     if highest >= tables:
-        yield _error(f"{where}.row_class", f"sums of two classes below {tables}, the number of tables", str(highest))
+        expected = f"classes that sum, with those of column_class, to less than {tables}, the number of tables"
+        yield _error(f"{where}.row_class", expected, str(highest))
     words, room = tensors["chunk_words"].to(torch.int64), 2 * tensors["stream"].numel()
     if int(words.min()) < STATE_WORDS:
         yield _error(f"{where}.chunk_words", f"at least {STATE_WORDS} words in each chunk", str(int(words.min())))

@@ -1,4 +1,4 @@
-"""Coverage-guided fuzzing of the reader with atheris; options are libFuzzer's: `-max_total_time=600 -runs=100000`.
+"""Coverage-guided fuzzing of the reader with atheris; options are libFuzzer's: `-runs=20000 CORPUS`.
 
 The input says which file of which tiny checkpoint is damaged, where, and with which bytes. A finding is any exception
 but an error of ours, weights that changed without a complaint, memory beyond the limit, or no answer in 20 seconds.

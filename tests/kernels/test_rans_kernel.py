@@ -54,6 +54,15 @@ def test_decodes_bit_for_bit(rows: int, cols: int, octaves: float, wild: int) ->
     assert slots.flatten().tolist() == decoding_table(coded.model()).tolist()
 
 
+def test_first_state_that_no_encoder_leaves() -> None:
+    """State 1 is slot 1, of the first symbol; what is left of it, 1, takes a word, 0, and is the last state."""
+    zero = torch.zeros(1, dtype=torch.int32)
+    table = torch.tensor([[5, 1]], dtype=torch.int32), torch.tensor([4095, 1], dtype=torch.int32).to(torch.uint16)
+    words, stream = torch.tensor([[3]], dtype=torch.int32).to(torch.uint16), torch.tensor([1, 0], dtype=torch.int32)
+    coded = RansStream(zero, zero, *table, words, stream, (1, 1))
+    assert decode_stream(coded, "stream").tolist() == decode_rans(*arguments(coded)).tolist() == [[5]]
+
+
 def test_weights_are_decoded_by_the_kernel_where_there_is_one() -> None:
     coded = encoded(3, 20, 2.0)
     exponents = (torch.zeros(size, dtype=torch.int8) for size in coded.shape)
