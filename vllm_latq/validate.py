@@ -159,14 +159,14 @@ def _overflow(
         found = f"{len(overflow)} for {len(gaps)} gaps"
         yield _error(f"{where}.outlier_overflow", "as many entries as gaps", found)
         return
-    if wrong := flaw(gaps, overflow):
+    if found := flaw(gaps, overflow):
         expected = "entries, with those of outlier_overflow, that state each outlier in the shortest form"
-        yield _error(f"{where}.outlier_gaps", expected, wrong)
+        yield _error(f"{where}.outlier_gaps", expected, found)
         return
     width, last, size = shape[1] // scales.shape[1], (1 << scheme.bits) - 1, shape[0] * shape[1]
     for rows, cols, beyond in entries(gaps, overflow, shape[1]):
-        if (place := int(rows[-1]) * shape[1] + int(cols[-1])) >= size:
-            yield _error(f"{where}.outlier_gaps", f"outliers among the {size} weights", f"one at {place}")
+        if (end := int(rows[-1]) * shape[1] + int(cols[-1])) >= size:
+            yield _error(f"{where}.outlier_gaps", f"outliers among the {size} weights", f"one at {end}")
             return
         if int(beyond.max()) > MAX_OVERFLOW:
             yield _error(f"{where}.outlier_overflow", f"an overflow of at most {MAX_OVERFLOW}", str(int(beyond.max())))

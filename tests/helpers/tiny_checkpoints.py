@@ -39,7 +39,7 @@ def tiny_weight(scheme: LayerScheme, shape: tuple[int, int], seed: int) -> Weigh
         integers = (integers * torch.linspace(0.1, 3, shape[1])).round().to(torch.int32)
         integers[0, 0] = 2**31 - 1  # takes the way of ESCAPE
         rows, cols = (torch.randint(-9, 9, (size,), generator=generator).to(torch.int8) for size in shape)
-        return RansWeight.from_integers(integers, torch.tensor([0.01]), rows, cols)
+        return RansWeight.from_integers(integers, torch.tensor([0.01]), rows, cols, scheme.grid == "midrise")
     half = 1 << (scheme.bits - 1)
     mask = torch.rand(shape, generator=generator) < 0.1
     if scheme.outlier_coding == "integer":

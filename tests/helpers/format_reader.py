@@ -1,0 +1,209 @@
+"""A checkpoint read as FORMAT.md says, with numpy and nothing of the package: slow, plain, and it refuses nothing."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+Matrix = np.ndarray
+DTYPES = {
+    "F32": ("torch.float32", "<f4"),
+    "BF16": ("torch.bfloat16", "<u2"),
+    "I32": ("torch.int32", "<i4"),
+    "U16": ("torch.uint16", "<u2"),
+    "I8": ("torch.int8", "i1"),
+    "U8": ("torch.uint8", "u1"),
+}
+
+
+class Tensor(NamedTuple):
+    """A stored tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+    def array(self) -> np.ndarray:
+        """Its numbers: integers as int64, floats as float32."""
+        name, code = DTYPES[self.dtype]
+        values = np.frombuffer(self.data, code).reshape(self.shape)
+        if name == "torch.bfloat16":
+            return (values.astype(np.uint32) << 16).view(np.float32)
+        return values if name == "torch.float32" else values.astype(np.int64)
+
+
+def read_file(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file."""
+    content = path.read_bytes()
+    start = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:start])
+    header.pop("__metadata__", None)
+    tensors = {}
+    for name, entry in header.items():
+        low, high = entry["data_offsets"]
+        tensors[name] = Tensor(entry["dtype"], tuple(entry["shape"]), content[start + low : start + high])
+    return tensors
+
+
+def read_tensors(directory: Path) -> dict[str, Tensor]:
+    """Those of all shards."""
+    return {name: tensor for path in directory.glob("*.safetensors") for name, tensor in read_file(path).items()}
+
+
+def fingerprint(directory: Path) -> str:
+    """Section 5."""
+    config = json.loads((directory / "config.json").read_text())["quantization_config"]
+    schemes = [config, *config["overrides"].values()]
+    for scheme in schemes:
+        scheme.setdefault("outliers", False)
+        for key, default in (
+            ("bits", None),
+            ("group_size", None),
+            ("outlier_coding", "bfloat16"),
+            ("grid", "midtread"),
+        ):
+            if scheme.get(key, default) == default:
+                scheme.pop(key, None)
+    del config["fingerprint"], config["recipe"]
+    lines = [f"config {json.dumps(config, sort_keys=True, separators=(',', ':'))}"]
+    for name, tensor in read_tensors(directory).items():
+        sizes = "x".join(str(size) for size in tensor.shape)
+        lines.append(f"{name} {DTYPES[tensor.dtype][0]} {sizes} {hashlib.sha256(tensor.data).hexdigest()}")
+    return "sha256:" + hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
+
+
+def matrices(directory: Path) -> dict[str, Matrix]:
+    """W of every quantized linear, float32 [r, c]."""
+    config = json.loads((directory / "config.json").read_text())["quantization_config"]
+    stored, found = read_tensors(directory), {}
+    for name in [name.removesuffix(".weight_shape") for name in stored if name.endswith(".weight_shape")]:
+        own = {key.removeprefix(f"{name}."): tensor for key, tensor in stored.items() if key.startswith(f"{name}.")}
+        found[name] = matrix(own, config["overrides"].get(name, config))
+    return found
+
+
+def matrix(tensors: Mapping[str, Tensor], scheme: Mapping[str, Any]) -> Matrix:
+    """Section 3: W of one linear, float32 [r, c], from its tensors and its scheme as JSON."""
+    arrays = {name: tensor.array() for name, tensor in tensors.items()}
+    half = np.float32(0.5 if scheme.get("grid") == "midrise" else 0)
+    r, c = arrays["weight_shape"]
+    if scheme["encoding"] == "huffman":
+        return _huffman(arrays, r, c).astype(np.float32) * arrays["scale"]
+    if scheme["encoding"] == "rans":
+        rows, columns = (
+            (2.0 ** (arrays[name] / 8)).astype(np.float32) for name in ("row_exponents", "column_exponents")
+        )
+        steps = arrays["scale"] * rows
+        return (_rans(arrays, r, c).astype(np.float32) + half) * steps[:, None] * columns
+    bits, group = scheme["bits"], scheme["group_size"]
+    codes = _unpack(arrays["qweight"], c, bits)
+    z, scales = codes - 2 ** (bits - 1), arrays["scales"][:, np.arange(c) // (c if group == -1 else group)]
+    outliers: dict[tuple[int, int], np.float32] = {}
+    if scheme.get("outlier_coding") == "integer":
+        for i, j, overflow in _overflow(arrays, c):
+            beyond = -(2 ** (bits - 1)) - overflow if codes[i, j] == 0 else 2 ** (bits - 1) - 1 + overflow
+            outliers[i, j], z[i, j] = _to_bfloat16(scales[i, j] * np.float32(beyond)), 0
+    elif scheme.get("outliers"):
+        ends = arrays["outlier_row_ptr"]
+        for i in range(r):
+            for k in range(ends[i], ends[i + 1]):
+                outliers[i, arrays["outlier_col_idx"][k]] = arrays["outlier_values"][k]
+    weights: Matrix = scales * (z.astype(np.float32) + half)
+    for place, value in outliers.items():
+        weights[place] += value
+    return weights
+
+
+def _unpack(words: np.ndarray, count: int, bits: int) -> Matrix:
+    """Section 3.1: the codes of each row of words, int64 [rows, count]."""
+    stream = np.unpackbits(words.astype("<i4").view(np.uint8), axis=1, bitorder="little")
+    return stream[:, : count * bits].reshape(len(words), count, bits).astype(np.int64) @ (1 << np.arange(bits))
+
+
+def _overflow(arrays: Mapping[str, np.ndarray], cols: int) -> Iterator[tuple[int, int, int]]:
+    """Section 3.2: row, column and overflow of each outlier that is stored as an integer."""
+    place, gap, overflow = -1, 0, 1
+    for more_gap, more_overflow in zip(
+        arrays["outlier_gaps"].tolist(), arrays["outlier_overflow"].tolist(), strict=True
+    ):
+        gap, overflow = gap + more_gap, overflow + more_overflow
+        if 255 not in (more_gap, more_overflow):
+            place += gap + 1
+            yield place // cols, place % cols, overflow
+            gap, overflow = 0, 1
+
+
+def _to_bfloat16(value: np.float32) -> np.float32:
+    """Rounded to the nearest, ties to even."""
+    bits = int(np.float32(value).view(np.uint32))
+    return np.uint32((bits + 0x7FFF + (bits >> 16 & 1)) >> 16 << 16).view(np.float32)
+
+
+def _chunks(rows: int, cols: int, weights: int) -> Iterator[tuple[slice, slice]]:
+    """Rows and columns of each chunk of a coded matrix, in stored order."""
+    height, width = max(1, weights // cols), min(cols, weights)
+    for top in range(0, rows, height):
+        for left in range(0, cols, width):
+            yield slice(top, min(top + height, rows)), slice(left, min(left + width, cols))
+
+
+def _huffman(arrays: Mapping[str, np.ndarray], rows: int, cols: int) -> Matrix:
+    """Section 3.3: z, int64 [rows, cols]."""
+    lengths = arrays["code_lengths"].tolist()
+    symbols, code, before = {}, 0, 0
+    for length, symbol in sorted((length, symbol) for symbol, length in enumerate(lengths) if length):
+        code <<= length - before
+        symbols[f"{code:0{length}b}"], code, before = symbol, code + 1, length
+    stream = "".join(f"{word & 0xFFFFFFFF:032b}" for word in arrays["stream"].tolist())
+    z, end = np.empty((rows, cols), np.int64), 0
+    for (band, columns), bits in zip(_chunks(rows, cols, 1024), arrays["chunk_bits"].flat, strict=True):
+        at, end = end, end + int(bits)
+        for i in range(band.start, band.stop):
+            for j in range(columns.start, columns.stop):
+                length = next(length for length in range(1, 16) if stream[at : at + length] in symbols)
+                symbol, at = symbols[stream[at : at + length]], at + length
+                z[i, j] = arrays["first_symbol"][0] + symbol
+                if symbol == len(lengths) - 1:  # ESCAPE
+                    z[i, j], at = _signed(int(stream[at : at + 32], 2)), at + 32
+        assert at == end
+    return z
+
+
+def _rans(arrays: Mapping[str, np.ndarray], rows: int, cols: int) -> Matrix:
+    """Section 3.4: z, int64 [rows, cols]."""
+    row_class, column_class = (
+        _unpack(arrays[name][None], size, 4)[0] for name, size in (("row_class", rows), ("column_class", cols))
+    )
+    tables, low = [], 0
+    for first, count in arrays["table_ranges"].tolist():
+        frequencies = arrays["frequencies"][low : low + count + 1]
+        slots, starts = np.repeat(np.arange(count + 1), frequencies), np.cumsum(frequencies) - frequencies
+        tables.append((first, count, frequencies.tolist(), starts.tolist(), slots.tolist()))
+        low += count + 1
+    words = arrays["stream"].astype("<i4").view("<u2").tolist()
+    z, end = np.empty((rows, cols), np.int64), 0
+    for (band, columns), length in zip(_chunks(rows, cols, 4096), arrays["chunk_words"].flat, strict=True):
+        at, end = end + 2, end + int(length)
+        x = words[at - 2] + (words[at - 1] << 16)
+        for i in range(band.start, band.stop):
+            for j in range(columns.start, columns.stop):
+                first, escape, frequencies, starts, slots = tables[row_class[i] + column_class[j]]
+                slot = x % 4096
+                symbol = slots[slot]
+                x = frequencies[symbol] * (x // 4096) + slot - starts[symbol]
+                if x < 2**16:
+                    x, at = x * 2**16 + words[at], at + 1
+                z[i, j] = first + symbol
+                if symbol == escape:
+                    upper, x = x % 2**16, x // 2**16 * 2**16 + words[at]
+                    lower, x = x % 2**16, x // 2**16 * 2**16 + words[at + 1]
+                    z[i, j], at = _signed(upper << 16 | lower), at + 2
+        assert (x, at) == (2**16, end)
+    return z
+
+
+def _signed(word: int) -> int:
+    return word - (word >> 31 << 32)

@@ -1,0 +1,54 @@
+"""FORMAT.md is enough to read a checkpoint: `format_reader`, made of its sentences, gets the weights that the package
+gets, and the fingerprint that it writes."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from format_reader import fingerprint, matrices, matrix, read_file
+from safetensors.torch import save_file
+from tiny_checkpoints import SCHEMES, tiny_weight, write_tiny_checkpoint
+
+from vllm_latq.checkpoint import CheckpointReader, checkpoint_fingerprint
+from vllm_latq.config import LayerScheme
+
+# Several chunks of rows, or of columns; whole words, and codes that straddle them.
+SHAPES = [(700, 8), (2, 2056), (3, 4200), (1, 1)]
+PACKED = [
+    LayerScheme("packed", bits, group_size, outliers, coding, grid)
+    for bits in (2, 3, 4, 8)
+    for group_size in (1, -1)
+    for outliers, coding in ((False, "bfloat16"), (True, "bfloat16"), (True, "integer"))
+    for grid in ("midtread", "midrise")
+]
+CODED = [LayerScheme("huffman"), LayerScheme("rans"), LayerScheme("rans", grid="midrise")]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("scheme", [*PACKED, *CODED], ids=lambda scheme: "-".join(map(str, scheme.to_dict().values())))
+def test_weights_of_a_linear(scheme: LayerScheme, shape: tuple[int, int], tmp_path: Path) -> None:
+    weight = tiny_weight(scheme, shape, 0)
+    save_file(weight.to_tensors(), tmp_path / "linear.safetensors")
+    found = matrix(read_file(tmp_path / "linear.safetensors"), scheme.to_dict())
+    assert found.dtype == np.float32
+    assert np.array_equal(found, weight.dequantize().numpy())
+
+
+@pytest.mark.parametrize("encoding", SCHEMES)
+def test_checkpoint(encoding: str, tmp_path: Path) -> None:
+    directory = write_tiny_checkpoint(tmp_path / encoding, encoding)
+    check(directory)
+
+
+def test_checkpoints_of_a_model(ssqr_checkpoint: Path, mixed_pair: tuple[Path, Path]) -> None:
+    check(ssqr_checkpoint)
+    check(mixed_pair[0])
+
+
+def check(directory: Path) -> None:
+    reader = CheckpointReader(directory)
+    found = matrices(directory)
+    assert found.keys() == reader.shapes.keys()
+    for name, weights in found.items():
+        assert np.array_equal(weights, reader.weight(name).dequantize().numpy()), name
+    assert fingerprint(directory) == checkpoint_fingerprint(reader)
