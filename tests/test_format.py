@@ -1,7 +1,9 @@
 """FORMAT.md is enough to read a checkpoint: `format_reader`, made of its sentences, gets the weights that the package
 gets, and the fingerprint that it writes."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,6 +34,27 @@ def test_weights_of_a_linear(scheme: LayerScheme, shape: tuple[int, int], tmp_pa
     found = matrix(read_file(tmp_path / "linear.safetensors"), scheme.to_dict())
     assert found.dtype == np.float32
     assert np.array_equal(found, weight.dequantize().numpy())
+
+
+def test_columns_that_take_32_bits(tmp_path: Path) -> None:
+    test_weights_of_a_linear(LayerScheme("packed", 2, -1, True), (1, 65600), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"outlier_coding": "bfloat16", "grid": "midtread"}, {"outliers": None}, {"ignore": None}]
+)
+def test_fingerprint_of_a_config_that_says_more_or_less(changes: dict[str, Any], tmp_path: Path) -> None:
+    """What it may leave out, and what it need not say."""
+    directory = write_tiny_checkpoint(tmp_path / "packed", "packed")
+    config = json.loads((directory / "config.json").read_text())
+    quantization = config["quantization_config"]
+    quantization["overrides"] = {"layers.1.up": {"encoding": "packed", "bits": 4, "group_size": 3, "outliers": False}}
+    for scheme in (quantization, quantization["overrides"]["layers.1.up"]):
+        scheme.update(changes)
+        for key in [key for key, value in scheme.items() if value is None]:
+            del scheme[key]
+    (directory / "config.json").write_text(json.dumps(config))
+    check(directory)
 
 
 @pytest.mark.parametrize("encoding", SCHEMES)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_checkpoints import SCHEMES, write_tiny_checkpoint
+from tiny_checkpoints import SCHEMES, list_twice, write_tiny_checkpoint
 
 from vllm_latq.checkpoint import CheckpointReader, verify
 from vllm_latq.errors import LatqError, printable
@@ -75,14 +75,8 @@ def test_safetensors_header(tmp_path: Path, name: str) -> None:
 def test_safetensors_header_with_a_name_twice(tiny: Callable[[str], Path]) -> None:
     """One reader takes the first of the two, another one the last."""
     path = tiny("packed")
-    content = (path / SHARD).read_bytes()
-    end = 8 + int.from_bytes(content[:8], "little")
-    name = sorted(set(json.loads(content[8:end])) - {"__metadata__"})[0]
-    header = content[8:end].replace(
-        b"{", b'{"' + name.encode() + b'":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},', 1
-    )
-    (path / SHARD).write_bytes(struct.pack("<Q", len(header)) + header + content[end:])
-    assert f"{SHARD}: expected a header with each name once, found the key '{name}' 2 times" in problems(path)
+    name = list_twice(path / SHARD)
+    assert f"{SHARD}: expected a header with each key once, found the key '{name}' 2 times" in problems(path)
 
 
 @pytest.mark.parametrize("length", [0, 2**63, 2**64 - 1, 1 << 20])

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_checkpoints import list_twice
 from transformers import AutoModelForCausalLM
 
 from vllm_latq.errors import CheckpointError, ConfigError
@@ -106,7 +107,7 @@ def test_generate(ssqr_pair: tuple[Path, Path]) -> None:
 
 
 def damaged(source: Path, target: Path, change: str) -> Path:
-    """A copy of a checkpoint with one tensor missing or changed, or one key too many in its config."""
+    """A copy of a checkpoint with one tensor missing, changed or listed twice, or one key too many in its config."""
     shutil.copytree(source, target)
     file, name = target / "model.safetensors", "model.layers.1.mlp.up_proj.scales"
     tensors = load_file(file)
@@ -115,6 +116,8 @@ def damaged(source: Path, target: Path, change: str) -> Path:
     elif change == "not finite":
         tensors[name][3, 1] = torch.nan
     save_file(tensors, file, metadata={"format": "pt"})
+    if change == "twice":
+        list_twice(file)
     if change == "unknown key":
         config = json.loads((target / "config.json").read_text())
         config["quantization_config"]["zero_points"] = True
@@ -126,7 +129,8 @@ def damaged(source: Path, target: Path, change: str) -> Path:
     ("change", "error", "message"),
     [
         ("missing", CheckpointError, r"layers\.1\.mlp\.up_proj\.scales: .*found no such tensor"),
-        ("not finite", CheckpointError, r"layers\.1\.mlp\.up_proj\.scales: expected finite"),
+        ("not finite", CheckpointError, r"layers\.1\.mlp\.up_proj\.scales: expected scales .* row 3, group 1"),
+        ("twice", CheckpointError, r"model\.safetensors: expected a header with each key once"),
         ("unknown key", ConfigError, "unknown zero_points"),
     ],
 )

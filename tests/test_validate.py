@@ -77,6 +77,12 @@ def swap_first_columns(tensors: Tensors) -> None:
     tensors["outlier_col_idx"] = columns.to(torch.uint16)
 
 
+def repeat_columns(tensors: Tensors) -> None:
+    columns = tensors["outlier_col_idx"].to(torch.int64)
+    columns[1:3] = columns[0]
+    tensors["outlier_col_idx"] = columns.to(torch.uint16)
+
+
 def early_end(tensors: Tensors) -> None:
     """The first byte of an overflow is not full, but the gap asks for another entry."""
     tensors["outlier_gaps"][0], tensors["outlier_overflow"][0] = 255, 254
@@ -98,23 +104,24 @@ PACKED_DAMAGE = [
     (setting("weight_shape", 0, 10), "layer.weight_shape: expected the shape of the linear"),
     (
         setting("scales", (0, 0), float("nan")),
-        "layer.scales: expected scales that are not zero, and finite also times 4, found 1 others, the first at [0, 0]",
+        "layer.scales: expected scales that are not zero, and finite also times 4, found 1 others",
     ),
-    (setting("scales", (8, 1), 0.0), "and finite also times 4, found 1 others, the first at [8, 1]"),
-    (setting("scales", (2, 0), 3e38), "and finite also times 4, found 1 others, the first at [2, 0]"),
+    (setting("scales", ([8, 2], [0, 1]), 0.0), "finite also times 4, found 2 others, the first in row 2, group 1"),
+    (setting("scales", (2, 0), 3e38), "and finite also times 4, found 1 others, the first in row 2, group 0"),
     (
         replacing("qweight", lambda tensor: tensor ^ 1),
-        "layer.qweight: expected the code of 0 under each outlier, found another at [1, 10]",
+        "layer.qweight: expected the code of 0 under each outlier, found another in row 1, column 10",
     ),
-    (setting("qweight", (3, -1), -1), "bits after the last code are zero, found 1 others, the first at 3"),
+    (setting("qweight", ([7, 3], -1), -1), "after the last code are zero, found 2 others, the first in row 3"),
     (setting("outlier_row_ptr", 0, 1), "layer.outlier_row_ptr: expected 0 first"),
     (setting("outlier_row_ptr", -1, 10**6), "layer.outlier_row_ptr: expected 0 first and"),
     (setting("outlier_row_ptr", 4, -7), "layer.outlier_row_ptr: expected offsets that never fall, found a fall after"),
     (setting("outlier_col_idx", 0, 66), "layer.outlier_col_idx: expected columns in [0, 66)"),
-    (swap_first_columns, "layer.outlier_col_idx: expected columns that are above those before them in a row, found 1"),
+    (swap_first_columns, "above those before them in a row, found 1 others, the first in entry 1"),
+    (repeat_columns, "above those before them in a row, found 2 others, the first in entry 1"),
     (
         setting("outlier_values", 0, float("inf")),
-        "layer.outlier_values: expected values that are finite, found 1 others, the first at 0",
+        "layer.outlier_values: expected values that are finite, found 1 others, the first in entry 0",
     ),
     (replacing("outlier_values", lambda tensor: tensor[:-1]), "layer.outlier_values: expected as many values"),
 ]
@@ -128,15 +135,22 @@ INTEGER_DAMAGE = [
     (replacing("outlier_gaps", lambda tensor: tensor[:-1]), "layer.outlier_overflow: expected as many entries as gaps"),
     (setting("outlier_gaps", -1, 255), "shortest form, found an outlier without its last entry"),
     (setting("outlier_overflow", -1, 255), "shortest form, found an outlier without its last entry"),
-    (setting("outlier_gaps", 1, 1), "shortest form, found 1 others, the first at 0"),
-    (early_end, "shortest form, found 1 others, the first at"),
+    (setting("outlier_gaps", [2, 1], 1), "shortest form, found 2 others, the first in entry 0"),
+    (early_end, "shortest form, found 1 others, the first in entry 0"),
     (setting("outlier_gaps", -1, 254), "layer.outlier_gaps: expected outliers among the 594 weights, found one at"),
     (setting("outlier_gaps", 3, 0), "layer.qweight: expected the first or the last code under each outlier, found"),
     (
         setting("qweight", (0, 0), 3),
-        "layer.qweight: expected the first or the last code under each outlier, found another at [0, 0]",
+        "layer.qweight: expected the first or the last code under each outlier, found another in row 0, column 0",
     ),
-    (setting("scales", (0, 0), 8e37), "layer.outlier_overflow: expected outliers of finite value, found inf at [0, 0]"),
+    (
+        setting("scales", (slice(0, 5), slice(None)), 8e37),
+        "layer.outlier_overflow: expected outliers and weights of finite value, found another in row",
+    ),
+    (
+        setting("qweight", (4, slice(0, 6)), 0x55555555),
+        "the first or the last code under each outlier, found another in row 4, column",
+    ),
     (far_beyond, "layer.outlier_overflow: expected an overflow of at most 16777216, found"),
 ]
 HUFFMAN_DAMAGE = [
@@ -214,16 +228,57 @@ def test_violation(kind: str, damage: Callable[[Tensors], None], message: str) -
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize(("value", "refused"), [(3.3e38, False), (3.38e38, True)])
-def test_half_a_step_counts_where_outliers_could_be_infinite(value: float, refused: bool) -> None:
-    """In float32, beside the largest scale, of which half is 3e36."""
-    tensors, scheme = packed_tensors(), dataclasses.replace(PACKED, grid="midrise")
-    tensors["scales"][4, 1], tensors["outlier_values"][2] = -6e36, -value
-    found = [str(problem) for problem in validate.problems(tensors, scheme, SHAPE, "layer")]
-    assert [problem.split(",")[0] for problem in found] == [
-        "layer.outlier_values: expected values that are finite also with half of the largest scale added"
-    ] * refused
-    assert list(validate.problems(tensors, PACKED, SHAPE, "layer")) == []
+@pytest.mark.parametrize(("scale", "refused"), [(2e36, False), (3e36, True), (-3e36, False)])
+@pytest.mark.parametrize("grid", ["midrise", "midtread"])
+def test_half_a_step_counts_where_outliers_could_be_infinite(scale: float, refused: bool, grid: str) -> None:
+    """In float32: in bfloat16, whose largest number this outlier is, half of 2e36 would make it infinite, too."""
+    tensors, scheme = packed_tensors(), dataclasses.replace(PACKED, grid=grid)
+    row = int((tensors["outlier_row_ptr"] <= 2).sum()) - 1
+    column = int(tensors["outlier_col_idx"][2])
+    tensors["outlier_values"][2] = torch.finfo(torch.bfloat16).max
+    tensors["scales"][row, column // 33] = scale
+    found = [str(problem).split(". ")[0] for problem in validate.problems(tensors, scheme, SHAPE, "layer")]
+    assert found == [
+        "layer.outlier_values: expected values that are finite also with half a scale added, "
+        f"found another in row {row}, column {column}"
+    ] * (refused and grid == "midrise")
+
+
+@pytest.mark.parametrize(("grid", "refused"), [("midtread", False), ("midrise", True)])
+def test_half_a_step_counts_where_integer_outliers_could_be_infinite(grid: str, refused: bool) -> None:
+    """Twice the scale is finite, and 2.5 times it is not."""
+    integers = torch.tensor([[0, 1, 2]], dtype=torch.int32)
+    scales = torch.tensor([[1.69e38]], dtype=torch.bfloat16)
+    tensors = PackedWeight.from_integers(integers, scales, 2, -1, integers == 2, None, grid == "midrise").to_tensors()
+    scheme = LayerScheme("packed", 2, -1, True, "integer", grid)
+    found = [str(problem).split(". ")[0] for problem in validate.problems(tensors, scheme, (1, 3), "layer")]
+    assert (
+        found
+        == ["layer.outlier_overflow: expected outliers and weights of finite value, found another in row 0, column 2"]
+        * refused
+    )
+
+
+def test_scale_that_is_wrong_is_all_that_is() -> None:
+    for tensors, scheme in ((packed_tensors(), PACKED), (integer_tensors(), INTEGER)):
+        tensors["scales"][:, :] = float("nan")
+        for grid in ("midtread", "midrise"):
+            scheme = dataclasses.replace(scheme, grid=grid)
+            (problem,) = validate.problems(tensors, scheme, SHAPE, "layer")
+            assert "layer.scales: expected" in str(problem)
+
+
+def test_columns_that_do_not_fit_in_16_bits() -> None:
+    """Stored as int32, they can be negative."""
+    shape, scheme = (1, 70000), LayerScheme("packed", 2, -1, True)
+    integers, mask = torch.zeros(shape, dtype=torch.int32), torch.zeros(shape, dtype=torch.bool)
+    mask[0, [3, 69999]] = True
+    scales = torch.ones((1, 1), dtype=torch.bfloat16)
+    tensors = PackedWeight.from_integers(integers, scales, 2, -1, mask, torch.ones(shape)).to_tensors()
+    assert list(validate.problems(tensors, scheme, shape, "layer")) == []
+    tensors["outlier_col_idx"][0] = -3
+    (problem,) = validate.problems(tensors, scheme, shape, "layer")
+    assert "layer.outlier_col_idx: expected columns in [0, 70000), found -3 to 69999" in str(problem)
 
 
 def test_chunk_that_ends_elsewhere_is_refused_when_decoded() -> None:

@@ -122,4 +122,5 @@ def flaw(gaps: torch.Tensor, overflow: torch.Tensor) -> str:
     if goes_on[-1:].any():
         return "an outlier without its last entry"
     longer = goes_on[:-1] & ((numbers[:, :-1] != CONTINUED) & (numbers[:, 1:] != 0)).any(0)
-    return f"{int(longer.sum())} others, the first at {int(longer.nonzero()[0])}" if longer.any() else ""
+    first = int(longer.to(torch.uint8).argmax()) if longer.any() else None
+    return "" if first is None else f"{int(longer.sum())} others, the first in entry {first}"

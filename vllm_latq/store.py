@@ -124,22 +124,21 @@ class TensorStore:
         return self.files[name]
 
     def _read_header(self, file: str) -> None:
-        """Names and shapes of a file's tensors; it is closed again, or all files of a model would be mapped at once."""
-        handle = self._handle(file)
-        _refuse_repeated_names(self.directory / file)
-        names: list[str] = handle.keys()
-        self._shapes[file] = {name: tuple(handle.get_slice(name).get_shape()) for name in names}
-        del self._open[file]
+        """Of a file; it is closed again, or all files of a model would be mapped at once."""
+        self._shapes[file] = stored_shapes(self._path_of(file))
 
     def _handle(self, file: str) -> Any:
         if file not in self._open:
-            if Path(file).name != file:
-                hint = "Copy or download the checkpoint again; if that is how it was published, do not trust it."
-                raise CheckpointError(str(self.directory / INDEX_FILE), "file names without a folder", repr(file), hint)
-            path = regular_file(self.directory / file)
+            path = self._path_of(file)
             with readable(path):
                 self._open[file] = safe_open(path, framework="pt", device="cpu")
         return self._open[file]
+
+    def _path_of(self, file: str) -> Path:
+        if Path(file).name != file:
+            hint = "Copy or download the checkpoint again; if that is how it was published, do not trust it."
+            raise CheckpointError(str(self.directory / INDEX_FILE), "file names without a folder", repr(file), hint)
+        return regular_file(self.directory / file)
 
     def _checked_names(self, files: Mapping[str, str]) -> Mapping[str, str]:
         """The fingerprint joins names with blanks and newlines: a name that holds one could forge another's line."""
@@ -157,6 +156,23 @@ def readable(path: Path, hint: str = _REPAIR) -> Iterator[None]:
         yield
     except (SafetensorError, OSError) as error:
         raise CheckpointError(str(path), "a valid safetensors file", str(error), hint) from None
+
+
+def stored_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of the tensors of a safetensors file.
+
+    Raises:
+        CheckpointError: it is damaged, or its header has a key twice: of two tensors of one name parsers take either.
+    """
+    with readable(path), safe_open(path, framework="pt", device="cpu") as handle, path.open("rb") as file:
+        names: list[str] = handle.keys()
+        shapes = {name: tuple(handle.get_slice(name).get_shape()) for name in names}
+        header = file.read(int.from_bytes(file.read(8), "little"))
+    try:
+        json.loads(header, object_pairs_hook=_unique_keys)
+    except ValueError as error:
+        raise CheckpointError(str(path), "a header with each key once", str(error), _REPAIR) from None
+    return shapes
 
 
 def read_json(path: Path, hint: str = _REPAIR) -> dict[str, Any]:
@@ -196,16 +212,6 @@ def regular_file(path: Path, kind: str = "a safetensors file") -> Path:
         hint = "Replace the link by the file." if "link" in found else "It is incomplete: copy or download it again."
         raise CheckpointError(str(path), kind, found, hint)
     return path
-
-
-def _refuse_repeated_names(path: Path) -> None:
-    """Readers do not agree on which of two tensors of one name in a valid file they take."""
-    with readable(path), path.open("rb") as file:
-        header = file.read(int.from_bytes(file.read(8), "little"))
-    try:
-        json.loads(header, object_pairs_hook=_unique_keys)
-    except ValueError as error:
-        raise CheckpointError(str(path), "a header with each name once", str(error), _REPAIR) from None
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

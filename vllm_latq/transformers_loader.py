@@ -7,10 +7,10 @@ out of `from_pretrained` holds validated weights; training and saving through tr
 """
 
 from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import nn
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -20,6 +20,7 @@ from vllm_latq.experts import Experts
 from vllm_latq.linear_op import WEIGHT_ARGUMENTS, dequantize, scale_columns, ssqr_linear, weight_arguments
 from vllm_latq.packed_weight import PackedWeight
 from vllm_latq.spec import SHAPE, tensor_specs
+from vllm_latq.store import stored_shapes
 from vllm_latq.tensor_names import stored_names, unmerged
 from vllm_latq.weights import decode_checked, weight_from_tensors
 
@@ -140,7 +141,7 @@ class LatqQuantizer(HfQuantizer):
         tied = getattr(model.config.get_text_config(), "tie_word_embeddings", False)
         tied_head = model.get_output_embeddings() if tied else None
         assert isinstance(self.quantization_config, LatqQuantizationConfig)
-        shapes = _stored_shapes(checkpoint_files or [])
+        shapes = {name: shape for file in checkpoint_files or [] for name, shape in stored_shapes(Path(file)).items()}
         stored = _stored_linears(model, shapes, checkpoint_files)
         self.unfused = any(isinstance(module, Experts) for module in model.modules())
         for name, module in list(model.named_modules()):
@@ -173,15 +174,6 @@ class LatqQuantizer(HfQuantizer):
                 linear.register_parameter("bias", module.bias)
                 model.set_submodule(name, linear)
         return model
-
-
-def _stored_shapes(files: list[str]) -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in files:
-        with safe_open(file, framework="pt") as shard:
-            names = shard.keys()
-            shapes |= {name: tuple(shard.get_slice(name).get_shape()) for name in names}
-    return shapes
 
 
 def _stored_linears(model: Any, stored: Collection[str], files: list[str]) -> dict[str, str]:

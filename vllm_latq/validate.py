@@ -59,10 +59,11 @@ def _error(where: str, expected: str, found: str) -> CheckpointError:
     return CheckpointError(where, expected, found, REPAIR)
 
 
-def _at(wrong: torch.Tensor) -> str:
-    """How many are wrong, and where the first of them is."""
-    index = wrong.nonzero()[0].tolist()
-    return f"{int(wrong.sum())} others, the first at {index if len(index) > 1 else index[0]}"
+def _others(wrong: torch.Tensor, *axes: str) -> str:
+    """How many of a mask are wrong, and where the first of them is, in terms of its axes."""
+    first = torch.unravel_index(wrong.flatten().to(torch.uint8).argmax(), wrong.shape)
+    place = ", ".join(f"{axis} {int(index)}" for axis, index in zip(axes, first, strict=True))
+    return f"{int(wrong.sum())} others, the first in {place}"
 
 
 def _structure(
@@ -85,10 +86,11 @@ def _packed(
     assert scheme.bits is not None
     half = 1 << (scheme.bits - 1)
     if (wrong := (scales == 0) | ~torch.isfinite(scales * half)).any():
-        yield _error(f"{where}.scales", f"scales that are not zero, and finite also times {half}", _at(wrong))
+        expected = f"scales that are not zero, and finite also times {half}"
+        yield _error(f"{where}.scales", expected, _others(wrong, "row", "group"))
     used = shape[1] * scheme.bits % WORD_BITS
     if used and (wrong := (qweight[:, -1] & ~((1 << used) - 1)) != 0).any():
-        yield _error(f"{where}.qweight", "rows of which the bits after the last code are zero", _at(wrong))
+        yield _error(f"{where}.qweight", "rows of which the bits after the last code are zero", _others(wrong, "row"))
     if scheme.outlier_coding == "integer":
         yield from _overflow(tensors, scheme, shape, where)
     elif scheme.outliers:
@@ -125,9 +127,10 @@ def _csr(tensors: Mapping[str, torch.Tensor], shape: tuple[int, int], where: str
     starts[row_ptr.to(torch.int64)] = True
     wrong = torch.nn.functional.pad((col_idx[1:] <= col_idx[:-1]) & ~starts[1:-1], (1, 0))
     if wrong.any():
-        yield _error(f"{where}.outlier_col_idx", "columns that are above those before them in a row", _at(wrong))
+        expected = "columns that are above those before them in a row"
+        yield _error(f"{where}.outlier_col_idx", expected, _others(wrong, "entry"))
     if (wrong := ~torch.isfinite(values)).any():
-        yield _error(f"{where}.outlier_values", "values that are finite", _at(wrong))
+        yield _error(f"{where}.outlier_values", "values that are finite", _others(wrong, "entry"))
 
 
 def _csr_on_grid(
@@ -135,19 +138,30 @@ def _csr_on_grid(
 ) -> Iterator[CheckpointError]:
     """What must hold of a valid CSR matrix and the inliers below it."""
     assert scheme.bits is not None
-    values, scales, zero = tensors["outlier_values"], tensors["scales"], 1 << (scheme.bits - 1)
-    outliers = CSR(tensors["outlier_row_ptr"], tensors["outlier_col_idx"], values, shape[1])
-    for rows, cols, _ in outliers.bands():
-        wrong = codes_at(tensors["qweight"], scheme.bits, rows, cols) != zero
-        if wrong.any():
-            row, col = int(rows[wrong][0]), int(cols[wrong][0])
-            yield _error(f"{where}.qweight", "the code of 0 under each outlier", f"another at [{row}, {col}]")
+    scales, zero = tensors["scales"], 1 << (scheme.bits - 1)
+    width = shape[1] // scales.shape[1]
+    outliers = CSR(tensors["outlier_row_ptr"], tensors["outlier_col_idx"], tensors["outlier_values"], shape[1])
+    for rows, cols, values in outliers.bands():
+        if (wrong := codes_at(tensors["qweight"], scheme.bits, rows, cols) != zero).any():
+            found = f"another {_place(wrong, rows, cols)}"
+            yield _error(f"{where}.qweight", "the code of 0 under each outlier", found)
             return
-    if scheme.grid == "midrise" and values.numel():
-        largest = values.abs().max().to(torch.float32) + scales.abs().max().to(torch.float32) / 2
-        if not torch.isfinite(largest):
-            expected = "values that are finite also with half of the largest scale added"
-            yield _error(f"{where}.outlier_values", expected, f"{float(values.abs().max()):g} among them")
+        if (wrong := _infinite(values, scales[rows, cols // width], scheme)).any():
+            expected = "values that are finite also with half a scale added"
+            yield _error(f"{where}.outlier_values", expected, f"another {_place(wrong, rows, cols)}")
+            return
+
+
+def _place(wrong: torch.Tensor, rows: torch.Tensor, cols: torch.Tensor) -> str:
+    """Where the first outlier that is wrong lies."""
+    first = int(wrong.to(torch.uint8).argmax())
+    return f"in row {int(rows[first])}, column {int(cols[first])}"
+
+
+def _infinite(values: torch.Tensor, scales: torch.Tensor, scheme: LayerScheme) -> torch.Tensor:
+    """Where outliers of these values make a weight infinite, on scales that are not; bool [n], all [n]."""
+    weights = values.to(torch.float32) + 0.5 * scales.to(torch.float32) * (scheme.grid == "midrise")
+    return torch.isfinite(scales) & ~torch.isfinite(weights)
 
 
 def _overflow(
@@ -172,15 +186,15 @@ def _overflow(
             yield _error(f"{where}.outlier_overflow", f"an overflow of at most {MAX_OVERFLOW}", str(int(beyond.max())))
             return
         codes = codes_at(tensors["qweight"], scheme.bits, rows, cols)
-        inside = (codes != 0) & (codes != last)
-        values = outlier_values(beyond_grid(codes, beyond, 1 << (scheme.bits - 1)), scales[rows, cols // width])
-        if (wrong := inside | ~torch.isfinite(values)).any():
-            first = int(wrong.nonzero()[0])
-            place = f"[{int(rows[first])}, {int(cols[first])}]"
-            if inside[first]:
-                yield _error(f"{where}.qweight", "the first or the last code under each outlier", f"another at {place}")
-            else:
-                yield _error(f"{where}.outlier_overflow", "outliers of finite value", f"{values[first]} at {place}")
+        if (wrong := (codes != 0) & (codes != last)).any():
+            expected = "the first or the last code under each outlier"
+            yield _error(f"{where}.qweight", expected, f"another {_place(wrong, rows, cols)}")
+            return
+        scale = scales[rows, cols // width]
+        values = outlier_values(beyond_grid(codes, beyond, 1 << (scheme.bits - 1)), scale)
+        if (wrong := _infinite(values, scale, scheme)).any():
+            found = f"another {_place(wrong, rows, cols)}"
+            yield _error(f"{where}.outlier_overflow", "outliers and weights of finite value", found)
             return
 
 

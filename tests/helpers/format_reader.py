@@ -1,4 +1,4 @@
-"""A checkpoint read as FORMAT.md says, with numpy and nothing of the package: slow, plain, and it refuses nothing."""
+"""A checkpoint read as FORMAT.md says, with numpy and nothing of the package: slow, plain, validating nothing."""
 
 import hashlib
 import json
@@ -56,7 +56,8 @@ def read_tensors(directory: Path) -> dict[str, Tensor]:
 def fingerprint(directory: Path) -> str:
     """Section 5."""
     config = json.loads((directory / "config.json").read_text())["quantization_config"]
-    schemes = [config, *config["overrides"].values()]
+    schemes = [config, *config.setdefault("overrides", {}).values()]
+    config.setdefault("ignore", [])
     for scheme in schemes:
         scheme.setdefault("outliers", False)
         for key, default in (
@@ -67,7 +68,8 @@ def fingerprint(directory: Path) -> str:
         ):
             if scheme.get(key, default) == default:
                 scheme.pop(key, None)
-    del config["fingerprint"], config["recipe"]
+    for key in ("fingerprint", "recipe"):
+        config.pop(key, None)
     lines = [f"config {json.dumps(config, sort_keys=True, separators=(',', ':'))}"]
     for name, tensor in read_tensors(directory).items():
         sizes = "x".join(str(size) for size in tensor.shape)
@@ -81,7 +83,7 @@ def matrices(directory: Path) -> dict[str, Matrix]:
     stored, found = read_tensors(directory), {}
     for name in [name.removesuffix(".weight_shape") for name in stored if name.endswith(".weight_shape")]:
         own = {key.removeprefix(f"{name}."): tensor for key, tensor in stored.items() if key.startswith(f"{name}.")}
-        found[name] = matrix(own, config["overrides"].get(name, config))
+        found[name] = matrix(own, config.get("overrides", {}).get(name, config))
     return found
 
 

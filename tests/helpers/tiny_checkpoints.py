@@ -33,17 +33,17 @@ def tiny_weight(scheme: LayerScheme, shape: tuple[int, int], seed: int) -> Weigh
     generator = torch.Generator().manual_seed(seed)
     integers = (2 * torch.randn(shape, generator=generator)).round().to(torch.int32)
     if scheme.encoding == "huffman":
-        integers[0, 0] = 1000  # takes the way of ESCAPE
+        integers[0, 0] = 2**24 + 1  # takes the way of ESCAPE, and is no number of float32
         return HuffmanWeight(torch.tensor([0.01]), encode(integers))
     if scheme.encoding == "rans":
         integers = (integers * torch.linspace(0.1, 3, shape[1])).round().to(torch.int32)
-        integers[0, 0] = 2**31 - 1  # takes the way of ESCAPE
+        integers[-1, -1], integers[0, 0] = 2**24 + 1, 2**31 - 1  # take the way of ESCAPE, and are no numbers of float32
         rows, cols = (torch.randint(-9, 9, (size,), generator=generator).to(torch.int8) for size in shape)
         return RansWeight.from_integers(integers, torch.tensor([0.01]), rows, cols, scheme.grid == "midrise")
     half = 1 << (scheme.bits - 1)
     mask = torch.rand(shape, generator=generator) < 0.1
     if scheme.outlier_coding == "integer":
-        integers[0, 0] = -300  # takes a second entry
+        integers[0, 0] = -301  # takes a second entry, and is no number of bfloat16
         mask = (integers < -half) | (integers >= half)
     values = torch.randn(shape, generator=generator)
     scales = (torch.rand(shape[0], scheme.groups(shape[1]), generator=generator) + 0.1).to(torch.bfloat16)
@@ -86,3 +86,14 @@ def write_tiny_checkpoint(directory: Path, encoding: str) -> Path:
     for file, value in documents.items():
         (directory / file).write_text(json.dumps(value))
     return directory
+
+
+def list_twice(path: Path) -> str:
+    """Let the header of a safetensors file list one tensor twice, first as an empty one; returns its name."""
+    content = path.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    name = next(name for name in json.loads(content[8:end]) if name != "__metadata__")
+    empty = json.dumps({name: {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}})
+    header = f"{empty[:-1]},".encode() + content[9:end]
+    path.write_bytes(len(header).to_bytes(8, "little") + header + content[end:])
+    return name
