@@ -122,5 +122,6 @@ def flaw(gaps: torch.Tensor, overflow: torch.Tensor) -> str:
     if goes_on[-1:].any():
         return "an outlier without its last entry"
     longer = goes_on[:-1] & ((numbers[:, :-1] != CONTINUED) & (numbers[:, 1:] != 0)).any(0)
-    first = int(longer.to(torch.uint8).argmax()) if longer.any() else None
-    return "" if first is None else f"{int(longer.sum())} others, the first in entry {first}"
+    if not longer.any():
+        return ""
+    return f"{int(longer.sum())} others, the first in entry {int(longer.to(torch.uint8).argmax())}"

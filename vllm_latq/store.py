@@ -124,7 +124,7 @@ class TensorStore:
         return self.files[name]
 
     def _read_header(self, file: str) -> None:
-        """Of a file; it is closed again, or all files of a model would be mapped at once."""
+        """Names and shapes of a file's tensors; it is closed again, or all files of a model would be mapped at once."""
         self._shapes[file] = stored_shapes(self._path_of(file))
 
     def _handle(self, file: str) -> Any:
