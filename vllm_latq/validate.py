@@ -146,7 +146,8 @@ def _csr_on_grid(
             found = f"another {_place(wrong, rows, cols)}"
             yield _error(f"{where}.qweight", "the code of 0 under each outlier", found)
             return
-        if (wrong := _infinite(values, scales[rows, cols // width], scheme)).any():
+        # On a mid-tread grid these values are the weights, and finite.
+        if scheme.grid == "midrise" and (wrong := _infinite(values, scales[rows, cols // width], scheme)).any():
             expected = "values that are finite also with half a scale added"
             yield _error(f"{where}.outlier_values", expected, f"another {_place(wrong, rows, cols)}")
             return
