@@ -33,6 +33,7 @@ class DecodeConfig:
         paired: take the columns in an order that fills neighbouring registers by one load (`unpack.paired_words`); not
             for Hopper's warp-group instruction, which reads activations from shared memory.
         slots: outliers of a row that a program reads at once, at least where a slot holds two.
+        gathers: the same times the rows of x, four at least, where there is no x^T.
         min_group: the smallest groups that it serves, of 8-bit codes twice as large ones: scales take registers.
         programs_per_processor: most programs that are to run on a multiprocessor at once; its registers must hold them.
         shared_kb: shared memory of a multiprocessor, which may hold fewer of them.
@@ -48,6 +49,7 @@ class DecodeConfig:
     bias_dot: bool
     paired: bool = True
     slots: int = 8
+    gathers: int = 32
     min_group: int = 1
     programs_per_processor: int = 4
     shared_kb: int = 164
@@ -63,6 +65,7 @@ class DecodeConfig:
         require(self.num_warps in (1, 2, 4, 8), f"{where}.num_warps", "1, 2, 4 or 8", self.num_warps)
         require(1 <= self.stages <= 8, f"{where}.stages", "1 to 8", self.stages)
         require(self.slots in (1, 2, 4, 8, 16), f"{where}.slots", "1, 2, 4, 8 or 16", self.slots)
+        require(self.gathers in (8, 16, 32, 64), f"{where}.gathers", "8, 16, 32 or 64", self.gathers)
         require(self.min_superblocks >= 1, f"{where}.min_superblocks", "1 or more", self.min_superblocks)
         require(self.kernel == "tensor_core" or self.max_rows == 8, f"{where}.max_rows", "8 for the SIMT kernel",
                 self.max_rows)  # fmt: skip
@@ -75,6 +78,13 @@ class DecodeConfig:
     def outlier_rows(self, m: int, ranges: int = 1) -> int:
         """Rows of x for which outliers are added where there are m: one has a kernel of its own."""
         return 1 if m == 1 else self.max_rows // ranges
+
+    def slots_for(self, outlier_rows: int, transposed: bool, ranges: int) -> int:
+        """Outliers of a row that a program reads at once, for so many rows of x.
+
+        From x itself all ranges together read no more than 64: a row seldom has more (1% of 4096 columns are 41).
+        """
+        return self.slots if transposed else min(self.gathers // max(4, outlier_rows), 64 // ranges)
 
     @property
     def bias_rows(self) -> int:
@@ -181,9 +191,9 @@ ADA = tuple(
 # with 1% outliers. From 3.8 on, Triton takes warp-group products for four warps and eight rows, too, which was not
 # timed: of two warps, of which all versions make the same, the best is 5% slower.
 HOPPER_8 = (
-    replace(AMPERE_8, num_warps=4, slots=8, programs_per_processor=3)
+    replace(AMPERE_8, num_warps=4, slots=8, gathers=64, programs_per_processor=3)
     if TRITON < (3, 8)
-    else replace(AMPERE_8, block_n=64, slots=4, programs_per_processor=6)
+    else replace(AMPERE_8, block_n=64, slots=4, gathers=64, programs_per_processor=6)
 )
 HOPPER_MORE = tuple(
     replace(config, block_n=64, num_warps=4, paired=False)

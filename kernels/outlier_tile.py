@@ -68,19 +68,25 @@ def finish_transposed(x_ptr, stride_xm, xt_ptr, counter_ptr, M, K, writers, ROWS
 
 
 @triton.jit
-def prefetch_entries(entry_ptr, slice_ptr, tile, part, parts, TILE_ROWS: tl.constexpr):
-    """Bring this part's share of the lines of a tile's entries into L2, while the superblocks are multiplied.
+def entry_lines(entry_ptr, slice_ptr, tile, TILE_ROWS: tl.constexpr):
+    """Address of a tile's entries, rounded down to a line of 128 bytes, which has two slots; and how many lines."""
+    bounds = slice_ptr + tile * (TILE_ROWS // 16)
+    first = tl.load(bounds) // 2
+    return entry_ptr + first.to(tl.int64) * 32, tl.cdiv(tl.load(bounds + TILE_ROWS // 16), 2) - first
+
+
+@triton.jit
+def prefetch_entries(line_ptr, lines, turn, TILE_ROWS: tl.constexpr):
+    """Bring TILE_ROWS lines of a tile's entries into L2, the `turn`-th; those of a negative turn do not exist.
 
     A turn's entries are loaded while those of the turn before it are used, which takes less time than memory does.
     """
-    bounds = slice_ptr + tile * (TILE_ROWS // 16)
-    begin, end = tl.load(bounds) // 2, tl.cdiv(tl.load(bounds + TILE_ROWS // 16), 2)  # two slots to a line of 128 bytes
-    for first in range(begin + part * TILE_ROWS, end, parts * TILE_ROWS):
-        line = tl.minimum(first + tl.arange(0, TILE_ROWS), end - 1)
-        at = (entry_ptr + line.to(tl.int64) * 32).to(tl.int64)
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
-        )
+    line = tl.minimum(turn * TILE_ROWS + tl.arange(0, TILE_ROWS), lines - 1)
+    there = line >= 0
+    tl.inline_asm_elementwise(
+        "{ .reg .pred there; setp.ne.s32 there, $2, 0; @there prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
+        "=r,l,r", [(line_ptr + line * 32).to(tl.int64), there.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -28,6 +28,7 @@ from vllm_latq.kernels.fields import planes_of, words_of
 from vllm_latq.kernels.outlier_tile import (
     MOST_WRITERS,
     begin_transposed,
+    entry_lines,
     finish_transposed,
     load_slots,
     longest_slice,
@@ -188,6 +189,7 @@ def ssqr_tensor_core(
     TILE_M: tl.constexpr = BLOCK_M // RANGES
     HALF: tl.constexpr = x_ptr.dtype.element_ty == tl.float16
     SIZE: tl.constexpr = 128 if GROUP == -1 else GROUP
+    PREFETCH: tl.constexpr = OUTLIER_ROWS > 0 and BLOCK_M > 8 and ASM
     rn = tl.arange(0, BLOCK_N)
     begin = part * supers_per_part
     end = min(begin + supers_per_part, supers)
@@ -205,8 +207,8 @@ def ssqr_tensor_core(
         begin_transposed(x_ptr, stride_xm, xt_ptr, counter_ptr, M, K, writers, OUTLIER_ROWS, PIECE)
     if OUTLIER_ROWS > 0:
         longest = longest_slice(slice_ptr, tile, TILE_ROWS)
-        if BLOCK_M == 64 and ASM:
-            prefetch_entries(entry_ptr, slice_ptr, tile, part, parts, TILE_ROWS)
+        if PREFETCH:
+            line_ptr, lines = entry_lines(entry_ptr, slice_ptr, tile, TILE_ROWS)
         elif BLOCK_M == 8:  # hides the time that memory takes; the sums of more rows leave no registers for it
             at, count = outlier_places(slice_ptr, tile, M, BLOCK_N, OUTLIER_ROWS, SLOTS, TRANSPOSED, RANGES)
             entries = load_slots(entry_ptr, at, count, part * SLOTS, SLOTS)
@@ -231,6 +233,9 @@ def ssqr_tensor_core(
         if GROUP != -1:
             pairs += 64 * (128 // GROUP)
         xs += 256
+        if PREFETCH:
+            # Behind the first superblocks, which the program waits for.
+            prefetch_entries(line_ptr, lines, (sb - begin - 1) * parts + part, TILE_ROWS)
     if HAS_FLAT_SCALES:
         acc *= tl.load(flat_scale_ptr + tile * TILE_ROWS + rn % TILE_ROWS)[:, None]
     if OUTLIER_ROWS > 0:
@@ -334,7 +339,7 @@ def constants(
         "BIAS_ROWS": config.bias_rows,
         "PAIRED": config.paired,
         "OUTLIER_ROWS": outlier_rows,
-        "SLOTS": slots_of(8 if outlier_rows == 1 else config.slots, beyond),  # one row leaves registers for more
+        "SLOTS": slots_of(config.slots_for(outlier_rows, transposed, ranges), beyond),
         "TRANSPOSED": transposed,
         "BEYOND": beyond,
         "PIECE": config.piece,
