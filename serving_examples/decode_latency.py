@@ -66,7 +66,7 @@ HEAD = "ssqr 3 bits, 1%, head 4 bits"
 # What vLLM multiplies by. Releases differ in where experts keep theirs.
 METHOD = attrgetter("model.layers.0.self_attn.qkv_proj.quant_method.__class__.__name__")
 PROMPT_TOKENS = 32
-REPEATS = 3
+REPEATS = 5
 LOG_CHARACTERS = 6000  # of the log of a scheme that does not run: the cause stands far above the last error
 
 
@@ -101,7 +101,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.measure:
-        found = {"seconds_per_token": measure(schemes()[options.measure], options), "versions": versions()}
+        times = measure(schemes()[options.measure], options)
+        found = {
+            "seconds_per_token": {batch: statistics.median(repeats) for batch, repeats in times.items()},
+            "spread": {batch: [min(repeats), max(repeats)] for batch, repeats in times.items()},
+            "versions": versions(),
+        }
         draft = options.json.with_suffix(".draft")
         draft.write_text(json.dumps(found))
         draft.replace(options.json)
@@ -109,21 +114,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # `run` stops its engines when this process is told to end, too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     results: dict[str, dict[str, float]] = {}
+    spread: dict[str, dict[str, list[float]]] = {}
     for name, measured in run(tuple(dict.fromkeys(options.schemes)), options):
-        results[name] = found = measured["seconds_per_token"]
+        found = results[name] = measured["seconds_per_token"]
+        spread[name] = measured["spread"]
         print(f"{name}: {', '.join(f'{1e3 * found[batch]:.3f} ms at batch {batch}' for batch in found)}", flush=True)
         if options.json:
-            facts = {"shape": options.shape, "seconds_per_token": results, "versions": measured["versions"]}
-            options.json.write_text(json.dumps(facts, indent=1) + "\n")
+            facts = {"shape": options.shape, "seconds_per_token": results, "spread": spread}
+            options.json.write_text(json.dumps(facts | {"versions": measured["versions"]}, indent=1) + "\n")
     if not results:
         sys.exit("nothing was measured")
     base = results.get("bf16")
     rows = [
-        (name, batch, f"{1e3 * seconds:.3f}", f"{base[batch] / seconds:.2f}" if base else "-")
+        (
+            name, batch, f"{1e3 * seconds:.3f}", " to ".join(f"{1e3 * end:.3f}" for end in spread[name][batch]),
+            f"{base[batch] / seconds:.2f}" if base else "-",
+        )
         for name, times in results.items()
         for batch, seconds in times.items()
-    ]
-    print_table("decode latency", ("scheme", "batch", "ms per token", "speedup over bf16"), rows)
+    ]  # fmt: skip
+    print_table("decode latency", ("scheme", "batch", "ms per token", "fastest to slowest", "speedup over bf16"), rows)
 
 
 class Engine:
@@ -203,8 +213,8 @@ def run(names: Sequence[str], options: argparse.Namespace) -> Iterator[tuple[str
                 yield engine.name, found
 
 
-def measure(quantization: dict[str, Any] | None, options: argparse.Namespace) -> dict[str, float]:
-    """Batch size -> median seconds per token."""
+def measure(quantization: dict[str, Any] | None, options: argparse.Namespace) -> dict[str, list[float]]:
+    """Batch size -> seconds per token, of each repetition."""
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # sends METHOD to the engine
     from vllm import LLM, SamplingParams
 
@@ -243,7 +253,7 @@ def measure(quantization: dict[str, Any] | None, options: argparse.Namespace) ->
         for batch in options.batch:
             seconds(batch, 2)
             times = [seconds(batch, options.new_tokens) - seconds(batch, 1) for _ in range(REPEATS)]
-            found[str(batch)] = statistics.median(times) / (options.new_tokens - 1)
+            found[str(batch)] = [each / (options.new_tokens - 1) for each in times]
         return found
 
 

@@ -49,9 +49,12 @@ def decode_latency(*arguments: str) -> str:
     return printed
 
 
-def assert_times(times: dict[str, float]) -> None:
-    assert set(times) == {"1", "2"}
-    assert all(0 < seconds < 60 for seconds in times.values())
+def assert_times(times: dict[str, float], spread: dict[str, list[float]]) -> None:
+    assert set(times) == set(spread) == {"1", "2"}
+    for batch, seconds in times.items():
+        fastest, slowest = spread[batch]
+        assert fastest <= seconds <= slowest < 60
+        assert seconds > 0
 
 
 @pytest.mark.engine
@@ -59,10 +62,10 @@ def test_decode_latency(tmp_path: Path) -> None:
     """Engines that start at once and are measured one after the other; each multiplies by what it should."""
     results, schemes = tmp_path / "times.json", ["bf16", SCHEME, "marlin 4 bits"]
     decode_latency("--shape", "tiny", "--schemes", *schemes, "--together", "--json", str(results))
-    times = json.loads(results.read_text())["seconds_per_token"]
-    assert list(times) == schemes
-    for found in times.values():
-        assert_times(found)
+    found = json.loads(results.read_text())
+    assert list(found["seconds_per_token"]) == list(found["spread"]) == schemes
+    for scheme in schemes:
+        assert_times(found["seconds_per_token"][scheme], found["spread"][scheme])
 
 
 @pytest.mark.engine
@@ -71,4 +74,5 @@ def test_decode_latency_of_a_mixture(tmp_path: Path) -> None:
     """One scheme, that with a quantized head, as the script runs it in a process of its own."""
     times = tmp_path / "times.json"
     decode_latency("--shape", "tiny-mixture", "--measure", f"{SCHEME}, head 4 bits", "--json", str(times))
-    assert_times(json.loads(times.read_text())["seconds_per_token"])
+    found = json.loads(times.read_text())
+    assert_times(found["seconds_per_token"], found["spread"])
