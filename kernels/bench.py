@@ -30,6 +30,7 @@ from vllm_latq.kernels.measure_experts import ExpertBench, expert_cases
 from vllm_latq.kernels.timing import cache_bytes, copy_gb_per_s, require_gpu, time_graph
 from vllm_latq.kernels.tune import tune
 
+WRITE_SECONDS = 1  # between drafts of the results: of hundreds of rows one takes longer to write than a row to measure
 RESULTS = Path(__file__).resolve().parent / "results"
 QUICK: dict[str, Any] = {
     "shapes": ((8192, 8192), (4096, 4096), (24576, 4096)), "bits": (3, 4, 2), "rates": (0.01, 0.0),
@@ -80,16 +81,22 @@ def report(bench: Bench, cases: Iterable[Case], facts: dict[str, Any], path: Pat
         minutes: after which no other row is begun.
     """
     print(HEADER, flush=True)
-    results, complete, deadline = [], True, time.monotonic() + 60 * minutes
-    for result in bench.run(cases):
-        results.append(result)
-        print(table_row(result), flush=True)
-        write_json(path, facts | {"complete": False}, results)
-        if time.monotonic() > deadline:
-            complete = False
-            print(f"stopped after {minutes:g} minutes")
-            break
-    write_json(path, facts | {"complete": complete}, results)
+    results, complete, started = [], False, time.monotonic()
+    written = started
+    try:
+        for result in bench.run(cases):
+            results.append(result)
+            print(table_row(result), flush=True)
+            if time.monotonic() >= written + WRITE_SECONDS:
+                write_json(path, facts | {"complete": False}, results)
+                written = time.monotonic()
+            if time.monotonic() > started + 60 * minutes:
+                print(f"stopped after {minutes:g} minutes")
+                break
+        else:
+            complete = True
+    finally:
+        write_json(path, facts | {"complete": complete}, results)
     wrong = sum(result.timing is None and result.kernel not in bench.peer_bits for result in results)
     print(f"\n{len(results)} rows, {wrong} wrong; written to {path}")
     return wrong

@@ -19,6 +19,7 @@ from vllm_latq.kernels.weight import KernelWeight, prepare
 
 # Merged layers of Qwen3-8B (qkv, o, gate and up, down), and a square one of a larger model.
 SHAPES = ((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (8192, 8192))
+LARGE = (57344, 8192)  # gate and up of Llama-3-70B
 BITS = (2, 3, 4)
 OUTLIER_RATES = (0.0, 0.005, 0.01, 0.02, 0.05)
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512)
@@ -69,7 +70,7 @@ def paths(m: int, bits: int) -> tuple[str, ...]:
 
 
 def all_cases(
-    shapes: tuple[tuple[int, int], ...] = SHAPES,
+    shapes: tuple[tuple[int, int], ...] = (*SHAPES, LARGE),
     bits: tuple[int, ...] = BITS,
     rates: tuple[float, ...] = OUTLIER_RATES,
     rows: tuple[int, ...] = ROWS,

@@ -22,7 +22,7 @@ from vllm_latq.kernels.cases import (
 )
 from vllm_latq.kernels.compile_pool import CompilePool
 from vllm_latq.kernels.errors import KernelInputError
-from vllm_latq.kernels.timing import Launch, Timing, copies_beyond_cache
+from vllm_latq.kernels.timing import Launch, Timing, copies_beyond_cache, reads
 from vllm_latq.kernels.weight import KernelWeight
 
 Timer = Callable[[Sequence[Launch]], Timing]
@@ -32,9 +32,9 @@ Timer = Callable[[Sequence[Launch]], Timing]
 class Result:
     """One row. Times in microseconds; bytes are what one product has to read and write at least.
 
-    kernel: a path of `Case`, "bf16", or a peer. error: over the largest output, against float64. roofline: fraction of
-    the plain copy's rate. speedup: over bf16 of the same shape and m in this run. timing: None if the error is too big,
-    or if it does not run here: `reason` says why.
+    kernel: a path of `Case`, "bf16", a peer, or "read", which only reads as many bytes as the weight has. error: over
+    the largest output, against float64. roofline: fraction of the plain copy's rate. speedup: over bf16 of the same
+    shape and m in this run. timing: None if the error is too big, or if it does not run here: `reason` says why.
     """
 
     case: Case
@@ -70,6 +70,7 @@ class Bench:
     def __post_init__(self) -> None:
         self.bf16: dict[tuple[int, int, int], float] = {}
         self.peers_done: set[tuple[str, int, int, int, int]] = set()
+        self.read: set[tuple[int, int, int, float, bool]] = set()
         self.peers: dict[str, peers.Peer] = {}  # of the layer at hand
 
     def run(self, cases: Iterable[Case]) -> Iterator[Result]:
@@ -118,7 +119,7 @@ class Bench:
         return self._result(case, case.path, error, moved(case, layer.weight.storage_bytes()), launches)
 
     def _baselines(self, case: Case, made: tuple[Layer, list[KernelWeight]]) -> Iterator[Result]:
-        """bf16, and the peers that serve these bits, once for each shape and m."""
+        """bf16, and the peers that serve these bits, once for each shape and m; reading the weight once for each."""
         layer, _ = made
         x = activations(case.m, case.cols, self.device)
         key = (case.rows, case.cols, case.m)
@@ -128,12 +129,18 @@ class Bench:
             if result.timing:
                 self.bf16[key] = result.timing.median
             yield replace(result, speedup=1.0 if result.timing else None)
+        if case.layer not in self.read:
+            self.read.add(case.layer)
+            yield self._attempt(case, "read", partial(self._read, case, layer.weight.storage_bytes()))
         for name, bits in self.peer_bits.items():
             mark = (name, *key, case.bits)
             if case.bits in bits and mark not in self.peers_done:
                 self.peers_done.add(mark)
                 plain = replace(case, outlier_rate=0.0)
                 yield self._attempt(plain, name, partial(self._peer, name, plain, x, layer))
+
+    def _read(self, case: Case, size: int) -> Result:
+        return self._result(case, "read", 0.0, size, reads(size, self.cache, self.device))
 
     def _bf16(self, case: Case, layer: Layer, x: torch.Tensor) -> Result:
         dense = layer.dense.bfloat16()

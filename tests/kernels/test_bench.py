@@ -16,7 +16,7 @@ from pretend_gpu import DEVICE as PRETENDED
 
 from vllm_latq.kernels import peers
 from vllm_latq.kernels.bench import environment, main, parse, report, selection, table_row
-from vllm_latq.kernels.cases import SHAPES, Case, Layer, all_cases, make_layer, relative_error
+from vllm_latq.kernels.cases import LARGE, SHAPES, Case, Layer, all_cases, make_layer, relative_error
 from vllm_latq.kernels.compile_pool import CompilePool
 from vllm_latq.kernels.configs import AMPERE, SIMT, DecodeConfig
 from vllm_latq.kernels.measure import Bench
@@ -62,7 +62,7 @@ def bench() -> Bench:
 def test_all_cases_cover_what_is_asked() -> None:
     cases = list(all_cases())
     assert len(set(cases)) == len(cases)
-    assert {(case.rows, case.cols) for case in cases} == set(SHAPES)
+    assert {(case.rows, case.cols) for case in cases} == {*SHAPES, LARGE}
     for m, paths in {
         1: {"tensor_core", "simt"},
         8: {"tensor_core"},
@@ -84,11 +84,13 @@ def test_rows_and_json(bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert {"device", "torch", "triton", "commit", "copy_gb_per_s", "vllm"} <= set(found)
     kernels = [row["kernel"] for row in found["results"]]
     assert kernels.count("bf16") == 2  # once for each number of rows, whatever the outliers
-    assert sorted(set(kernels)) == ["bf16", "prefill", "simt", "tensor_core"]
+    assert kernels.count("read") == 3  # once for each weight
+    assert sorted(set(kernels)) == ["bf16", "prefill", "read", "simt", "tensor_core"]
     assert all(row["speedup"] == 1.0 and row["timing"]["median"] == 5.0 for row in found["results"])
     ours = next(row for row in found["results"] if row["kernel"] == "tensor_core")
     words = 128 * 256 * 3 // 8 + 128 * 2 * 2  # rows are padded to 128; two groups of bf16 scales
     assert ours["bytes"] == words + 2 * (64 + 256)
+    assert next(row for row in found["results"] if row["kernel"] == "read")["bytes"] == words
     assert ours["gb_per_s"] == pytest.approx(ours["bytes"] / 5e-6 / 1e9)
     assert ours["roofline"] == pytest.approx(ours["gb_per_s"] / 100)
     assert len([line for line in capsys.readouterr().out.splitlines() if line.startswith("| 64x256")]) == len(kernels)
@@ -105,8 +107,8 @@ def test_a_wrong_product_is_not_timed(bench: Bench, tmp_path: Path, monkeypatch:
     case = Case(64, 256, 4, 0.0, 1, "tensor_core")
     assert report(bench, [case], {}, tmp_path / "out.json") == 1
     rows = json.loads((tmp_path / "out.json").read_text())["results"]
-    assert [row["timing"] is None for row in rows] == [False, True]  # bf16 does not read the words
-    assert rows[1]["gb_per_s"] is None
+    assert [row["timing"] is None for row in rows] == [False, False, True]  # neither bf16 nor "read" multiplies them
+    assert rows[2]["gb_per_s"] is None
 
 
 @pytest.mark.compiler
@@ -172,7 +174,12 @@ def test_a_row_that_raises_does_not_take_the_others_with_it(
 
 
 @pytest.mark.interpreter
-def test_a_run_that_is_cut_short_has_written_its_rows(bench: Bench, tmp_path: Path) -> None:
+@pytest.mark.parametrize("pause", [0, 1000])
+def test_a_run_that_is_cut_short_has_written_its_rows(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pause: int
+) -> None:
+    """While it runs, and when it is interrupted."""
+    monkeypatch.setattr("vllm_latq.kernels.bench.WRITE_SECONDS", pause)
     cases = list(all_cases(shapes=((64, 256),), bits=(3,), rates=(0.0,), rows=(1, 2)))
     path = tmp_path / "out.json"
     assert report(bench, cases, {}, path, minutes=0) == 0
@@ -180,14 +187,19 @@ def test_a_run_that_is_cut_short_has_written_its_rows(bench: Bench, tmp_path: Pa
     assert [row["kernel"] for row in found["results"]] == ["bf16"]
     assert not found["complete"]
 
+    seen = []
+
     def killed(launches: list) -> Timing:
-        if len(json.loads(path.read_text())["results"]) == 2:
+        seen.append(len(json.loads(path.read_text())["results"]) if path.exists() else 0)
+        if len(seen) == 3:
             raise KeyboardInterrupt
         return five_microseconds(launches)
 
+    path.unlink()
     again = Bench(CPU, killed, cache=1, copy_rate=100.0, peer_bits={})
     with pytest.raises(KeyboardInterrupt):
         report(again, cases, {}, path)
+    assert seen == ([0, 0, 0] if pause else [0, 1, 2])
     assert len(json.loads(path.read_text())["results"]) == 2
 
 
