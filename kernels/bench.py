@@ -1,4 +1,4 @@
-"""The benchmark, on a GPU: `python -m vllm_latq.kernels.bench [--quick] [--coded] [--experts] [--tune]`.
+"""The benchmark, on a GPU: `python -m vllm_latq.kernels.bench [--quick] [--coded] [--experts] [--tune] [--once]`.
 
 Every product is compared with float64 before it is timed; one that is wrong is printed as FAILED, has no time, and
 makes the command fail. bf16 matmul, a plain device copy (the roofline) and the peers that are installed run in the same
@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import torch
 import triton
 
 from vllm_latq.kernels import peers
-from vllm_latq.kernels.cases import BITS, GROUP_SIZE, Case, all_cases
+from vllm_latq.kernels.cases import BITS, GROUP_SIZE, Case, activations, all_cases, make_layer, product
 from vllm_latq.kernels.compile_pool import CompilePool, available_processes
 from vllm_latq.kernels.configs import REGIMES
 from vllm_latq.kernels.errors import KernelInputError
@@ -67,11 +68,19 @@ def environment(device: torch.device, copy_rate: float) -> dict[str, Any]:
 
 
 def write_json(path: Path, facts: dict[str, Any], results: Sequence[Result]) -> None:
-    """`facts`, and one object per row, as written by `Result`; the file is whole at any time."""
+    """`facts`, and one line per row, as written by `Result`; the file is whole at any time."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(".draft")
-    draft.write_text(json.dumps(facts | {"results": [asdict(result) for result in results]}, indent=1) + "\n")
+    rows = ",\n  ".join(json.dumps(_short(asdict(result))) for result in results)
+    draft.write_text(json.dumps(facts, indent=1).removesuffix("\n}") + f',\n "results": [\n  {rows}\n ]\n}}\n')
     draft.replace(path)
+
+
+def _short(value: Any) -> Any:
+    """The same with floats of five digits, which is more than they are good for."""
+    if isinstance(value, dict):
+        return {key: _short(part) for key, part in value.items()}
+    return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
 def report(bench: Bench, cases: Iterable[Case], facts: dict[str, Any], path: Path, minutes: float = math.inf) -> int:
@@ -109,6 +118,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         device = require_gpu()
     except KernelInputError as error:
         sys.exit(f"{error}")
+    if options.once:
+        launch_once(selection(options)[1], device)
+        return
     with CompilePool(options.jobs or available_processes()) as compilers:
         if options.tune is not None:
             tune(device, time_graph, compilers, options.tune or REGIMES)
@@ -121,6 +133,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         kind, others = (ExpertBench, {}) if options.experts else (Bench, peers.installed())
         bench = kind(device, time_graph, cache_bytes(device), rate, others, compilers)
         sys.exit(min(1, report(bench, cases, facts, path, options.minutes)))
+
+
+def launch_once(cases: Iterable[Case], device: torch.device) -> None:
+    """Launch each product once, in the order in which they are printed, and time nothing."""
+    for _, group in groupby(cases, key=lambda case: case.layer):
+        layer = None
+        for case in group:
+            layer = layer or make_layer(case, device)
+            product(case)(activations(case.m, case.cols, device), layer.weight)
+            print(case, flush=True)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -140,13 +162,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         choices=REGIMES,
         help="search launch configurations for tiles of so many rows (default: each) and print them instead",
     )
+    what.add_argument("--once", action="store_true", help="launch each product once and time nothing: for a profiler")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no other row after so many")
     parser.add_argument("--jobs", type=positive, help="processes that compile (default: one per core, up to 16)")
     parser.add_argument("--out", type=Path, help="JSON file (default: results/ beside this file)")
     options = parser.parse_args(arguments)
     if options.coded and options.experts:
         parser.error("--coded is for linears")
-    taken = ("quick", "experts", "coded", "bits", "outliers", "rows", "out")
+    taken = ("quick", "experts", "once", "coded", "bits", "outliers", "rows", "out")
     if options.tune is not None and (others := [name for name in taken if getattr(options, name)]):
         parser.error(f"--tune chooses its products itself, and prints: leave out --{' --'.join(others)}")
     return options

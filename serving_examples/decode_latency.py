@@ -252,7 +252,8 @@ def measure(quantization: dict[str, Any] | None, options: argparse.Namespace) ->
         found = {}
         for batch in options.batch:
             seconds(batch, 2)
-            times = [seconds(batch, options.new_tokens) - seconds(batch, 1) for _ in range(REPEATS)]
+            first = statistics.median(seconds(batch, 1) for _ in range(REPEATS))
+            times = [seconds(batch, options.new_tokens) - first for _ in range(REPEATS)]
             found[str(batch)] = [each / (options.new_tokens - 1) for each in times]
         return found
 

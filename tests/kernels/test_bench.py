@@ -15,10 +15,11 @@ from kernel_device import emulated_gpu
 from pretend_gpu import DEVICE as PRETENDED
 
 from vllm_latq.kernels import peers
-from vllm_latq.kernels.bench import environment, main, parse, report, selection, table_row
+from vllm_latq.kernels.bench import environment, launch_once, main, parse, report, selection, table_row
 from vllm_latq.kernels.cases import LARGE, SHAPES, Case, Layer, all_cases, make_layer, relative_error
 from vllm_latq.kernels.compile_pool import CompilePool
 from vllm_latq.kernels.configs import AMPERE, SIMT, DecodeConfig
+from vllm_latq.kernels.dispatch import ssqr_matmul
 from vllm_latq.kernels.measure import Bench
 from vllm_latq.kernels.measure_experts import ExpertBench
 from vllm_latq.kernels.reference import matmul_reference
@@ -285,6 +286,19 @@ def test_refuses_numbers_out_of_range(wrong: list[str], capsys: pytest.CaptureFi
     with pytest.raises(SystemExit):
         main(wrong)
     assert f"argument {wrong[0]}: invalid" in capsys.readouterr().err
+
+
+@pytest.mark.interpreter
+def test_once_launches_every_product(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    cases, launched = list(all_cases(((64, 256),), (3,), (0.0, 0.05), (1, 2, 129))), []
+
+    def watched(case: Case) -> Callable:
+        return lambda x, weight: launched.append((case, tuple(ssqr_matmul(x, weight).shape), weight.entries is None))
+
+    monkeypatch.setattr("vllm_latq.kernels.bench.product", watched)
+    launch_once(cases, CPU)
+    assert launched == [(case, (case.m, 64), not case.outlier_rate) for case in cases]
+    assert capsys.readouterr().out.splitlines() == [str(case) for case in cases]
 
 
 def test_tune_refuses_a_selection(capsys: pytest.CaptureFixture[str]) -> None:
