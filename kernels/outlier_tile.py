@@ -131,7 +131,6 @@ def outlier_places(
 def outlier_tile(
     x_ptr, stride_xm, entry_ptr, entries, at, count, longest, part, parts, M, BLOCK_N: tl.constexpr,
     ROWS: tl.constexpr, SLOTS: tl.constexpr, TRANSPOSED: tl.constexpr, BEYOND: tl.constexpr, HALF: tl.constexpr,
-    ASM: tl.constexpr,
 ):  # fmt: skip
     """float32 [BLOCK_N, ROWS]: this part's outliers of a row tile times x. Parts take turns of SLOTS slots: where rows
     are in the tile more than once, each time is a part.
@@ -150,11 +149,9 @@ def outlier_tile(
         ahead = load_slots(entry_ptr, at, count, slot + parts * SLOTS, SLOTS)
         # Behind the last slot of a row value and column are zero, which x has, so no lane needs a mask of its own.
         cols, values = outliers_of(entries, BEYOND)
-        found = ()
+        found = ()  # all of it asked for before any is added, or the compiler would save registers and wait in between
         for u in tl.static_range(len(cols)):
             found = found + (gathered(cols[u], x_ptr, stride_xm, M, ROWS, TRANSPOSED),)
-        if BEYOND and TRANSPOSED and ASM:
-            slot = all_asked_for(slot)
         for u in tl.static_range(len(cols)):
             sums = with_outlier(sums, values[u], found[u], ROWS, TRANSPOSED, HALF)
         entries = ahead
@@ -211,18 +208,6 @@ def gathered(col, x_ptr, stride_xm, M, ROWS: tl.constexpr, TRANSPOSED: tl.conste
             live = tl.full(col.shape, r, tl.int32) < M  # what is added from row M on is never used
             found = found + (tl.load(x_ptr + col + r * stride_xm, mask=live),)
         return found
-
-
-@triton.jit
-def all_asked_for(number):
-    """The number, behind an instruction behind which no load may begin: the compiler would save registers by it.
-
-    With Triton 3.6, 2 and 4 bits, 7 of 32 loads were on their way at once for 64 rows on Hopper, which took a quarter
-    of the time.
-    """
-    return tl.inline_asm_elementwise(
-        "bar.warp.sync 0xffffffff; mov.b32 $0, $1;", "=r,r", [number], dtype=tl.int32, is_pure=False, pack=1
-    )
 
 
 @triton.jit

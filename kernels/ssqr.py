@@ -246,7 +246,7 @@ def ssqr_tensor_core(
             finish_transposed(x_ptr, stride_xm, xt_ptr, counter_ptr, M, K, writers, OUTLIER_ROWS, PIECE)
         extra = outlier_tile(
             fours_ptr if TRANSPOSED else x_ptr, stride_xm, entry_ptr, entries, at, count, longest, part * RANGES,
-            parts * RANGES, M, BLOCK_N, OUTLIER_ROWS, SLOTS, TRANSPOSED, BEYOND, HALF, ASM,
+            parts * RANGES, M, BLOCK_N, OUTLIER_ROWS, SLOTS, TRANSPOSED, BEYOND, HALF,
         )  # fmt: skip
         if OUTLIER_ROWS < TILE_M:
             extra = tl.where((tl.arange(0, TILE_M) == 0)[None, :], extra, 0.0)
