@@ -2,13 +2,14 @@
 
 Every product is compared with float64 before it is timed; one that is wrong is printed as FAILED, has no time, and
 makes the command fail. bf16 matmul, a plain device copy (the roofline) and the peers that are installed run in the same
-process. All rows are printed and written to JSON as they come, those that lose to bf16 included; a run cut short
-keeps what it has.
+process. All rows are printed as they come, those that lose to bf16 included, and written to JSON every second or so; a
+run cut short keeps what it has.
 """
 
 import argparse
 import json
 import math
+import signal
 import subprocess
 import sys
 import time
@@ -72,7 +73,8 @@ def write_json(path: Path, facts: dict[str, Any], results: Sequence[Result]) -> 
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(".draft")
     rows = ",\n  ".join(json.dumps(_short(asdict(result))) for result in results)
-    draft.write_text(json.dumps(facts, indent=1).removesuffix("\n}") + f',\n "results": [\n  {rows}\n ]\n}}\n')
+    before, after = json.dumps(facts | {"results": [None]}, indent=1).rsplit("null", 1)
+    draft.write_text(f"{before.rstrip()}\n  {rows}{after}\n")
     draft.replace(path)
 
 
@@ -114,6 +116,7 @@ def report(bench: Bench, cases: Iterable[Case], facts: dict[str, Any], path: Pat
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line; exits with 1 if a product was wrong, or on a machine without a GPU."""
     options = parse(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # what was measured is written then, too
     try:
         device = require_gpu()
     except KernelInputError as error:
@@ -170,6 +173,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if options.coded and options.experts:
         parser.error("--coded is for linears")
     taken = ("quick", "experts", "once", "coded", "bits", "outliers", "rows", "out")
+    useless = [name for name in ("minutes", "jobs", "out") if getattr(options, name) != parser.get_default(name)]
+    if options.once and useless:
+        parser.error(f"--once times nothing and writes nothing: leave out --{' --'.join(useless)}")
     if options.tune is not None and (others := [name for name in taken if getattr(options, name)]):
         parser.error(f"--tune chooses its products itself, and prints: leave out --{' --'.join(others)}")
     return options

@@ -84,7 +84,7 @@ class DecodeConfig:
 
         From x itself all ranges together read no more than 64: a row seldom has more (1% of 4096 columns are 41).
         """
-        return self.slots if transposed else min(self.gathers // max(4, outlier_rows), 64 // ranges)
+        return self.slots if transposed else max(1, min(self.gathers // max(4, outlier_rows), 64 // ranges))
 
     @property
     def bias_rows(self) -> int:

@@ -68,24 +68,26 @@ def finish_transposed(x_ptr, stride_xm, xt_ptr, counter_ptr, M, K, writers, ROWS
 
 
 @triton.jit
-def entry_lines(entry_ptr, slice_ptr, tile, TILE_ROWS: tl.constexpr):
-    """Address of a tile's entries, rounded down to a line of 128 bytes, which has two slots; and how many lines."""
+def entry_lines(entry_ptr, slice_ptr, tile, part, parts, TILE_ROWS: tl.constexpr):
+    """Addresses of a part's first lines of a tile's entries, int64 [TILE_ROWS], and where the tile's end; how far it is
+    to the part's next lines, and how often it has some. A line of 128 bytes has two slots."""
     bounds = slice_ptr + tile * (TILE_ROWS // 16)
-    first = tl.load(bounds) // 2
-    return entry_ptr + first.to(tl.int64) * 32, tl.cdiv(tl.load(bounds + TILE_ROWS // 16), 2) - first
+    begin, end = tl.load(bounds) // 2, tl.cdiv(tl.load(bounds + TILE_ROWS // 16), 2)
+    line = begin + part * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    first = (entry_ptr + line.to(tl.int64) * 32).to(tl.int64)
+    last = (entry_ptr + end.to(tl.int64) * 32).to(tl.int64)
+    return first, last, parts * (TILE_ROWS * 128), tl.cdiv(end - begin, parts * TILE_ROWS)
 
 
 @triton.jit
-def prefetch_entries(line_ptr, lines, turn, TILE_ROWS: tl.constexpr):
-    """Bring TILE_ROWS lines of a tile's entries into L2, the `turn`-th; those of a negative turn do not exist.
+def prefetch_lines(lines, there):
+    """Bring the lines at these addresses into L2, where they are `there`.
 
     A turn's entries are loaded while those of the turn before it are used, which takes less time than memory does.
     """
-    line = tl.minimum(turn * TILE_ROWS + tl.arange(0, TILE_ROWS), lines - 1)
-    there = line >= 0
     tl.inline_asm_elementwise(
-        "{ .reg .pred there; setp.ne.s32 there, $2, 0; @there prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
-        "=r,l,r", [(line_ptr + line * 32).to(tl.int64), there.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+        "{ .reg .pred there; setp.ne.b32 there, $2, 0; @there prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
+        "=r,l,r", [lines, there.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
 

@@ -34,7 +34,7 @@ from vllm_latq.kernels.outlier_tile import (
     longest_slice,
     outlier_places,
     outlier_tile,
-    prefetch_entries,
+    prefetch_lines,
 )
 from vllm_latq.kernels.tiles import activation_places, load_planes, load_scale, tile_scale_pairs, tile_words
 from vllm_latq.kernels.unpack import anew, below, bias_piece, floats_piece, paired_columns, upper_rows
@@ -189,7 +189,7 @@ def ssqr_tensor_core(
     TILE_M: tl.constexpr = BLOCK_M // RANGES
     HALF: tl.constexpr = x_ptr.dtype.element_ty == tl.float16
     SIZE: tl.constexpr = 128 if GROUP == -1 else GROUP
-    PREFETCH: tl.constexpr = OUTLIER_ROWS > 0 and BLOCK_M > 8 and ASM
+    PREFETCH: tl.constexpr = OUTLIER_ROWS > 0 and BLOCK_M > 8 and ASM  # brings outliers into L2
     rn = tl.arange(0, BLOCK_N)
     begin = part * supers_per_part
     end = min(begin + supers_per_part, supers)
@@ -208,12 +208,20 @@ def ssqr_tensor_core(
     if OUTLIER_ROWS > 0:
         longest = longest_slice(slice_ptr, tile, TILE_ROWS)
         if PREFETCH:
-            line_ptr, lines = entry_lines(entry_ptr, slice_ptr, tile, TILE_ROWS)
+            lines, last, step, turns = entry_lines(entry_ptr, slice_ptr, tile, part, parts, TILE_ROWS)
+            if BLOCK_M == 64:  # the loop has no registers for it
+                for _ in range(turns):
+                    prefetch_lines(lines, lines < last)
+                    lines += step
         elif BLOCK_M == 8:  # hides the time that memory takes; the sums of more rows leave no registers for it
             at, count = outlier_places(slice_ptr, tile, M, BLOCK_N, OUTLIER_ROWS, SLOTS, TRANSPOSED, RANGES)
             entries = load_slots(entry_ptr, at, count, part * SLOTS, SLOTS)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for sb in tl.range(begin, end, num_stages=STAGES):
+        if PREFETCH and BLOCK_M < 64:  # noqa: SIM102 (the first is known to the compiler)
+            if sb > begin:  # behind the first superblock, which everything waits for
+                prefetch_lines(lines, lines < last)
+                lines += step
         a, b, c, d = load_planes(words, BITS)
         for i in tl.static_range(256 // SIZE):
             if EVEN_K:
@@ -233,9 +241,6 @@ def ssqr_tensor_core(
         if GROUP != -1:
             pairs += 64 * (128 // GROUP)
         xs += 256
-        if PREFETCH:
-            # Behind the first superblocks, which the program waits for.
-            prefetch_entries(line_ptr, lines, (sb - begin - 1) * parts + part, TILE_ROWS)
     if HAS_FLAT_SCALES:
         acc *= tl.load(flat_scale_ptr + tile * TILE_ROWS + rn % TILE_ROWS)[:, None]
     if OUTLIER_ROWS > 0:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -40,10 +41,11 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "block_n": (64, 128),
     "stages": (2, 3, 4, 5),
     "slots": (1, 2, 4, 8, 16),
+    "gathers": (8, 16, 32, 64),
     "bias_dot": (False, True),
     "paired": (False, True),
 }
-TENSOR_CORE_ONLY = ("bias_dot", "paired")
+TENSOR_CORE_ONLY = ("gathers", "bias_dot", "paired")
 
 
 def _print(line: str) -> None:
@@ -54,6 +56,8 @@ def neighbours(config: DecodeConfig) -> Iterator[DecodeConfig]:
     """Valid configurations that differ from `config` in one field."""
     for name, values in CHOICES.items():
         if config.kernel == "simt" and name in TENSOR_CORE_ONLY:
+            continue
+        if name == "gathers" and config.max_rows > REGIMES[0]:
             continue
         for value in values:
             if value != getattr(config, name):
@@ -96,37 +100,44 @@ def tune(
     arch = layers[0][1].weight.arch
     starts = [replace(decode_config(rows, 4, arch), min_group=GROUP_SIZE) for rows in regimes]
     for start in (*starts, *((SIMT,) if 8 in regimes else ())):
-        m = 1 if start.max_rows == 8 else start.max_rows
+        # One row gathers x for its outliers, eight read x^T.
+        rows = (start.max_rows,) if start.max_rows > 8 else (1,) if start.kernel == "simt" else (1, 8)
         known: dict[DecodeConfig, float] = {}
 
-        def costs(configs: Sequence[DecodeConfig], m: int = m, known: dict[DecodeConfig, float] = known) -> list[float]:
+        def costs(
+            configs: Sequence[DecodeConfig],
+            rows: Sequence[int] = rows,
+            known: dict[DecodeConfig, float] = known,
+        ) -> list[float]:
             new = [config for config in configs if config not in known]
             compilers.compile(
                 partial(ssqr_matmul, activations(m, case.cols, device), layer.weight, config)
                 for config in new
                 for case, layer, _ in layers
+                for m in rows
             )
             for config in new:
                 fastest = min(known.values(), default=math.inf)
-                known[config] = mean_time(config, m, layers, timer)
+                known[config] = mean_time(config, rows, layers, timer)
                 if known[config] < fastest:
                     write(f"# {known[config]:.1f} us: {config!r}")
             return [known[config] for config in configs]
 
         best, lowest = descend(start, costs)
         best = replace(best, source=f"bench --tune, {name}, Triton {triton.__version__}")
-        write(f"{best!r},  # {lowest:.1f} us at {m} rows, from {known[start]:.1f}; {len(known)} tried")
+        at = " and ".join(map(str, rows))
+        write(f"{best!r},  # {lowest:.1f} us at {at} rows, from {known[start]:.1f}; {len(known)} tried")
 
 
 def mean_time(
     config: DecodeConfig,
-    m: int,
+    rows: Sequence[int],
     layers: Sequence[tuple[Case, Layer, Sequence[Any]]],
     timer: Callable[[Sequence[Launch]], Timing],
 ) -> float:
     """Geometric mean of microseconds; infinite where the configuration does not compile or fit, or is wrong."""
     times = []
-    for case, layer, weights in layers:
+    for (case, layer, weights), m in product(layers, rows):
         x = activations(m, case.cols, layer.dense.device)
         try:
             gate(case, relative_error(ssqr_matmul(x, layer.weight, config), x, layer.dense))

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -15,12 +16,12 @@ from kernel_device import emulated_gpu
 from pretend_gpu import DEVICE as PRETENDED
 
 from vllm_latq.kernels import peers
-from vllm_latq.kernels.bench import environment, launch_once, main, parse, report, selection, table_row
+from vllm_latq.kernels.bench import environment, launch_once, main, parse, report, selection, table_row, write_json
 from vllm_latq.kernels.cases import LARGE, SHAPES, Case, Layer, all_cases, make_layer, relative_error
 from vllm_latq.kernels.compile_pool import CompilePool
-from vllm_latq.kernels.configs import AMPERE, SIMT, DecodeConfig
+from vllm_latq.kernels.configs import AMPERE, REGIMES, SIMT, DecodeConfig
 from vllm_latq.kernels.dispatch import ssqr_matmul
-from vllm_latq.kernels.measure import Bench
+from vllm_latq.kernels.measure import Bench, Result
 from vllm_latq.kernels.measure_experts import ExpertBench
 from vllm_latq.kernels.reference import matmul_reference
 from vllm_latq.kernels.roofline import GPUS, INSTRUCTIONS, bytes_per_weight, least_microseconds, print_tables
@@ -301,6 +302,39 @@ def test_once_launches_every_product(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert capsys.readouterr().out.splitlines() == [str(case) for case in cases]
 
 
+@pytest.mark.parametrize("others", ["--minutes 1", "--jobs 2", "--out x.json", "--experts"])
+def test_once_refuses_what_it_does_not_take(capsys: pytest.CaptureFixture[str], others: str) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--once", *others.split()])
+    assert others.split()[0] in capsys.readouterr().err
+
+
+def test_results_are_json_without_facts(tmp_path: Path) -> None:
+    case = Case(64, 256, 4, 0.01, 1, "simt")
+    result = Result(case, "simt", 0.001234567, 100, Timing(9.0, 8.0, 10.0), reason='a "null" ]')
+    write_json(tmp_path / "a.json", {}, [result, result])
+    write_json(tmp_path / "b.json", {"device": "null"}, [])
+    first = {"error": 0.0012346, "bytes": 100, "kernel": "simt", "reason": 'a "null" ]', "speedup": None}
+    found = json.loads((tmp_path / "a.json").read_text())
+    assert list(found) == ["results"]
+    assert len(found["results"]) == 2
+    assert first.items() <= found["results"][0].items()
+    assert json.loads((tmp_path / "b.json").read_text()) == {"device": "null", "results": []}
+
+
+def test_tune_searches_what_decides_one_and_two_rows_only_there() -> None:
+    assert any(other.gathers != AMPERE[0].gathers for other in neighbours(AMPERE[0]))
+    assert not any(other.gathers != entry.gathers for entry in (AMPERE[-1], SIMT) for other in neighbours(entry))
+
+
+def test_some_outliers_are_always_read() -> None:
+    """Of any valid entry, whatever it is asked to serve."""
+    for rows, gathers, slots in product(REGIMES, (8, 16, 32, 64), (1, 16)):
+        entry = replace(AMPERE[0], max_rows=rows, gathers=gathers, slots=slots)
+        for m, ranges, transposed in product((1, 2, rows), (1, 2, 4, 8), (False, True)):
+            assert 1 <= entry.slots_for(max(1, entry.outlier_rows(m, ranges)), transposed, ranges) <= 16
+
+
 def test_tune_refuses_a_selection(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--tune", "8", "--bits", "3", "--rows", "1"])
@@ -353,13 +387,14 @@ def test_tune_prints_the_fastest_that_runs(monkeypatch: pytest.MonkeyPatch) -> N
     lines: list[str] = []
     with Watched() as compilers:
         tune(CPU, timer, compilers, (8,), lines.append)
-    assert len(compilers.shapes) == sum(int(line.split()[-2]) for line in lines if line.endswith(" tried"))
+    tried = [int(line.split()[-2]) for line in lines if line.endswith(" tried")]
+    assert len(compilers.shapes) == 2 * tried[0] + tried[1]  # one row and eight of the tensor-core kernel
     decode, simt = [line for line in lines if not line.startswith("#")]
     for line, kernel in ((decode, "tensor_core"), (simt, "simt")):
         found, _, remark = line.partition(",  # ")
         best = eval(found, {"DecodeConfig": DecodeConfig})
         assert (best.kernel, best.max_rows, best.num_warps, best.stages, best.block_n) == (kernel, 8, 2, 4, 64)
-        assert remark.startswith("12.5 us at 1 rows, from ")
+        assert remark.startswith(f"12.5 us at {'1 and 8' if kernel == 'tensor_core' else '1'} rows, from ")
 
 
 @pytest.mark.interpreter
@@ -367,9 +402,9 @@ def test_a_wrong_configuration_is_not_timed() -> None:
     case = Case(64, 256, 3, 0.0, 1, "tensor_core")
     layer = make_layer(case, CPU)
     weights = [layer.weight, layer.weight]
-    assert mean_time(AMPERE[0], 3, [(case, layer, weights)], five_microseconds) == pytest.approx(5.0)
+    assert mean_time(AMPERE[0], (3, 1), [(case, layer, weights)], five_microseconds) == pytest.approx(5.0)
     layer.weight.words[0, 0, 0, 3] ^= 0x7FFFFFFF
-    assert mean_time(AMPERE[0], 3, [(case, layer, weights)], five_microseconds) == float("inf")
+    assert mean_time(AMPERE[0], (3, 1), [(case, layer, weights)], five_microseconds) == float("inf")
 
 
 def test_roofline() -> None:

@@ -4,7 +4,9 @@ The emulator refuses accesses out of bounds, races and asynchronous copies that 
 truncate as the real ones do. So this covers what Triton's interpreter cannot: inline assembly, layouts, pipelining.
 """
 
+from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 from random import Random
 from typing import Any
 
@@ -20,7 +22,7 @@ from vllm_latq.kernels.audit import compile_kernel, tensor_core_values
 from vllm_latq.kernels.configs import GATHER_ROWS, SIMT, decode_config
 from vllm_latq.kernels.dispatch import ssqr_matmul
 from vllm_latq.kernels.emulation.launch import emulation
-from vllm_latq.kernels.emulation.memory import Traffic
+from vllm_latq.kernels.emulation.memory import GlobalMemory, Traffic
 from vllm_latq.kernels.emulation.ptx import parse
 from vllm_latq.kernels.grouped import combine, gather, grouped_matmul
 from vllm_latq.kernels.huffman import decode_huffman
@@ -128,6 +130,24 @@ def test_ranges_of_columns(make_layer, arch: str, bits: int, m: int, ranges: int
     y, _ = float32_product(layer, x, arch, ranges=ranges)
     deviation = matmul_reference(x.double().square(), layer.dense.square()).sqrt()
     assert ((y - matmul_reference(x, layer.dense)).abs() <= 1e-4 * deviation).all()
+
+
+@pytest.mark.parametrize(("arch", "m", "parts"), [("sm_80", 9, 1), ("sm_90", 16, 2), ("sm_90", 33, 2), ("sm_86", 8, 1)])
+def test_entries_are_prefetched(make_layer, monkeypatch: pytest.MonkeyPatch, arch: str, m: int, parts: int) -> None:
+    """From 9 rows on every line of a tile once, by as many threads as have the same row of it."""
+    layer, seen = make_layer(3, 200, 2048, group_size=128, outliers=0.02), []
+
+    def watched(self: GlobalMemory, addresses: Any, active: Any, text: str) -> None:
+        if active.any():
+            seen.extend((self._locate(addresses, 1, active, text)[1] // 128).tolist())
+
+    monkeypatch.setattr(GlobalMemory, "prefetch", watched)
+    float32_product(layer, activations(m, 2048, torch.bfloat16), arch, parts)
+    config = decode_config(m, 3, arch)
+    begins = layer.weight.slice_ptr[:: config.block_n // 16].tolist()  # of tiles, in slots
+    tiles = pairwise(begins) if m > 8 else ()
+    lines = [line for begin, end in tiles for line in range(begin // 2, -(-end // 2))]
+    assert Counter(seen) == Counter(lines * max(1, 32 * config.num_warps // config.block_n))
 
 
 @pytest.mark.parametrize(("arch", "bits"), [("sm_80", 3), ("sm_90", 2)])
