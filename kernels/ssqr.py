@@ -189,7 +189,8 @@ def ssqr_tensor_core(
     TILE_M: tl.constexpr = BLOCK_M // RANGES
     HALF: tl.constexpr = x_ptr.dtype.element_ty == tl.float16
     SIZE: tl.constexpr = 128 if GROUP == -1 else GROUP
-    PREFETCH: tl.constexpr = OUTLIER_ROWS > 0 and BLOCK_M > 8 and ASM  # brings outliers into L2
+    # Brings outliers into L2; in small groups the loop of 16 and 32 rows has no registers for it.
+    PREFETCH: tl.constexpr = OUTLIER_ROWS > 0 and ASM and (BLOCK_M == 64 or (BLOCK_M > 8 and GROUP != 32))
     rn = tl.arange(0, BLOCK_N)
     begin = part * supers_per_part
     end = min(begin + supers_per_part, supers)
