@@ -1,9 +1,9 @@
 """The benchmark, on a GPU: `python -m vllm_latq.kernels.bench [--quick] [--coded] [--experts] [--tune] [--once]`.
 
 Every product is compared with float64 before it is timed; one that is wrong is printed as FAILED, has no time, and
-makes the command fail. bf16 matmul, a plain device copy (the roofline) and the peers that are installed run in the same
-process. All rows are printed as they come, those that lose to bf16 included, and written to JSON every second or so; a
-run cut short keeps what it has.
+makes the command fail. bf16 matmul, a plain device copy (the roofline), a kernel that only reads as many bytes, and the
+peers that are installed run in the same process. All rows are printed as they come, those that lose to bf16 included,
+and written to JSON every second or so; a run cut short keeps what it has.
 """
 
 import argparse
@@ -116,7 +116,6 @@ def report(bench: Bench, cases: Iterable[Case], facts: dict[str, Any], path: Pat
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line; exits with 1 if a product was wrong, or on a machine without a GPU."""
     options = parse(arguments)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # what was measured is written then, too
     try:
         device = require_gpu()
     except KernelInputError as error:
@@ -135,6 +134,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         path = options.out or RESULTS / f"{facts['device'].replace(' ', '-').lower()}{suffix}.json"
         kind, others = (ExpertBench, {}) if options.experts else (Bench, peers.installed())
         bench = kind(device, time_graph, cache_bytes(device), rate, others, compilers)
+        signal.signal(
+            signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
+        )  # what was measured is written then, too
         sys.exit(min(1, report(bench, cases, facts, path, options.minutes)))
 
 
