@@ -80,14 +80,14 @@ def entry_lines(entry_ptr, slice_ptr, tile, part, parts, TILE_ROWS: tl.constexpr
 
 
 @triton.jit
-def prefetch_lines(lines, there):
-    """Bring the lines at these addresses into L2, where they are `there`.
+def prefetch_lines(lines, last):
+    """Bring the lines at these addresses into L2, those before `last`.
 
     A turn's entries are loaded while those of the turn before it are used, which takes less time than memory does.
     """
     tl.inline_asm_elementwise(
         "{ .reg .pred there; setp.ne.b32 there, $2, 0; @there prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
-        "=r,l,r", [lines, there.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+        "=r,l,r", [lines, (lines < last).to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
 

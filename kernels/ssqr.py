@@ -212,7 +212,7 @@ def ssqr_tensor_core(
             lines, last, step, turns = entry_lines(entry_ptr, slice_ptr, tile, part, parts, TILE_ROWS)
             if BLOCK_M == 64:  # the loop has no registers for it
                 for _ in range(turns):
-                    prefetch_lines(lines, lines < last)
+                    prefetch_lines(lines, last)
                     lines += step
         elif BLOCK_M == 8:  # hides the time that memory takes; the sums of more rows leave no registers for it
             at, count = outlier_places(slice_ptr, tile, M, BLOCK_N, OUTLIER_ROWS, SLOTS, TRANSPOSED, RANGES)
@@ -221,7 +221,7 @@ def ssqr_tensor_core(
     for sb in tl.range(begin, end, num_stages=STAGES):
         if PREFETCH and BLOCK_M < 64:  # noqa: SIM102 (the first is known to the compiler)
             if sb > begin:  # behind the first superblock, which everything waits for
-                prefetch_lines(lines, lines < last)
+                prefetch_lines(lines, last)
                 lines += step
         a, b, c, d = load_planes(words, BITS)
         for i in tl.static_range(256 // SIZE):
