@@ -144,18 +144,22 @@ def test_warnings_are_shown_once_wherever_they_come_from(
     assert len(lines) == 1
 
 
+@pytest.mark.parametrize(
+    ("last", "said"),
+    [("block", "finished blocks are kept: go on with --resume"), ("done", "the checkpoint is complete")],
+)
 def test_interrupted_by_the_keyboard(
-    mini_model: Path, calibration_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    last: str, said: str, mini_model: Path, calibration_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    """When the first block is finished: one line, which says how to go on, and so it does."""
+    """When the first block is finished, or all are: one line, which says how to go on, and so it does."""
     command = ["quantize", str(mini_model), str(tmp_path / "out"), "--json", "--method", "ssqr", "--num-samples", "8"]
     command += ["--seq-len", "64", "--calibration", str(calibration_text)]
     show = JsonEvents.__call__
 
     def interrupt(display: JsonEvents, event: Mapping[str, Any]) -> None:
         show(display, event)
-        if event["event"] == "block":
+        if event["event"] == last:
             signal.raise_signal(signal.SIGINT)
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it may be ignored
@@ -166,10 +170,23 @@ def test_interrupted_by_the_keyboard(
     finally:
         signal.signal(signal.SIGINT, before)
     captured = capsys.readouterr()
-    assert json.loads(captured.out.splitlines()[-1])["event"] == "block"
-    assert captured.err.splitlines()[-1] == "latq: interrupted; finished blocks are kept: go on with --resume"
-    assert main([*command, "--resume"]) == 0
+    assert json.loads(captured.out.splitlines()[-1])["event"] == last
+    assert captured.err.splitlines()[-1] == f"latq: interrupted; {said}"
+    if last != "done":
+        assert main([*command, "--resume"]) == 0
     assert main(["verify", str(tmp_path / "out")]) == 0
+
+
+def test_interrupted_before_what_is_there_was_looked_at(
+    mini_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr("vllm_latq.quantize.pipeline.Decoder", interrupt)
+    assert main(["quantize", str(mini_model), str(tmp_path), "--method", "rtn"]) == 130
+    assert "complete" not in capsys.readouterr().err
 
 
 def test_output_that_was_closed(tmp_path: Path, mini_model: Path) -> None:

@@ -5,6 +5,7 @@ Invariant: defaults of the recipe live in Recipe alone; an option that is not gi
 
 import argparse
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_latq import console
@@ -177,6 +178,8 @@ def _run(options: argparse.Namespace) -> int:
     source = model_directory(options.model)
     if options.dry_run:
         return _dry_run(recipe, source, options)
+    made = Path(options.destination) / "config.json"  # it appears with the rest, at the very end
+    before = made.exists()
     try:
         with console.JsonEvents() if options.json else console.ProgressDisplay() as display:
             quantize_checkpoint(
@@ -190,7 +193,9 @@ def _run(options: argparse.Namespace) -> int:
                 on_event=display,
             )
     except KeyboardInterrupt:
-        raise KeyboardInterrupt("finished blocks are kept: go on with --resume") from None
+        complete = made.exists() and not before
+        done = "the checkpoint is complete" if complete else "finished blocks are kept: go on with --resume"
+        raise KeyboardInterrupt(done) from None
     return 0
 
 
