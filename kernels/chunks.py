@@ -37,14 +37,16 @@ def chunk_starts(
     Args:
         lengths: uint16 [row blocks, column blocks], units of the stream that each chunk has.
         name: of `lengths`, for errors.
-        stream: int32 [words].
+        stream: int32 [words], contiguous.
         per_word: units in a word.
         shape: (rows, cols) of the integers.
         weights: that a chunk has about.
 
     Raises:
-        KernelInputError: lengths that belong to other chunks or another stream.
+        KernelInputError: lengths that belong to other chunks or another stream, or a stream that is not such a vector.
     """
+    plain = stream.dtype == torch.int32 and stream.ndim == 1 and stream.is_contiguous()
+    require(plain, "stream", "a contiguous vector of int32", f"{stream.dtype} {tuple(stream.shape)}")
     grid = tuple(-(-size // part) for size, part in zip(shape, chunk_shape(shape[1], weights), strict=True))
     require(lengths.shape == grid, name, f"{grid}", tuple(lengths.shape))
     units = lengths.flatten().to(torch.int64)

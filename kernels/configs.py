@@ -178,12 +178,14 @@ AMPERE_64_SMALL = replace(AMPERE_64, num_warps=8, stages=3, slots=2, min_group=1
 AMPERE = (
     AMPERE_8, AMPERE_16, small_groups(AMPERE_16), AMPERE_32, small_groups(AMPERE_32), AMPERE_64, AMPERE_64_SMALL
 )  # fmt: skip
+# Elsewhere 8 bits in groups of 32 would spill in the loop.
+OTHERS_8 = (replace(AMPERE_8, min_group=32), small_groups(AMPERE_8))
 # sm_86 and sm_89: 100 KB of shared memory, 99 for one program. At 64 rows, 4 bits and groups of 32, three stages of 128
 # features would take 100, and in two stages registers spill.
 ADA = tuple(
     replace(config, shared_kb=100)
     for config in (
-        AMPERE_8, replace(AMPERE_16, num_warps=4, slots=4, min_group=1), AMPERE_32, small_groups(AMPERE_32),
+        *OTHERS_8, replace(AMPERE_16, num_warps=4, slots=4, min_group=1), AMPERE_32, small_groups(AMPERE_32),
         AMPERE_64, replace(AMPERE_64_SMALL, min_group=64), replace(small_groups(AMPERE_64), stages=3),
     )
 )  # fmt: skip
@@ -219,15 +221,16 @@ HOPPER = (
 # group, and at 64 rows in groups of 32 Triton 3.9 makes an empty kernel of it. Products of two warps are Ampere's. In
 # small groups registers spill (NOTES.md), but two launches of half the rows would issue as much.
 TWO_WARPS = (
-    AMPERE_8, AMPERE_16, small_groups(AMPERE_16), replace(AMPERE_32, block_n=64, num_warps=2, min_group=1),
+    *OTHERS_8, AMPERE_16, small_groups(AMPERE_16), replace(AMPERE_32, block_n=64, num_warps=2, min_group=1),
     replace(AMPERE_64, block_n=64, num_warps=2, min_group=1),
 )  # fmt: skip
 BLACKWELL = tuple(replace(config, shared_kb=228, programs_per_processor=4) for config in TWO_WARPS)
 # sm_120 has what sm_89 has; with a slot less, next to nothing spills.
 BLACKWELL_RTX = tuple(replace(config, slots=1) if config.max_rows in (8, 32) else config for config in ADA)
-# 64 KB of shared memory on gfx90a and gfx942. Compiled for these only, and neither run nor tuned.
+# 64 KB of shared memory on gfx90a and gfx942. Compiled for these only, and neither run nor tuned. In small groups eight
+# rows would get no matrix instructions.
 AMD = tuple(
-    replace(config, stages=2 if config.max_rows > 16 else 3, shared_kb=64, min_group=1)
+    replace(config, stages=2 if config.max_rows > 16 else 3, shared_kb=64, min_group=64 if config.max_rows == 8 else 1)
     for config in (AMPERE_8, AMPERE_16, replace(AMPERE_32, bias_dot=True), AMPERE_64_SMALL)
 )
 SIMT = DecodeConfig(max_rows=8, block_n=64, num_warps=2, stages=2, bias_dot=False, slots=4, kernel="simt")

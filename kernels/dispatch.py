@@ -19,7 +19,7 @@ MAX_OFFSET = 2**31 - 1  # the kernels address x by 32-bit offsets; everything th
 def check_activations(x: torch.Tensor, weight: KernelWeight) -> None:
     """Cheap checks of shape, dtype and device; no synchronisation."""
     require(x.dtype in (torch.bfloat16, torch.float16), "x", "bfloat16 or float16", x.dtype)
-    require(x.shape[-1] == weight.cols, "x", f"{weight.cols} columns", tuple(x.shape))
+    require(x.ndim > 0 and x.shape[-1] == weight.cols, "x", f"{weight.cols} columns", tuple(x.shape))
     require(x.device == weight.words.device, "x", f"a tensor on {weight.words.device}", x.device)
 
 
@@ -61,7 +61,8 @@ def ssqr_matmul(x: torch.Tensor, weight: KernelWeight, config: DecodeConfig | No
     """x W^T. Few rows: fused, accumulated in float32, rounded once. Many: through dense chunks.
 
     Few are those of FUSED_LAUNCHES of the widest fused kernel: to read a packed weight twice moves fewer bytes than to
-    write it densely and read that.
+    write it densely and read that. One stream at a time may multiply by a weight, which holds the tickets of its
+    programs.
 
     Args:
         x: [..., cols], bfloat16 or float16, on the weight's device.

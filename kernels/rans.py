@@ -157,8 +157,10 @@ def decode_rans(
     """
     rows, cols = row_class.numel(), column_class.numel()
     slots = slot_table(table_ranges, frequencies)
+    lowest = min(int(row_class.min()), int(column_class.min()))
     highest = int(row_class.max()) + int(column_class.max())
-    require(highest < slots.shape[0], "row_class", f"sums of classes below {slots.shape[0]}", highest)
+    expected = f"classes from 0 on, and sums of them below {slots.shape[0]}"
+    require(lowest >= 0 and highest < slots.shape[0], "row_class", expected, f"{lowest} and {highest}")
     starts, words = chunk_starts(chunk_words, "chunk_words", stream, 2, (rows, cols), CHUNK_WEIGHTS)
     used, states = (torch.empty(words.numel(), dtype=torch.int32, device=stream.device) for _ in range(2))
     z = torch.empty(rows, cols, dtype=torch.int32, device=stream.device)

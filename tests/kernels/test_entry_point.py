@@ -12,13 +12,26 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from kernel_device import DEVICE
 from recorded import RecordedKernel, RecordedOperators
 
 from vllm_latq.kernels import dequantize, dispatch, ssqr
-from vllm_latq.kernels.configs import FUSED_LAUNCHES, GATHER_ROWS, SIMT, DecodeConfig, decode_config, max_decode_rows
+from vllm_latq.kernels.configs import (
+    FUSED_LAUNCHES,
+    GATHER_ROWS,
+    HIP,
+    SIMT,
+    DecodeConfig,
+    decode_config,
+    max_decode_rows,
+)
 from vllm_latq.kernels.dispatch import ssqr_matmul
+from vllm_latq.kernels.errors import KernelInputError
+from vllm_latq.kernels.fields import planes_of, words_of
 from vllm_latq.kernels.reference import matmul_reference
+from vllm_latq.kernels.tiles import tile_scale_pairs, tile_words
 
 pytestmark = pytest.mark.kernel
 
@@ -60,9 +73,13 @@ def poisoned_allocations() -> Iterator[None]:
         check_fence(whole)
 
 
-def multiply_and_compare(layer: Any, m: int, dtype: torch.dtype, config: DecodeConfig | None = None) -> None:
+def multiply_and_compare(
+    layer: Any, m: int, dtype: torch.dtype, config: DecodeConfig | None = None, gap: int = 0
+) -> None:
+    """gap: columns of NaN behind each row of x, which is a part of a wider matrix then."""
     weight = layer.weight
-    x, whole = fenced(torch.zeros, m, weight.cols, dtype=dtype, device=DEVICE)
+    wider, whole = fenced(torch.zeros, m, weight.cols + gap, dtype=dtype, device=DEVICE)
+    x = wider[:, : weight.cols]
     x.copy_(torch.randn(m, weight.cols, generator=torch.Generator().manual_seed(m)))
     with poisoned_allocations():
         y = ssqr_matmul(x, weight, config)
@@ -100,7 +117,16 @@ def test_every_number_of_rows(make_layer, m: int) -> None:
     if m <= max_decode_rows(bits):
         base = decode_config(m, bits, layer.weight.arch, group_size)
         config = replace(base, programs_per_processor=1 + m % 2, min_superblocks=1)
-    multiply_and_compare(layer, m, DTYPES[m // 2 % 2], config)
+    multiply_and_compare(layer, m, DTYPES[m // 2 % 2], config, gap=(0, 8, 0, 3)[m % 4])
+
+
+@pytest.mark.parametrize("m", [1, 2, 4, 7])
+def test_few_rows_by_a_kernel_of_more(make_layer, m: int) -> None:
+    """As in small groups on AMD."""
+    layer = make_layer(3, 70, 512, group_size=32, outliers=0.05)
+    config = decode_config(m, 3, HIP, 32)
+    assert config.max_rows == 16
+    multiply_and_compare(layer, m, torch.float16, replace(config, min_superblocks=1))
 
 
 @pytest.mark.parametrize(
@@ -162,9 +188,81 @@ ODD: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kernel", ["simt", "low batch", "wide", "prefill"])
 @pytest.mark.parametrize("name", ODD)
 def test_odd_layers(make_layer, monkeypatch: pytest.MonkeyPatch, name: str, kernel: str, dtype: torch.dtype) -> None:
-    """In every kernel, at two parts where the layer has two superblocks; prefill in chunks of one row block."""
+    """In every kernel, at two parts where the layer has two superblocks; prefill in chunks of two row blocks."""
     layer = make_layer(3, **ODD[name])
     small, wide = (decode_config(rows, 3, layer.weight.arch) for rows in (8, 19))
     m, base = {"simt": (3, SIMT), "low batch": (1, small), "wide": (19, wide), "prefill": (17, small)}[kernel]
     monkeypatch.setattr(dequantize, "CHUNK_BYTES", 1)
-    multiply_and_compare(layer, m, dtype, replace(base, programs_per_processor=2, min_superblocks=1))
+    gap = {"simt": 8, "wide": 5}.get(kernel, 0)
+    multiply_and_compare(layer, m, dtype, replace(base, programs_per_processor=2, min_superblocks=1), gap)
+
+
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        (torch.zeros(2, 256), "x: expected bfloat16 or float16, found torch.float32"),
+        (torch.zeros(2, 255).half(), "x: expected 256 columns"),
+        (torch.zeros((), dtype=torch.float16), "x: expected 256 columns"),
+        (torch.zeros(2, 256, device="meta").half(), "x: expected a tensor on .*, found meta"),
+    ],
+)
+def test_activations_that_do_not_fit(make_layer, x: torch.Tensor, message: str) -> None:
+    x = x if x.is_meta else x.to(DEVICE)
+    with pytest.raises(KernelInputError, match=message):
+        ssqr_matmul(x, make_layer(3, 64, 256).weight)
+
+
+def test_columns_of_activations_that_are_apart(make_layer) -> None:
+    weight, x = make_layer(3, 64, 256).weight, torch.randn(256, 3).half().to(DEVICE)
+    assert torch.equal(ssqr_matmul(x.T, weight), ssqr_matmul(x.T.contiguous(), weight))
+
+
+def test_rows_too_far_apart_for_offsets_of_32_bits_are_copied(make_layer, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = []
+    monkeypatch.setattr(dispatch, "launch_ssqr", lambda x, *_: launched.append(x.stride(0)))
+    weight, config = make_layer(3, 64, 256, outliers=0.0).weight, decode_config(2, 3)
+    for stride in (2**30 - 1, 2**30):
+        x = torch.empty_strided((2, 256), (stride, 1), dtype=torch.float16, device="meta")
+        dispatch.decode_matmul(x, weight, config, torch.empty(2, 64, dtype=torch.float16, device="meta"))
+    assert launched == [2**30 - 1, 256]
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of numpy, in the interpreter
+def test_rows_of_activations_do_not_touch_each_other(make_layer) -> None:
+    """What is infinite or not a number in one spoils that row of y at most, in every kernel."""
+    layer = make_layer(4, 70, 512, outliers=0.05)
+    for m in (2, 5, 12, 20, 64, 70, 130):
+        x = torch.randn(m, 512, generator=torch.Generator().manual_seed(m)).bfloat16()
+        expected = ssqr_matmul(x.to(DEVICE), layer.weight)
+        x[1, 5], x[1, 300] = float("inf"), float("nan")
+        y = ssqr_matmul(x.to(DEVICE), layer.weight)
+        assert not y[1].isfinite().all()
+        others = [row for row in range(m) if row != 1]
+        assert torch.equal(y[others], expected[others])
+
+
+@triton.jit
+def tile_addresses(word_ptr, scale_ptr, out_ptr, tile, supers, sb, share, BITS: tl.constexpr, RANGES: tl.constexpr):
+    """Writes how many bytes behind the first word, and the first pair of scales, those of each row of a tile lie."""
+    words = tile_words(word_ptr, tile, supers, sb, share, BITS, 128, RANGES).to(tl.int64) - word_ptr.to(tl.int64)
+    first = tl.sum(tl.where(tl.arange(0, words.shape[1])[None, :] == 0, words, 0), 1)
+    pairs = tile_scale_pairs(scale_ptr, tile, supers, sb, share, 32, 128, RANGES).to(tl.int64) - scale_ptr.to(tl.int64)
+    tl.store(out_ptr + tl.arange(0, 128), first)
+    tl.store(out_ptr + 128 + tl.arange(0, 128), pairs)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize(("bits", "ranges"), [(2, 1), (3, 1), (4, 1), (8, 1), (3, 4)])
+def test_addresses_in_weights_of_more_than_2_to_the_31_words(bits: int, ranges: int) -> None:
+    tile, supers, share = 3_000_000 * ranges, 256, 64
+    sb = 7 if ranges > 1 else 200
+    words = torch.zeros(1, dtype=torch.int32)
+    found = torch.zeros(2, 128, dtype=torch.int64)
+    tile_addresses[(1,)](words, words, found, tile, supers, sb, share, BITS=bits, RANGES=ranges)
+    for lane in range(128):
+        row = tile * (128 // ranges) + lane % (128 // ranges)
+        block = row // 64 * supers + sb + lane // (128 // ranges) * share
+        size = planes_of(bits) * 64 * words_of(bits)
+        assert int(found[0, lane]) == 4 * (block * size + row % 64 * words_of(bits))
+        assert int(found[1, lane]) == 4 * (block * 4 * 64 + row % 64)
+    assert int(found.min()) > 4 * 2**31

@@ -47,6 +47,9 @@ def test_corrupt_streams_are_refused_and_read_nothing_outside() -> None:
         decode_huffman(stream[:-1], chunk_bits, *rest)
     with pytest.raises(KernelInputError, match="chunk_bits"):
         decode_huffman(stream, chunk_bits[:-1], *rest)
+    for wrong in (stream[:1].expand(stream.numel()), stream[None], stream.to(torch.int64), stream.view(torch.float32)):
+        with pytest.raises(KernelInputError, match="contiguous vector of int32"):
+            decode_huffman(wrong, chunk_bits, *rest)
 
 
 def test_bits_that_no_code_begins_with_are_refused() -> None:

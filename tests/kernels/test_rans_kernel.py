@@ -82,8 +82,14 @@ def test_corrupt_streams_are_refused_and_read_nothing_outside() -> None:
         decode_rans(stream[:-1], chunk_words, rows, cols, ranges, frequencies)
     with pytest.raises(KernelInputError, match="chunk_words"):
         decode_rans(stream, chunk_words[:-1], rows, cols, ranges, frequencies)
-    with pytest.raises(KernelInputError, match="sums of classes"):
+    with pytest.raises(KernelInputError, match="sums of them below"):
         decode_rans(stream, chunk_words, rows + 16, cols, ranges, frequencies)
+    signed = rows.to(torch.int32), cols.to(torch.int32)
+    for wrong in ((signed[0] - 1, signed[1] + 1), (signed[0], signed[1] - 100)):
+        with pytest.raises(KernelInputError, match="classes from 0 on"):
+            decode_rans(stream, chunk_words, *wrong, ranges, frequencies)
+    with pytest.raises(KernelInputError, match="contiguous vector of int32"):
+        decode_rans(stream.repeat_interleave(2)[::2], chunk_words, rows, cols, ranges, frequencies)
     with pytest.raises(KernelInputError, match="sums of 4096"):
         slot_table(ranges, (2 * frequencies.to(torch.int32).clamp(min=1)).to(torch.uint16))
     with pytest.raises(KernelInputError, match="tables of"):
