@@ -11,7 +11,7 @@ import triton.language as tl
 
 from vllm_latq.kernels.configs import COMPILER
 from vllm_latq.kernels.fields import field_segment, segment_count, words_of
-from vllm_latq.kernels.layout import ROW_BLOCK
+from vllm_latq.kernels.layout import ROW_ALIGN, ROW_BLOCK
 from vllm_latq.kernels.outlier_tile import first_outlier, second_outlier
 from vllm_latq.kernels.outliers import SLICE_ROWS
 from vllm_latq.kernels.tiles import load_planes, load_scale, plane, tile_scale_pairs, tile_words
@@ -155,7 +155,8 @@ def write_beyond(
 
 
 def launch_dequantize(weight: KernelWeight, w: torch.Tensor, first_block: int, blocks: int) -> None:
-    """Write rows first_block * 64 .. of the dense weight. Allocates nothing.
+    """Write rows first_block * 64 .. of the dense weight, beginning and ending with whole ROW_ALIGN rows. Allocates
+    nothing.
 
     Args:
         w: [rows of the chunk, cols], contiguous, bfloat16 or float16 (float32 in tests).
@@ -180,8 +181,8 @@ def launch_dequantize(weight: KernelWeight, w: torch.Tensor, first_block: int, b
 
 
 def chunk_blocks(weight: KernelWeight, dtype: torch.dtype) -> int:
-    """Row blocks per chunk: as many as fit CHUNK_BYTES, at least one."""
-    return max(1, CHUNK_BYTES // (ROW_BLOCK * weight.cols * dtype.itemsize))
+    """Row blocks per chunk: as many as fit CHUNK_BYTES, at least those that `order` permutes together."""
+    return max(1, CHUNK_BYTES // (ROW_ALIGN * weight.cols * dtype.itemsize)) * (ROW_ALIGN // ROW_BLOCK)
 
 
 def dequantize(weight: KernelWeight, dtype: torch.dtype) -> torch.Tensor:
@@ -191,14 +192,14 @@ def dequantize(weight: KernelWeight, dtype: torch.dtype) -> torch.Tensor:
     """
     w = torch.empty(weight.rows, weight.cols, dtype=dtype, device=weight.words.device)
     with torch.cuda.device_of(w):
-        launch_dequantize(weight, w, 0, -(-weight.rows // ROW_BLOCK))
+        launch_dequantize(weight, w, 0, weight.padded_rows // ROW_BLOCK)
     return w
 
 
 def prefill_matmul(x: torch.Tensor, weight: KernelWeight) -> torch.Tensor:
     """y [m, rows] = x [m, cols] W^T through dense chunks and the library's matmul."""
     y = torch.empty(x.shape[0], weight.rows, dtype=x.dtype, device=x.device)
-    step, blocks = chunk_blocks(weight, x.dtype), -(-weight.rows // ROW_BLOCK)
+    step, blocks = chunk_blocks(weight, x.dtype), weight.padded_rows // ROW_BLOCK
     scratch = torch.empty(min(step * ROW_BLOCK, weight.rows), weight.cols, dtype=x.dtype, device=x.device)
     for first in range(0, blocks, step):
         begin, end = first * ROW_BLOCK, min((first + step) * ROW_BLOCK, weight.rows)

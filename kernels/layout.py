@@ -6,7 +6,7 @@ superblocks. A tile (row block, superblock) is contiguous, so a kernel streams a
     words   int32 [row blocks, superblocks, planes, ROW_BLOCK, words]        (bits inside a word: `fields.py`)
     scales  int32 [row blocks, superblocks, 256 / group_size / 2, ROW_BLOCK] two consecutive groups as bf16 pairs (or 1)
 
-Within a row block the rows may be permuted (`order`, see `outliers.py`); padding holds integer zero with scale zero.
+Among ROW_ALIGN rows they may be permuted (`order`, see `outliers.py`); padding holds integer zero with scale zero.
 """
 
 import torch
@@ -16,7 +16,7 @@ from vllm_latq.kernels.errors import require
 from vllm_latq.kernels.fields import SUPERBLOCK, SUPPORTED_BITS, SUPPORTED_GROUPS, Segment, planes, storage, words
 
 ROW_BLOCK = 64
-ROW_ALIGN = 128  # the largest row tile of a kernel; a launch never needs to mask rows of the weight
+ROW_ALIGN = 128  # the largest row tile of a kernel, and whole row blocks; a launch never masks rows of the weight
 _CHUNK_CODES = 1 << 24  # codes unpacked at once: bounds the scratch memory of a load to about 200 MB
 
 
@@ -121,8 +121,8 @@ def tile_weight(
 
     Args:
         qweight: int32 [rows, ceil(cols * bits / 32)].
-        order: int64 [padded rows], the checkpoint row held by each tile row, of the same row block; rows or more means
-            padding.
+        order: int64 [padded rows], the checkpoint row held by each tile row, one of the same ROW_ALIGN; rows or more
+            means padding.
         beyond: integers that get the nearest end of the grid for a code.
 
     Returns:
@@ -131,10 +131,10 @@ def tile_weight(
     rows, zero_point = qweight.shape[0], 1 << (bits - 1)
     supers = superblocks(cols)
     tiles = []
-    step = max(1, _CHUNK_CODES // (supers * SUPERBLOCK * ROW_BLOCK)) * ROW_BLOCK
+    step = max(1, _CHUNK_CODES // (supers * SUPERBLOCK * ROW_ALIGN)) * ROW_ALIGN
     if beyond is not None:
         places, ends = tile_rows(order)[beyond.row] % step, ((beyond.z > 0) * (2 * zero_point - 1)).to(torch.uint8)
-        # A chunk is of whole row blocks, whose outliers follow each other.
+        # A chunk has the same rows in either order, and their outliers follow each other.
         counts = torch.bincount(beyond.row // step, minlength=-(-order.numel() // step)).tolist()
         outliers = zip(*(tensor.split(counts) for tensor in (places, beyond.col, ends)), strict=True)
     for part in order.split(step):

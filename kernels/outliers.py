@@ -1,4 +1,4 @@
-"""Outlier storage for the kernels: 16-row slices, stored column-major, balanced by sorting rows inside a row block.
+"""Outlier storage for the kernels: 16-row slices, stored column-major, balanced by sorting rows.
 
 Row block b (64 rows) owns slices 4b..4b+3; slice s owns slots slice_ptr[s]..slice_ptr[s+1], and slot t holds one entry
 of each of its 16 rows:
@@ -6,8 +6,9 @@ of each of its 16 rows:
     entries int32 [slots, 16]:   slot t    r0 r1 r2 ... r15      short rows are padded with entry 0 (nothing, column 0)
                                  slot t+1  r0 r1 r2 ... r15
 
-Rows of a block are sorted by their count, longest first, so the rows of a slice are about equally long: little padding,
-and slice 4b is the longest of its block. A warp reads a slot in one piece and every lane keeps its own row.
+Rows are sorted by their count, longest first, so the rows of a slice are about equally long: little padding. That is
+among ROW_ALIGN rows, whose slices are dealt out to their two blocks in turns, so these are about equally long, too, and
+slice 4b is the longest of its block. A warp reads a slot in one piece and every lane keeps its own row.
 """
 
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ import torch
 
 from vllm_latq.kernels.entries import MAX_COLUMNS, Entries
 from vllm_latq.kernels.errors import require
-from vllm_latq.kernels.layout import ROW_BLOCK, tile_rows
+from vllm_latq.kernels.layout import ROW_ALIGN, ROW_BLOCK, tile_rows
 
 SLICE_ROWS = 16
 _BUCKETS_PER_OCTAVE = 8
@@ -43,6 +44,12 @@ def check_csr(row_ptr: torch.Tensor, col_idx: torch.Tensor, values: torch.Tensor
     """Refuse CSR arrays that could make a kernel read out of bounds. Called once, at load; synchronises the device."""
     require(cols <= MAX_COLUMNS, "outliers", f"at most {MAX_COLUMNS} columns (16-bit column index)", cols,
             "Shard the layer, or store it without outliers.")  # fmt: skip
+    for name, part in (("row_ptr", row_ptr), ("col_idx", col_idx)):
+        whole = not (part.is_floating_point() or part.is_complex() or part.dtype == torch.bool)
+        require(whole, name, "integers", part.dtype)
+    require(values.dtype in (torch.bfloat16, torch.float32, torch.float64), "outlier values", "bfloat16 or float32",
+            values.dtype)  # fmt: skip
+    require(bool(values.isfinite().all()), "outlier values", "finite numbers", "NaN or infinity")
     require(row_ptr.shape == (rows + 1,), "row_ptr", f"{rows + 1} entries", tuple(row_ptr.shape))
     require(col_idx.shape == values.shape and col_idx.ndim == 1, "col_idx and values", "two vectors of one length",
             f"{tuple(col_idx.shape)} and {tuple(values.shape)}")  # fmt: skip
@@ -56,19 +63,20 @@ def check_csr(row_ptr: torch.Tensor, col_idx: torch.Tensor, values: torch.Tensor
 
 
 def row_order(counts: torch.Tensor, padded: int) -> torch.Tensor:
-    """Checkpoint row of each tile row: within each row block, rows with more entries first.
+    """Checkpoint row of each tile row: of each ROW_ALIGN rows those with more entries first, 16 in each block in turn.
 
     Args:
         counts: int64 [rows], entries per row.
-        padded: rows after padding; padding rows keep their own index, at or above `rows`.
+        padded: rows after padding; the index of a padding row is at or above `rows`.
 
     Returns:
         int64 [padded].
     """
     full = torch.full((padded,), -1, dtype=torch.int64, device=counts.device)
     full[: counts.numel()] = counts
-    within = torch.argsort(full.view(-1, ROW_BLOCK), dim=1, descending=True, stable=True)
-    return (within + torch.arange(0, padded, ROW_BLOCK, device=counts.device)[:, None]).flatten()
+    within = torch.argsort(full.view(-1, ROW_ALIGN), dim=1, descending=True, stable=True)
+    rows = within + torch.arange(0, padded, ROW_ALIGN, device=counts.device)[:, None]
+    return rows.view(-1, ROW_BLOCK // SLICE_ROWS, ROW_ALIGN // ROW_BLOCK, SLICE_ROWS).transpose(1, 2).flatten()
 
 
 def slice_entries(entries: Entries, order: torch.Tensor) -> OutlierSlices:

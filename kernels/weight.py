@@ -65,7 +65,7 @@ class KernelWeight:
         return self.entries is not None and not scaled and self.bits in BEYOND_BITS
 
     def storage_bytes(self) -> int:
-        """Bytes of the weight that one product reads, without padding of the outliers. Synchronises the device."""
+        """Bytes of the weight that one product reads: not the room behind its outliers. Synchronises the device."""
         parts = [self.words, self.scale_pairs, self.flat_scales, self.row_scales, self.slice_ptr]
         if self.entries is not None and self.slice_ptr is not None:
             parts += [self.order, self.entries[: int(self.slice_ptr[-1])]]
@@ -139,6 +139,9 @@ def prepare(
     processors, arch = _device_facts(device)
     order = torch.arange(padded, device=device)
     slices = beyond = None
+    present = [part is not None for part in (row_ptr, col_idx, values)]
+    together = all(present) or not any(present)
+    require(together, "row_ptr, col_idx, values", "all three or none", f"{sum(present)} of them")
     if row_ptr is not None and col_idx is not None and values is not None:
         check_csr(row_ptr, col_idx, values, rows, cols)
         csr = (row_ptr, col_idx, values, cols)

@@ -81,7 +81,7 @@ def test_prefill_in_chunks(make_layer, monkeypatch: pytest.MonkeyPatch, m: int) 
     layer = make_layer(3, 130, 256)
     x = torch.randn(m, 256).half()
     expected = matmul_reference(x, layer.dense)
-    monkeypatch.setattr(module, "CHUNK_BYTES", 64 * 256 * 2)  # one row block at a time
+    monkeypatch.setattr(module, "CHUNK_BYTES", 128 * 256 * 2)  # two row blocks at a time
     launch = module.launch_dequantize
 
     def bounded(weight: KernelWeight, w: torch.Tensor, first_block: int, blocks: int) -> None:

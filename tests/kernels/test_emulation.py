@@ -174,7 +174,7 @@ def test_simt(make_layer, bits: int, m: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("arch", "bits"), [("sm_80", 3), ("sm_90", 4)])
 def test_prefill(make_layer, monkeypatch: pytest.MonkeyPatch, arch: str, bits: int) -> None:
-    monkeypatch.setattr(dequantize, "CHUNK_BYTES", 1)  # one row block at a time
+    monkeypatch.setattr(dequantize, "CHUNK_BYTES", 1)  # two row blocks at a time
     layer = make_layer(bits, 130, 320, group_size=64, outliers=0.03, midrise=bits == 4)
     x = activations(129, 320, torch.bfloat16)
     with emulation(arch):
