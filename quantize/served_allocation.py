@@ -31,7 +31,7 @@ from vllm_latq.quantize.hptq import GAUSSIAN_BITS
 from vllm_latq.quantize.kronecker import reach
 from vllm_latq.quantize.latq import OCTAVE, InputLattice, OutputLattice, Share, feedback_noise
 from vllm_latq.quantize.search import sample_rows
-from vllm_latq.served_size import USUAL_OUTLIER_BITS, served_overhead
+from vllm_latq.served_size import USUAL_OUTLIER_BITS, served_overhead, slot_words
 
 # The model's steps that are tried, in octaves around the one at which an entropy code would take the target.
 _TRIED = range(-5, 5)
@@ -99,8 +99,8 @@ def served_curves(
             start = part.stop
             share = rows / (part.stop - part.start)
             least = served_overhead(rows, cols, width) / (rows * cols)
-            overflow = [share * float(of_rows[part].sum()) for *_, of_rows in steps]
-            bits = [least + USUAL_OUTLIER_BITS[width] * some / (rows * cols) for some in overflow]
+            each = share * USUAL_OUTLIER_BITS[width] / (rows * cols)
+            bits = [least + each * slot_words(of_rows[part]) for *_, of_rows in steps]
             squares = [share * float(_squared(row[part]).sum() * _squared(column).sum()) for row, column, _ in steps]
             curves = (bits, [math.log2(square) for square in squares])
             of_bits, of_loss = (RateCurve(rows * cols, tuple(zip(octaves, some, strict=True))) for some in curves)

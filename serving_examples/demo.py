@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 from openai import OpenAI
@@ -45,7 +46,7 @@ def main() -> None:
     shutil.rmtree(options.output, ignore_errors=True)
     rows = [row("bf16", None, options.model, options)]
     for bits in options.bits:
-        for name, recipe in recipes(bits, options.model).items():
+        for name, recipe in recipes(bits, options.output / f"ssqr-{bits}"):
             checkpoint = options.output / f"{name}-{bits}"
             print(f"quantizing: {name}, {bits} bits", file=sys.stderr)
             quantize_checkpoint(recipe, options.model, checkpoint, calibration=options.calibration)
@@ -56,21 +57,18 @@ def main() -> None:
         print(completion(options.output / f"ssqr-{options.bits[0]}"))
 
 
-def recipes(bits: int, model: Path) -> dict[str, Recipe]:
-    """Every method at about the same stored size, and latq with the memory of ssqr."""
+def recipes(bits: int, ssqr: Path) -> Iterator[tuple[str, Recipe]]:
+    """Every method at about the same stored size, and at last latq with the memory of `ssqr`, made by then."""
     shared = {"num_samples": 256, "seq_len": 256}
     target = bits + SCALE_BITS
-    ssqr = Recipe("ssqr", bits, outlier_rate=0.01, **shared)
-    memory = plan(ssqr, model)["totals"]["bits_per_weight"]
-    return {
-        "rtn": Recipe("rtn", bits, **shared),
-        "gptq": Recipe("gptq", bits, **shared),
-        "ssqr": ssqr,
-        "hptq": Recipe("hptq", target_bits=target, **shared),
-        "hrtn": Recipe("hrtn", target_bits=target, **shared),
-        "latq": Recipe("latq", target_bits=target, **shared),
-        "latq-served": Recipe("latq", target_bits=memory, count="served", **shared),
-    }
+    yield "rtn", Recipe("rtn", bits, **shared)
+    yield "gptq", Recipe("gptq", bits, **shared)
+    yield "ssqr", Recipe("ssqr", bits, outlier_rate=0.01, **shared)
+    yield "hptq", Recipe("hptq", target_bits=target, **shared)
+    yield "hrtn", Recipe("hrtn", target_bits=target, **shared)
+    yield "latq", Recipe("latq", target_bits=target, **shared)
+    memory = inspect_checkpoint(ssqr)["served_bits_per_weight"]
+    yield "latq-served", Recipe("latq", target_bits=memory, count="served", **shared)
 
 
 def row(name: str, bits: int | None, model: Path, options: argparse.Namespace) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from vllm_latq.config import WHOLE_ROW, LayerScheme
 from vllm_latq.csr import CSR
 from vllm_latq.overflow import read_overflow, stored_overflow, values_on_lattice
 from vllm_latq.packing import pack_codes, unpack_codes, zero_point
-from vllm_latq.served_size import PAIRED, WORD_BITS, best_bits, outlier_words
+from vllm_latq.served_size import WORD_BITS, best_bits, order_words, outlier_words, slot_words
 from vllm_latq.spec import SHAPE, stored_bits
 
 # Weights packed together, so that the intermediates stay small beside the matrix.
@@ -119,16 +119,17 @@ class PackedWeight:
         return stored_bits(self.to_tensors())
 
     def served_bits(self) -> int:
-        """Bits in memory while it is served: codes, scales, row pointers, and the words of outliers (`served_size`)."""
-        held = [self.qweight, self.scales, self.row_scales, self.column_scales]
-        words = 0
-        if self.outliers is not None:
-            held.append(self.outliers.row_ptr)
-            words = self.outliers.nnz
-            if self.scales is None and self.bits in PAIRED:
-                places = self.outliers.row_indices(), self.outliers.col_idx.to(torch.int64)
-                words = outlier_words(*places, self.outliers.values, self.bits)
-        return 8 * sum(part.nbytes for part in held if part is not None) + WORD_BITS * words
+        """Bits in memory while it is served: codes, scales, the order of rows, words of outliers (`served_size`)."""
+        bits = 8 * sum(part.nbytes for part in (self.qweight, self.row_scales, self.column_scales) if part is not None)
+        if self.scales is not None:
+            bits += 8 * self.scales.nbytes if self.group_size != WHOLE_ROW else WORD_BITS * self.scales.numel()
+        if self.outliers is None:
+            return bits
+        words = self.outliers.counts
+        if self.scales is None:
+            places = self.outliers.row_indices(), self.outliers.col_idx.to(torch.int64)
+            words = outlier_words(*places, self.outliers.values, self.bits, self.shape[0])
+        return bits + WORD_BITS * (order_words(self.shape[0]) + int(slot_words(words)))
 
     @classmethod
     def from_integers(

@@ -1,11 +1,14 @@
-"""Bits of weights in a GPU's memory while they are served: codes, scales, row pointers, and words of outliers.
+"""Bits of weights in a GPU's memory while they are served: codes, scales, the order of rows, and words of outliers.
 
 A word holds one outlier, as a column and a value, or of integer codes of 2, 3 or 4 bits two, as how far they lie beyond
 the grid: digits from -8 to 7. A digit shares a word with the next one in its row if that is at most 255 columns away.
-What is further beyond is a sum of digits times powers of 4, each a word, and a digit that is left. Padding of the
-kernels' layout is not counted.
+What is further beyond is a sum of digits times powers of 4, each a word, and a digit that is left. A value of more than
+bfloat16's 8 bits takes a word for each 8.
 
-Invariant: these are the words that `kernels/entries.py` makes, which is not imported (a test holds both together).
+Rows are sorted by their words, 128 at a time, and of each 16 in that order all take as many as the longest does. What
+is added to fill tiles, and as room for a reload, is not counted.
+
+Invariant: these are the bytes of `kernels/weight.py`, which is not imported (a test holds both together).
 """
 
 import torch
@@ -20,6 +23,7 @@ USUAL_OUTLIER_BITS = {2: 18, 3: 18, 4: 18, 8: 32}
 _LEAST_DIGIT, _LARGEST_DIGIT, _LARGEST_GAP, _LARGEST_EXPONENT = -8, 7, 255, 15
 # Weights whose outliers are counted at once, so that their coordinates stay small.
 _BAND_WEIGHTS = 1 << 22
+_SORTED_ROWS, _SLICE_ROWS = 128, 16
 
 
 def served_bits(integers: torch.Tensor, bits: int | None = None, column_scales: bool = True) -> int:
@@ -30,14 +34,28 @@ def served_bits(integers: torch.Tensor, bits: int | None = None, column_scales: 
 
 
 def served_overhead(rows: int, cols: int, bits: int, column_scales: bool = True) -> int:
-    """Of those, all but the outliers: codes in whole words, row pointers, scales of rows and of columns."""
-    return WORD_BITS * (rows * packed_words(cols, bits) + (rows + 1) + rows + (cols if column_scales else 0))
+    """Of those, all but the outliers: codes in whole words, scales of rows and of columns, and `order_words`."""
+    return WORD_BITS * (rows * packed_words(cols, bits) + order_words(rows) + rows + (cols if column_scales else 0))
+
+
+def order_words(rows: int) -> int:
+    """Of a weight that may have outliers: which row is which, and where the outliers of each 16 begin."""
+    return rows + -(-rows // _SLICE_ROWS) + 1
+
+
+def slot_words(words: torch.Tensor) -> float:
+    """Words in memory, of rows that need `words` of them, [rows]: 16 rows, sorted 128 at a time, have room for equally
+    many."""
+    padded = torch.nn.functional.pad(words, (0, -len(words) % _SORTED_ROWS)).view(-1, _SORTED_ROWS)
+    longest = padded.sort(dim=1, descending=True).values[:, ::_SLICE_ROWS]
+    return _SLICE_ROWS * longest.sum().item()
 
 
 def best_bits(*matrices: torch.Tensor, widths: tuple[int, ...] = SUPPORTED_BITS, each: int | None = None) -> int:
-    """The width of codes in `widths` that takes the fewest bits, outliers included, over integers [rows, cols].
+    """The width of codes in `widths` that takes the fewest bits, outliers included.
 
     Args:
+        matrices: integers [rows, cols], rows of one matrix after the other.
         each: bits of an outlier; None: as `outlier_bits` has them.
     """
 
@@ -46,7 +64,8 @@ def best_bits(*matrices: torch.Tensor, widths: tuple[int, ...] = SUPPORTED_BITS,
         return sum(bits * z.numel() + fewest * _overflow(z, bits) for z in matrices)
 
     def taken(bits: int) -> int:
-        return sum(bits * z.numel() + outlier_bits(z, bits) for z in matrices)
+        words = torch.cat([_words_beyond(z, bits) for z in matrices])
+        return sum(bits * z.numel() for z in matrices) + WORD_BITS * int(slot_words(words))
 
     bounds = {bits: least(bits) for bits in widths}
     best, *others = sorted(widths, key=bounds.__getitem__)
@@ -59,31 +78,52 @@ def best_bits(*matrices: torch.Tensor, widths: tuple[int, ...] = SUPPORTED_BITS,
 
 def outlier_bits(integers: torch.Tensor, bits: int) -> int:
     """Bits of the words of outliers of integers [rows, cols] beyond codes of a width."""
-    if bits not in PAIRED:
-        return WORD_BITS * _overflow(integers, bits)
-    half, words = 1 << (bits - 1), 0
+    return WORD_BITS * int(slot_words(_words_beyond(integers, bits)))
+
+
+def _words_beyond(integers: torch.Tensor, bits: int) -> torch.Tensor:
+    """`outlier_words` of integers [rows, cols], int64 [rows]."""
+    half, words = 1 << (bits - 1), []
     for band in integers.split(max(1, _BAND_WEIGHTS // max(integers.shape[1], 1))):
         rows, cols = ((band < -half) | (band >= half)).nonzero(as_tuple=True)
-        words += outlier_words(rows, cols, band[rows, cols], bits)
-    return WORD_BITS * words
+        values = band[rows, cols].to(torch.float32)  # which a CSR matrix has
+        words.append(outlier_words(rows, cols, values, bits, len(band)))
+    return torch.cat(words)
 
 
-def outlier_words(rows: torch.Tensor, cols: torch.Tensor, integers: torch.Tensor, bits: int) -> int:
-    """Words of integers beyond codes of 2, 3 or 4 bits.
+def outlier_words(
+    rows: torch.Tensor, cols: torch.Tensor, integers: torch.Tensor, bits: int, of_rows: int
+) -> torch.Tensor:
+    """Words of each row's integers beyond codes of a width, int64 [of_rows].
 
     Args:
         rows, cols: int64 [n], sorted by row, then column.
         integers: [n], beyond the grid.
         bits: of the codes.
+        of_rows: of the matrix.
     """
+    words = torch.zeros(of_rows, dtype=torch.int64, device=rows.device)
+    if bits not in PAIRED:
+        return words.index_add_(0, rows, _value_words(integers))
     z, half = integers.to(torch.int64), 1 << (bits - 1)
     beyond = torch.where(z < 0, z + half, z - half + 1)
     alone, left = _far_words(beyond)
     # Digits that are near each other, without a word between them, are paired from the first on.
-    apart = (rows.diff() != 0) | (cols.diff() > _LARGEST_GAP) | (alone[1:] > 0) | ~left[:-1]
-    runs = torch.nn.functional.pad(apart.cumsum(0), (1, 0))[: len(rows)]
-    digits = torch.zeros(len(rows), dtype=torch.int64, device=rows.device).index_add_(0, runs, left.to(torch.int64))
-    return int(alone.sum() + ((digits + 1) // 2).sum())
+    starts = torch.ones_like(left)
+    starts[1:] = (rows.diff() != 0) | (cols.diff() > _LARGEST_GAP) | (alone[1:] > 0)
+    digits = left.cumsum(0)
+    before = (digits - left.to(torch.int64))[starts][starts.cumsum(0) - 1]
+    begins = left & ((digits - before) % 2 == 1)
+    return words.index_add_(0, rows, alone + begins)
+
+
+def _value_words(values: torch.Tensor) -> torch.Tensor:
+    """How many values of bfloat16 each is the sum of, int64 [n]."""
+    words, rest = torch.ones(len(values), dtype=torch.int64, device=values.device), values.to(torch.float64)
+    for _ in range(2):
+        rest = rest - rest.to(torch.bfloat16).to(torch.float64)
+        words += rest != 0
+    return words
 
 
 def _far_words(beyond: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

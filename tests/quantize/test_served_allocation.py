@@ -13,7 +13,6 @@ from vllm_latq.checkpoint import CheckpointReader, verify
 from vllm_latq.config import SUPPORTED_BITS
 from vllm_latq.errors import ConfigError, NumericalError
 from vllm_latq.merging import decode, merge
-from vllm_latq.packed_weight import pack_integers
 from vllm_latq.quantize.allocation import RateCurve
 from vllm_latq.quantize.budget import check_budget
 from vllm_latq.quantize.certificate import verify_certificate
@@ -35,24 +34,12 @@ from vllm_latq.quantize.served_allocation import (
     served_curves,
     served_lattices,
 )
-from vllm_latq.served_size import USUAL_OUTLIER_BITS, outlier_bits, served_bits, served_overhead
+from vllm_latq.served_size import USUAL_OUTLIER_BITS, served_bits, served_overhead, slot_words
 
 TARGET = 3.6
 # Attention alone: what is served as one matrix is there.
 FEW = {"num_samples": 32, "seq_len": 128, "ignore": ("lm_head", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")}
 SERVED = Recipe("latq", target_bits=TARGET, count="served", **FEW)
-
-
-@pytest.mark.parametrize("columns", [True, False])
-@pytest.mark.parametrize("bits", [*SUPPORTED_BITS, None])
-def test_served_bits_are_those_of_the_tensors(bits: int | None, columns: bool) -> None:
-    z = torch.randn(37, 101).mul(3).round().to(torch.int32)
-    packed = pack_integers(z, torch.ones(37), bits, torch.ones(101) if columns else None)
-    assert served_bits(z, bits, columns) == packed.served_bits()
-    held = [packed.qweight, packed.row_scales, packed.outliers.row_ptr, *([packed.column_scales] if columns else [])]
-    left = packed.served_bits() - sum(8 * part.nbytes for part in held)
-    assert left == (32 * packed.outliers.nnz if packed.bits == 8 else outlier_bits(z, packed.bits))
-    assert packed.dequantize().equal(z.float())
 
 
 def without_feedback(exact: torch.Tensor) -> _Targets:
@@ -130,11 +117,13 @@ def test_a_sample_of_rows_stands_for_all() -> None:
         OutputLattice([factor(2304)], torch.zeros(2304, dtype=torch.int8), 0.0),
     )
     curve = served_curves({"a": weight}, inputs, {"a": outputs}, 2.0)["a"][3].bits
-    octave, bits = next(point for point in curve.points if point[1] > 3.7)
+    least = served_overhead(2304, 64, 3) / weight.numel()
+    octave, bits = next(point for point in curve.points if point[1] < least + 2)
     noise = feedback_noise(outputs.spread, inputs.factor.spread)
     *_, overflow = _fit(_Targets(weight, noise), octave, 3)
-    whole = (served_overhead(2304, 64, 3) + USUAL_OUTLIER_BITS[3] * int(overflow.sum())) / weight.numel()
-    assert bits == pytest.approx(whole, rel=0.05)
+    outliers = USUAL_OUTLIER_BITS[3] * slot_words(overflow) / weight.numel()
+    assert bits - least == pytest.approx(outliers, rel=0.05)
+    assert outliers > 1.1 * USUAL_OUTLIER_BITS[3] * int(overflow.sum()) / weight.numel()
 
 
 def served(shift: float) -> dict[int, ServedCurve]:
@@ -247,13 +236,13 @@ def test_a_linear_of_zeros_is_quantized(count: str, two_blocks: Path, calibratio
 def test_records_count_codes_of_the_width_that_is_shared(
     two_blocks: Path, calibration_text: Path, tmp_path: Path
 ) -> None:
-    def spread(tensors: dict[str, torch.Tensor]) -> None:
-        tensors["model.layers.0.self_attn.q_proj.weight"][:4] *= 64
-        tensors["model.layers.0.self_attn.k_proj.weight"][:2] *= 32
+    def scatter(tensors: dict[str, torch.Tensor]) -> None:
+        weight = tensors["model.layers.0.self_attn.q_proj.weight"]
+        weight[torch.rand(weight.shape, generator=torch.Generator().manual_seed(0)) < 0.02] *= 8
 
-    model = changed(two_blocks, tmp_path / "model", spread)
+    model = changed(two_blocks, tmp_path / "model", scatter)
     few = {"num_samples": 8, "seq_len": 64, "ignore": FEW["ignore"], "without": ("rate-damping",)}
-    recipe = Recipe("latq", target_bits=2.7, count="served", **few)
+    recipe = Recipe("latq", target_bits=3.2, count="served", **few)
     quantize_checkpoint(recipe, model, tmp_path / "out", calibration=str(calibration_text))
     reader = CheckpointReader(tmp_path / "out")
     records = {record.name: record.served_bits for record in reader.measured()}
