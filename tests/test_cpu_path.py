@@ -93,14 +93,14 @@ def test_integers_on_one_scale_of_each_row(bits: int, midrise: bool) -> None:
 
 def test_decoded_integers_get_the_width_that_takes_least_here() -> None:
     cpu, narrow = torch.device("cpu"), torch.randint(-2, 2, (40, 64), dtype=torch.int32)
-    assert inlier_bits([narrow], cpu, torch.float32) == 2
-    assert inlier_bits([narrow[:, :40]], cpu, torch.bfloat16) == 2, "40 columns are dequantized"
-    assert inlier_bits([narrow], torch.device("cuda"), torch.bfloat16) == 2
-    assert inlier_bits([narrow], cpu, torch.bfloat16) == 4, "2 bits would be kept in 4"
+    assert inlier_bits([[narrow]], cpu, torch.float32) == 2
+    assert inlier_bits([[narrow[:, :40]]], cpu, torch.bfloat16) == 2, "40 columns are dequantized"
+    assert inlier_bits([[narrow]], torch.device("cuda"), torch.bfloat16) == 2
+    assert inlier_bits([[narrow]], cpu, torch.bfloat16) == 4, "2 bits would be kept in 4"
     narrow.view(-1)[::10] = 9  # of which each costs 16 or 32 bits on GPUs, and here 64
-    assert best_bits(narrow) == 3
-    assert inlier_bits([narrow, narrow], cpu, torch.bfloat16) == 8
-    assert inlier_bits([narrow], cpu, torch.float32) == 2, "48 however far it lies, where products dequantize"
+    assert best_bits([narrow]) == 3
+    assert inlier_bits([[narrow, narrow]], cpu, torch.bfloat16) == 8
+    assert inlier_bits([[narrow]], cpu, torch.float32) == 2, "48 however far it lies, where products dequantize"
 
 
 @pytest.mark.parametrize("bits", [3, 8])

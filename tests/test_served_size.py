@@ -41,15 +41,15 @@ def test_words_of_outliers_are_those_of_the_kernels(
 ) -> None:
     monkeypatch.setattr(served_size, "_BAND_WEIGHTS", 2000)
     z = heavy_tailed(*shape, size, spread=spread).clamp_(-30_000, 30_000)
-    assert outlier_bits(z, bits) == in_slices(z, bits)
-    assert outlier_bits(z.to(torch.int16), bits) == outlier_bits(z, bits)
+    assert outlier_bits([z], bits) == in_slices(z, bits)
+    assert outlier_bits([z.to(torch.int16)], bits) == outlier_bits([z], bits)
 
 
 def test_digits_share_a_word_up_to_255_columns_apart() -> None:
     z = torch.zeros(2, 600, dtype=torch.int32)
     z[:, 40] = z[0, 295] = z[1, 296] = 5
-    assert outlier_bits(z[:1], 3) == 16 * 32
-    assert outlier_bits(z[1:], 3) == 16 * 64
+    assert outlier_bits([z[:1]], 3) == 16 * 32
+    assert outlier_bits([z[1:]], 3) == 16 * 64
 
 
 @pytest.mark.parametrize("dtype", [torch.int16, torch.int32])
@@ -59,17 +59,17 @@ def test_words_of_far_integers_are_those_of_the_kernels(dtype: torch.dtype) -> N
     z = torch.cat((beyond + 3, -4 - beyond))
     for one in z[(z > 3) | (z < -4)]:
         row = torch.tensor([[int(one), 0]], dtype=dtype)
-        assert outlier_bits(row, 3) == in_slices(row, 3)
+        assert outlier_bits([row], 3) == in_slices(row, 3)
 
 
 def test_values_of_more_than_16_bits_take_three_words_and_integers_are_those_of_float32() -> None:
     row = torch.zeros(1, 300, dtype=torch.int32)
     row[0, 7] = (1 << 23) + (1 << 10) + 1
-    assert outlier_bits(row, 8) == in_slices(row, 8) == 3 * 16 * 32
+    assert outlier_bits([row], 8) == in_slices(row, 8) == 3 * 16 * 32
     for far in ((1 << 24) + 1, (1 << 30) + 12345, -(1 << 31)):
         row[0, 7] = far
         for bits in SUPPORTED_BITS:
-            assert outlier_bits(row, bits) == in_slices(row, bits)
+            assert outlier_bits([row], bits) == in_slices(row, bits)
 
 
 def test_all_words_of_a_weight_of_no_whole_tile() -> None:
@@ -88,7 +88,16 @@ def test_rows_of_one_matrix_are_sorted_together(rows: int) -> None:
         shards = [heavy_tailed(rows, 256, size, seed, 0.7) for size in (1.5, 3.0, 0.8)]
         merged = torch.cat(shards)
         taken = {bits: bits * merged.numel() + in_slices(merged, bits) for bits in SUPPORTED_BITS}
-        assert taken[best_bits(*shards)] == min(taken.values())
+        assert taken[best_bits(shards)] == min(taken.values())
+
+
+@pytest.mark.parametrize("rows", [8, 32, 96])
+def test_each_expert_begins_rows_of_its_own(rows: int) -> None:
+    for seed in range(4):
+        experts = [[heavy_tailed(rows, 256, size, 10 * seed + n, 0.7) for size in (1.5, 0.8)] for n in range(4)]
+        merged = [torch.cat(shards) for shards in experts]
+        taken = {bits: sum(bits * z.numel() + in_slices(z, bits) for z in merged) for bits in SUPPORTED_BITS}
+        assert taken[best_bits(*experts)] == min(taken.values())
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.3, 1.0])
@@ -96,8 +105,8 @@ def test_rows_of_one_matrix_are_sorted_together(rows: int) -> None:
 def test_the_best_width_takes_the_fewest_bits(size: float, spread: float) -> None:
     z = heavy_tailed(128, 256, size, spread=spread)
     held = {bits: kernel_weight(pack_integers(z, torch.ones(128), bits)).storage_bytes() for bits in SUPPORTED_BITS}
-    assert held[best_bits(z)] == min(held.values())
-    assert served_bits(z) == served_overhead(128, 256, best_bits(z)) + outlier_bits(z, best_bits(z))
+    assert held[best_bits([z])] == min(held.values())
+    assert served_bits(z) == served_overhead(128, 256, best_bits([z])) + outlier_bits([z], best_bits([z]))
 
 
 @pytest.mark.parametrize("bits", [*SUPPORTED_BITS, None])

@@ -104,7 +104,7 @@ def test_factors_are_powers_rounded_once() -> None:
 
 def test_best_bits_minimises_bytes() -> None:
     narrow = torch.randint(-2, 2, (50, 50), dtype=torch.int32)
-    assert best_bits(narrow) == 2
-    assert best_bits(narrow * 3) == 4
+    assert best_bits([narrow]) == 2
+    assert best_bits([narrow * 3]) == 4
     narrow[0, 0] = 99  # one overflow of 2500 costs less than a wider code
-    assert best_bits(narrow) == 2
+    assert best_bits([narrow]) == 2

@@ -75,7 +75,7 @@ def merge(
     _check_column_scales(shards)
     decoded = [z for z in integers if z is not None]
     if decoded and bits is None:
-        bits = best_bits(*decoded)
+        bits = best_bits(decoded)
     packed = []
     for (_, weight), z in zip(shards, integers, strict=True):
         if isinstance(weight, PackedWeight):

@@ -54,18 +54,22 @@ def _warn(message: str) -> None:
     logger.warning("%s", message)
 
 
-def inlier_bits(integers: Sequence[torch.Tensor | None], device: torch.device, dtype: torch.dtype) -> int | None:
-    """The width of inliers that decoded integers [rows, cols] take least memory with on a device.
+def inlier_bits(
+    integers: Sequence[Sequence[torch.Tensor | None]], device: torch.device, dtype: torch.dtype
+) -> int | None:
+    """The width of inliers that decoded integers take least memory with on a device.
 
     Args:
-        integers: of the shards that share a width; None for those that were not coded. If none was, the width is None.
+        integers: of matrices that share a width, the shards [rows, cols] of each; None for those that were not coded.
+            If none was, the width is None.
         device: to multiply on.
         dtype: of the activations.
     """
-    decoded = [z for z in integers if z is not None]
-    if not decoded:
+    decoded = [[z for z in shards if z is not None] for shards in integers]
+    cols = {z.shape[1] for shards in decoded for z in shards}
+    if not cols:
         return None
-    if _has_int4(device, dtype) and all(z.shape[1] % min(cpu_path.GROUPS) == 0 for z in decoded):
+    if _has_int4(device, dtype) and all(size % min(cpu_path.GROUPS) == 0 for size in cols):
         return best_bits(*decoded, widths=cpu_path.WIDTHS, each=cpu_path.OUTLIER_BITS)
     if has_kernels(device) and dtype in (torch.bfloat16, torch.float16):
         return best_bits(*decoded)

@@ -204,7 +204,7 @@ def pack_integers(
         column_scales: float32 [cols], or None.
         midrise: whether each is worth half a step more.
     """
-    bits = bits or best_bits(integers)
+    bits = bits or best_bits([integers])
     half = 1 << (bits - 1)
     codes, outliers = [], []
     for band in integers.split(max(1, _BAND_WEIGHTS // integers.shape[1])):

@@ -5,11 +5,13 @@ the grid: digits from -8 to 7. A digit shares a word with the next one in its ro
 What is further beyond is a sum of digits times powers of 4, each a word, and a digit that is left. A value of more than
 bfloat16's 8 bits takes a word for each 8.
 
-Rows are sorted by their words, 128 at a time, and of each 16 in that order all take as many as the longest does. What
-is added to fill tiles, and as room for a reload, is not counted.
+Rows are sorted by their words, 128 at a time, and of each 16 in that order, the missing ones of the last among them,
+all take as many as the longest does. What else is added to fill tiles, and as room for a reload, is not counted.
 
 Invariant: these are the bytes of `kernels/weight.py`, which is not imported (a test holds both together).
 """
+
+from collections.abc import Sequence
 
 import torch
 
@@ -29,8 +31,8 @@ _SORTED_ROWS, _SLICE_ROWS = 128, 16
 def served_bits(integers: torch.Tensor, bits: int | None = None, column_scales: bool = True) -> int:
     """`PackedWeight.served_bits` of what `pack_integers` makes of integers [rows, cols], with column scales or not."""
     rows, cols = integers.shape
-    bits = bits or best_bits(integers)
-    return served_overhead(rows, cols, bits, column_scales) + outlier_bits(integers, bits)
+    bits = bits or best_bits([integers])
+    return served_overhead(rows, cols, bits, column_scales) + outlier_bits([integers], bits)
 
 
 def served_overhead(rows: int, cols: int, bits: int, column_scales: bool = True) -> int:
@@ -51,21 +53,24 @@ def slot_words(words: torch.Tensor) -> float:
     return _SLICE_ROWS * longest.sum().item()
 
 
-def best_bits(*matrices: torch.Tensor, widths: tuple[int, ...] = SUPPORTED_BITS, each: int | None = None) -> int:
+def best_bits(
+    *matrices: Sequence[torch.Tensor], widths: tuple[int, ...] = SUPPORTED_BITS, each: int | None = None
+) -> int:
     """The width of codes in `widths` that takes the fewest bits, outliers included.
 
     Args:
-        matrices: integers [rows, cols], rows of one matrix after the other.
+        matrices: their integers, in parts [rows, cols] that are stacked.
         each: bits of an outlier; None: as `outlier_bits` has them.
     """
+    parts = [part for matrix in matrices for part in matrix]
+    weights = sum(part.numel() for part in parts)
 
     def least(bits: int) -> int:
         fewest = each or (WORD_BITS // 2 if bits in PAIRED else WORD_BITS)
-        return sum(bits * z.numel() + fewest * _overflow(z, bits) for z in matrices)
+        return bits * weights + fewest * sum(_overflow(part, bits) for part in parts)
 
     def taken(bits: int) -> int:
-        words = torch.cat([_words_beyond(z, bits) for z in matrices])
-        return sum(bits * z.numel() for z in matrices) + WORD_BITS * int(slot_words(words))
+        return bits * weights + sum(outlier_bits(matrix, bits) for matrix in matrices)
 
     bounds = {bits: least(bits) for bits in widths}
     best, *others = sorted(widths, key=bounds.__getitem__)
@@ -76,19 +81,14 @@ def best_bits(*matrices: torch.Tensor, widths: tuple[int, ...] = SUPPORTED_BITS,
     return best
 
 
-def outlier_bits(integers: torch.Tensor, bits: int) -> int:
-    """Bits of the words of outliers of integers [rows, cols] beyond codes of a width."""
-    return WORD_BITS * int(slot_words(_words_beyond(integers, bits)))
-
-
-def _words_beyond(integers: torch.Tensor, bits: int) -> torch.Tensor:
-    """`outlier_words` of integers [rows, cols], int64 [rows]."""
+def outlier_bits(parts: Sequence[torch.Tensor], bits: int) -> int:
+    """Bits of the words of outliers of integers beyond codes of a width, of parts [rows, cols] that are stacked."""
     half, words = 1 << (bits - 1), []
-    for band in integers.split(max(1, _BAND_WEIGHTS // max(integers.shape[1], 1))):
+    for band in (band for part in parts for band in part.split(max(1, _BAND_WEIGHTS // max(part.shape[1], 1)))):
         rows, cols = ((band < -half) | (band >= half)).nonzero(as_tuple=True)
         values = band[rows, cols].to(torch.float32)  # which a CSR matrix has
         words.append(outlier_words(rows, cols, values, bits, len(band)))
-    return torch.cat(words)
+    return WORD_BITS * int(slot_words(torch.cat(words)))
 
 
 def outlier_words(

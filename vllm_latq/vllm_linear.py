@@ -166,7 +166,7 @@ class LatqLinearMethod(LinearMethodBase):
             read.append((name, weight))
         self._check_complete(layer, source)
         integers = decode(read, device)
-        whole = merge(read, integers, device, self.bits or inlier_bits(integers, device, self.dtype))
+        whole = merge(read, integers, device, self.bits or inlier_bits([integers], device, self.dtype))
         return take(whole, source.to(whole.qweight.device), self._owned_columns(layer), self.prefix)
 
     def _owned_rows(self, layer: Any, shard_id: ShardId, checkpoint_rows: int) -> torch.Tensor:

@@ -219,8 +219,7 @@ class LatqMoEMethod(FusedMoEMethodBase):
             [self._read_shard(product, n, shard, shards) for shard in self.leaves[product]] for n in self.experts
         ]
         integers = [decode(read, device) for read in experts]
-        shared = [z for matrices in integers for z in matrices]
-        bits = self.bits.get(product) or inlier_bits(shared, device, self.dtype)
+        bits = self.bits.get(product) or inlier_bits(integers, device, self.dtype)
         rows, cols = self.shapes[product]
         for number, read, matrices in zip(self.experts, experts, integers, strict=True):
             whole = merge(read, matrices, device, bits)

@@ -22,7 +22,7 @@ def test_dense_weights_exactly(make_layer, bits: int, cols: int, group_size: int
     outliers = {} if midrise else {"outliers": 0.03, "full_rows": (129,)}
     layer = make_layer(bits, 130, cols, group_size=group_size, midrise=midrise, **({"outliers": 0.0} | outliers))
     w = torch.full((130, cols), float("nan"), device=DEVICE)
-    launch_dequantize(layer.weight, w, 0, 3)
+    launch_dequantize(layer.weight, w, 0, 4)
     assert torch.equal(w.cpu().double(), layer.dense)
 
 
@@ -31,6 +31,13 @@ def test_a_chunk_of_rows(make_layer) -> None:
     w = torch.full((72, 256), float("nan"), device=DEVICE)
     launch_dequantize(layer.weight, w, 2, 2)
     assert torch.equal(w.cpu().double(), layer.dense[128:])
+
+
+@pytest.mark.parametrize("rows", [40, 170])
+def test_rows_in_the_other_block(make_layer, rows: int) -> None:
+    """Of the last 128 rows some are in the second block, though they are no more than one would hold."""
+    layer = make_layer(3, rows, 96, group_size=32, outliers=0.03)
+    assert torch.equal(dequantize(layer.weight, torch.float32).cpu().double(), layer.dense)
 
 
 @pytest.mark.parametrize("midrise", [False, True])

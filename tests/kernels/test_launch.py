@@ -60,8 +60,8 @@ with FakeTensorMode():
             if m in (3, 4):
                 launch_simt(x, weight, y, partials, SIMT, parts)
     for weight in weights + coded:
-        for first in range(2):
-            launch_dequantize(weight, empty(torch.bfloat16, 128, weight.cols), first, 1)
+        for first in (0, 2):
+            launch_dequantize(weight, empty(torch.bfloat16, 128, weight.cols), first, 2)
     ints = lambda *shape: empty(torch.int32, *shape)
     for weight in weights[1:]:
         tensors = {name: t for name, t in vars(weight).items() if isinstance(t, torch.Tensor)}
