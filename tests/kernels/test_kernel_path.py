@@ -105,7 +105,7 @@ def test_layers_of_one_shape_share_tensor_shapes() -> None:
     """Those with more outliers than SMALLEST_CAPACITY has room for, and not as many each."""
     slots, shapes = set(), set()
     for seed in range(6):
-        tensors, _ = kernel_arguments(packed(3, 64, 256, 1024, 0.019, seed), "layer")
+        tensors, _ = kernel_arguments(packed(3, 64, 256, 1024, 0.018, seed), "layer")
         slots.add(int(tensors["slice_ptr"][-1]))
         shapes.add(tuple(None if tensor is None else tuple(tensor.shape) for tensor in tensors.values()))
     assert len(slots) > 1
