@@ -134,9 +134,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         path = options.out or RESULTS / f"{facts['device'].replace(' ', '-').lower()}{suffix}.json"
         kind, others = (ExpertBench, {}) if options.experts else (Bench, peers.installed())
         bench = kind(device, time_graph, cache_bytes(device), rate, others, compilers)
-        signal.signal(
-            signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
-        )  # what was measured is written then, too
+        # What was measured is written then, too.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         sys.exit(min(1, report(bench, cases, facts, path, options.minutes)))
 
 

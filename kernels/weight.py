@@ -139,9 +139,8 @@ def prepare(
     processors, arch = _device_facts(device)
     order = torch.arange(padded, device=device)
     slices = beyond = None
-    present = [part is not None for part in (row_ptr, col_idx, values)]
-    together = all(present) or not any(present)
-    require(together, "row_ptr, col_idx, values", "all three or none", f"{sum(present)} of them")
+    given = sum(part is not None for part in (row_ptr, col_idx, values))
+    require(given in (0, 3), "row_ptr, col_idx, values", "all three or none", f"{given} of them")
     if row_ptr is not None and col_idx is not None and values is not None:
         check_csr(row_ptr, col_idx, values, rows, cols)
         csr = (row_ptr, col_idx, values, cols)
