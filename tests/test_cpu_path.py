@@ -1,4 +1,4 @@
-"""`latq::ssqr_int4`, torch's 4-bit product and the outliers, against float64 products with the dequantized weight."""
+"""The layout `int4`, torch's 4-bit product and the outliers, against float64 products with the dequantized weight."""
 
 import os
 import subprocess
@@ -16,7 +16,7 @@ from vllm_latq import cpu_path
 from vllm_latq.config import LayerScheme
 from vllm_latq.csr import CSR
 from vllm_latq.errors import CheckpointError
-from vllm_latq.linear_op import ssqr_linear
+from vllm_latq.linear_op import CHECKPOINT, INT4, linear
 from vllm_latq.operands import Operands, inlier_bits, make_operands
 from vllm_latq.packed_weight import PackedWeight, pack_integers
 from vllm_latq.served_size import best_bits
@@ -33,7 +33,7 @@ def operands(weight: PackedWeight, capacity: int | None = None) -> Operands:
 
 
 def product(x: torch.Tensor, made: Operands) -> torch.Tensor:
-    return made.multiply(x, **made.tensors, **made.constants)
+    return linear(x, made.tensors.values(), made.constants.values(), made.layout)
 
 
 def assert_right(weight: PackedWeight, x: torch.Tensor, made: Operands) -> None:
@@ -61,7 +61,7 @@ def test_products(scheme: LayerScheme, rows: int, tokens: int) -> None:
     cols = 384  # whole groups of every size
     weight: Any = random_weight(scheme, rows, cols, seed=rows)
     made = operands(weight)
-    assert made.operator == "ssqr_int4"
+    assert made.layout == INT4
     assert 2 * 49 > cpu_path.FEW_TOKENS >= 2 * 16, "products of both kinds"
     x = torch.randn(2, tokens, cols, generator=torch.Generator().manual_seed(tokens)).bfloat16()
     assert_right(weight, x, made)
@@ -182,7 +182,7 @@ def test_all_else_is_dequantized(
     scheme: LayerScheme, cols: int, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
 ) -> None:
     weight: Any = random_weight(scheme, 32, cols, seed=1)
-    assert make_operands(weight, dtype, f"layer {cols} {scheme.group_size}").multiply is ssqr_linear
+    assert make_operands(weight, dtype, f"layer {cols} {scheme.group_size}").layout == CHECKPOINT
     said = "takes a multiple of 32 columns with one scale; every product will dequantize"
     assert (said in caplog.text) == (dtype == torch.bfloat16)
 
@@ -190,7 +190,7 @@ def test_all_else_is_dequantized(
 def test_cpus_without_wide_vectors_dequantize(monkeypatch: pytest.MonkeyPatch) -> None:
     weight: Any = random_weight(LayerScheme("packed", 4, 32, True), 32, 64, seed=1)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
-    assert operands(weight).multiply is ssqr_linear
+    assert operands(weight).layout == CHECKPOINT
 
 
 @pytest.mark.parametrize("cols", [512, 65568])
@@ -219,15 +219,15 @@ def test_a_compiler_sees_one_operator() -> None:
     weight: Any = random_weight(LayerScheme("packed", 3, 32, True), 24, 64, seed=1)
     made = operands(weight)
     x = torch.randn(2, 3, 64).bfloat16()
-    arguments = (x, *made.tensors.values(), *made.constants.values())
-    torch.library.opcheck(torch.ops.latq.ssqr_int4.default, arguments, test_utils=("test_schema", "test_faketensor"))
+    arguments = (x, list(made.tensors.values()), list(made.constants.values()), made.layout, made.arch)
+    torch.library.opcheck(torch.ops.latq.linear.default, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.parametrize("name", ["packed", "rans"])
 def test_experts(name: str) -> None:
     scheme = LayerScheme("packed", 4, 32, True) if name == "packed" else LayerScheme("rans")
     mixture = Mixture(scheme, torch.bfloat16)
-    assert "ssqr_int4" in str(mixture.constants)
+    assert [INT4, INT4] in mixture.constants
     x, weights, ids = routing(7, 2)
     got, expected = mixture(x.bfloat16(), weights, ids), mixture.reference(x, weights, ids)
     assert (got - expected).norm() <= 4 * TOLERANCE * expected.norm()

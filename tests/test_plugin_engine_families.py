@@ -90,7 +90,7 @@ def pairs(
 def answers(pairs: dict[str, tuple[Path, Path]]) -> dict[str, Any]:
     """What one process served, by family."""
     jobs = [
-        {"model": checkpoint, "engine": {"max_model_len": 64}, "operators": True, "pooling": family in ENCODERS}
+        {"model": checkpoint, "engine": {"max_model_len": 64}, "layouts": True, "pooling": family in ENCODERS}
         for family, (checkpoint, _) in pairs.items()
     ]
     return dict(zip(pairs, probe(jobs), strict=True))
@@ -101,8 +101,8 @@ def test_states_equal_the_dequantized_models(
     family: str, answers: dict[str, Any], pairs: dict[str, tuple[Path, Path]]
 ) -> None:
     model = AutoModel.from_pretrained(pairs[family][1], dtype=torch.float32)
-    states, operators = answers[family]
-    assert operators, "nothing was served quantized"
+    states, layouts = answers[family]
+    assert layouts, "nothing was served quantized"
     for prompt, found in zip(PROMPTS, states, strict=True):
         with torch.no_grad():
             expected = model(torch.tensor([prompt])).last_hidden_state[0]
@@ -115,8 +115,8 @@ def test_logprobs_equal_the_dequantized_models(
     family: str, answers: dict[str, Any], pairs: dict[str, tuple[Path, Path]]
 ) -> None:
     model = AutoModelForCausalLM.from_pretrained(pairs[family][1], dtype=torch.float32)
-    generations, operators = answers[family]
-    assert operators, "nothing was served quantized"
+    generations, layouts = answers[family]
+    assert layouts, "nothing was served quantized"
     for prompt, generation in zip(PROMPTS, generations, strict=True):
         assert_agrees(model, prompt, generation, LOGPROB_TOLERANCE)
 
@@ -131,11 +131,11 @@ def test_attention(
     quantize_checkpoint(RECIPES[family], source, tmp_path / "out", calibration=str(calibration_text))
     dense = make_dense_twin(tmp_path / "out", tmp_path / "dense")
     engine = {"max_model_len": 64, "dtype": "bfloat16"}
-    (served, operators), (expected,) = probe(
-        [{"model": tmp_path / "out", "engine": engine, "operators": True}, {"model": dense, "engine": engine}]
+    (served, layouts), (expected,) = probe(
+        [{"model": tmp_path / "out", "engine": engine, "layouts": True}, {"model": dense, "engine": engine}]
     )
     known = torch.backends.cpu.get_cpu_capability() in INTERLEAVED
-    assert operators == ["ssqr_int4" if known else "ssqr_linear"]
+    assert layouts == ["int4" if known else "checkpoint"]
     for ours, theirs in zip(served, expected, strict=True):
         got, reference = ours["logprobs"][0], theirs["logprobs"][0]  # later tokens follow those chosen first
         common = got.keys() & reference.keys()

@@ -39,10 +39,10 @@ def checkpoint(mini_model: Path, calibration_text: Path, tmp_path_factory: pytes
 def answers(checkpoint: Path) -> tuple[Any, Any, Any]:
     """Of prompts without and with images, and what multiplied."""
     images = [{"text": TEXT, "image": pixels.tolist()} for pixels in PIXELS]
-    ((text, pictured, operators),) = probe(
-        [{"model": checkpoint, "engine": {"max_model_len": 128}, "images": images, "operators": True}]
+    ((text, pictured, layouts),) = probe(
+        [{"model": checkpoint, "engine": {"max_model_len": 128}, "images": images, "layouts": True}]
     )
-    return text, pictured, operators
+    return text, pictured, layouts
 
 
 def assert_transformers_agrees(checkpoint: Path, answer: dict[str, Any], **pixels: torch.Tensor) -> None:
@@ -51,8 +51,8 @@ def assert_transformers_agrees(checkpoint: Path, answer: dict[str, Any], **pixel
 
 
 def test_text(checkpoint: Path, answers: tuple[Any, Any, Any]) -> None:
-    text, _, operators = answers
-    assert operators == ["ssqr_linear"]
+    text, _, layouts = answers
+    assert layouts == ["checkpoint"]
     for answer in text:
         assert_transformers_agrees(checkpoint, answer)
 

@@ -22,8 +22,8 @@ from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
 
 from vllm_latq import operands, vllm_moe
 from vllm_latq.config import CheckpointConfig, LayerScheme
+from vllm_latq.dense_path import WEIGHT_ARGUMENTS, dequantize
 from vllm_latq.errors import CheckpointError, ConfigError, UnsupportedModelError, UnsupportedShapeError
-from vllm_latq.linear_op import WEIGHT_ARGUMENTS, dequantize
 from vllm_latq.packed_weight import PackedWeight
 from vllm_latq.vllm_config import LatqConfig
 from vllm_latq.weights import Weight
@@ -97,7 +97,7 @@ def dense(layer: Any, product: str) -> torch.Tensor:
     """The weights of all experts on this rank, [experts, rows, cols]."""
     method = layer.quant_method
     stacks = [getattr(layer, f"{product}_{name}") for name in WEIGHT_ARGUMENTS]
-    bits, cols, midrise = method.constants[0 if product == "w13" else 1]
+    _rows, bits, cols, midrise = method.constants[0 if product == "w13" else 1]
     experts = ([None if stack is None else stack[e] for stack in stacks] for e in range(len(stacks[0])))
     weights = [dequantize(*tensors, bits, cols, midrise) for tensors in experts]
     scales = getattr(layer, f"{product}_column_scales")

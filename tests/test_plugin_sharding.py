@@ -29,8 +29,8 @@ from vllm.model_executor.models.falcon import FalconModel
 from vllm.model_executor.models.llama4 import Llama4ForCausalLM
 
 from vllm_latq.config import CheckpointConfig, LayerScheme
+from vllm_latq.dense_path import WEIGHT_ARGUMENTS, dequantize
 from vllm_latq.errors import CheckpointError, UnsupportedShapeError
-from vllm_latq.linear_op import WEIGHT_ARGUMENTS, dequantize
 from vllm_latq.row_order import stored_order
 from vllm_latq.vllm_config import LatqConfig
 

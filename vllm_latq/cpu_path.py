@@ -1,6 +1,6 @@
-"""The way to torch's 4-bit product on a CPU: what of a packed weight it takes, and the operator `latq::ssqr_int4`.
+"""The way to torch's 4-bit product on a CPU: what of a packed weight it takes, its layout `int4`, and the product.
 
-    PackedWeight --int4_arguments, once at load--> codes in the order of torch's kernel --ssqr_int4--> y
+    PackedWeight --int4_arguments, once at load--> codes in the order of torch's kernel --int4_product--> y
     y[.., i] = row_scales[i] * (sum_j x[.., j] * (scales[i, g] * (code[i, j] - 8) + offsets[i, g])
                                 + sum_j x[.., j] * outliers[i, j])        g = j // group
 
@@ -18,6 +18,7 @@ Invariant: `int4_arguments(w, capacity)` has the same shapes for all weights of 
 """
 
 import warnings
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ import torch
 from torch.nn import functional
 
 from vllm_latq.config import WHOLE_ROW
-from vllm_latq.linear_op import weight_arguments
+from vllm_latq.dense_path import dense_arguments
 from vllm_latq.packed_weight import PackedWeight
 from vllm_latq.packing import unpack_codes
 
@@ -40,11 +41,6 @@ PACKED_WEIGHTS = 1 << 24  # at a time, at load: bounds the temporaries to a hund
 DENSE_WEIGHTS = 1 << 20  # at a time, in a product: they stay in a cache
 FEW_TOKENS = 80  # of which a product with the codes takes less time than with a dense matrix, made first
 
-_SCHEMA = (
-    "(Tensor x, Tensor words, Tensor scales_and_offsets, Tensor? row_scales, Tensor? row_ptr, Tensor? col_idx, "
-    "Tensor? values, int group, int rows, int parts) -> Tensor"
-)
-
 
 def is_fast(dtype: torch.dtype) -> bool:
     """Whether torch has kernels on this CPU for activations of `dtype`, which take less time than to dequantize."""
@@ -55,7 +51,7 @@ def is_fast(dtype: torch.dtype) -> bool:
 
 
 def takes(weight: PackedWeight, dtype: torch.dtype) -> bool:
-    """Whether the operator multiplies a weight on its device by activations of `dtype`."""
+    """Whether torch's product multiplies a weight on its device by activations of `dtype`."""
     on_cpu = weight.qweight.device.type == "cpu" and weight.qweight.numel() > 0
     return on_cpu and is_fast(dtype) and _group(weight) is not None
 
@@ -69,7 +65,7 @@ def _hush() -> None:
 
 
 def int4_arguments(weight: PackedWeight, capacity: int | None) -> tuple[dict[str, torch.Tensor | None], dict[str, Any]]:
-    """The operator's tensors and constants by argument name, for a weight that it takes.
+    """The layout's tensors and constants by name, for a weight that `takes` accepts.
 
     Args:
         weight: on the CPU.
@@ -86,7 +82,7 @@ def int4_arguments(weight: PackedWeight, capacity: int | None) -> tuple[dict[str
     if parts == 2:  # all of these products are numbers of bfloat16
         scales, offsets = torch.cat([16 * scales, scales], 1), torch.cat([offsets, ZERO * scales], 1)
     pairs = torch.stack([scales, offsets], -1)
-    outliers = weight_arguments(weight, capacity)
+    outliers, _ = dense_arguments(weight, capacity)
     values = outliers["values"]
     tensors = {
         "words": torch.cat(
@@ -98,7 +94,7 @@ def int4_arguments(weight: PackedWeight, capacity: int | None) -> tuple[dict[str
         "col_idx": None if outliers["col_idx"] is None else outliers["col_idx"].to(torch.int32),
         "values": None if values is None else values.to(torch.float32),
     }
-    return tensors, {"group": group, "rows": rows, "parts": parts}
+    return tensors, {"rows": rows, "group": group, "parts": parts}
 
 
 def _band(weights: int, cols: int) -> int:
@@ -125,47 +121,39 @@ def _group(weight: PackedWeight) -> int | None:
 
 
 class Int4Weight(NamedTuple):
-    """The operator's weight: its arguments but x, the three of the outliers as one."""
+    """What `int4_arguments` made, the three tensors of outliers as one."""
 
     words: torch.Tensor
     scales_and_offsets: torch.Tensor
     row_scales: torch.Tensor | None
     outliers: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None  # row_ptr, col_idx, values
-    group: int
     rows: int
+    group: int
     parts: int
 
 
-torch.library.define("latq::ssqr_int4", _SCHEMA)
-
-
-@torch.library.impl("latq::ssqr_int4", "CPU")
-def _ssqr_int4(
-    x: torch.Tensor,
-    words: torch.Tensor,
-    scales_and_offsets: torch.Tensor,
-    row_scales: torch.Tensor | None,
-    row_ptr: torch.Tensor | None,
-    col_idx: torch.Tensor | None,
-    values: torch.Tensor | None,
-    group: int,
-    rows: int,
-    parts: int,
+def int4_product(
+    x: torch.Tensor, tensors: Sequence[torch.Tensor | None], constants: Sequence[int], arch: str = ""
 ) -> torch.Tensor:
+    """x [.., cols] times the transposed weight of `int4_arguments` -> [.., rows], dtype of x."""
+    words, scales_and_offsets, row_scales, row_ptr, col_idx, values = tensors
+    assert words is not None
+    assert scales_and_offsets is not None
+    rows, group, parts = constants
     tokens = x.reshape(-1, x.shape[-1]).to(torch.bfloat16).contiguous()
     if not len(tokens):
         return x.new_empty((*x.shape[:-1], rows))
     outliers = None
     if row_ptr is not None and col_idx is not None and values is not None:
         outliers = (row_ptr, col_idx, values)
-    weight = Int4Weight(words, scales_and_offsets, row_scales, outliers, group, rows, parts)
+    weight = Int4Weight(words, scales_and_offsets, row_scales, outliers, rows, group, parts)
     multiply = _dense_product if len(tokens) * parts > FEW_TOKENS else _coded_product
     y = multiply(tokens, weight)
     return y.to(x.dtype).contiguous().view(*x.shape[:-1], rows)
 
 
 def _coded_product(tokens: torch.Tensor, weight: Int4Weight) -> torch.Tensor:
-    """The operator for few tokens [n, cols]: [n, rows], bfloat16 if the inner product is all, else float32."""
+    """The product of few tokens [n, cols]: [n, rows], bfloat16 if the inner product is all, else float32."""
     repeated = tokens if weight.parts == 1 else tokens.repeat(1, weight.parts)
     multiply = torch.ops.aten._weight_int4pack_mm_for_cpu
     y: torch.Tensor = multiply(repeated, weight.words, weight.group, weight.scales_and_offsets)[:, : weight.rows]
@@ -190,7 +178,7 @@ def _outliers(tokens: torch.Tensor, row_ptr: torch.Tensor, col_idx: torch.Tensor
 
 
 def _dense_product(tokens: torch.Tensor, weight: Int4Weight) -> torch.Tensor:
-    """The operator for many tokens [n, cols]: [n, rows], of the dtype that it multiplies in."""
+    """The product of many tokens [n, cols]: [n, rows], of the dtype that it multiplies in."""
     cols, abilities = tokens.shape[1], torch.cpu.get_capabilities()
     dtype = torch.bfloat16 if abilities.get("avx512_bf16") or abilities.get("amx_bf16") else torch.float32
     tokens = tokens.to(dtype)
@@ -227,14 +215,3 @@ def _dense(words: torch.Tensor, pairs: torch.Tensor, group: int, parts: int) -> 
     # of a scale. (One addcmul takes four times as long.)
     grouped = codes.to(torch.float32).view(-1, groups, group)
     return grouped.mul_(scales.t().contiguous().unsqueeze(-1)).add_(shifts).view(-1, cols)
-
-
-@torch.library.register_fake("latq::ssqr_int4")
-def _ssqr_int4_fake(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
-    *_, rows, _parts = arguments
-    return x.new_empty((*x.shape[:-1], rows))
-
-
-def ssqr_int4(x: torch.Tensor, **arguments: torch.Tensor | int | None) -> torch.Tensor:
-    """x [.., cols] times the transposed weight of `int4_arguments`, all of them by name -> [.., rows], dtype of x."""
-    return torch.ops.latq.ssqr_int4(x, **arguments)  # type: ignore[no-any-return]

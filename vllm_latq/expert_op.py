@@ -10,8 +10,7 @@ How many tokens an expert gets is known only when it runs, so a graph sees one o
     else                      each expert multiplies its own tokens; how many these are is read back once a layer
     else, in a CUDA graph     every expert multiplies all tokens, and what was not asked for is dropped
 
-The last two multiply expert by expert through the operator of a linear: `latq::ssqr_tiled`, `latq::ssqr_int4` or
-`latq::ssqr_linear`.
+The last two multiply expert by expert, as `latq::linear` does.
 
 Invariant: an id outside [0, experts) stands for an expert of another rank, and adds nothing. Sums over experts are
 float32 and rounded once.
@@ -25,8 +24,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from vllm_latq.kernel_path import grouped_experts, ssqr_tiled
-from vllm_latq.linear_op import scale_columns
+from vllm_latq.kernel_path import grouped_experts
+from vllm_latq.linear_op import TILED, multiply, scale_columns
 from vllm_latq.operands import Operands
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
@@ -54,32 +53,31 @@ ACTIVATIONS: Mapping[str, Activation] = {
 }
 _SCHEMA = (
     "(Tensor x, Tensor weights, Tensor ids, Tensor?[] gate_up, Tensor?[] down, int[] gate_up_constants, "
-    "int[] down_constants, int experts, str[] operators, str arch, str activation) -> Tensor"
+    "int[] down_constants, int experts, str[] layouts, str arch, str activation) -> Tensor"
 )
 Run = Callable[[torch.Tensor, int], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class _Product:
-    """x [n, cols] times the transposed weight of one of the experts, as `Operands` give it to the operator.
+    """x [n, cols] times the transposed weight of one of the experts.
 
     Attributes:
-        operator: its name in the namespace `latq`; takes x, tensors and constants in this order.
         column_scales: float32 [experts, cols], or None.
-        tensors: [experts, ...] each, [1, ...] what all share, or None.
-        constants: whole numbers, and behind them the architecture for the kernels.
+        tensors: those of `Operands`, [experts, ...] each, [1, ...] what all share, or None.
+        constants, layout, arch: as `multiply` takes them.
     """
 
-    operator: str
     column_scales: torch.Tensor | None
     tensors: list[torch.Tensor | None]
-    constants: list[int | str]
+    constants: list[int]
+    layout: str
+    arch: str
 
     def __call__(self, x: torch.Tensor, expert: int) -> torch.Tensor:
         stacks = (self.column_scales, *self.tensors)
         scales, *tensors = (None if stack is None else stack[min(expert, len(stack) - 1)] for stack in stacks)
-        operator = getattr(torch.ops.latq, self.operator)
-        return operator(scale_columns(x, scales), *tensors, *self.constants)  # type: ignore[no-any-return]
+        return multiply(scale_columns(x, scales), tensors, self.constants, self.layout, self.arch)
 
 
 def by_expert(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, experts: int, run: Run) -> torch.Tensor:
@@ -119,19 +117,18 @@ def _experts(
     gate_up_constants: list[int],
     down_constants: list[int],
     experts: int,
-    operators: list[str],
+    layouts: list[str],
     arch: str,
     activation: str,
 ) -> torch.Tensor:
     products = ((gate_up, gate_up_constants), (down, down_constants))
-    tiled = [operator == ssqr_tiled.__name__ for operator in operators]
-    if all(tiled):
+    if all(layout == TILED for layout in layouts):
         y = grouped_experts(x, weights, ids, products, experts, arch, activation)
         if y is not None:
             return y
     first, second = (
-        _Product(operator, stacks[0], stacks[1:], [*numbers, arch] if on_kernels else [*numbers])
-        for operator, on_kernels, (stacks, numbers) in zip(operators, tiled, products, strict=True)
+        _Product(stacks[0], stacks[1:], constants, layout, arch)
+        for layout, (stacks, constants) in zip(layouts, products, strict=True)
     )
 
     def run(tokens: torch.Tensor, expert: int) -> torch.Tensor:
@@ -155,9 +152,8 @@ def expert_constants(gate_up: Operands, down: Operands, experts: int, activation
         experts: of all ranks.
         activation: one of ACTIVATIONS.
     """
-    numbers = [[value for value in part.constants.values() if isinstance(value, int)] for part in (gate_up, down)]
-    arch = (gate_up.constants | down.constants).get("arch", "")
-    return *numbers, experts, [gate_up.operator, down.operator], arch, activation
+    constants = [list(part.constants.values()) for part in (gate_up, down)]
+    return *constants, experts, [gate_up.layout, down.layout], gate_up.arch or down.arch, activation
 
 
 def run_experts(

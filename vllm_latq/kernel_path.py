@@ -1,6 +1,6 @@
-"""The way to the Triton kernels: what of a packed weight they take, and the operator `latq::ssqr_tiled`.
+"""The way to the Triton kernels: what of a packed weight they take, its layout `tiled`, and their products.
 
-    PackedWeight --kernel_arguments, once at load--> tensors in tile order --ssqr_tiled--> y
+    PackedWeight --kernel_arguments, once at load--> tensors in tile order --tiled_product--> y
 
 The only module of this package that imports `vllm_latq.kernels`, and with it Triton, which a CPU installation may lack:
 so each function imports what it needs. With TRITON_INTERPRET=1 the same path runs on the CPU, in Triton's interpreter.
@@ -11,7 +11,7 @@ copies into the tensors that CUDA graphs have captured.
 
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,17 +20,14 @@ from vllm_latq.huffman import HuffmanStream
 from vllm_latq.packed_weight import PackedWeight
 from vllm_latq.rans import RansStream
 
+if TYPE_CHECKING:
+    from vllm_latq.kernels.weight import KernelWeight
+
 KERNEL_ARGUMENTS = (
     "words", "order", "scale_pairs", "flat_scales", "row_scales", "entries", "slice_ptr", "tickets",
 )  # fmt: skip
 SMALLEST_CAPACITY = 64  # outlier slots, of 64 bytes each
-CONSTANTS = ("bits", "group_size", "rows", "cols", "midrise", "processors", "arch")
-
-_SCHEMA = (
-    "(Tensor x, Tensor words, Tensor order, Tensor? scale_pairs, Tensor? flat_scales, Tensor? row_scales, "
-    "Tensor? entries, Tensor? slice_ptr, Tensor tickets, int bits, int group_size, int rows, int cols, "
-    "bool midrise, int processors, str arch) -> Tensor"
-)
+CONSTANTS = ("rows", "cols", "bits", "group_size", "midrise", "processors")
 
 
 def has_kernels(device: torch.device) -> bool:
@@ -57,8 +54,8 @@ def unsupported(weight: PackedWeight, dtype: torch.dtype) -> str | None:
 
 def kernel_arguments(
     weight: PackedWeight, where: str, capacity: int | None = None, alone: bool = True
-) -> tuple[dict[str, torch.Tensor | None], dict[str, Any]]:
-    """The operator's tensors and constants by argument name.
+) -> tuple[dict[str, torch.Tensor | None], dict[str, Any], str]:
+    """The layout's tensors and constants by name, and the architecture of the device.
 
     Args:
         weight: on the device to run on.
@@ -89,7 +86,7 @@ def kernel_arguments(
     if prepared.slice_ptr is not None and prepared.entries is not None:
         slots = int(prepared.slice_ptr[-1])
         tensors["entries"] = _with_room(prepared.entries, slots, where, capacity) if alone else prepared.entries[:slots]
-    return tensors, {name: getattr(prepared, name) for name in CONSTANTS}
+    return tensors, {name: getattr(prepared, name) for name in CONSTANTS}, prepared.arch
 
 
 def pool(
@@ -149,46 +146,21 @@ def decode_rans_on_device(stream: RansStream, where: str, device: torch.device) 
         raise CheckpointError(where, error.expected, error.found, REPAIR) from error
 
 
-torch.library.define("latq::ssqr_tiled", _SCHEMA)
-
-
-# The kernels count on the tickets and leave them at zero, so for its callers the operator changes none of its inputs.
-@torch.library.impl("latq::ssqr_tiled", "CompositeExplicitAutograd")
-def _ssqr_tiled(
-    x: torch.Tensor,
-    words: torch.Tensor,
-    order: torch.Tensor,
-    scale_pairs: torch.Tensor | None,
-    flat_scales: torch.Tensor | None,
-    row_scales: torch.Tensor | None,
-    entries: torch.Tensor | None,
-    slice_ptr: torch.Tensor | None,
-    tickets: torch.Tensor,
-    bits: int,
-    group_size: int,
-    rows: int,
-    cols: int,
-    midrise: bool,
-    processors: int,
-    arch: str,
-) -> torch.Tensor:
-    from vllm_latq.kernels.dispatch import ssqr_matmul
+def _kernel_weight(tensors: Sequence[torch.Tensor | None], constants: Sequence[int], arch: str) -> "KernelWeight":
+    """What `kernel_arguments` made, or a stack of it, as the kernels take it."""
     from vllm_latq.kernels.weight import KernelWeight
 
-    tensors = (words, order, scale_pairs, flat_scales, row_scales, entries, slice_ptr, tickets)
-    return ssqr_matmul(x, KernelWeight(bits, group_size, rows, cols, midrise, *tensors, processors, arch))
+    known: dict[str, Any] = dict(zip(KERNEL_ARGUMENTS + CONSTANTS, (*tensors, *constants), strict=True))
+    return KernelWeight(**known | {"midrise": bool(known["midrise"]), "arch": arch})
 
 
-@torch.library.register_fake("latq::ssqr_tiled")
-def _ssqr_tiled_fake(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
-    rows = arguments[len(KERNEL_ARGUMENTS) + CONSTANTS.index("rows")]
-    return x.new_empty((*x.shape[:-1], rows))
+def tiled_product(
+    x: torch.Tensor, tensors: Sequence[torch.Tensor | None], constants: Sequence[int], arch: str
+) -> torch.Tensor:
+    """x [.., cols] times the transposed weight of `kernel_arguments` -> [.., rows], dtype of x."""
+    from vllm_latq.kernels.dispatch import ssqr_matmul
 
-
-def ssqr_tiled(x: torch.Tensor, **arguments: Any) -> torch.Tensor:
-    """x [.., cols] times the transposed weight -> [.., rows], dtype of x. Arguments: as from `kernel_arguments`."""
-    ordered = (arguments[name] for name in KERNEL_ARGUMENTS + CONSTANTS)
-    return torch.ops.latq.ssqr_tiled(x, *ordered)
+    return ssqr_matmul(x, _kernel_weight(tensors, constants, arch))
 
 
 def grouped_experts(
@@ -207,11 +179,7 @@ def grouped_experts(
         others: as for the operator.
     """
     from vllm_latq.kernels.grouped import routed_experts
-    from vllm_latq.kernels.weight import KernelWeight
 
-    stacks = []
-    for (_, *tensors), numbers in products:
-        known: dict[str, Any] = dict(zip(KERNEL_ARGUMENTS + CONSTANTS, (*tensors, *numbers, arch), strict=True))
-        stacks.append(KernelWeight(**known | {"midrise": bool(known["midrise"])}))
-    (gate_up, _), (down, _) = products
-    return routed_experts(x, weights, ids, (stacks[0], stacks[1]), (gate_up[0], down[0]), experts, activation)
+    gate_up, down = (_kernel_weight(stacks[1:], constants, arch) for stacks, constants in products)
+    scales = (products[0][0][0], products[1][0][0])
+    return routed_experts(x, weights, ids, (gate_up, down), scales, experts, activation)

@@ -1,53 +1,41 @@
-"""The operator that multiplies by a packed weight in checkpoint layout, on any device: `latq::ssqr_linear`.
+"""The operator that multiplies by a packed weight, on any device: `latq::linear`.
+
+    PackedWeight --make_operands, once at load--> tensors of a layout, constants --latq::linear--> y
 
     y[.., i] = sum_j x[.., j] * row_scales[i] * (scales[i, j // group_size] * (z[i, j] + o) + outliers[i, j])
 
 with o = 1/2 on a mid-rise grid, else 0.
 
-Invariant: outlier arrays may be longer than row_ptr[-1]; what lies behind it has column 0 and value 0. The padding
-makes layers of one shape share a compiled graph although their outliers differ in number.
+    layout      tensors                      product
+    tiled       in the tiles of the kernels  Triton's, on GPUs (`kernel_path.py`)
+    int4        in the order of torch's      torch's with 4-bit codes, and outliers, on CPUs (`cpu_path.py`)
+    checkpoint  as they are stored           dequantize, then matmul, on any device (`dense_path.py`)
 
 Factors of columns are none of its business: `scale_columns` gives them to x first.
 
-It is registered once, when this module is imported, for every backend, with a fake implementation for tracing.
+It is registered once, when this module is imported, for every backend, with a fake implementation for tracing: a graph
+sees one opaque operator, whatever the layout.
+
+Invariant: the first constant is the number of rows; the others are those of the layout.
 """
 
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from vllm_latq.csr import CSR
-from vllm_latq.packed_weight import PackedWeight
-from vllm_latq.packing import unpack_codes, zero_point
+from vllm_latq.cpu_path import int4_product
+from vllm_latq.dense_path import dense_product
+from vllm_latq.kernel_path import tiled_product
 
-WEIGHT_ARGUMENTS = ("qweight", "scales", "row_scales", "row_ptr", "col_idx", "values")
-SMALLEST_CAPACITY = 64
-# Weights unpacked at a time: on a CPU their float32 temporaries stay in a cache, elsewhere in a hundred MB or two.
-CPU_BLOCK_WEIGHTS, BLOCK_WEIGHTS = 1 << 20, 1 << 24
+TILED, INT4, CHECKPOINT = "tiled", "int4", "checkpoint"
+PRODUCTS: Mapping[str, Callable[..., torch.Tensor]] = {
+    TILED: tiled_product,
+    INT4: int4_product,
+    CHECKPOINT: dense_product,
+}
 
-_SCHEMA = (
-    "(Tensor x, Tensor qweight, Tensor? scales, Tensor? row_scales, Tensor? row_ptr, Tensor? col_idx, "
-    "Tensor? values, int bits, int cols, bool midrise) -> Tensor"
-)
-
-
-def outlier_capacity(nnz: int) -> int:
-    """Entries to allocate for `nnz` outliers: few distinct sizes, and a sixteenth of headroom for reloaded weights.
-
-    It is 4/4, 5/4, 6/4 or 7/4 of a power of two, so layers of one shape mostly agree; at most a quarter is unused.
-    """
-    wanted = max(nnz + nnz // 16, SMALLEST_CAPACITY)
-    quarter = 1 << ((wanted - 1).bit_length() - 3)
-    return -(-wanted // quarter) * quarter
-
-
-def weight_arguments(weight: PackedWeight, capacity: int | None = None) -> dict[str, torch.Tensor | None]:
-    """The operator's tensors by argument name, outliers padded to `capacity` (default: `outlier_capacity`)."""
-    arguments = {"qweight": weight.qweight, "scales": weight.scales, "row_scales": weight.row_scales}
-    if weight.outliers is None:
-        return arguments | dict.fromkeys(("row_ptr", "col_idx", "values"))
-    outliers = pad_outliers(weight.outliers, capacity or outlier_capacity(weight.outliers.nnz))
-    return arguments | {"row_ptr": outliers.row_ptr, "col_idx": outliers.col_idx, "values": outliers.values}
+_SCHEMA = "(Tensor x, Tensor?[] tensors, int[] constants, str layout, str arch) -> Tensor"
 
 
 def scale_columns(x: torch.Tensor, column_scales: torch.Tensor | None) -> torch.Tensor:
@@ -58,114 +46,32 @@ def scale_columns(x: torch.Tensor, column_scales: torch.Tensor | None) -> torch.
     return x if column_scales is None else (x * column_scales).to(x.dtype)
 
 
-def pad_outliers(outliers: CSR, capacity: int) -> CSR:
-    """Lengthen col_idx and values to `capacity` entries with column 0 and value 0; row_ptr stays as it is."""
-    col_idx = outliers.col_idx.new_zeros(capacity)
-    values = outliers.values.new_zeros(capacity)
-    col_idx[: outliers.nnz] = outliers.col_idx
-    values[: outliers.nnz] = outliers.values
-    return CSR(outliers.row_ptr, col_idx, values, outliers.cols)
-
-
-def dequantize(
-    qweight: torch.Tensor,
-    scales: torch.Tensor | None,
-    row_scales: torch.Tensor | None,
-    row_ptr: torch.Tensor | None,
-    col_idx: torch.Tensor | None,
-    values: torch.Tensor | None,
-    bits: int,
-    cols: int,
-    midrise: bool,
-    dtype: torch.dtype = torch.float32,
+def multiply(
+    x: torch.Tensor, tensors: Sequence[torch.Tensor | None], constants: Sequence[int], layout: str, arch: str
 ) -> torch.Tensor:
-    """The dense weight [rows, cols]: each entry computed in float32 and rounded once to `dtype`.
-
-    Args:
-        qweight: int32 [rows, words].
-        scales: bfloat16 [rows, groups], or None.
-        row_scales: float32 [rows], or None.
-        row_ptr: int32 [rows + 1], or None for a weight without outliers.
-        col_idx: uint16 or int32 [capacity], or None.
-        values: bfloat16 or float32 [capacity], or None.
-        bits: code width.
-        cols: input channels.
-        midrise: whether the grid is.
-        dtype: of the result.
-    """
-    rows = qweight.shape[0]
-    weight = torch.empty((rows, cols), dtype=dtype, device=qweight.device)
-    step = max(1, (CPU_BLOCK_WEIGHTS if qweight.device.type == "cpu" else BLOCK_WEIGHTS) // cols)
-    for start in range(0, rows, step):
-        block = slice(start, min(start + step, rows))
-        inliers = unpack_codes(qweight[block], bits, cols).to(torch.float32) - zero_point(bits, midrise)
-        if scales is not None:
-            grouped = inliers.view(*scales[block].shape, -1)
-            inliers = (grouped * scales[block].to(torch.float32).unsqueeze(-1)).view_as(inliers)
-        if row_scales is not None:
-            inliers *= row_scales[block].unsqueeze(1)
-        weight[block] = inliers
-    if row_ptr is not None and col_idx is not None and values is not None:
-        _put_outliers(weight, scales, row_scales, row_ptr, col_idx, values, midrise)
-    return weight
+    """What the operator runs; arguments as for `linear`."""
+    return PRODUCTS[layout](x, tensors, constants, arch)
 
 
-def _put_outliers(
-    weight: torch.Tensor,
-    scales: torch.Tensor | None,
-    row_scales: torch.Tensor | None,
-    row_ptr: torch.Tensor,
-    col_idx: torch.Tensor,
-    values: torch.Tensor,
-    midrise: bool,
-) -> None:
-    """Put padded outliers in place. The inlier below an outlier is 0, or on a mid-rise grid half a step: that is taken
-    out and put back with the outlier, so that nothing is rounded twice.
-
-    No size here depends on row_ptr's contents: the device is not synchronised, and CUDA graphs can capture it.
-    """
-    rows, cols = weight.shape
-    entry = torch.arange(values.numel(), dtype=row_ptr.dtype, device=row_ptr.device)
-    row = torch.searchsorted(row_ptr[1:].contiguous(), entry, right=True).clamp_(max=rows - 1)
-    col, flat, entries = col_idx.to(torch.int64), weight.view(-1), values.to(torch.float32)
-    place = row * cols + col
-    if midrise:
-        real = entry < row_ptr[-1]
-        flat.index_add_(0, place, torch.where(real, -flat[place], 0.0))
-        entries = entries + 0.5 * real * (1.0 if scales is None else scales[row, col // (cols // scales.shape[1])])
-    if row_scales is not None:
-        entries = entries * row_scales[row]
-    flat.index_add_(0, place, entries.to(weight.dtype))
+torch.library.define("latq::linear", _SCHEMA)
+# The kernels count on their tickets and leave them at zero, so for its callers the operator changes no input.
+torch.library.impl("latq::linear", "CompositeExplicitAutograd")(multiply)
 
 
-torch.library.define("latq::ssqr_linear", _SCHEMA)
+@torch.library.register_fake("latq::linear")
+def _linear_fake(x: torch.Tensor, tensors: Any, constants: Sequence[int], layout: str, arch: str) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], constants[0]))
 
 
-@torch.library.impl("latq::ssqr_linear", "CompositeExplicitAutograd")
-def _ssqr_linear(
-    x: torch.Tensor,
-    qweight: torch.Tensor,
-    scales: torch.Tensor | None,
-    row_scales: torch.Tensor | None,
-    row_ptr: torch.Tensor | None,
-    col_idx: torch.Tensor | None,
-    values: torch.Tensor | None,
-    bits: int,
-    cols: int,
-    midrise: bool,
+def linear(
+    x: torch.Tensor, tensors: Iterable[torch.Tensor | None], constants: Iterable[int], layout: str, arch: str = ""
 ) -> torch.Tensor:
-    weight = dequantize(qweight, scales, row_scales, row_ptr, col_idx, values, bits, cols, midrise, x.dtype)
-    return torch.nn.functional.linear(x, weight)
-
-
-@torch.library.register_fake("latq::ssqr_linear")
-def _ssqr_linear_fake(x: torch.Tensor, qweight: torch.Tensor, *_: Any) -> torch.Tensor:
-    return x.new_empty((*x.shape[:-1], qweight.shape[0]))
-
-
-def ssqr_linear(x: torch.Tensor, **arguments: torch.Tensor | int | None) -> torch.Tensor:
     """x [.., cols] times the transposed weight -> [.., rows], dtype of x.
 
-    Arguments: by name, as `dequantize` takes them; the shape of `scales` says what groups are.
+    Args:
+        x: activations.
+        tensors, constants: of the layout, in its order.
+        layout: one of PRODUCTS.
+        arch: of the GPU, as the kernels' launch configurations call it; of the tiled layout only.
     """
-    return torch.ops.latq.ssqr_linear(x, **arguments)  # type: ignore[no-any-return]
+    return torch.ops.latq.linear(x, list(tensors), list(constants), layout, arch)  # type: ignore[no-any-return]

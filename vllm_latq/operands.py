@@ -1,22 +1,23 @@
-"""What a loaded layer keeps: the operator that its device runs best, with that operator's tensors and constants.
+"""What a loaded layer keeps: the layout that its device multiplies fastest in, its tensors and constants.
 
 Invariant: operands made with the capacity of earlier ones have their shapes, so a reload copies one into the other.
 """
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from vllm_latq import cpu_path
-from vllm_latq.cpu_path import int4_arguments, ssqr_int4, takes
+from vllm_latq.cpu_path import int4_arguments, takes
+from vllm_latq.dense_path import dense_arguments, outlier_capacity
 from vllm_latq.errors import NO_ROOM, CheckpointError
-from vllm_latq.kernel_path import has_kernels, kernel_arguments, pool, ssqr_tiled, too_many_slots, unsupported
-from vllm_latq.linear_op import outlier_capacity, ssqr_linear, weight_arguments
+from vllm_latq.kernel_path import has_kernels, kernel_arguments, pool, too_many_slots, unsupported
+from vllm_latq.linear_op import CHECKPOINT, INT4, TILED
 from vllm_latq.packed_weight import PackedWeight
 from vllm_latq.served_size import best_bits
 
@@ -28,24 +29,21 @@ CSR_OUTLIER_BITS = 48
 
 @dataclass(frozen=True)
 class Operands:
-    """y = multiply(x, **tensors, **constants).
+    """y = linear(x, tensors.values(), constants.values(), layout, arch).
 
     Attributes:
-        multiply: `ssqr_tiled`, `ssqr_int4` or `ssqr_linear`.
-        tensors: by argument name; they may be replaced by others of the same shapes.
-        constants: by argument name; the same for every weight of a scheme and shape.
+        layout: of `linear_op.PRODUCTS`.
+        tensors: by name; they may be replaced by others of the same shapes.
+        constants: by name; the same for every weight of a scheme and shape.
         capacity: outliers, or slots of them, that the tensors have room for; None without outliers.
+        arch: of the GPU that the tiled layout is for.
     """
 
-    multiply: Callable[..., torch.Tensor]
+    layout: str
     tensors: dict[str, torch.Tensor | None]
     constants: dict[str, Any]
     capacity: int | None
-
-    @property
-    def operator(self) -> str:
-        """Name of the operator in `torch.ops.latq`; it takes x, the tensors and the constants in their order."""
-        return self.multiply.__name__
+    arch: str = ""
 
 
 @functools.cache
@@ -98,9 +96,9 @@ def make_operands(
     if has_kernels(weight.qweight.device):
         reason = unsupported(weight, dtype)
         if reason is None:
-            tensors, constants = kernel_arguments(weight, where, capacity, alone)
+            tensors, constants, arch = kernel_arguments(weight, where, capacity, alone)
             entries = tensors["entries"]
-            return Operands(ssqr_tiled, tensors, constants, None if entries is None else entries.shape[0])
+            return Operands(TILED, tensors, constants, None if entries is None else entries.shape[0], arch)
         _warn(f"{where}: the kernels do not take {reason}; every product will dequantize")
     if weight.outliers is not None:
         nnz = weight.outliers.nnz
@@ -108,17 +106,16 @@ def make_operands(
         if nnz > capacity:
             raise CheckpointError(where, f"at most {capacity} outliers", str(nnz), NO_ROOM)
     if takes(weight, dtype):
-        return Operands(ssqr_int4, *int4_arguments(weight, capacity), capacity)
+        return Operands(INT4, *int4_arguments(weight, capacity), capacity)
     if _has_int4(weight.qweight.device, dtype):
         reason = f"a multiple of {min(cpu_path.GROUPS)} columns with one scale"
         _warn(f"{where}: torch's 4-bit product takes {reason}; every product will dequantize")
-    constants = {name: getattr(weight, name) for name in ("bits", "cols", "midrise")}
-    return Operands(ssqr_linear, weight_arguments(weight, capacity), constants, capacity)
+    return Operands(CHECKPOINT, *dense_arguments(weight, capacity), capacity)
 
 
 def check_room(made: Sequence[Operands], where: str, capacity: int | None) -> None:
     """Refuse a reloaded stack as soon as those made of it exceed the room that all share, before more take memory."""
-    if capacity is not None and made[0].multiply is ssqr_tiled:
+    if capacity is not None and made[0].layout == TILED:
         slots = sum(part.capacity or 0 for part in made)
         if slots > capacity:
             raise too_many_slots(where, capacity, f"{slots} in {len(made)} experts")
@@ -131,8 +128,8 @@ def stack_operands(operands: Sequence[Operands], where: str, capacity: int | Non
         where, capacity: as for `make_operands`, of the stack.
 
     Returns:
-        The same tensors with a leading dimension, one entry a weight; but outliers for the kernels share one array,
-        [1, ...]. Those for other operators are padded to one length with zeros, which are what they hold behind their
+        The same tensors with a leading dimension, one entry a weight; but outliers in the tiled layout share one array,
+        [1, ...]. Those in other layouts are padded to one length with zeros, which are what they hold behind their
         row pointers anyway.
 
     Raises:
@@ -140,13 +137,13 @@ def stack_operands(operands: Sequence[Operands], where: str, capacity: int | Non
     """
     first, capacities = operands[0], [part.capacity for part in operands if part.capacity is not None]
     parts = {name: [part.tensors[name] for part in operands] for name in first.tensors}
-    if first.multiply is ssqr_tiled and first.capacity is not None:
+    if first.layout == TILED and first.capacity is not None:
         entries, slice_ptr = (_all_or_none(parts.pop(name)) for name in ("entries", "slice_ptr"))
         shared = dict(zip(("entries", "slice_ptr"), pool(entries, slice_ptr, where, capacity), strict=True))
         tensors = {name: shared[name] if name in shared else _stack(parts[name]) for name in first.tensors}
-        return Operands(first.multiply, tensors, first.constants, shared["entries"].shape[1])
+        return replace(first, tensors=tensors, capacity=shared["entries"].shape[1])
     tensors = {name: _stack(part) for name, part in parts.items()}
-    return Operands(first.multiply, tensors, first.constants, max(capacities, default=None))
+    return replace(first, tensors=tensors, capacity=max(capacities, default=None))
 
 
 def _all_or_none(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:

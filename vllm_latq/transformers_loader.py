@@ -1,6 +1,6 @@
 """transformers' quantizer for `quant_method: latq`, registered when this module is imported.
 
-    checkpoint tensors --buffers of LatqLinear--> validate, decode --> the operator's tensors --latq::ssqr_linear--> y
+    checkpoint tensors --buffers of LatqLinear--> validate, decode --> stored tensors, checked --latq::linear--> y
 
 Without it `AutoModelForCausalLM.from_pretrained` would load random weights and only warn. Invariant: a model that comes
 out of `from_pretrained` holds validated weights; training and saving through transformers are refused.
@@ -16,8 +16,9 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from vllm_latq.config import QUANT_METHOD, CheckpointConfig, LayerScheme
+from vllm_latq.dense_path import WEIGHT_ARGUMENTS, dense_arguments, dequantize
 from vllm_latq.experts import Experts
-from vllm_latq.linear_op import WEIGHT_ARGUMENTS, dequantize, scale_columns, ssqr_linear, weight_arguments
+from vllm_latq.linear_op import CHECKPOINT, linear, scale_columns
 from vllm_latq.packed_weight import PackedWeight
 from vllm_latq.spec import SHAPE, tensor_specs
 from vllm_latq.store import stored_shapes
@@ -29,7 +30,7 @@ _ABSENT = (0, 0, 0)
 
 
 class LatqLinear(nn.Module):
-    """A quantized linear: first a container for its stored tensors, after `finish` a user of `latq::ssqr_linear`.
+    """A quantized linear: first a container for its stored tensors, after `finish` a user of `latq::linear`.
 
     Args:
         linear: what it stands in for; its bias is stored unquantized.
@@ -83,28 +84,29 @@ class LatqLinear(nn.Module):
             weight = weight.pack(decode_checked(weight, self.name, device))
         self.bits, self.midrise = weight.bits, weight.midrise
         self.register_buffer("column_scales", weight.column_scales)
-        for name, tensor in weight_arguments(weight).items():
+        tensors, _ = dense_arguments(weight)
+        for name, tensor in tensors.items():
             self.register_buffer(name, None if tensor is None else tensor.to(device))
 
     def dense_weight(self, dtype: torch.dtype) -> torch.Tensor:
         """The dequantized weight [out_features, in_features]."""
+        arguments = self._tensors() | {"bits": self.bits, "cols": self.in_features, "midrise": self.midrise}
         if self.column_scales is None:
-            return dequantize(**self._arguments(), dtype=dtype)
-        weight = dequantize(**self._arguments())
-        return weight.mul_(self.column_scales).to(dtype)
+            return dequantize(**arguments, dtype=dtype)
+        return dequantize(**arguments).mul_(self.column_scales).to(dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [.., in_features] -> [.., out_features]."""
         x = scale_columns(x, self.column_scales)
-        y = ssqr_linear(x, **self._arguments())
+        constants = (self.out_features, self.bits, self.in_features, self.midrise)
+        y = linear(x, self._tensors().values(), constants, CHECKPOINT)
         return y if self.bias is None else y + self.bias
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, {self.scheme}"
 
-    def _arguments(self) -> dict[str, Any]:
-        tensors = {name: getattr(self, name) for name in WEIGHT_ARGUMENTS}
-        return tensors | {"bits": self.bits, "cols": self.in_features, "midrise": self.midrise}
+    def _tensors(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in WEIGHT_ARGUMENTS}
 
 
 @register_quantization_config(QUANT_METHOD)

@@ -1,4 +1,4 @@
-"""The linear method: loads every encoding, cuts this rank's part, hands it to the operator of its device.
+"""The linear method: loads every encoding, cuts this rank's part, hands it to the operator.
 
     checkpoint tensors --CheckpointTensor--> whole shards on the CPU --read_shard, decode, merge--> PackedWeight
         --take--> this rank's PackedWeight --make_operands--> parameters that the operator reads
@@ -24,7 +24,7 @@ from vllm.model_executor.parameter import BasevLLMParameter, ModelWeightParamete
 from vllm_latq.config import LayerScheme
 from vllm_latq.dummy import dummy_weight
 from vllm_latq.errors import MISSING, OTHER_MODEL, CheckpointError
-from vllm_latq.linear_op import scale_columns
+from vllm_latq.linear_op import linear, scale_columns
 from vllm_latq.merging import Shard, decode, merge, read_shard
 from vllm_latq.operands import inlier_bits, make_operands
 from vllm_latq.packed_weight import PackedWeight
@@ -145,8 +145,8 @@ class LatqLinearMethod(LinearMethodBase):
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [.., cols] -> [.., rows] of this rank, dtype of x."""
         x = scale_columns(x, getattr(layer, COLUMN_SCALES))
-        tensors = {name: getattr(layer, parameter) for name, parameter in self.parameters.items()}
-        y = self.multiply(x, **tensors, **self.constants)
+        tensors = [getattr(layer, name) for name in self.parameters]
+        y = linear(x, tensors, self.constants.values(), self.layout, self.arch)
         return y if bias is None else y + bias
 
     def _local_weight(
@@ -227,12 +227,12 @@ class LatqLinearMethod(LinearMethodBase):
         weight = weight.to(device)
         operands = make_operands(weight, self.dtype, self.prefix, self.capacity)
         self.bits, self.capacity = weight.bits, operands.capacity
-        self.multiply, self.constants = operands.multiply, operands.constants
-        self.parameters = {name: KNOWN_NAMES.get(name, name) for name in operands.tensors}
+        self.constants, self.layout, self.arch = operands.constants, operands.layout, operands.arch
+        self.parameters = [KNOWN_NAMES.get(name, name) for name in operands.tensors]
         vars(layer).pop("weight", None)
         for suffix in self.suffixes:
             delattr(layer, suffix)
-        tensors = {self.parameters[name]: tensor for name, tensor in operands.tensors.items()}
+        tensors = dict(zip(self.parameters, operands.tensors.values(), strict=True))
         for name, tensor in (tensors | {COLUMN_SCALES: weight.column_scales}).items():
             layer.register_parameter(name, None if tensor is None else Parameter(tensor, requires_grad=False))
         if isinstance(layer, VocabParallelEmbedding):

@@ -1,7 +1,7 @@
 """Runs vLLM engines, one after another, in a process of its own and prints what they generated, as one JSON line.
 
     python engine_probe.py '[{"model": ..., "engine": {LLM arguments}, "reload": [checkpoints], "adapter": path,
-                             "images": [...], "fails": bool, "operators": bool, "pooling": bool, "tokens": n}, ...]'
+                             "images": [...], "fails": bool, "layouts": bool, "pooling": bool, "tokens": n}, ...]'
 
 A process of its own keeps thread binding, distributed state and compilation caches out of the tests, which start it by
 `probe` and compare what it found by `assert_same`.
@@ -89,10 +89,10 @@ def embed(llm: Any) -> list[list[list[float]]]:
     return [output.outputs.data.tolist() for output in outputs]
 
 
-def operators(model: Any) -> list[str]:
-    """Names of the functions that its quantized layers multiply with."""
+def layouts(model: Any) -> list[str]:
+    """Those that its quantized linears multiply in."""
     methods = (getattr(module, "quant_method", None) for module in model.modules())
-    return sorted({method.multiply.__name__ for method in methods if hasattr(method, "multiply")})
+    return sorted({method.layout for method in methods if hasattr(method, "layout")})
 
 
 def make_room(worker: Any) -> None:
@@ -148,8 +148,8 @@ def run(job: dict[str, Any]) -> Any:
             results.append(answer(llm))
         if job.get("images"):
             results.append(generate(llm, prompts=pictures(job["images"])))
-        if job.get("operators"):
-            results.append(llm.apply_model(operators)[0])
+        if job.get("layouts"):
+            results.append(llm.apply_model(layouts)[0])
         del llm
     except Exception as error:
         if not job.get("fails"):

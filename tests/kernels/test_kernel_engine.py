@@ -36,7 +36,7 @@ def generations(random_model: Any, make_checkpoint: Any, tmp_path_factory: pytes
     first, second = maker("first", config), maker("second", config, noise_seed=1)
     lora = SHORT | {"enable_lora": True, "max_lora_rank": RANK}
     adapter = str(write_adapter(tmp_path_factory.mktemp("lora") / "adapter", first.dense))
-    served = {"model": first.latq, "engine": lora | {"dtype": "float16"}, "adapter": adapter, "operators": True}
+    served = {"model": first.latq, "engine": lora | {"dtype": "float16"}, "adapter": adapter, "layouts": True}
     reload = {} if OLD_VLLM else {"reload": [second.latq, first.latq]}
     return probe(
         [
@@ -60,8 +60,8 @@ def test_experts(random_model: Any, make_checkpoint: Any) -> None:
 
 
 def test_equals_the_dense_model(generations: list[Any]) -> None:
-    (_, dense), _, (_, served, *_, operators) = generations
-    assert operators == ["ssqr_tiled"]
+    (_, dense), _, (_, served, *_, layouts) = generations
+    assert layouts == ["tiled"]
     assert_same(served, dense, LOGPROB_TOLERANCE)
 
 

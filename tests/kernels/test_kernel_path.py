@@ -16,9 +16,9 @@ from vllm_latq.kernel_path import (
     SMALLEST_CAPACITY,
     has_kernels,
     kernel_arguments,
-    ssqr_tiled,
     unsupported,
 )
+from vllm_latq.linear_op import TILED, linear
 from vllm_latq.operands import Operands, make_operands, stack_operands
 from vllm_latq.packed_weight import PackedWeight, pack_integers
 from vllm_latq.sharding import cat_rows, take
@@ -56,10 +56,10 @@ def decoded(rows: int, cols: int, seed: int = 0, midrise: bool = False, bits: in
     return pack_integers(integers, scales, bits=bits, midrise=midrise).to(DEVICE)
 
 
-def assert_product(weight: PackedWeight, tensors: dict, constants: dict, m: int = 3) -> None:
+def assert_product(weight: PackedWeight, tensors: dict, constants: dict, arch: str, m: int = 3) -> None:
     x = torch.randn(1, m, weight.cols, generator=torch.Generator().manual_seed(m)).half()
     expected = x.double() @ weight.dequantize().cpu().double().t()
-    y = ssqr_tiled(x.to(DEVICE), **tensors, **constants).cpu()
+    y = linear(x.to(DEVICE), tensors.values(), constants.values(), TILED, arch).cpu()
     assert y.shape == (1, m, weight.shape[0])
     assert (y - expected).abs().max() <= FLOAT16_TOLERANCE * expected.abs().max()
 
@@ -86,26 +86,26 @@ WEIGHTS: dict[str, Callable[[int], PackedWeight]] = {
 def test_equals_the_dense_product_and_reloads_in_place(name: str) -> None:
     """The second weight is copied into the first one's tensors, as a reload does it, and used with its constants."""
     first, second = WEIGHTS[name](0), WEIGHTS[name](1)
-    tensors, constants = kernel_arguments(first, name)
+    tensors, constants, arch = kernel_arguments(first, name)
     assert tuple(tensors) == KERNEL_ARGUMENTS
     assert tuple(constants) == CONSTANTS
-    assert_product(first, tensors, constants)
+    assert_product(first, tensors, constants, arch)
     capacity = None if tensors["entries"] is None else tensors["entries"].shape[0]
-    reloaded, again = kernel_arguments(second, name, capacity)
-    assert again == constants
+    reloaded, *again = kernel_arguments(second, name, capacity)
+    assert again == [constants, arch]
     for key, tensor in tensors.items():
         assert (tensor is None) == (reloaded[key] is None)
         if tensor is not None:
             assert tensor.shape == reloaded[key].shape
             tensor.copy_(reloaded[key])
-    assert_product(second, tensors, constants)
+    assert_product(second, tensors, constants, arch)
 
 
 def test_layers_of_one_shape_share_tensor_shapes() -> None:
     """Those with more outliers than SMALLEST_CAPACITY has room for, and not as many each."""
     slots, shapes = set(), set()
     for seed in range(6):
-        tensors, _ = kernel_arguments(packed(3, 64, 256, 1024, 0.018, seed), "layer")
+        tensors, *_ = kernel_arguments(packed(3, 64, 256, 1024, 0.018, seed), "layer")
         slots.add(int(tensors["slice_ptr"][-1]))
         shapes.add(tuple(None if tensor is None else tuple(tensor.shape) for tensor in tensors.values()))
     assert len(slots) > 1
@@ -114,7 +114,7 @@ def test_layers_of_one_shape_share_tensor_shapes() -> None:
 
 
 def test_reload_with_more_outliers_than_fit_is_refused() -> None:
-    tensors, _ = kernel_arguments(packed(4, 64, 64, 128, 0.01), "layer")
+    tensors, *_ = kernel_arguments(packed(4, 64, 64, 128, 0.01), "layer")
     with pytest.raises(CheckpointError, match=r"layer: expected outliers for at most \d+ slots of 16 rows, found"):
         kernel_arguments(packed(4, 64, 64, 128, 0.3), "layer", tensors["entries"].shape[0])
 
@@ -149,19 +149,19 @@ def test_experts_take_the_memory_of_their_own_outliers() -> None:
     alone = [kernel_arguments(weight, "expert")[0]["entries"].shape[0] for weight in weights]
     assert stack.capacity == stack.tensors["entries"].shape[1] <= 1.25 * sum(alone) < 0.5 * len(alone) * max(alone)
     for expert, weight in enumerate(weights):
-        assert_product(weight, of_expert(stack, expert), stack.constants)
+        assert_product(weight, of_expert(stack, expert), stack.constants, stack.arch)
     others, again = stacked([0.9, 0.0, 0.05, 0.02], stack.capacity)
     for name, tensor in stack.tensors.items():
         if tensor is not None:
             tensor.copy_(again.tensors[name])
     for expert, weight in enumerate(others):
-        assert_product(weight, of_expert(stack, expert), again.constants)
+        assert_product(weight, of_expert(stack, expert), again.constants, again.arch)
 
 
 def test_stack_without_any_outlier() -> None:
     weights, stack = stacked([0.0, 0.0])
     for expert, weight in enumerate(weights):
-        assert_product(weight, of_expert(stack, expert), stack.constants)
+        assert_product(weight, of_expert(stack, expert), stack.constants, stack.arch)
 
 
 @pytest.mark.parametrize("rates", [(0.1, 0.1, 0.1), (0.0, 0.0, 1.0)])
@@ -186,11 +186,11 @@ def test_outliers_that_the_codes_reach_are_refused() -> None:
 def test_registration(name: str) -> None:
     """Schema, fake implementation and dispatch agree (torch's own checks)."""
     weight = decoded(40, 60) if name == "decoded" else WEIGHTS[name](0)
-    tensors, constants = kernel_arguments(weight, name)
+    tensors, constants, arch = kernel_arguments(weight, name)
     x = torch.randn(2, constants["cols"], device=DEVICE).bfloat16()
     torch.library.opcheck(
-        torch.ops.latq.ssqr_tiled.default,
-        (x, *tensors.values(), *constants.values()),
+        torch.ops.latq.linear.default,
+        (x, list(tensors.values()), list(constants.values()), TILED, arch),
         test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"),
     )
 
@@ -201,8 +201,8 @@ def test_one_opaque_operator_under_compile() -> None:
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounter()
 
-    def forward(x: torch.Tensor, tensors: dict, constants: dict) -> torch.Tensor:
-        return ssqr_tiled(x, **tensors, **constants) + 1
+    def forward(x: torch.Tensor, tensors: dict, constants: dict, arch: str) -> torch.Tensor:
+        return linear(x, tensors.values(), constants.values(), TILED, arch) + 1
 
     compiled = torch.compile(forward, backend=counter, fullgraph=True)
     x = torch.randn(2, 128, device=DEVICE).bfloat16()

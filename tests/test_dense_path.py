@@ -1,11 +1,12 @@
-"""`latq::ssqr_linear` against a plain dense product, its fake implementation and its padding."""
+"""The layout `checkpoint` against a plain dense product, the operator with it, and its padding."""
 
 import pytest
 import torch
 import torch._dynamo.testing
 
-from vllm_latq import linear_op
-from vllm_latq.linear_op import SMALLEST_CAPACITY, dequantize, outlier_capacity, ssqr_linear, weight_arguments
+from vllm_latq import dense_path
+from vllm_latq.dense_path import SMALLEST_CAPACITY, dense_arguments, dequantize, outlier_capacity
+from vllm_latq.linear_op import CHECKPOINT, linear
 from vllm_latq.packed_weight import PackedWeight, pack_integers
 
 CASES = [(2, 32, 33, 64), (3, 21, 500, 63), (4, -1, 1, 33), (8, 1, 5, 1), (3, 32, 64, 96)]
@@ -35,8 +36,8 @@ def row_scaled_weight(midrise: bool = False) -> PackedWeight:
 
 
 def run(weight: PackedWeight, x: torch.Tensor) -> torch.Tensor:
-    constants = {name: getattr(weight, name) for name in ("bits", "cols", "midrise")}
-    return ssqr_linear(x, **weight_arguments(weight), **constants)
+    tensors, constants = dense_arguments(weight)
+    return linear(x, tensors.values(), constants.values(), CHECKPOINT)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -58,17 +59,17 @@ def test_row_scales_scale_outliers_too(midrise: bool, dtype: torch.dtype) -> Non
     weight = row_scaled_weight(midrise)
     x = torch.randn(4, 63).to(dtype)
     expected = torch.nn.functional.linear(x, weight.dequantize(dtype))
-    arguments = weight_arguments(weight)
+    tensors, constants = dense_arguments(weight)
     for _ in range(2):  # which leaves the weight as it is
-        y = ssqr_linear(x, **arguments, bits=3, cols=63, midrise=midrise)
+        y = linear(x, tensors.values(), constants.values(), CHECKPOINT)
         torch.testing.assert_close(y, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("block", [1, 100, 10_000])
 def test_blocks_of_rows_change_nothing(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = random_weight(3, 21, 37, 63, True)
-    monkeypatch.setattr(linear_op, "CPU_BLOCK_WEIGHTS", block)
-    got = dequantize(**weight_arguments(weight), bits=3, cols=63, midrise=False)
+    monkeypatch.setattr(dense_path, "CPU_BLOCK_WEIGHTS", block)
+    got = dequantize(**dense_arguments(weight)[0], bits=3, cols=63, midrise=False)
     torch.testing.assert_close(got, weight.dequantize(), rtol=0, atol=0)
 
 
@@ -87,8 +88,9 @@ def test_capacity_has_headroom_and_wastes_at_most_a_quarter() -> None:
 
 def test_padding_does_not_change_the_result() -> None:
     weight = random_weight(4, 32, 8, 64, True)
-    short = dequantize(**weight_arguments(weight, capacity=weight.outliers.nnz), bits=4, cols=64, midrise=False)
-    long = dequantize(**weight_arguments(weight, capacity=10_000), bits=4, cols=64, midrise=False)
+    numbers = {"bits": 4, "cols": 64, "midrise": False}
+    short = dequantize(**dense_arguments(weight, capacity=weight.outliers.nnz)[0], **numbers)
+    long = dequantize(**dense_arguments(weight, capacity=10_000)[0], **numbers)
     torch.testing.assert_close(short, long, rtol=0, atol=0)
 
 
@@ -97,11 +99,10 @@ def test_padding_does_not_change_the_result() -> None:
 )
 def test_registration(weight: PackedWeight) -> None:
     """Schema, fake implementation and dispatch agree (torch's own checks)."""
-    arguments = (*weight_arguments(weight).values(), weight.bits, weight.cols, weight.midrise)
-    x = torch.randn(2, weight.cols)
+    tensors, constants = dense_arguments(weight)
     torch.library.opcheck(
-        torch.ops.latq.ssqr_linear.default,
-        (x, *arguments),
+        torch.ops.latq.linear.default,
+        (torch.randn(2, weight.cols), list(tensors.values()), list(constants.values()), CHECKPOINT, ""),
         test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"),
     )
 
@@ -111,8 +112,8 @@ def test_layers_with_different_outliers_share_a_graph() -> None:
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounter()
 
-    def forward(x: torch.Tensor, tensors: dict[str, torch.Tensor | None]) -> torch.Tensor:
-        return ssqr_linear(x, **tensors, bits=4, cols=64, midrise=False) + 1
+    def forward(x: torch.Tensor, tensors: dict[str, torch.Tensor | None], constants: dict[str, int]) -> torch.Tensor:
+        return linear(x, tensors.values(), constants.values(), CHECKPOINT) + 1
 
     compiled = torch.compile(forward, backend=counter, fullgraph=True)
     x = torch.randn(3, 64)
@@ -123,7 +124,7 @@ def test_layers_with_different_outliers_share_a_graph() -> None:
         integers = torch.randint(-8, 8, (64, 64), dtype=torch.int32)
         weight = PackedWeight.from_integers(integers, torch.ones(64, 2).bfloat16(), 4, 32, mask, torch.randn(64, 64))
         numbers.add(weight.outliers.nnz)
-        arguments = weight_arguments(weight, capacity=outlier_capacity(256))
-        torch.testing.assert_close(compiled(x, arguments), forward(x, arguments), rtol=0, atol=0)
+        arguments = dense_arguments(weight, capacity=outlier_capacity(256))
+        torch.testing.assert_close(compiled(x, *arguments), forward(x, *arguments), rtol=0, atol=0)
     assert len(numbers) > 1
     assert counter.frame_count == 1
