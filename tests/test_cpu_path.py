@@ -33,7 +33,7 @@ def operands(weight: PackedWeight, capacity: int | None = None) -> Operands:
 
 
 def product(x: torch.Tensor, made: Operands) -> torch.Tensor:
-    return linear(x, made.tensors.values(), made.constants.values(), made.layout)
+    return linear(x, made.tensors.values(), made.constants.values(), made.layout, made.arch)
 
 
 def assert_right(weight: PackedWeight, x: torch.Tensor, made: Operands) -> None:

@@ -37,7 +37,7 @@ def row_scaled_weight(midrise: bool = False) -> PackedWeight:
 
 def run(weight: PackedWeight, x: torch.Tensor) -> torch.Tensor:
     tensors, constants = dense_arguments(weight)
-    return linear(x, tensors.values(), constants.values(), CHECKPOINT)
+    return linear(x, tensors.values(), constants.values(), CHECKPOINT, "")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -61,7 +61,7 @@ def test_row_scales_scale_outliers_too(midrise: bool, dtype: torch.dtype) -> Non
     expected = torch.nn.functional.linear(x, weight.dequantize(dtype))
     tensors, constants = dense_arguments(weight)
     for _ in range(2):  # which leaves the weight as it is
-        y = linear(x, tensors.values(), constants.values(), CHECKPOINT)
+        y = linear(x, tensors.values(), constants.values(), CHECKPOINT, "")
         torch.testing.assert_close(y, expected, rtol=0, atol=0)
 
 
@@ -69,7 +69,8 @@ def test_row_scales_scale_outliers_too(midrise: bool, dtype: torch.dtype) -> Non
 def test_blocks_of_rows_change_nothing(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = random_weight(3, 21, 37, 63, True)
     monkeypatch.setattr(dense_path, "CPU_BLOCK_WEIGHTS", block)
-    got = dequantize(**dense_arguments(weight)[0], bits=3, cols=63, midrise=False)
+    tensors, constants = dense_arguments(weight)
+    got = dequantize(**tensors, **constants)
     torch.testing.assert_close(got, weight.dequantize(), rtol=0, atol=0)
 
 
@@ -88,9 +89,8 @@ def test_capacity_has_headroom_and_wastes_at_most_a_quarter() -> None:
 
 def test_padding_does_not_change_the_result() -> None:
     weight = random_weight(4, 32, 8, 64, True)
-    numbers = {"bits": 4, "cols": 64, "midrise": False}
-    short = dequantize(**dense_arguments(weight, capacity=weight.outliers.nnz)[0], **numbers)
-    long = dequantize(**dense_arguments(weight, capacity=10_000)[0], **numbers)
+    made = (dense_arguments(weight, capacity) for capacity in (weight.outliers.nnz, 10_000))
+    short, long = (dequantize(**tensors, **constants) for tensors, constants in made)
     torch.testing.assert_close(short, long, rtol=0, atol=0)
 
 
@@ -113,7 +113,7 @@ def test_layers_with_different_outliers_share_a_graph() -> None:
     counter = torch._dynamo.testing.CompileCounter()
 
     def forward(x: torch.Tensor, tensors: dict[str, torch.Tensor | None], constants: dict[str, int]) -> torch.Tensor:
-        return linear(x, tensors.values(), constants.values(), CHECKPOINT) + 1
+        return linear(x, tensors.values(), constants.values(), CHECKPOINT, "") + 1
 
     compiled = torch.compile(forward, backend=counter, fullgraph=True)
     x = torch.randn(3, 64)

@@ -37,7 +37,7 @@ def checkpoint(mini_model: Path, calibration_text: Path, tmp_path_factory: pytes
 
 @pytest.fixture(scope="module")
 def answers(checkpoint: Path) -> tuple[Any, Any, Any]:
-    """Of prompts without and with images, and what multiplied."""
+    """Of prompts without and with images, and the layouts that multiplied."""
     images = [{"text": TEXT, "image": pixels.tolist()} for pixels in PIXELS]
     ((text, pictured, layouts),) = probe(
         [{"model": checkpoint, "engine": {"max_model_len": 128}, "images": images, "layouts": True}]

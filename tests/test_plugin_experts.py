@@ -97,9 +97,9 @@ def dense(layer: Any, product: str) -> torch.Tensor:
     """The weights of all experts on this rank, [experts, rows, cols]."""
     method = layer.quant_method
     stacks = [getattr(layer, f"{product}_{name}") for name in WEIGHT_ARGUMENTS]
-    _rows, bits, cols, midrise = method.constants[0 if product == "w13" else 1]
+    constants = method.constants[0 if product == "w13" else 1]
     experts = ([None if stack is None else stack[e] for stack in stacks] for e in range(len(stacks[0])))
-    weights = [dequantize(*tensors, bits, cols, midrise) for tensors in experts]
+    weights = [dequantize(*tensors, *constants) for tensors in experts]
     scales = getattr(layer, f"{product}_column_scales")
     return torch.stack(weights) * (1 if scales is None else scales.unsqueeze(1))
 

@@ -133,8 +133,7 @@ def load(layer: torch.nn.Module, shard_id: Any, tensors: dict[str, torch.Tensor]
 
 def dense(layer: torch.nn.Module) -> torch.Tensor:
     method = layer.quant_method
-    constants = (method.constants[name] for name in ("bits", "cols", "midrise"))
-    weight = dequantize(*(getattr(layer, name) for name in WEIGHT_ARGUMENTS), *constants)
+    weight = dequantize(*(getattr(layer, name) for name in WEIGHT_ARGUMENTS), **method.constants)
     return weight if layer.column_scales is None else weight * layer.column_scales
 
 

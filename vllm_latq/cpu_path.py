@@ -133,20 +133,20 @@ class Int4Weight(NamedTuple):
 
 
 def int4_product(
-    x: torch.Tensor, tensors: Sequence[torch.Tensor | None], constants: Sequence[int], arch: str = ""
+    x: torch.Tensor, tensors: Sequence[torch.Tensor | None], constants: Sequence[int], arch: str
 ) -> torch.Tensor:
     """x [.., cols] times the transposed weight of `int4_arguments` -> [.., rows], dtype of x."""
     words, scales_and_offsets, row_scales, row_ptr, col_idx, values = tensors
     assert words is not None
     assert scales_and_offsets is not None
-    rows, group, parts = constants
+    rows, _, parts = constants
     tokens = x.reshape(-1, x.shape[-1]).to(torch.bfloat16).contiguous()
     if not len(tokens):
         return x.new_empty((*x.shape[:-1], rows))
     outliers = None
     if row_ptr is not None and col_idx is not None and values is not None:
         outliers = (row_ptr, col_idx, values)
-    weight = Int4Weight(words, scales_and_offsets, row_scales, outliers, rows, group, parts)
+    weight = Int4Weight(words, scales_and_offsets, row_scales, outliers, *constants)
     multiply = _dense_product if len(tokens) * parts > FEW_TOKENS else _coded_product
     y = multiply(tokens, weight)
     return y.to(x.dtype).contiguous().view(*x.shape[:-1], rows)

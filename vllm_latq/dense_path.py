@@ -1,6 +1,6 @@
 """The way to dense weights, on any device: a packed weight in checkpoint layout, and the product that dequantizes it.
 
-    PackedWeight --dense_arguments, once at load--> the stored tensors --dense_product--> y
+    PackedWeight --dense_arguments, once at load--> rows of codes, padded CSR --dense_product--> y
 
 Invariant: outlier arrays may be longer than row_ptr[-1]; what lies behind it has column 0 and value 0. The padding
 makes layers of one shape share a compiled graph although their outliers differ in number.
@@ -35,7 +35,8 @@ def dense_arguments(
     weight: PackedWeight, capacity: int | None = None
 ) -> tuple[dict[str, torch.Tensor | None], dict[str, Any]]:
     """The layout's tensors and constants by name, outliers padded to `capacity` (default: `outlier_capacity`)."""
-    constants = {"rows": weight.shape[0], "bits": weight.bits, "cols": weight.cols, "midrise": weight.midrise}
+    rows, cols = weight.shape
+    constants = {"rows": rows, "cols": cols, "bits": weight.bits, "midrise": weight.midrise}
     tensors = {"qweight": weight.qweight, "scales": weight.scales, "row_scales": weight.row_scales}
     if weight.outliers is None:
         return tensors | dict.fromkeys(("row_ptr", "col_idx", "values")), constants
@@ -60,8 +61,9 @@ def dequantize(
     row_ptr: torch.Tensor | None,
     col_idx: torch.Tensor | None,
     values: torch.Tensor | None,
-    bits: int,
+    rows: int,
     cols: int,
+    bits: int,
     midrise: bool,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
@@ -74,12 +76,11 @@ def dequantize(
         row_ptr: int32 [rows + 1], or None for a weight without outliers.
         col_idx: uint16 or int32 [capacity], or None.
         values: bfloat16 or float32 [capacity], or None.
+        rows, cols: output and input channels.
         bits: code width.
-        cols: input channels.
         midrise: whether the grid is.
         dtype: of the result.
     """
-    rows = qweight.shape[0]
     weight = torch.empty((rows, cols), dtype=dtype, device=qweight.device)
     step = max(1, (CPU_BLOCK_WEIGHTS if qweight.device.type == "cpu" else BLOCK_WEIGHTS) // cols)
     for start in range(0, rows, step):
@@ -125,10 +126,8 @@ def _put_outliers(
 
 
 def dense_product(
-    x: torch.Tensor, tensors: Sequence[torch.Tensor | None], constants: Sequence[int], arch: str = ""
+    x: torch.Tensor, tensors: Sequence[torch.Tensor | None], constants: Sequence[int], arch: str
 ) -> torch.Tensor:
     """x [.., cols] times the transposed weight of `dense_arguments` -> [.., rows], dtype of x."""
-    known: dict[str, Any] = dict(zip(WEIGHT_ARGUMENTS, tensors, strict=True))
-    _rows, bits, cols, midrise = constants
-    weight = dequantize(**known, bits=bits, cols=cols, midrise=bool(midrise), dtype=x.dtype)
-    return torch.nn.functional.linear(x, weight)
+    arguments: list[Any] = [*tensors, *constants, x.dtype]
+    return torch.nn.functional.linear(x, dequantize(*arguments))

@@ -181,5 +181,5 @@ def grouped_experts(
     from vllm_latq.kernels.grouped import routed_experts
 
     gate_up, down = (_kernel_weight(stacks[1:], constants, arch) for stacks, constants in products)
-    scales = (products[0][0][0], products[1][0][0])
-    return routed_experts(x, weights, ids, (gate_up, down), scales, experts, activation)
+    (first, _), (second, _) = products
+    return routed_experts(x, weights, ids, (gate_up, down), (first[0], second[0]), experts, activation)

@@ -9,7 +9,7 @@ with o = 1/2 on a mid-rise grid, else 0.
     layout      tensors                      product
     tiled       in the tiles of the kernels  Triton's, on GPUs (`kernel_path.py`)
     int4        in the order of torch's      torch's with 4-bit codes, and outliers, on CPUs (`cpu_path.py`)
-    checkpoint  as they are stored           dequantize, then matmul, on any device (`dense_path.py`)
+    checkpoint  as `packed` stores them      dequantize, then matmul, on any device (`dense_path.py`)
 
 Factors of columns are none of its business: `scale_columns` gives them to x first.
 
@@ -64,7 +64,7 @@ def _linear_fake(x: torch.Tensor, tensors: Any, constants: Sequence[int], layout
 
 
 def linear(
-    x: torch.Tensor, tensors: Iterable[torch.Tensor | None], constants: Iterable[int], layout: str, arch: str = ""
+    x: torch.Tensor, tensors: Iterable[torch.Tensor | None], constants: Iterable[int], layout: str, arch: str
 ) -> torch.Tensor:
     """x [.., cols] times the transposed weight -> [.., rows], dtype of x.
 
@@ -72,6 +72,6 @@ def linear(
         x: activations.
         tensors, constants: of the layout, in its order.
         layout: one of PRODUCTS.
-        arch: of the GPU, as the kernels' launch configurations call it; of the tiled layout only.
+        arch: of the GPU, as the kernels' launch configurations call it; empty but for the tiled layout.
     """
     return torch.ops.latq.linear(x, list(tensors), list(constants), layout, arch)  # type: ignore[no-any-return]

@@ -1,6 +1,6 @@
 """transformers' quantizer for `quant_method: latq`, registered when this module is imported.
 
-    checkpoint tensors --buffers of LatqLinear--> validate, decode --> stored tensors, checked --latq::linear--> y
+    checkpoint tensors --buffers of LatqLinear--> validate, decode --> tensors of a layout --latq::linear--> y
 
 Without it `AutoModelForCausalLM.from_pretrained` would load random weights and only warn. Invariant: a model that comes
 out of `from_pretrained` holds validated weights; training and saving through transformers are refused.
@@ -82,15 +82,14 @@ class LatqLinear(nn.Module):
             delattr(self, suffix)
         if not isinstance(weight, PackedWeight):
             weight = weight.pack(decode_checked(weight, self.name, device))
-        self.bits, self.midrise = weight.bits, weight.midrise
         self.register_buffer("column_scales", weight.column_scales)
-        tensors, _ = dense_arguments(weight)
+        tensors, self.constants = dense_arguments(weight)
         for name, tensor in tensors.items():
             self.register_buffer(name, None if tensor is None else tensor.to(device))
 
     def dense_weight(self, dtype: torch.dtype) -> torch.Tensor:
         """The dequantized weight [out_features, in_features]."""
-        arguments = self._tensors() | {"bits": self.bits, "cols": self.in_features, "midrise": self.midrise}
+        arguments = self._tensors() | self.constants
         if self.column_scales is None:
             return dequantize(**arguments, dtype=dtype)
         return dequantize(**arguments).mul_(self.column_scales).to(dtype)
@@ -98,8 +97,7 @@ class LatqLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [.., in_features] -> [.., out_features]."""
         x = scale_columns(x, self.column_scales)
-        constants = (self.out_features, self.bits, self.in_features, self.midrise)
-        y = linear(x, self._tensors().values(), constants, CHECKPOINT)
+        y = linear(x, self._tensors().values(), self.constants.values(), CHECKPOINT, arch="")
         return y if self.bias is None else y + self.bias
 
     def extra_repr(self) -> str:

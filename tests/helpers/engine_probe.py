@@ -130,7 +130,7 @@ def run(job: dict[str, Any]) -> Any:
     """Generations of a model and of each checkpoint then loaded into the running engine; the error where one is due.
 
     States instead of generations where the job is `pooling`; where it names a LoRA adapter, generations with it before
-    those without. Behind them, where the job asks for it: those of prompts with images; what multiplies in that engine.
+    those without. Behind them, where the job asks for it: those of prompts with images; the layouts in that engine.
     """
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory

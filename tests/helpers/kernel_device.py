@@ -39,3 +39,6 @@ if INTERPRETED:
     patch_once_per_launch()
 DEVICE = torch.device("cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu")
 RUNNABLE = INTERPRETED or DEVICE.type == "cuda"
+# What the kernels call it: of no GPU nothing, of AMD's one name.
+CAPABILITY = torch.cuda.get_device_capability() if DEVICE.type == "cuda" else ()
+ARCH = "hip" if CAPABILITY and torch.version.hip else "sm_{}{}".format(*CAPABILITY) if CAPABILITY else ""

@@ -33,8 +33,8 @@ class Mixture:
         for product, (rows, cols) in enumerate(((first, HIDDEN), (HIDDEN, INTERMEDIATE))):
             packed = [self._packed(scheme, rows, cols, seed=10 * product + expert) for expert in range(EXPERTS)]
             self.dense.append([weight.dequantize() for weight in packed])
-            operators = [make_operands(weight.to(device), dtype, "experts", alone=False) for weight in packed]
-            stack = stack_operands(operators, "experts")
+            made = [make_operands(weight.to(device), dtype, "experts", alone=False) for weight in packed]
+            stack = stack_operands(made, "experts")
             scales = [weight.column_scales.to(device) for weight in packed if weight.column_scales is not None]
             self.stacks.append([torch.stack(scales) if scales else None, *stack.tensors.values()])
             operands.append(stack)

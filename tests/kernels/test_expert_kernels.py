@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_device import DEVICE
+from kernel_device import ARCH, DEVICE
 from mixtures import EXPERTS, HIDDEN, Mixture, routing
 from random_weights import RANS
 from recorded import RecordedKernel, RecordedOperators
@@ -42,7 +42,7 @@ def assert_equals_dense_experts(
     scheme: str, tokens: int, k: int, dtype: torch.dtype = torch.int32, activation: str = "silu"
 ) -> None:
     mixture = Mixture(SCHEMES[scheme], torch.float16, activation, DEVICE)
-    assert mixture.constants[3] == ["tiled", "tiled"]
+    assert mixture.constants[3:5] == (["tiled", "tiled"], ARCH)
     x, weights, ids = routing(tokens, k, dtype)
     x *= 0.01  # float16 overflows at 65504
     expected = mixture.reference(x, weights, ids)

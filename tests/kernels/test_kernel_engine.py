@@ -1,4 +1,4 @@
-"""A whole vLLM engine through the kernels, in the interpreter: its tokens, after `reload_weights` too, and experts."""
+"""A whole vLLM engine through the kernels, in the interpreter: its tokens, compiled and reloaded too, and experts."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ SIZES = {
 def generations(random_model: Any, make_checkpoint: Any, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """Of a dense model with a LoRA adapter and without, of a second one; and of the first one's checkpoint likewise.
 
-    The last turns into the second's checkpoint and back again.
+    That turns into the second's checkpoint and back again. At last the first one's, compiled by torch.
     """
     source, _ = random_model("qwen3", "engine", **SIZES)
     maker = type(make_checkpoint)(source, source.parent)
@@ -36,13 +36,15 @@ def generations(random_model: Any, make_checkpoint: Any, tmp_path_factory: pytes
     first, second = maker("first", config), maker("second", config, noise_seed=1)
     lora = SHORT | {"enable_lora": True, "max_lora_rank": RANK}
     adapter = str(write_adapter(tmp_path_factory.mktemp("lora") / "adapter", first.dense))
-    served = {"model": first.latq, "engine": lora | {"dtype": "float16"}, "adapter": adapter, "layouts": True}
+    half = {"dtype": "float16"}
+    served = {"model": first.latq, "engine": lora | half, "adapter": adapter, "layouts": True}
     reload = {} if OLD_VLLM else {"reload": [second.latq, first.latq]}
     return probe(
         [
             {"model": first.dense, "engine": lora, "adapter": adapter} | TOKENS,
             {"model": second.dense, "engine": SHORT} | TOKENS,
             served | reload | TOKENS,
+            {"model": first.latq, "engine": SHORT | half | {"enforce_eager": False}} | TOKENS,
         ]
     )
 
@@ -60,15 +62,16 @@ def test_experts(random_model: Any, make_checkpoint: Any) -> None:
 
 
 def test_equals_the_dense_model(generations: list[Any]) -> None:
-    (_, dense), _, (_, served, *_, layouts) = generations
+    (_, dense), _, (_, served, *_, layouts), (compiled,) = generations
     assert layouts == ["tiled"]
     assert_same(served, dense, LOGPROB_TOLERANCE)
+    assert_same(compiled, dense, LOGPROB_TOLERANCE)
 
 
 @pytest.mark.skipif(OLD_VLLM, reason="vLLM 0.25 does not find the weights below LoRA's layers again")
 def test_reload_weights(generations: list[Any]) -> None:
     """To other weights and back; the other ones do differ."""
-    (_, first), (second,), (_, served, other, back, _) = generations
+    (_, first), (second,), (_, served, other, back, _), _ = generations
     with pytest.raises(AssertionError):
         assert_same(first, second, 10 * LOGPROB_TOLERANCE)
     assert_same(other, second, LOGPROB_TOLERANCE)
@@ -77,7 +80,7 @@ def test_reload_weights(generations: list[Any]) -> None:
 
 def test_lora_adapter(generations: list[Any]) -> None:
     """Its products are added to those of the kernels."""
-    (expected, dense), _, (adapted, *_) = generations
+    (expected, dense), _, (adapted, *_), _ = generations
     assert_same(adapted, expected, LOGPROB_TOLERANCE)
     with pytest.raises(AssertionError):
         assert_same(adapted, dense, 10 * LOGPROB_TOLERANCE)

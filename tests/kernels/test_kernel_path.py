@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch._dynamo.testing
-from kernel_device import DEVICE, EMULATED
+from kernel_device import ARCH, DEVICE, EMULATED
 
 from vllm_latq.errors import CheckpointError
 from vllm_latq.huffman import encode
@@ -89,6 +89,7 @@ def test_equals_the_dense_product_and_reloads_in_place(name: str) -> None:
     tensors, constants, arch = kernel_arguments(first, name)
     assert tuple(tensors) == KERNEL_ARGUMENTS
     assert tuple(constants) == CONSTANTS
+    assert arch == ARCH
     assert_product(first, tensors, constants, arch)
     capacity = None if tensors["entries"] is None else tensors["entries"].shape[0]
     reloaded, *again = kernel_arguments(second, name, capacity)
