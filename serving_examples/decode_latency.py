@@ -252,10 +252,15 @@ def measure(quantization: dict[str, Any] | None, options: argparse.Namespace) ->
         found = {}
         for batch in options.batch:
             seconds(batch, 2)
-            first = statistics.median(seconds(batch, 1) for _ in range(REPEATS))
-            times = [seconds(batch, options.new_tokens) - first for _ in range(REPEATS)]
-            found[str(batch)] = [each / (options.new_tokens - 1) for each in times]
+            short, long = ([seconds(batch, n) for _ in range(REPEATS)] for n in (1, options.new_tokens))
+            found[str(batch)] = per_token(short, long, options.new_tokens - 1)
         return found
+
+
+def per_token(short: Sequence[float], long: Sequence[float], tokens: int) -> list[float]:
+    """Seconds per token of each long run, which makes so many tokens more than the short ones do."""
+    first = statistics.median(short)
+    return [(each - first) / tokens for each in long]
 
 
 def versions() -> dict[str, str]:
