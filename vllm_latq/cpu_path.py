@@ -64,7 +64,7 @@ def _hush() -> None:
         torch.sparse_csr_tensor([0, 0], [], [], (1, 1), device="cpu")
 
 
-def int4_arguments(weight: PackedWeight, capacity: int | None) -> tuple[dict[str, torch.Tensor | None], dict[str, Any]]:
+def int4_arguments(weight: PackedWeight, capacity: int | None) -> tuple[dict[str, torch.Tensor | None], dict[str, int]]:
     """The layout's tensors and constants by name, for a weight that `takes` accepts.
 
     Args:

@@ -33,7 +33,7 @@ def outlier_capacity(nnz: int) -> int:
 
 def dense_arguments(
     weight: PackedWeight, capacity: int | None = None
-) -> tuple[dict[str, torch.Tensor | None], dict[str, Any]]:
+) -> tuple[dict[str, torch.Tensor | None], dict[str, int]]:
     """The layout's tensors and constants by name, outliers padded to `capacity` (default: `outlier_capacity`)."""
     rows, cols = weight.shape
     constants = {"rows": rows, "cols": cols, "bits": weight.bits, "midrise": weight.midrise}

@@ -54,7 +54,7 @@ def unsupported(weight: PackedWeight, dtype: torch.dtype) -> str | None:
 
 def kernel_arguments(
     weight: PackedWeight, where: str, capacity: int | None = None, alone: bool = True
-) -> tuple[dict[str, torch.Tensor | None], dict[str, Any], str]:
+) -> tuple[dict[str, torch.Tensor | None], dict[str, int], str]:
     """The layout's tensors and constants by name, and the architecture of the device.
 
     Args:

@@ -7,7 +7,6 @@ import functools
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -41,7 +40,7 @@ class Operands:
 
     layout: str
     tensors: dict[str, torch.Tensor | None]
-    constants: dict[str, Any]
+    constants: dict[str, int]
     capacity: int | None
     arch: str = ""
 

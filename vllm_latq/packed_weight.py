@@ -25,8 +25,8 @@ _BAND_WEIGHTS = 1 << 18
 class PackedWeight:
     """W[i, j] = row_scales[i] * (scales[i, j // group_size] * (z[i, j] + o) + outliers[i, j]) * column_scales[j].
 
-    o is 0, or 1/2 where the grid is `midrise`. An absent factor is 1. `latq::linear` does not know
-    column_scales: they are applied to the activation, x * column_scales.
+    o is 0, or 1/2 where the grid is `midrise`. An absent factor is 1. `latq::linear` does not know column_scales:
+    they are applied to the activation, x * column_scales.
 
     Attributes:
         qweight: int32 [rows, words], codes z + 2**(bits - 1).
