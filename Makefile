@@ -46,7 +46,7 @@ emulated: venv
 compilers: venv
 	for version in 3.6.0 3.7.1 3.8.0; do \
 		$(BIN)/python -m pip install --quiet --no-deps --upgrade --target build/triton-$$version triton==$$version && \
-		PYTHONPATH=build/triton-$$version $(BIN)/python -m vllm_latq.kernels.audit || exit 1; \
+		PYTHONPATH=build/triton-$$version $(BIN)/python -m vllm_latq.kernels.dev.audit || exit 1; \
 	done
 
 # Another release of vLLM (its CPU build), with the torch, Triton and transformers that it brings: make release VLLM=0.25.1
@@ -63,7 +63,7 @@ release:
 # frees the result of comparing two arrays, so one process after the other goes on with the same corpus.
 CORPUS := build/fuzz-corpus
 fuzz: venv
-	$(BIN)/python -m pytest tests/test_fuzz.py --hypothesis-profile=fuzz
+	$(BIN)/python -m pytest tests/format/test_fuzz.py --hypothesis-profile=fuzz
 	$(BIN)/python -m pip install --quiet 'atheris>=3'
 	mkdir -p $(CORPUS)
 	scratch=$$(mktemp -d); trap 'rm -rf $$scratch' EXIT; end=$$(($$(date +%s) + $(FUZZ_SECONDS))); \
@@ -78,7 +78,7 @@ api: venv
 
 # Hundreds of requests, aborted ones and reloaded weights on one server.
 soak: venv
-	$(BIN)/python -m pytest tests/test_serve.py -m 'engine or soak'
+	$(BIN)/python -m pytest tests/integrations/test_serve.py -m 'engine or soak'
 
 demo: venv
 	$(BIN)/python serving_examples/demo.py

@@ -9,6 +9,7 @@ from functools import lru_cache
 import triton
 
 from vllm_latq.kernels.errors import require
+from vllm_latq.kernels.layout.weight import HIP
 
 REGIMES = (8, 16, 32, 64)  # numbers of rows that kernels are made for
 GATHER_ROWS = 2  # above, outliers read a transposed copy of x: one vector load per outlier instead of one a row
@@ -238,7 +239,6 @@ TABLE: dict[str, tuple[DecodeConfig, ...]] = {
     "sm_80": AMPERE, "sm_86": ADA, "sm_87": ADA, "sm_89": ADA, "sm_90": HOPPER, "sm_100": BLACKWELL,
     "sm_103": BLACKWELL, "sm_110": BLACKWELL, "sm_120": BLACKWELL_RTX, "sm_121": BLACKWELL_RTX,
 }  # fmt: skip
-HIP = "hip"
 CPU = ADA  # in the interpreter
 FUSED_LAUNCHES = 2  # of the widest kernel, that a product takes at most; above, the prefill path (NOTES.md)
 # Of other GPUs nothing is known: what compiles to Ampere's products, and the least shared memory that any has.

@@ -6,7 +6,6 @@ Invariant: the checkpoint appears complete or not at all, and work that was done
 import hashlib
 import time
 import warnings
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +13,24 @@ import torch
 from torch import nn
 
 import vllm_latq
-from vllm_latq.checkpoint import REPORT_FILE
-from vllm_latq.config import CheckpointConfig, covers
-from vllm_latq.errors import ConfigError, UnsupportedModelError
-from vllm_latq.experts import Experts
-from vllm_latq.quantize.budget import check_budget
-from vllm_latq.quantize.calibration import load_samples
-from vllm_latq.quantize.card import model_card
-from vllm_latq.quantize.decoder import Decoder
-from vllm_latq.quantize.distributed import World
-from vllm_latq.quantize.left_alone import merged_with, never_quantized
-from vllm_latq.quantize.loading import load_tokenizer, torch_device
-from vllm_latq.quantize.offload import placer
+from vllm_latq.format.config import CheckpointConfig
+from vllm_latq.format.files import read_json
+from vllm_latq.format.reader import REPORT_FILE
+from vllm_latq.quantize.allocation.budget import check_budget
+from vllm_latq.quantize.calibration.windows import calibration_samples, sizes
+from vllm_latq.quantize.machine.distributed import World
+from vllm_latq.quantize.machine.offload import placer
+from vllm_latq.quantize.model.decoder import Decoder
+from vllm_latq.quantize.model.loading import torch_device
+from vllm_latq.quantize.model.selection import (
+    ignored_modules,
+    quantized_linears,
+)
 from vllm_latq.quantize.recipe import Recipe
-from vllm_latq.quantize.run import Listener, Run, sizes
-from vllm_latq.quantize.whole_model import BudgetRun, WholeModelRun
-from vllm_latq.quantize.writer import CheckpointWriter, free_destination
-from vllm_latq.spec import tensor_specs
-from vllm_latq.store import read_json
+from vllm_latq.quantize.runs.card import model_card
+from vllm_latq.quantize.runs.planned_runs import BudgetRun, WholeModelRun
+from vllm_latq.quantize.runs.run import Listener, Run
+from vllm_latq.quantize.runs.writer import CheckpointWriter, free_destination
 
 
 def quantize_checkpoint(
@@ -152,99 +151,3 @@ def _run_class(recipe: Recipe) -> type[Run]:
     if recipe.method == "latq":
         return WholeModelRun
     return Run if recipe.budget is None else BudgetRun
-
-
-def quantized_linears(decoder: Decoder, recipe: Recipe) -> dict[str, nn.Linear]:
-    """Full name -> (meta) linear of everything that the recipe quantizes; raises if a scheme does not fit a shape."""
-    if decoder.encoder and (recipe.method == "latq" or recipe.budget is not None):
-        expected = "a language model: method latq and budgets look at its loss on the next token"
-        raise UnsupportedModelError(str(decoder.source), expected, "an encoder", "Use --method ssqr, hptq or gptq.")
-    if recipe.target != "quantized" and any(isinstance(module, Experts) for module in decoder.model.modules()):
-        expected, found = "a model whose linears see the same tokens as the original's", "routed experts"
-        raise ConfigError("recipe.target", expected, found, 'Use target "quantized".')
-    linears = {name: linear for index in range(len(decoder)) for name, linear in decoder.linears(index).items()}
-    linears |= decoder.head_linears
-    ignored = ignored_modules(decoder, recipe)
-    config = CheckpointConfig(recipe.scheme, ignored)
-    chosen = {name: linear for name, linear in linears.items() if not config.is_ignored(name)}
-    _check_ignored(recipe.ignore, ignored[len(recipe.ignore) :], linears.keys(), str(decoder.source))
-    if not chosen:
-        raise ConfigError("recipe.ignore", "some linear left to quantize", "all of them ignored", "Ignore fewer.")
-    for name, linear in chosen.items():
-        tensor_specs(recipe.scheme, linear.out_features, linear.in_features, where=name)
-    _warn_of_parts(chosen, linears)
-    return chosen
-
-
-def _warn_of_parts(chosen: Collection[str], linears: Collection[str]) -> None:
-    """Of what is merged into one matrix, and would be quantized in part."""
-    for name in chosen:
-        if left := [part for part in merged_with(name, linears) if part not in chosen]:
-            warnings.warn(
-                f"{name} is quantized, {', '.join(left)} not: vLLM merges them in most models, and refuses to then. "
-                "Quantize or ignore them alike, unless transformers is to read the checkpoint.",
-                stacklevel=3,
-            )
-            return
-
-
-def ignored_modules(decoder: Decoder, recipe: Recipe) -> tuple[str, ...]:
-    """What stays unquantized: what the recipe names, and what never is quantized.
-
-    `lm_head` stands for any language model's head.
-    """
-    head = [name for name in decoder.head_linears if "lm_head" in recipe.ignore and name != "lm_head"]
-    return (*recipe.ignore, *head, *never_quantized(decoder))
-
-
-def _check_ignored(given: tuple[str, ...], kept: tuple[str, ...], linears: Collection[str], source: str) -> None:
-    """Refuse to ignore what is not there, and a model of which more would be ignored than is meant.
-
-    Args:
-        given: entries of the recipe.
-        kept: modules that are not quantized whatever the recipe.
-        linears: names of those that could be.
-        source: of the model, for errors.
-    """
-    for entry in given:
-        inside = entry.startswith(tuple(f"{module}." for module in kept))
-        if entry != "lm_head" and not inside and not any(covers(entry, name) for name in (*linears, *kept)):
-            expected = "names of linears, their endings after a dot, or names of modules"
-            raise ConfigError("recipe.ignore", expected, repr(entry), "Take names from `latq quantize --dry-run`.")
-    for entry in kept:
-        found = [name for name in linears if name != entry and covers(entry, name)]
-        if found and entry not in given:
-            expected = f"no linear in the blocks that ends as {entry}, which is not quantized"
-            raise UnsupportedModelError(source, expected, found[0], f"Add {entry} to --ignore if neither should be.")
-
-
-def check_seq_len(decoder: Decoder, recipe: Recipe) -> None:
-    """Raise ConfigError if the model has no positions for calibration samples as long as the recipe's."""
-    if decoder.longest is not None and recipe.seq_len > decoder.longest:
-        expected = f"at most {decoder.longest}, the positions of the model"
-        raise ConfigError("recipe.seq_len", expected, str(recipe.seq_len), f"Use --seq-len {decoder.longest} or less.")
-
-
-def calibration_samples(decoder: Decoder, recipe: Recipe, calibration: str | None) -> torch.Tensor | None:
-    """Token ids int64 [n, seq_len]; None where the method needs no data."""
-    if calibration is None:
-        if recipe.needs_calibration:
-            hint = "Give a text file or a dataset: --calibration FILE, --calibration wikitext2."
-            raise ConfigError("calibration", f"calibration data for method {recipe.method}", "none", hint)
-        return None
-    check_seq_len(decoder, recipe)
-    tokenizer = load_tokenizer(decoder.source)
-    sizes = (recipe.num_samples, recipe.seq_len, recipe.seed)
-    samples = load_samples(tokenizer, calibration, *sizes, special_tokens=decoder.encoder)
-    if int(samples.max()) >= decoder.vocabulary:
-        raise ConfigError(
-            "tokenizer", f"token ids below {decoder.vocabulary}", str(int(samples.max())), "Is it the model's?"
-        )
-    widest = max(linear.in_features for index in range(len(decoder)) for linear in decoder.linears(index).values())
-    if samples.numel() < widest and recipe.needs_calibration:
-        warnings.warn(
-            f"calibration: {samples.numel()} tokens for layers of up to {widest} input channels make singular "
-            "Hessians; damping alone decides there. Use more samples or a longer seq_len.",
-            stacklevel=2,
-        )
-    return samples

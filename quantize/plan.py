@@ -4,12 +4,11 @@ import math
 from pathlib import Path
 from typing import Any
 
-from vllm_latq.quantize.budget import check_budget
-from vllm_latq.quantize.decoder import Decoder
-from vllm_latq.quantize.left_alone import beside, matrices
-from vllm_latq.quantize.pipeline import quantized_linears
+from vllm_latq.quantize.allocation.budget import check_budget
+from vllm_latq.quantize.methods.record import totals
+from vllm_latq.quantize.model.decoder import Decoder
+from vllm_latq.quantize.model.selection import beside, matrices, quantized_linears
 from vllm_latq.quantize.recipe import Recipe
-from vllm_latq.quantize.totals import totals
 
 # Of the totals: what only a run can measure.
 NOT_PLANNED = ("served_bits_per_weight", "error", "bound", "loss", "loss_bound")

@@ -11,15 +11,15 @@ from typing import Any, Literal
 
 import torch
 
-from vllm_latq.config import GRIDS, OUTLIER_CODINGS, SUPPORTED_BITS, WHOLE_ROW, LayerScheme
 from vllm_latq.errors import ConfigError
-from vllm_latq.overflow import entries_per_outlier
-from vllm_latq.quantize.lattice import ORDERS
-from vllm_latq.quantize.reduction import REDUCTIONS
-from vllm_latq.quantize.rounding import ROUNDINGS
-from vllm_latq.quantize.scales import SCALE_METHODS
-from vllm_latq.quantize.target import TARGETS
-from vllm_latq.spec import tensor_specs
+from vllm_latq.format.config import GRIDS, OUTLIER_CODINGS, SUPPORTED_BITS, WHOLE_ROW, LayerScheme
+from vllm_latq.format.integer_outliers import entries_per_outlier
+from vllm_latq.format.tensors import tensor_specs
+from vllm_latq.quantize.lattice.factor import ORDERS
+from vllm_latq.quantize.lattice.nearest_plane import ROUNDINGS
+from vllm_latq.quantize.lattice.reduction import REDUCTIONS
+from vllm_latq.quantize.lattice.scales import SCALE_METHODS
+from vllm_latq.quantize.lattice.targets import TARGETS
 
 # Options a method does not read. Setting one would suggest an effect it does not have, so it is refused.
 _RECURSION = ("order", "damping", "block_size", "rounding", "condition", "target", "correction", "beam", "sweeps")

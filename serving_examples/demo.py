@@ -19,9 +19,9 @@ from pathlib import Path
 
 from openai import OpenAI
 
+from vllm_latq.cli.inspect import inspect_checkpoint
 from vllm_latq.console import print_table
-from vllm_latq.inspection import inspect_checkpoint
-from vllm_latq.quantize.evaluate import Evaluation, evaluate
+from vllm_latq.quantize.evaluation.evaluate import Evaluation, evaluate
 from vllm_latq.quantize.pipeline import quantize_checkpoint
 from vllm_latq.quantize.plan import plan
 from vllm_latq.quantize.recipe import Recipe

@@ -12,10 +12,10 @@ from hypothesis import settings
 from random_models import RandomModels
 from safetensors.torch import load_file, save_file
 
-from vllm_latq.config import CheckpointConfig, LayerScheme
-from vllm_latq.huffman import encode
-from vllm_latq.packed_weight import PackedWeight
-from vllm_latq.weights import HuffmanWeight, RansWeight, Weight, octave_eighths
+from vllm_latq.coding.huffman.encoder import encode
+from vllm_latq.format.coded import HuffmanWeight, RansWeight, Weight, octave_eighths
+from vllm_latq.format.config import CheckpointConfig, LayerScheme
+from vllm_latq.format.packed import PackedWeight
 
 settings.register_profile("fuzz", max_examples=20_000, derandomize=False)  # make fuzz: other examples every time
 settings.register_profile("test", derandomize=True, deadline=None)  # else every run tests the same
@@ -284,7 +284,7 @@ def random_model(mini_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 def dense_twin(checkpoint: Path, target: Path) -> Path:
     """An unquantized float32 model with the dequantized weights of a checkpoint."""
-    from vllm_latq.checkpoint import CheckpointReader
+    from vllm_latq.format.reader import CheckpointReader
 
     shutil.copytree(checkpoint, target, ignore=shutil.ignore_patterns("*.safetensors*", "latq_report.json"))
     config = json.loads((target / "config.json").read_text())

@@ -1,4 +1,7 @@
-"""The layering of the three folders, read from their import statements."""
+"""The order of the folders, read from their import statements: a module imports from folders before its own.
+
+The order is the one of README's map. Modules that share a folder may import each other.
+"""
 
 import ast
 from collections.abc import Iterator
@@ -7,10 +10,45 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-VLLM_SIDE = {"plugin", "vllm_config", "vllm_linear", "vllm_moe"}
-KERNEL_SIDE = {"kernel_path"}
-COMMANDS = {"cli", "cli_quantize"}
 OURS = "vllm_latq"
+# Files at the root of a folder are named without their suffix.
+KERNELS = ("errors", "layout", "configs", "device", "decode", "experts", "entropy", "bench", "dev")
+QUANTIZE = (
+    "machine", "lattice", "recipe", "model", "calibration", "methods", "allocation", "evaluation", "runs", "forecast",
+    "certificate", "plan", "pipeline", "studies",
+)  # fmt: skip
+RUNTIME = ("__init__", "plugin", "errors", "memory", "console", "coding", "format", "models", "serving", "integrations")
+ORDER = (
+    *(f"{OURS}.{name}" for name in RUNTIME[:8]),
+    *(f"{OURS}.kernels.{name}" for name in KERNELS),
+    *(f"{OURS}.{name}" for name in RUNTIME[8:]),
+    *(f"{OURS}.quantize.{name}" for name in QUANTIZE),
+    f"{OURS}.cli",
+)
+# Entry points of host frameworks, imported by nothing of ours, import what they register when they are called.
+LAZY = {f"{OURS}.__init__", f"{OURS}.plugin"}
+FOLDERS = {"vllm_latq": OURS, "kernels": f"{OURS}.kernels", "quantize": f"{OURS}.quantize"}
+# Another way round, on purpose: siblings that must not know each other.
+STRANGERS = (
+    (f"{OURS}.quantize.runs", f"{OURS}.quantize.certificate"),
+    (f"{OURS}.quantize", f"{OURS}.kernels"),
+    (f"{OURS}.quantize", f"{OURS}.serving"),
+    (f"{OURS}.quantize", f"{OURS}.integrations"),
+    (f"{OURS}.format", f"{OURS}.kernels"),
+)
+
+
+def modules() -> Iterator[tuple[str, Path]]:
+    """Dotted name and file of every module of the three folders, at any depth."""
+    for folder, package in FOLDERS.items():
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            inside = path.relative_to(ROOT / folder)
+            if not (folder == OURS and inside.parts[0] in FOLDERS):  # the links to the other two
+                yield ".".join([package, *inside.with_suffix("").parts]), path
+
+
+MODULES = dict(modules())
+EVERY_MODULE = pytest.mark.parametrize("name", sorted(MODULES))
 
 
 def imported(path: Path) -> Iterator[str]:
@@ -24,33 +62,49 @@ def imported(path: Path) -> Iterator[str]:
 
 
 def within(name: str, package: str) -> bool:
+    """Whether a dotted name is a package or something in it."""
     return name == package or name.startswith(package + ".")
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "kernels").rglob("*.py")), ids=lambda path: path.name)
-def test_kernels_import_nothing_of_ours_but_kernels(path: Path) -> None:
-    names = list(imported(path))
-    assert not [name for name in names if within(name, OURS) and not within(name, f"{OURS}.kernels")]
-    others = [name for name in names if within(name, "vllm") or within(name, "transformers")]
-    # The benchmark's peers, one of which is vLLM's Marlin, are imported where they run.
-    assert path.stem == "peers" or not others
+def position(name: str) -> int | None:
+    """Place in the order; None for what is not ours."""
+    return next((place for place, folder in enumerate(ORDER) if within(name, folder)), None)
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "quantize").glob("*.py")), ids=lambda path: path.name)
-def test_quantize_imports_neither_vllm_nor_kernels(path: Path) -> None:
-    names = list(imported(path))
-    assert not [name for name in names if within(name, "vllm") or within(name, f"{OURS}.kernels")]
+@EVERY_MODULE
+def test_a_module_imports_only_from_folders_before_its_own(name: str) -> None:
+    own = position(name)
+    assert own is not None, f"{name} is in none of the folders of ORDER"
+    later = [other for other in imported(MODULES[name]) if (place := position(other)) is not None and place > own]
+    assert not later or name in LAZY
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / OURS).glob("*.py")), ids=lambda path: path.name)
-def test_format_modules_import_no_upper_layer(path: Path) -> None:
-    names = list(imported(path))
-    if path.stem not in VLLM_SIDE:
-        assert not [name for name in names if within(name, "vllm")]
-    if path.stem not in KERNEL_SIDE:
-        assert not [name for name in names if within(name, f"{OURS}.kernels")]
-    if path.stem not in COMMANDS:
-        assert not [name for name in names if within(name, f"{OURS}.quantize")]
+@EVERY_MODULE
+def test_siblings_that_must_not_know_each_other(name: str) -> None:
+    forbidden = [other for folder, other in STRANGERS if within(name, folder)]
+    assert not [found for found in imported(MODULES[name]) for other in forbidden if within(found, other)]
+
+
+@EVERY_MODULE
+def test_only_integrations_import_a_host_framework(name: str) -> None:
+    """Quantizing and loading need transformers' models; nothing but the plugin, and the benchmark's peers, vLLM."""
+    names = list(imported(MODULES[name]))
+    if not within(name, f"{OURS}.integrations.vllm") and name != f"{OURS}.kernels.bench.peers":
+        assert not [found for found in names if within(found, "vllm")]
+    if within(name, f"{OURS}.kernels"):
+        assert not [found for found in names if within(found, "transformers")]
+        assert not [found for found in names if within(found, OURS) and not within(found, f"{OURS}.kernels")]
+
+
+@EVERY_MODULE
+def test_no_mock_outside_the_developers_folders(name: str) -> None:
+    if not within(name, f"{OURS}.kernels.dev"):
+        assert not [found for found in imported(MODULES[name]) if within(found, "unittest")]
+
+
+@pytest.mark.parametrize("folder", sorted({path.parent for path in MODULES.values()}), ids=str)
+def test_no_folder_is_crowded(folder: Path) -> None:
+    assert len(list(folder.glob("*.py"))) <= 15
 
 
 def test_folders_that_would_shadow_other_packages_have_no_init() -> None:

@@ -3,9 +3,27 @@
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = {"vllm_latq": "vllm_latq", "quantize": "vllm_latq.quantize", "kernels": "vllm_latq.kernels"}
+# What only developers need: programs that emulate a GPU, audit machine code, and compare quantizers.
+NOT_SHIPPED = ("vllm_latq.kernels.dev.", "vllm_latq.quantize.studies.")
+
+
+def all_modules() -> Iterator[str]:
+    """Dotted names of every module of the three folders, at any depth."""
+    for folder, package in FOLDERS.items():
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            inside = path.relative_to(ROOT / folder)
+            if not (folder == "vllm_latq" and inside.parts[0] in FOLDERS):  # the links to the other two
+                yield ".".join([package, *inside.with_suffix("").parts])
+
+
+def shipped_modules() -> list[str]:
+    """Dotted names of the modules that the wheel holds."""
+    return [name for name in all_modules() if not name.startswith(NOT_SHIPPED)]
 
 
 def test_wheel_imports_outside_the_checkout(tmp_path: Path) -> None:
@@ -16,15 +34,11 @@ def test_wheel_imports_outside_the_checkout(tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
         names = set(archive.namelist())
-    expected = {
-        f"vllm_latq/{path.relative_to(ROOT)}"
-        for folder in ("kernels", "quantize")
-        for path in (ROOT / folder).rglob("*.py")
-    }
-    assert expected <= names
-    assert "vllm_latq/py.typed" in names
+    expected = {f"{'/'.join(name.split('.'))}.py" for name in shipped_modules()} | {"vllm_latq/py.typed"}
+    assert {name for name in names if ".dist-info/" not in name} == expected
+    imported = "vllm_latq, vllm_latq.cli.main, vllm_latq.kernels.configs, vllm_latq.quantize.recipe"
     program = (
-        f"import sys; sys.path.insert(0, {str(site)!r}); import vllm_latq, vllm_latq.cli, vllm_latq.quantize.recipe; "
+        f"import sys; sys.path.insert(0, {str(site)!r}); import {imported}; "
         f"assert vllm_latq.__file__.startswith({str(site)!r}), vllm_latq.__file__"
     )
     subprocess.run([sys.executable, "-c", program], check=True, cwd=tmp_path)
@@ -32,10 +46,12 @@ def test_wheel_imports_outside_the_checkout(tmp_path: Path) -> None:
 
 def test_any_module_can_be_imported_first() -> None:
     """But for those of vLLM, which it imports itself."""
-    folders = {"vllm_latq": "vllm_latq", "quantize": "vllm_latq.quantize", "kernels": "vllm_latq.kernels"}
-    modules = [f"{package}.{file.stem}" for folder, package in folders.items() for file in (ROOT / folder).glob("*.py")]
-    modules = [name for name in modules if not name.startswith(("vllm_latq.vllm_", "vllm_latq.quantize.peer_"))]
-    assert len(modules) > 100
+    modules = [
+        name.removesuffix(".__init__")
+        for name in all_modules()
+        if not name.startswith(("vllm_latq.integrations.vllm.", "vllm_latq.quantize.studies.peer_"))
+    ]
+    assert len(modules) > 130
     program = Path(__file__).parent / "helpers" / "import_first.py"
     done = subprocess.run([sys.executable, program, *modules], capture_output=True, text=True, check=True)
     assert done.stdout == "", done.stdout
@@ -47,4 +63,4 @@ def test_entry_points_are_installed() -> None:
     (plugin,) = (point for point in entry_points(group="vllm.general_plugins") if point.name == "latq")
     assert plugin.value == "vllm_latq.plugin:register"
     (script,) = (point for point in entry_points(group="console_scripts") if point.name == "latq")
-    assert script.value == "vllm_latq.cli:main"
+    assert script.value == "vllm_latq.cli.main:main"

@@ -1,21 +1,47 @@
-"""The README's file map names every file, once, and nothing else."""
+"""README's map of the folders names every folder that holds modules, once, in the order of imports."""
 
+import ast
 import re
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("vllm_latq", "quantize", "kernels", "kernels/emulation", "serving_examples")
+from test_imports import MODULES, ORDER, ROOT
 
 
-def test_file_map_is_true() -> None:
-    text = (ROOT / "README.md").read_text()
-    for folder in FOLDERS:
-        section = text.split(f"**{folder}/**")[1].split("\n**")[0]
-        listed = re.findall(r"^\| `(\w+\.py)` \|", section, flags=re.MULTILINE)
-        assert listed == sorted(path.name for path in (ROOT / folder).glob("*.py")), folder
+def folders() -> set[str]:
+    """Folders, relative to the root, that modules lie in."""
+    return {f"{path.parent.relative_to(ROOT)}/" for path in MODULES.values()} | {"serving_examples/"}
+
+
+def test_map_names_every_folder() -> None:
+    listed = re.findall(r"^\| `([\w/]+/)` \|", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
+    assert sorted(listed) == sorted(folders())
+
+
+def test_map_says_what_each_folder_says() -> None:
+    rows = re.findall(r"^\| `([\w/]+/)` \| (.+) \|$", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
+    for folder, text in rows:
+        said = ROOT / folder / "__init__.py"
+        if said.exists() and folder != "vllm_latq/":
+            assert text == " ".join(ast.literal_eval(said.read_text()).split()), folder
+
+
+def test_map_is_in_the_order_of_imports() -> None:
+    listed = re.findall(r"^\| `([\w/]+/)` \|", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
+    dotted = [folder.rstrip("/").replace("/", ".") for folder in listed]
+    dotted = [name if name.startswith("vllm_latq") else f"vllm_latq.{name}" for name in dotted]
+    places = [next((i for i, one in enumerate(ORDER) if f"{name}.".startswith(f"{one}.")), None) for name in dotted]
+    known = [place for place in places if place is not None]
+    assert known == sorted(known)
 
 
 def test_both_commands_are_shown() -> None:
     text = (ROOT / "README.md").read_text()
-    assert "make demo" in text
-    assert "make test" in text
+    assert re.search(r"^ +make demo ", text, flags=re.MULTILINE)
+    assert re.search(r"^ +make test ", text, flags=re.MULTILINE)
+
+
+def test_paths_in_the_documentation_exist() -> None:
+    pages = [ROOT / "README.md", ROOT / "FORMAT.md", *(ROOT / "docs").glob("*.md"), *ROOT.glob("*/NOTES.md")]
+    for page in pages:
+        named = re.findall(r"`((?:vllm_latq|quantize|kernels|tests|serving_examples|docs)/[\w/.]+)`", page.read_text())
+        assert not [path for path in named if not (ROOT / Path(path)).exists()], page

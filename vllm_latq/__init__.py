@@ -21,4 +21,4 @@ def _import_models(_: ModuleType) -> None:
 
 @when_imported("transformers.modeling_utils")
 def _register(_: ModuleType) -> None:
-    from vllm_latq import transformers_loader  # noqa: F401
+    from vllm_latq.integrations import transformers as transformers_loader  # noqa: F401

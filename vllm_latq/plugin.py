@@ -8,4 +8,4 @@ more than once in a process; if importing this module failed, vLLM would only lo
 def register() -> None:
     """Make `quant_method: latq` and `--quantization latq` known to vLLM. Calling it again changes nothing."""
     # The class registers itself when its module is first imported.
-    import vllm_latq.vllm_config  # noqa: F401
+    import vllm_latq.integrations.vllm.config  # noqa: F401

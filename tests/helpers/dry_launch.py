@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction, MockTensor
 
-from vllm_latq.kernels.weight import KernelWeight, prepare
+from vllm_latq.kernels.layout.weight import KernelWeight, prepare
 
 launch = JITFunction.run
 launched: list[bool] = []  # whether what would have been launched was to be compiled only

@@ -17,7 +17,7 @@ from typing import Any
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     [
-        "vllm_latq.cli",
+        "vllm_latq.cli.main",
         "vllm_latq.quantize.pipeline",
         "transformers.models.llama.modeling_llama",
         "transformers.models.mixtral.modeling_mixtral",
@@ -39,7 +39,7 @@ def command(arguments: list[str], environment: dict[str, str], folder: str = "."
     """`latq` with these arguments and environment variables, in a folder."""
     import torch
 
-    from vllm_latq.cli import main
+    from vllm_latq.cli.main import main
 
     torch.set_num_threads(1)
     os.chdir(folder)

@@ -7,12 +7,13 @@ from pathlib import Path
 import torch
 from tiny_checkpoints import SHAPES
 
-from vllm_latq.checkpoint import CheckpointReader, verify
-from vllm_latq.config import LayerScheme
+from vllm_latq.cli.inspect import inspect_checkpoint
 from vllm_latq.errors import LatqError
-from vllm_latq.inspection import inspect_checkpoint
+from vllm_latq.format.coded import weight_from_tensors
+from vllm_latq.format.config import LayerScheme
+from vllm_latq.format.reader import CheckpointReader
+from vllm_latq.format.verify import verify
 from vllm_latq.memory import peak_memory
-from vllm_latq.weights import weight_from_tensors
 
 Weights = dict[str, torch.Tensor]
 # Of one checkpoint, with what is imported at the first. A single matrix of a hostile size would take gigabytes.

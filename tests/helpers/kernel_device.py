@@ -20,7 +20,9 @@ EMULATED = os.environ.get("EMULATED_GPU")
 @contextmanager
 def emulated_gpu(arch: str) -> Iterator[None]:
     """A pretended GPU that launches this package's kernels."""
-    from vllm_latq.kernels.emulation import launch  # which imports Triton, for tests that only ask whether there is one
+    from vllm_latq.kernels.dev.emulation import (
+        launch,  # which imports Triton, for tests that only ask whether there is one
+    )
 
     read, capability = launch._bytes, divmod(int(arch.removeprefix("sm_")), 10)
     with (

@@ -10,13 +10,13 @@ from random_weights import random_weight
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
-from vllm_latq.checkpoint import CheckpointReader
-from vllm_latq.config import LayerScheme
-from vllm_latq.expert_op import ACTIVATIONS, expert_constants, run_experts
-from vllm_latq.experts import is_llama4
-from vllm_latq.operands import make_operands, stack_operands
-from vllm_latq.packed_weight import PackedWeight
-from vllm_latq.weights import RansWeight
+from vllm_latq.format.coded import RansWeight
+from vllm_latq.format.config import LayerScheme
+from vllm_latq.format.packed import PackedWeight
+from vllm_latq.format.reader import CheckpointReader
+from vllm_latq.models.experts import is_llama4
+from vllm_latq.serving.experts import ACTIVATIONS, expert_constants, run_experts
+from vllm_latq.serving.operands import make_operands, stack_operands
 
 EXPERTS, HIDDEN, INTERMEDIATE = 5, 96, 64
 

@@ -2,10 +2,10 @@
 
 import torch
 
-from vllm_latq.config import LayerScheme
-from vllm_latq.huffman import encode
-from vllm_latq.packed_weight import PackedWeight
-from vllm_latq.weights import HuffmanWeight, RansWeight, Weight
+from vllm_latq.coding.huffman.encoder import encode
+from vllm_latq.format.coded import HuffmanWeight, RansWeight, Weight
+from vllm_latq.format.config import LayerScheme
+from vllm_latq.format.packed import PackedWeight
 
 RANS = LayerScheme("rans")
 RANS_MIDRISE = LayerScheme("rans", grid="midrise")

@@ -3,7 +3,7 @@
 import torch
 from kernel_device import DEVICE
 
-from vllm_latq.kernels.weight import KernelWeight, prepare, stack_weights
+from vllm_latq.kernels.layout.weight import KernelWeight, prepare, stack_weights
 
 
 def stack_of_experts(experts: int, bits: int = 3) -> KernelWeight:

@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from vllm_latq.checkpoint import config_digest, fingerprint_of, tensor_digest
-from vllm_latq.config import CheckpointConfig, LayerScheme
-from vllm_latq.huffman import encode
-from vllm_latq.packed_weight import PackedWeight
-from vllm_latq.weights import HuffmanWeight, RansWeight, Weight
+from vllm_latq.coding.huffman.encoder import encode
+from vllm_latq.format.coded import HuffmanWeight, RansWeight, Weight
+from vllm_latq.format.config import CheckpointConfig, LayerScheme
+from vllm_latq.format.packed import PackedWeight
+from vllm_latq.format.reader import config_digest, fingerprint_of, tensor_digest
 
 SHAPES = {"layers.0.up": (9, 66), "layers.0.down": (40, 36), "layers.1.up": (1, 33)}
 SCHEMES = {

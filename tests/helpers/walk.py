@@ -2,7 +2,7 @@
 
 import torch
 
-from vllm_latq.quantize.decoder import Decoder
+from vllm_latq.quantize.model.decoder import Decoder
 
 
 def walk_blocks(decoder: Decoder, tokens: torch.Tensor, batch_size: int) -> list[torch.Tensor]:

@@ -11,9 +11,9 @@ import pytest
 import torch
 from kernel_device import DEVICE, INTERPRETED, RUNNABLE
 
-from vllm_latq.kernels.layout import codes_to_stream
-from vllm_latq.kernels.reference import dequantize_reference
-from vllm_latq.kernels.weight import KernelWeight, prepare
+from vllm_latq.kernels.dev.reference import dequantize_reference
+from vllm_latq.kernels.layout.codes import codes_to_stream
+from vllm_latq.kernels.layout.weight import KernelWeight, prepare
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import triton
 
-from vllm_latq.kernels.configs import HIP, REGIMES, decode_config, max_decode_rows
+from vllm_latq.kernels.configs import REGIMES, decode_config, max_decode_rows
+from vllm_latq.kernels.layout.weight import HIP
 
 pytestmark = pytest.mark.compiler
 
@@ -88,7 +89,7 @@ OTHERS = [
 
 SCRIPT = """
 import json, sys
-from vllm_latq.kernels.audit import audit_decoding, audit_dequantize, audit_scatter, audit_simt, audit_tensor_core
+from vllm_latq.kernels.dev.audit import audit_decoding, audit_dequantize, audit_scatter, audit_simt, audit_tensor_core
 from vllm_latq.kernels.configs import decode_config
 
 def together(code):
@@ -133,9 +134,9 @@ print(json.dumps(found))
 AMD_SCRIPT = """
 import json
 from triton.backends.compiler import GPUTarget
-from vllm_latq.kernels.audit import compile_kernel, tensor_core_values
+from vllm_latq.kernels.dev.audit import compile_kernel, tensor_core_values
 from vllm_latq.kernels.configs import HIP, decode_config
-from vllm_latq.kernels.ssqr import ssqr_tensor_core
+from vllm_latq.kernels.decode.ssqr import ssqr_tensor_core
 found = []
 for bits, rows, group in ((3, 8, 128), (3, 8, 32), (8, 8, 64), (4, 64, 128), (8, 32, 128)):
     config = decode_config(rows, bits, HIP, group)
@@ -250,7 +251,7 @@ def readme_cells() -> dict[tuple[str, str, int, int], tuple[float, int, int]]:
 def test_readme_has_the_table_that_the_command_prints() -> None:
     """And so every kernel has a ceiling of instructions and of spilled bytes."""
     keys = {"kernel", "arch", "bits", "max_rows", "sass_per_weight", "registers", "spill_bytes", "shared_bytes"}
-    rows, stated = run_compiler("-m", "vllm_latq.kernels.audit", "--json"), readme_cells()
+    rows, stated = run_compiler("-m", "vllm_latq.kernels.dev.audit", "--json"), readme_cells()
     assert {(row["kernel"], row["arch"], row["bits"], row["max_rows"]) for row in rows} == stated.keys()
     for row in rows:
         assert set(row) == keys

@@ -15,18 +15,27 @@ import torch
 from kernel_device import emulated_gpu
 from pretend_gpu import DEVICE as PRETENDED
 
-from vllm_latq.kernels import peers
-from vllm_latq.kernels.bench import environment, launch_once, main, parse, report, selection, table_row, write_json
-from vllm_latq.kernels.cases import LARGE, SHAPES, Case, Layer, all_cases, make_layer, relative_error
-from vllm_latq.kernels.compile_pool import CompilePool
+from vllm_latq.kernels.bench import peers
+from vllm_latq.kernels.bench.bench import (
+    environment,
+    launch_once,
+    main,
+    parse,
+    report,
+    selection,
+    table_row,
+    write_json,
+)
+from vllm_latq.kernels.bench.cases import LARGE, SHAPES, Case, Layer, all_cases, make_layer, relative_error
+from vllm_latq.kernels.bench.compile_pool import CompilePool
+from vllm_latq.kernels.bench.measure import Bench, Result
+from vllm_latq.kernels.bench.measure_experts import ExpertBench
+from vllm_latq.kernels.bench.roofline import GPUS, INSTRUCTIONS, bytes_per_weight, least_microseconds, print_tables
+from vllm_latq.kernels.bench.timing import Timing, copies_beyond_cache, summary
+from vllm_latq.kernels.bench.tune import descend, mean_time, neighbours, tune
 from vllm_latq.kernels.configs import AMPERE, REGIMES, SIMT, DecodeConfig
-from vllm_latq.kernels.dispatch import ssqr_matmul
-from vllm_latq.kernels.measure import Bench, Result
-from vllm_latq.kernels.measure_experts import ExpertBench
-from vllm_latq.kernels.reference import matmul_reference
-from vllm_latq.kernels.roofline import GPUS, INSTRUCTIONS, bytes_per_weight, least_microseconds, print_tables
-from vllm_latq.kernels.timing import Timing, copies_beyond_cache, summary
-from vllm_latq.kernels.tune import descend, mean_time, neighbours, tune
+from vllm_latq.kernels.decode.dispatch import ssqr_matmul
+from vllm_latq.kernels.dev.reference import matmul_reference
 
 CPU = torch.device("cpu")
 
@@ -41,7 +50,7 @@ def five_microseconds(launches: list) -> Timing:
 @pytest.fixture(autouse=True)
 def interpreter_truncates(monkeypatch: pytest.MonkeyPatch) -> None:
     """To bfloat16, where GPUs round: a whole unit in the last place."""
-    monkeypatch.setattr("vllm_latq.kernels.cases.DECODE_TOLERANCE", 2**-7)
+    monkeypatch.setattr("vllm_latq.kernels.bench.cases.DECODE_TOLERANCE", 2**-7)
 
 
 class Watched(CompilePool):
@@ -105,7 +114,7 @@ def test_a_wrong_product_is_not_timed(bench: Bench, tmp_path: Path, monkeypatch:
         layer.weight.words[0, 0, 0, 3] ^= 0x7FFFFFFF
         return layer
 
-    monkeypatch.setattr("vllm_latq.kernels.measure.make_layer", damaged)
+    monkeypatch.setattr("vllm_latq.kernels.bench.measure.make_layer", damaged)
     case = Case(64, 256, 4, 0.0, 1, "tensor_core")
     assert report(bench, [case], {}, tmp_path / "out.json") == 1
     rows = json.loads((tmp_path / "out.json").read_text())["results"]
@@ -125,8 +134,8 @@ def test_layers_of_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dama
         made.append(layer.weight.storage_bytes())
         return layer
 
-    monkeypatch.setattr("vllm_latq.kernels.measure_experts.make_layer", damaged)
-    monkeypatch.setattr("vllm_latq.kernels.measure_experts.ROUTINGS", 2)
+    monkeypatch.setattr("vllm_latq.kernels.bench.measure_experts.make_layer", damaged)
+    monkeypatch.setattr("vllm_latq.kernels.bench.measure_experts.ROUTINGS", 2)
     cases = [Case(128, 256, 3, 0.05, tokens, "experts") for tokens in (1, 9)]
     with emulated_gpu("sm_80"):
         assert report(bench, cases, {}, tmp_path / "out.json") == (2 if damage else 0)
@@ -163,7 +172,7 @@ def test_a_row_that_raises_does_not_take_the_others_with_it(
             raise RuntimeError("as if this did not compile")
         return five_microseconds(launches)
 
-    monkeypatch.setattr("vllm_latq.kernels.measure.make_layer", too_large)
+    monkeypatch.setattr("vllm_latq.kernels.bench.measure.make_layer", too_large)
     bench.timer = no_simt
     cases = list(all_cases(shapes=((64, 256),), bits=(2, 3), rates=(0.0,), rows=(1,)))
     assert report(bench, cases, {}, tmp_path / "out.json") == 2 + 1
@@ -181,7 +190,7 @@ def test_a_run_that_is_cut_short_has_written_its_rows(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pause: int
 ) -> None:
     """While it runs, and when it is interrupted."""
-    monkeypatch.setattr("vllm_latq.kernels.bench.WRITE_SECONDS", pause)
+    monkeypatch.setattr("vllm_latq.kernels.bench.bench.WRITE_SECONDS", pause)
     cases = list(all_cases(shapes=((64, 256),), bits=(3,), rates=(0.0,), rows=(1, 2)))
     path = tmp_path / "out.json"
     assert report(bench, cases, {}, path, minutes=0) == 0
@@ -296,7 +305,7 @@ def test_once_launches_every_product(monkeypatch: pytest.MonkeyPatch, capsys: py
     def watched(case: Case) -> Callable:
         return lambda x, weight: launched.append((case, tuple(ssqr_matmul(x, weight).shape), weight.entries is None))
 
-    monkeypatch.setattr("vllm_latq.kernels.bench.product", watched)
+    monkeypatch.setattr("vllm_latq.kernels.bench.bench.product", watched)
     launch_once(cases, CPU)
     assert launched == [(case, (case.m, 64), not case.outlier_rate) for case in cases]
     assert capsys.readouterr().out.splitlines() == [str(case) for case in cases]
@@ -375,7 +384,7 @@ def test_tune_prints_the_fastest_that_runs(monkeypatch: pytest.MonkeyPatch) -> N
     """Of a regime, and of the SIMT kernel, which takes the same fields; never one that does not run."""
     choices = {"num_warps": (1, 2, 4), "stages": (2, 3, 4), "block_n": (64, 128)}
     for name, value in {"SHAPES": ((128, 256),), "BITS": (3,), "CHOICES": choices, "cache_bytes": lambda _: 1}.items():
-        monkeypatch.setattr(f"vllm_latq.kernels.tune.{name}", value)
+        monkeypatch.setattr(f"vllm_latq.kernels.bench.tune.{name}", value)
 
     def timer(launches: list[partial]) -> Timing:
         config = launches[0].args[2]

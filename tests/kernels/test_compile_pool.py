@@ -17,10 +17,10 @@ import torch, triton
 from torch._subclasses.fake_tensor import FakeTensorMode
 from triton import knobs
 from dry_launch import empty, launched, on_gpu, pretend_driver
-from vllm_latq.kernels.compile_pool import CompilePool, kernels_of
+from vllm_latq.kernels.bench.compile_pool import CompilePool, kernels_of
 from vllm_latq.kernels.configs import decode_config
-from vllm_latq.kernels.dequantize import launch_dequantize
-from vllm_latq.kernels.ssqr import launch_ssqr
+from vllm_latq.kernels.decode.prefill import launch_dequantize
+from vllm_latq.kernels.decode.ssqr import launch_ssqr
 
 pretend_driver()
 weight, config, compiled = on_gpu(128, 256), decode_config(1, 2), []

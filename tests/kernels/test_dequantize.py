@@ -4,12 +4,12 @@ import pytest
 import torch
 from kernel_device import DEVICE
 
-from vllm_latq.kernels import dequantize as module
-from vllm_latq.kernels.dequantize import dequantize, launch_dequantize, prefill_matmul
-from vllm_latq.kernels.dispatch import ssqr_matmul
-from vllm_latq.kernels.layout import codes_to_stream
-from vllm_latq.kernels.reference import matmul_reference
-from vllm_latq.kernels.weight import KernelWeight, prepare
+from vllm_latq.kernels.decode import prefill as module
+from vllm_latq.kernels.decode.dispatch import ssqr_matmul
+from vllm_latq.kernels.decode.prefill import dequantize, launch_dequantize, prefill_matmul
+from vllm_latq.kernels.dev.reference import matmul_reference
+from vllm_latq.kernels.layout.codes import codes_to_stream
+from vllm_latq.kernels.layout.weight import KernelWeight, prepare
 
 pytestmark = pytest.mark.kernel
 

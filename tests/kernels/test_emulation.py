@@ -16,22 +16,23 @@ from kernel_device import emulated_gpu
 from pretend_gpu import DEVICE
 from triton.backends.compiler import GPUTarget
 
-from vllm_latq.huffman import encode as huffman_encode
-from vllm_latq.kernels import cases, dequantize
-from vllm_latq.kernels.audit import compile_kernel, tensor_core_values
+from vllm_latq.coding.huffman.encoder import encode as huffman_encode
+from vllm_latq.coding.rans.stream import encode as rans_encode
+from vllm_latq.kernels.bench import cases
 from vllm_latq.kernels.configs import GATHER_ROWS, SIMT, decode_config
-from vllm_latq.kernels.dispatch import ssqr_matmul
-from vllm_latq.kernels.emulation.launch import emulation
-from vllm_latq.kernels.emulation.memory import GlobalMemory, Traffic
-from vllm_latq.kernels.emulation.ptx import parse
-from vllm_latq.kernels.grouped import combine, gather, grouped_matmul
-from vllm_latq.kernels.huffman import decode_huffman
-from vllm_latq.kernels.rans import decode_rans
-from vllm_latq.kernels.reference import matmul_reference
-from vllm_latq.kernels.routing import batch_size, route
-from vllm_latq.kernels.ssqr import launch_ssqr, ssqr_tensor_core
-from vllm_latq.kernels.weight import stack_weights
-from vllm_latq.rans import encode as rans_encode
+from vllm_latq.kernels.decode import prefill as dequantize
+from vllm_latq.kernels.decode.dispatch import ssqr_matmul
+from vllm_latq.kernels.decode.ssqr import launch_ssqr, ssqr_tensor_core
+from vllm_latq.kernels.dev.audit import compile_kernel, tensor_core_values
+from vllm_latq.kernels.dev.emulation.launch import emulation
+from vllm_latq.kernels.dev.emulation.memory import GlobalMemory, Traffic
+from vllm_latq.kernels.dev.emulation.ptx import parse
+from vllm_latq.kernels.dev.reference import matmul_reference
+from vllm_latq.kernels.entropy.huffman import decode_huffman
+from vllm_latq.kernels.entropy.rans import decode_rans
+from vllm_latq.kernels.experts.grouped import combine, gather, grouped_matmul
+from vllm_latq.kernels.experts.routing import batch_size, route
+from vllm_latq.kernels.layout.weight import stack_weights
 
 pytestmark = pytest.mark.compiler
 

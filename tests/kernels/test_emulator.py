@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from vllm_latq.kernels.emulation.machine import run
-from vllm_latq.kernels.emulation.memory import GlobalMemory, SharedMemory, Traffic, address
-from vllm_latq.kernels.emulation.ptx import parse
+from vllm_latq.kernels.dev.emulation.machine import run
+from vllm_latq.kernels.dev.emulation.memory import GlobalMemory, SharedMemory, Traffic, address
+from vllm_latq.kernels.dev.emulation.ptx import parse
 from vllm_latq.kernels.errors import KernelInputError
 
 THREADS = 64

@@ -17,21 +17,15 @@ import triton.language as tl
 from kernel_device import DEVICE
 from recorded import RecordedKernel, RecordedOperators
 
-from vllm_latq.kernels import dequantize, dispatch, ssqr
-from vllm_latq.kernels.configs import (
-    FUSED_LAUNCHES,
-    GATHER_ROWS,
-    HIP,
-    SIMT,
-    DecodeConfig,
-    decode_config,
-    max_decode_rows,
-)
-from vllm_latq.kernels.dispatch import ssqr_matmul
+from vllm_latq.kernels.configs import FUSED_LAUNCHES, GATHER_ROWS, SIMT, DecodeConfig, decode_config, max_decode_rows
+from vllm_latq.kernels.decode import dispatch, ssqr
+from vllm_latq.kernels.decode import prefill as dequantize
+from vllm_latq.kernels.decode.dispatch import ssqr_matmul
+from vllm_latq.kernels.dev.reference import matmul_reference
+from vllm_latq.kernels.device.fields import planes_of, words_of
+from vllm_latq.kernels.device.tiles import tile_scale_pairs, tile_words
 from vllm_latq.kernels.errors import KernelInputError
-from vllm_latq.kernels.fields import planes_of, words_of
-from vllm_latq.kernels.reference import matmul_reference
-from vllm_latq.kernels.tiles import tile_scale_pairs, tile_words
+from vllm_latq.kernels.layout.weight import HIP
 
 pytestmark = pytest.mark.kernel
 

@@ -11,16 +11,17 @@ from random_weights import RANS
 from recorded import RecordedKernel, RecordedOperators
 from stacks import stack_of_experts
 
-from vllm_latq import expert_op
-from vllm_latq.config import LayerScheme
-from vllm_latq.expert_op import by_all, by_expert
-from vllm_latq.kernels import dispatch, grouped
-from vllm_latq.kernels import routing as kernel_routing
-from vllm_latq.kernels.dequantize import prefill_matmul
-from vllm_latq.kernels.emulation.launch import KERNELS
+from vllm_latq.format.config import LayerScheme
+from vllm_latq.kernels.decode import dispatch
+from vllm_latq.kernels.decode.prefill import prefill_matmul
+from vllm_latq.kernels.dev.emulation.launch import KERNELS
 from vllm_latq.kernels.errors import KernelInputError
-from vllm_latq.kernels.grouped import grouped_matmul
-from vllm_latq.kernels.routing import route
+from vllm_latq.kernels.experts import grouped
+from vllm_latq.kernels.experts import routing as kernel_routing
+from vllm_latq.kernels.experts.grouped import grouped_matmul
+from vllm_latq.kernels.experts.routing import route
+from vllm_latq.serving import experts as expert_op
+from vllm_latq.serving.experts import by_all, by_expert
 
 pytestmark = pytest.mark.kernel
 

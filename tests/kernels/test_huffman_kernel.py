@@ -4,10 +4,10 @@ import pytest
 import torch
 from kernel_device import DEVICE
 
-from vllm_latq.huffman import encode
+from vllm_latq.coding.huffman.encoder import encode
+from vllm_latq.kernels.dev.reference import huffman_reference
+from vllm_latq.kernels.entropy.huffman import decode_huffman, lookup_table
 from vllm_latq.kernels.errors import KernelInputError
-from vllm_latq.kernels.huffman import decode_huffman, lookup_table
-from vllm_latq.kernels.reference import huffman_reference
 
 pytestmark = pytest.mark.kernel
 

@@ -8,9 +8,11 @@ import torch
 import torch._dynamo.testing
 from kernel_device import ARCH, DEVICE, EMULATED
 
+from vllm_latq.coding.huffman.encoder import encode
 from vllm_latq.errors import CheckpointError
-from vllm_latq.huffman import encode
-from vllm_latq.kernel_path import (
+from vllm_latq.format.coded import HuffmanWeight, decode_checked
+from vllm_latq.format.packed import PackedWeight, pack_integers
+from vllm_latq.serving.layouts.tiled import (
     CONSTANTS,
     KERNEL_ARGUMENTS,
     SMALLEST_CAPACITY,
@@ -18,11 +20,9 @@ from vllm_latq.kernel_path import (
     kernel_arguments,
     unsupported,
 )
-from vllm_latq.linear_op import TILED, linear
-from vllm_latq.operands import Operands, make_operands, stack_operands
-from vllm_latq.packed_weight import PackedWeight, pack_integers
-from vllm_latq.sharding import cat_rows, take
-from vllm_latq.weights import HuffmanWeight, decode_checked
+from vllm_latq.serving.linear import TILED, linear
+from vllm_latq.serving.operands import Operands, make_operands, stack_operands
+from vllm_latq.serving.sharding import cat_rows, take
 
 pytestmark = pytest.mark.kernel
 
@@ -123,7 +123,7 @@ def test_reload_with_more_outliers_than_fit_is_refused() -> None:
 def test_reload_with_far_more_outliers_is_refused_before_they_take_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     capacity = kernel_arguments(decoded(40, 60), "layer")[0]["entries"].shape[0]
     many = pack_integers(torch.full((100, 60), 110, dtype=torch.int32), torch.ones(100), bits=2).to(DEVICE)
-    monkeypatch.setattr("vllm_latq.kernels.weight.prepare", lambda *_: pytest.fail("prepared"))
+    monkeypatch.setattr("vllm_latq.kernels.layout.weight.prepare", lambda *_: pytest.fail("prepared"))
     with pytest.raises(
         CheckpointError, match=r"expected outliers for at most \d+ slots of 16 rows, found 6000 of them"
     ):
@@ -236,7 +236,7 @@ def test_streams_are_decoded_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> N
     weight = HuffmanWeight(torch.ones(1), encode(integers))
     assert has_kernels(torch.device("cpu"))
     with monkeypatch.context() as patch:
-        patch.delattr("vllm_latq.huffman_decode.decode_stream")
+        patch.delattr("vllm_latq.coding.huffman.decoder.decode_stream")
         assert torch.equal(decode_checked(weight, "layer"), integers)
         weight.stream.stream.zero_()
         with pytest.raises(CheckpointError, match=r"layer\.stream: expected chunk 0 to end at bit .* copy or download"):

@@ -12,11 +12,11 @@ from itertools import product
 import pytest
 import torch
 
-from vllm_latq.kernels.cases import SHAPES
+from vllm_latq.kernels.bench.cases import SHAPES
 from vllm_latq.kernels.configs import TABLE, DecodeConfig, decode_config, split_k
-from vllm_latq.kernels.dispatch import padded_columns
+from vllm_latq.kernels.decode.dispatch import padded_columns
+from vllm_latq.kernels.decode.ssqr import launch_arguments
 from vllm_latq.kernels.errors import KernelInputError
-from vllm_latq.kernels.ssqr import launch_arguments
 
 SCRIPT = """
 import dataclasses
@@ -26,13 +26,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from triton import knobs
 from dry_launch import empty, on_gpu, pretend_driver
 from vllm_latq.kernels.configs import GATHER_ROWS, SIMT, decode_config
-from vllm_latq.kernels.dequantize import launch_dequantize
-from vllm_latq.kernels.grouped import activate, combine, gather, grouped_matmul
-from vllm_latq.kernels.huffman import launch_huffman
-from vllm_latq.kernels.rans import launch_rans
-from vllm_latq.kernels.routing import batch_size, route
-from vllm_latq.kernels.simt import launch_simt
-from vllm_latq.kernels.ssqr import launch_ssqr
+from vllm_latq.kernels.decode.prefill import launch_dequantize
+from vllm_latq.kernels.experts.grouped import activate, combine, gather, grouped_matmul
+from vllm_latq.kernels.entropy.huffman import launch_huffman
+from vllm_latq.kernels.entropy.rans import launch_rans
+from vllm_latq.kernels.experts.routing import batch_size, route
+from vllm_latq.kernels.decode.simt import launch_simt
+from vllm_latq.kernels.decode.ssqr import launch_ssqr
 
 compiled = defaultdict(set)
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from vllm_latq.kernels.errors import KernelInputError
-from vllm_latq.kernels.fields import planes, storage, words
-from vllm_latq.kernels.layout import (
+from vllm_latq.kernels.layout.codes import (
     ROW_BLOCK,
     codes_to_stream,
     padded_rows,
@@ -16,7 +15,8 @@ from vllm_latq.kernels.layout import (
     untile_codes,
     untile_weight,
 )
-from vllm_latq.kernels.weight import prepare
+from vllm_latq.kernels.layout.fields import planes, storage, words
+from vllm_latq.kernels.layout.weight import prepare
 
 
 def random_codes(rows: int, cols: int, bits: int) -> torch.Tensor:

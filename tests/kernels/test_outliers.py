@@ -3,8 +3,11 @@
 import pytest
 import torch
 
-from vllm_latq.kernels import layout
-from vllm_latq.kernels.entries import (
+from vllm_latq.kernels.bench.roofline import SLOT_PADDING
+from vllm_latq.kernels.errors import KernelInputError
+from vllm_latq.kernels.layout import codes as layout
+from vllm_latq.kernels.layout.codes import codes_to_stream, padded_rows
+from vllm_latq.kernels.layout.entries import (
     beyond_entries,
     coordinates,
     entries_to_coordinates,
@@ -12,11 +15,8 @@ from vllm_latq.kernels.entries import (
     integers,
     value_entries,
 )
-from vllm_latq.kernels.errors import KernelInputError
-from vllm_latq.kernels.layout import codes_to_stream, padded_rows
-from vllm_latq.kernels.outliers import bucket, check_csr, row_order, slice_entries, slices_to_entries
-from vllm_latq.kernels.roofline import SLOT_PADDING
-from vllm_latq.kernels.weight import prepare
+from vllm_latq.kernels.layout.outliers import bucket, check_csr, row_order, slice_entries, slices_to_entries
+from vllm_latq.kernels.layout.weight import prepare
 
 
 def csr(mask: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -6,14 +6,14 @@ import pytest
 import torch
 from kernel_device import DEVICE
 
-from vllm_latq import rans_coder
+from vllm_latq.coding.rans import encoder as rans_coder
+from vllm_latq.coding.rans.decoder import decoding_table
+from vllm_latq.coding.rans.stream import RansStream, decode_stream, encode
 from vllm_latq.errors import CheckpointError
-from vllm_latq.kernels import rans as rans_kernel
+from vllm_latq.format.coded import RansWeight, decode_checked
+from vllm_latq.kernels.entropy import rans as rans_kernel
+from vllm_latq.kernels.entropy.rans import decode_rans, slot_table
 from vllm_latq.kernels.errors import KernelInputError
-from vllm_latq.kernels.rans import decode_rans, slot_table
-from vllm_latq.rans import RansStream, decode_stream, encode
-from vllm_latq.rans_decoder import decoding_table
-from vllm_latq.weights import RansWeight, decode_checked
 
 pytestmark = pytest.mark.kernel
 

@@ -7,10 +7,10 @@ import torch
 from kernel_device import DEVICE, EMULATED
 from stacks import stack_of_experts
 
-from vllm_latq import expert_op
 from vllm_latq.kernels.errors import KernelInputError
-from vllm_latq.kernels.grouped import ACTIVATIONS, COLUMNS, activate, combine, gather
-from vllm_latq.kernels.routing import Routing, batch_size, route
+from vllm_latq.kernels.experts.grouped import ACTIVATIONS, COLUMNS, activate, combine, gather
+from vllm_latq.kernels.experts.routing import Routing, batch_size, route
+from vllm_latq.serving import experts as expert_op
 
 pytestmark = pytest.mark.kernel
 

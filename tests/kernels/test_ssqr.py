@@ -10,11 +10,11 @@ import triton.language as tl
 from kernel_device import DEVICE, EMULATED, INTERPRETED
 
 from vllm_latq.kernels.configs import GATHER_ROWS, SIMT, DecodeConfig, decode_config
-from vllm_latq.kernels.dispatch import padded_columns, ssqr_matmul
-from vllm_latq.kernels.outlier_tile import begin_transposed
-from vllm_latq.kernels.reference import matmul_reference
-from vllm_latq.kernels.simt import launch_simt
-from vllm_latq.kernels.ssqr import launch_ssqr
+from vllm_latq.kernels.decode.dispatch import padded_columns, ssqr_matmul
+from vllm_latq.kernels.decode.simt import launch_simt
+from vllm_latq.kernels.decode.ssqr import launch_ssqr
+from vllm_latq.kernels.dev.reference import matmul_reference
+from vllm_latq.kernels.device.outlier_tile import begin_transposed
 
 pytestmark = pytest.mark.kernel
 

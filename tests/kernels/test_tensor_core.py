@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from vllm_latq.kernels.emulation.tensor_core import AMPERE, HOPPER, TensorCore, multiply_add
+from vllm_latq.kernels.dev.emulation.tensor_core import AMPERE, HOPPER, TensorCore, multiply_add
 
 
 def dot(products: list[float], c: float, core: TensorCore) -> float:

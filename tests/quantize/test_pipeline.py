@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from vllm_latq.checkpoint import CheckpointReader, verify
 from vllm_latq.errors import (
     CalibrationError,
     CheckpointError,
@@ -21,14 +20,16 @@ from vllm_latq.errors import (
     UnsupportedModelError,
     UnsupportedShapeError,
 )
-from vllm_latq.quantize import writer
-from vllm_latq.quantize.certificate import verify_certificate
-from vllm_latq.quantize.decoder import Decoder
-from vllm_latq.quantize.left_alone import unreached
+from vllm_latq.format.reader import CheckpointReader
+from vllm_latq.format.verify import verify
+from vllm_latq.quantize.certificate.certificate import verify_certificate
+from vllm_latq.quantize.forecast.prediction import predict_run
+from vllm_latq.quantize.model.decoder import Decoder
+from vllm_latq.quantize.model.selection import unreached
 from vllm_latq.quantize.pipeline import quantize_checkpoint
 from vllm_latq.quantize.plan import plan
-from vllm_latq.quantize.prediction import predict_run
 from vllm_latq.quantize.recipe import Recipe
+from vllm_latq.quantize.runs import writer
 
 FEW = {"num_samples": 16, "seq_len": 128}
 RECIPES = {
@@ -92,7 +93,7 @@ def test_first_layers_error_is_that_of_its_activations(
 ) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from vllm_latq.quantize.calibration import load_samples
+    from vllm_latq.quantize.calibration.windows import load_samples
 
     samples = load_samples(AutoTokenizer.from_pretrained(mini_model), str(calibration_text), 16, 128)
     model = AutoModelForCausalLM.from_pretrained(mini_model, dtype=torch.float32)

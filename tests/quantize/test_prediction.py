@@ -8,9 +8,9 @@ import forked
 import pytest
 import torch
 
-from vllm_latq.quantize.prediction import predict_run
+from vllm_latq.quantize.forecast.prediction import predict_run
+from vllm_latq.quantize.forecast.rehearsal import LiveBytes, Rehearsal, measured
 from vllm_latq.quantize.recipe import Recipe
-from vllm_latq.quantize.rehearsal import LiveBytes, Rehearsal, measured
 
 TOLERANCE = 0.2
 # One core for CI: latq on two linears of each block.

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from vllm_latq.config import LayerScheme
 from vllm_latq.errors import ConfigError
+from vllm_latq.format.config import LayerScheme
 from vllm_latq.quantize.recipe import METHODS, Recipe
 
 GOOD = {

@@ -1,0 +1,1 @@
+"""The benchmark, its peers, the tuner and the roofline. Imports all kernels."""

@@ -1,0 +1,108 @@
+"""Lower bounds on the time of a product, from public specifications: `python -m vllm_latq.kernels.bench.roofline`.
+
+Nothing is measured.
+
+A product has to read every stored byte and to issue every instruction, so it takes at least
+
+    max(bytes / memory bandwidth, weights * instructions per weight / issue rate)
+
+Instructions per weight come from `audit` (compiled code), the rest from data sheets.
+"""
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from vllm_latq.kernels.bench.cases import GROUP_SIZE, SHAPES
+
+# Main loop of the tensor-core kernel for up to 8 rows at group size 128: the largest count of sm_80 to sm_90.
+INSTRUCTIONS = {2: 1.49, 3: 1.61, 4: 1.70}
+# Bits, rate of outliers, and whether the weight is coded.
+SCHEMES = (
+    (2, 0.0, False), (2, 0.01, False), (2, 0.03, True), (3, 0.0, False), (3, 0.01, False), (3, 0.03, True),
+    (4, 0.0, False), (4, 0.01, False), (4, 0.03, True),
+)  # fmt: skip
+SLOT_PADDING = 1.06  # outliers are stored in slots of 16 rows; tests/kernels/test_outliers.py holds them below this
+OUTLIER_BYTES = 4
+CODED_OUTLIER_BYTES = 2.25  # half an entry, and what those add that are far, or have none near
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Data-sheet numbers: memory GB/s, peak fp32 TFLOPS, multiprocessors, fp32 lanes of each.
+
+    A multiprocessor issues 4 warp instructions of 32 threads a clock; the boost clock follows from the peak rate.
+    """
+
+    name: str
+    gb_per_s: float
+    fp32_tflops: float
+    processors: int
+    fp32_lanes: int
+
+    @property
+    def instructions_per_second(self) -> float:
+        """Thread instructions that all schedulers issue, at the boost clock that the peak rate implies."""
+        clock = self.fp32_tflops * 1e12 / (2 * self.fp32_lanes * self.processors)
+        return clock * self.processors * 4 * 32
+
+    def budget(self, bytes_per_weight: float) -> float:
+        """Instructions per weight that can be issued while its bytes arrive."""
+        return self.instructions_per_second / (self.gb_per_s * 1e9 / bytes_per_weight)
+
+
+GPUS = (
+    Gpu("RTX A6000", 768, 38.7, 84, 128),
+    Gpu("A100 80GB SXM", 2039, 19.5, 108, 64),
+    Gpu("H100 SXM", 3350, 67, 132, 128),
+    Gpu("H200 SXM", 4800, 67, 132, 128),
+)
+
+
+def bytes_per_weight(bits: int, outlier_rate: float, coded: bool = False) -> float:
+    """Codes, one bf16 scale per group, and outliers in the kernels' layout; what a row has one of is left out."""
+    outlier = CODED_OUTLIER_BYTES if coded else OUTLIER_BYTES
+    return bits / 8 + (0 if coded else 2 / GROUP_SIZE) + outlier_rate * outlier * SLOT_PADDING
+
+
+def least_microseconds(gpu: Gpu, rows: int, cols: int, bits: int, outlier_rate: float) -> float:
+    """Lower bound of one product at batch 1 to 8; bits 16 is the dense bf16 weight."""
+    weights = rows * cols
+    size = 2.0 if bits == 16 else bytes_per_weight(bits, outlier_rate)
+    issue = 0.0 if bits == 16 else weights * INSTRUCTIONS[bits] / gpu.instructions_per_second
+    return 1e6 * max(weights * size / (gpu.gb_per_s * 1e9), issue)
+
+
+def print_tables(write: Callable[[str], None] = print) -> None:
+    """Bytes and instruction budgets per scheme, then the lower bounds per layer, as Markdown."""
+    names = [gpu.name for gpu in GPUS]
+    write("Instructions per weight that fit into the time its bytes take, and what the kernel issues:\n")
+    write(f"| scheme | bytes per weight | issued | {' | '.join(names)} |")
+    write("|---|---|---|" + "---|" * len(GPUS))
+    for bits, rate, coded in SCHEMES:
+        size = bytes_per_weight(bits, rate, coded)
+        budgets = " | ".join(f"{gpu.budget(size):.1f}" for gpu in GPUS)
+        scheme = f"{bits} bits{', coded' if coded else ''}, {100 * rate:g}%"
+        write(f"| {scheme} | {size:.3f} | {INSTRUCTIONS[bits]:.2f} | {budgets} |")
+    write("\nLeast time of a product at batch 1 to 8, microseconds (bf16; then 2, 3, 4 bits with 1% outliers):\n")
+    write(f"| layer | {' | '.join(names)} |")
+    write("|---|" + "---|" * len(GPUS))
+    for rows, cols in SHAPES:
+        cells = []
+        for gpu in GPUS:
+            times = [least_microseconds(gpu, rows, cols, bits, 0.01) for bits in (16, 2, 3, 4)]
+            cells.append("; ".join(f"{time:.1f}" for time in times))
+        write(f"| {rows}x{cols} | {' | '.join(cells)} |")
+    write("\nMeasured: README.md, and `results/`.")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Command line."""
+    argparse.ArgumentParser(
+        prog="python -m vllm_latq.kernels.bench.roofline", description=__doc__.splitlines()[0]
+    ).parse_args(arguments)
+    print_tables()
+
+
+if __name__ == "__main__":
+    main()

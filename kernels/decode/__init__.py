@@ -1,0 +1,1 @@
+"""Kernels and launchers that multiply by one matrix. Imports `device`, `layout`, `configs`."""

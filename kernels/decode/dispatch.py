@@ -1,0 +1,93 @@
+"""The one entry point: y = x W^T for any number of rows.
+
+CUDA-graph safe: no host synchronisation, no autotuning, scratch from the caching allocator, tickets left at zero.
+"""
+
+import torch
+
+from vllm_latq.kernels.configs import FUSED_LAUNCHES, GATHER_ROWS, DecodeConfig, decode_config, max_decode_rows
+from vllm_latq.kernels.decode.prefill import prefill_matmul
+from vllm_latq.kernels.decode.simt import launch_simt
+from vllm_latq.kernels.decode.ssqr import launch_ssqr
+from vllm_latq.kernels.errors import require
+from vllm_latq.kernels.layout.fields import SUPERBLOCK
+from vllm_latq.kernels.layout.weight import KernelWeight
+
+MAX_OFFSET = 2**31 - 1  # the kernels address x by 32-bit offsets; everything that can be larger by 64-bit ones
+
+
+def check_activations(x: torch.Tensor, weight: KernelWeight) -> None:
+    """Cheap checks of shape, dtype and device; no synchronisation."""
+    require(x.dtype in (torch.bfloat16, torch.float16), "x", "bfloat16 or float16", x.dtype)
+    require(x.ndim > 0 and x.shape[-1] == weight.cols, "x", f"{weight.cols} columns", tuple(x.shape))
+    require(x.device == weight.words.device, "x", f"a tensor on {weight.words.device}", x.device)
+
+
+def padded_columns(x: torch.Tensor, weight: KernelWeight) -> torch.Tensor:
+    """x with zero columns up to whole superblocks; x itself where it has them."""
+    missing = weight.superblocks * SUPERBLOCK - weight.cols
+    return torch.nn.functional.pad(x, (0, missing)) if missing else x  # torch copies even where nothing is missing
+
+
+def scratch(
+    x: torch.Tensor, weight: KernelWeight, config: DecodeConfig, m: int, batches: int = 1
+) -> tuple[int, int, torch.Tensor | None, torch.Tensor | None]:
+    """Parts and ranges (`split_k`) of one launch of `batches` products of up to m rows of x; its partials and x^T."""
+    tiles = (weight.padded_rows * batches, weight.superblocks, weight.processors)
+    parts, ranges = config.split(m, weight.bits, weight.group_size, *tiles)
+    partials = transposed = None
+    if parts > 1:
+        size = batches * parts * weight.padded_rows * config.max_rows
+        partials = torch.empty(size, dtype=torch.float32, device=x.device)
+    if weight.entries is not None and m > GATHER_ROWS and config.kernel != "simt":
+        rows = config.outlier_rows(m, ranges)
+        transposed = torch.empty(batches * weight.cols, rows, dtype=x.dtype, device=x.device)
+    return parts, ranges, partials, transposed
+
+
+def decode_matmul(x: torch.Tensor, weight: KernelWeight, config: DecodeConfig, y: torch.Tensor) -> None:
+    """Write y [m, rows] for 1 <= m <= config.max_rows rows of x [m, cols], by one fused launch."""
+    m = x.shape[0]
+    if x.stride(1) != 1 or x.stride(0) * m > MAX_OFFSET:
+        x = x.contiguous()
+    parts, ranges, partials, transposed = scratch(x, weight, config, m)
+    if config.kernel == "simt":
+        launch_simt(padded_columns(x, weight), weight, y, partials, config, parts)
+        return
+    launch_ssqr(x, weight, y, partials, transposed, config, parts, ranges)
+
+
+def ssqr_matmul(x: torch.Tensor, weight: KernelWeight, config: DecodeConfig | None = None) -> torch.Tensor:
+    """x W^T. Few rows: fused, accumulated in float32, rounded once. Many: through dense chunks.
+
+    Few are those of FUSED_LAUNCHES of the widest fused kernel: to read a packed weight twice moves fewer bytes than to
+    write it densely and read that. One stream at a time may multiply by a weight, which holds the tickets of its
+    programs.
+
+    Args:
+        x: [..., cols], bfloat16 or float16, on the weight's device.
+        weight: from `prepare`.
+        config: overrides the table, for measurements.
+
+    Returns:
+        [..., rows], dtype of x.
+
+    Raises:
+        KernelInputError: x does not fit the weight.
+    """
+    check_activations(x, weight)
+    flat = x.reshape(-1, weight.cols)
+    m = flat.shape[0]
+    if m == 0:
+        return x.new_empty(*x.shape[:-1], weight.rows)
+    widest = config.max_rows if config else max_decode_rows(weight.bits)
+    # Triton launches on the current device, which need not be the tensors'.
+    with torch.cuda.device_of(flat):
+        if m > FUSED_LAUNCHES * widest:
+            y = prefill_matmul(flat, weight)
+        else:
+            y = torch.empty(m, weight.rows, dtype=x.dtype, device=x.device)
+            for rows, out in zip(flat.split(widest), y.split(widest), strict=True):
+                entry = config or decode_config(rows.shape[0], weight.bits, weight.arch, weight.group_size)
+                decode_matmul(rows, weight, entry, out)
+    return y.view(*x.shape[:-1], weight.rows)

@@ -1,0 +1,209 @@
+"""Prefill: tile words -> a dense chunk of W in bf16 or fp16, for the library's matmul.
+
+Two launches per chunk: every code times its scale, rounded once; then every outlier at its place: a value is added, an
+integer beyond the grid is written anew, rounded once. The chunk is bounded, so a layer of any size needs the same
+scratch and the dense weights stay in or near the L2 cache.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_latq.kernels.configs import COMPILER
+from vllm_latq.kernels.device.fields import field_segment, segment_count, words_of
+from vllm_latq.kernels.device.outlier_tile import first_outlier, second_outlier
+from vllm_latq.kernels.device.tiles import load_planes, load_scale, plane, tile_scale_pairs, tile_words
+from vllm_latq.kernels.layout.codes import ROW_ALIGN, ROW_BLOCK
+from vllm_latq.kernels.layout.outliers import SLICE_ROWS
+from vllm_latq.kernels.layout.weight import KernelWeight
+
+CHUNK_BYTES = 32 << 20  # dense weights at a time: below the L2 cache of an H100 or H200 (50 MB), and enough to fill it
+SLICE_SLOTS, SLICE_PROGRAMS = 16, 8  # outliers of a row at a time, and programs that take them in turn
+
+
+@triton.jit
+def integer_field(a, b, c, d, F: tl.constexpr, H: tl.constexpr, BITS: tl.constexpr):
+    """int32 integers (code - zero point) of half H of field F of a tile's planes."""
+    code = tl.zeros(a.shape, tl.int32)
+    for s in tl.static_range(segment_count(BITS, F)):
+        word = plane(a, b, c, d, field_segment(BITS, F, s, 0))
+        bits = (word >> (field_segment(BITS, F, s, 1) + 16 * H)) & ((1 << field_segment(BITS, F, s, 3)) - 1)
+        code |= bits << field_segment(BITS, F, s, 2)
+    return code - (1 << (BITS - 1))
+
+
+@triton.jit(do_not_specialize=("first_block", "first_row", "N", "supers"))
+def dequantize_tiles(
+    word_ptr, scale_ptr, flat_scale_ptr, row_scale_ptr, order_ptr, w_ptr, first_block, first_row, N, K, supers,
+    BITS: tl.constexpr, GROUP: tl.constexpr, MIDRISE: tl.constexpr, HAS_FLAT_SCALES: tl.constexpr,
+    HAS_ROW_SCALES: tl.constexpr,
+):  # fmt: skip
+    """Grid (row blocks of the chunk, superblocks). Writes w [chunk rows, K]: one tile without its outliers."""
+    block, sb = first_block + tl.program_id(0), tl.program_id(1)
+    WORDS: tl.constexpr = words_of(BITS)
+    rn = tl.arange(0, 64)
+    rk = tl.arange(0, 2 * WORDS)
+    a, b, c, d = load_planes(tile_words(word_ptr, block, supers, sb, 0, BITS, 64, 1), BITS)
+    if GROUP != -1:
+        pairs = tile_scale_pairs(scale_ptr, block, supers, sb, 0, GROUP, 64, 1)
+    row = tl.load(order_ptr + block * 64 + rn)
+    first_col = sb * 256
+    out = w_ptr + (row - first_row).to(tl.int64)[:, None] * K + first_col + rk[None, :]
+    factor = tl.full((64,), 1.0, tl.float32)
+    if HAS_FLAT_SCALES:
+        factor *= tl.load(flat_scale_ptr + block * 64 + rn)
+    if HAS_ROW_SCALES:
+        factor *= tl.load(row_scale_ptr + block * 64 + rn)
+    for f in tl.static_range(128 // WORDS):
+        scale = factor
+        if GROUP != -1:
+            scale *= load_scale(pairs, f * 2 * WORDS // GROUP)
+        low = integer_field(a, b, c, d, f, 0, BITS).to(tl.float32)
+        high = integer_field(a, b, c, d, f, 1, BITS).to(tl.float32)
+        if MIDRISE:
+            low += 0.5
+            high += 0.5
+        low *= scale[:, None]
+        high *= scale[:, None]
+        value = tl.reshape(tl.join(low, high), (64, 2 * WORDS)).to(w_ptr.dtype.element_ty)
+        live = (row < N)[:, None] & (first_col + f * 2 * WORDS + rk < K)[None, :]
+        tl.store(out + f * 2 * WORDS, value, mask=live)
+
+
+@triton.jit
+def slice_rows(entry_ptr, slice_ptr, order_ptr, row_scale_ptr, s, first_row, HAS_ROW_SCALES: tl.constexpr):
+    """Of a slice: where entries of each row begin, [1, 16], its slots, and its rows of the chunk with their factors."""
+    lane = tl.arange(0, 16)[None, :]
+    begin = tl.load(slice_ptr + s)
+    row = (tl.load(order_ptr + s * 16 + lane) - first_row).to(tl.int64)
+    factor = tl.full((1, 16), 1.0, tl.float32)
+    if HAS_ROW_SCALES:
+        factor = tl.load(row_scale_ptr + s * 16 + lane)
+    return entry_ptr + begin.to(tl.int64) * 16 + lane, tl.load(slice_ptr + s + 1) - begin, row, factor
+
+
+@triton.jit(do_not_specialize=("first_slice", "first_row", "K"))
+def scatter_outliers(
+    entry_ptr, slice_ptr, order_ptr, row_scale_ptr, w_ptr, first_slice, first_row, K, HAS_ROW_SCALES: tl.constexpr,
+    SLOTS: tl.constexpr,
+):  # fmt: skip
+    """Grid (slices of the chunk, programs of a slice). Adds the outliers of 16 rows to w [chunk rows, K].
+
+    A row's entries are sorted by column, and at most three share one (`entries.coordinates`): the first adds all.
+    """
+    at, count, row, factor = slice_rows(
+        entry_ptr, slice_ptr, order_ptr, row_scale_ptr, first_slice + tl.program_id(0), first_row, HAS_ROW_SCALES
+    )
+    for start in range(tl.program_id(1) * SLOTS, count, tl.num_programs(1) * SLOTS):
+        slot = start + tl.arange(0, SLOTS)[:, None]
+        entry = tl.load(at + slot * 16, mask=slot < count, other=0)
+        before = tl.load(at + (slot - 1) * 16, mask=(slot > 0) & (slot < count), other=0)
+        col = entry & 0xFFFF
+        real = (entry & -65536) != 0
+        first = real & ((slot == 0) | ((before & 0xFFFF) != col) | ((before & -65536) == 0))
+        value = (entry & -65536).to(tl.float32, bitcast=True)
+        for ahead in tl.static_range(1, 3):
+            other = tl.load(at + (slot + ahead) * 16, mask=slot + ahead < count, other=0)
+            value += tl.where((other & 0xFFFF) == col, (other & -65536).to(tl.float32, bitcast=True), 0.0)
+        out = w_ptr + row * K + col
+        base = tl.load(out, mask=first, other=0.0).to(tl.float32)
+        tl.store(out, (base + value * factor).to(w_ptr.dtype.element_ty), mask=first)
+
+
+@triton.jit
+def load_first(at, slot, count):
+    """Column and value of the first outlier of each row's entry in a slot; zero behind its last."""
+    return first_outlier(tl.load(at + slot * 16, mask=(slot >= 0) & (slot < count), other=0), True)
+
+
+@triton.jit
+def store_beyond(w_ptr, beyond, factor, mask, BITS: tl.constexpr, MIDRISE: tl.constexpr):
+    """Weights so far beyond the grid, times their rows' factor, rounded once."""
+    end = tl.where(beyond < 0, -(1 << (BITS - 1)), (1 << (BITS - 1)) - 1).to(tl.float32)
+    value = (end + beyond + (0.5 if MIDRISE else 0.0)) * factor
+    tl.store(w_ptr, value.to(w_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=("first_slice", "first_row", "K"))
+def write_beyond(
+    entry_ptr, slice_ptr, order_ptr, row_scale_ptr, w_ptr, first_slice, first_row, K, BITS: tl.constexpr,
+    MIDRISE: tl.constexpr, HAS_ROW_SCALES: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """Grid (slices of the chunk, programs of a slice). Writes 16 rows' weights beyond the grid into w [chunk rows, K].
+
+    An integer of several entries is the first outlier of each, one after the other: the first of these adds them.
+    """
+    at, count, row, factor = slice_rows(
+        entry_ptr, slice_ptr, order_ptr, row_scale_ptr, first_slice + tl.program_id(0), first_row, HAS_ROW_SCALES
+    )
+    out = w_ptr + row * K
+    for start in range(tl.program_id(1) * SLOTS, count, tl.num_programs(1) * SLOTS):
+        slot = start + tl.arange(0, SLOTS)[:, None]
+        entry = tl.load(at + slot * 16, mask=slot < count, other=0)
+        col, beyond = first_outlier(entry, True)
+        second, other = second_outlier(entry, col)
+        store_beyond(out + second, other, factor, other != 0, BITS, MIDRISE)
+        before, _ = load_first(at, slot - 1, count)
+        begins = (beyond != 0) & ((slot == 0) | (before != col))
+        goes_on = begins
+        while tl.max(goes_on.to(tl.int32)) > 0:
+            slot += 1
+            following, part = load_first(at, slot, count)
+            goes_on = goes_on & (part != 0) & (following == col)
+            beyond += tl.where(goes_on, part, 0.0)
+        store_beyond(out + col, beyond, factor, begins, BITS, MIDRISE)
+
+
+def launch_dequantize(weight: KernelWeight, w: torch.Tensor, first_block: int, blocks: int) -> None:
+    """Write rows first_block * 64 .. of the dense weight, beginning and ending with whole ROW_ALIGN rows. Allocates
+    nothing.
+
+    Args:
+        w: [rows of the chunk, cols], contiguous, bfloat16 or float16 (float32 in tests).
+        blocks: row blocks in the chunk.
+    """
+    first_row = first_block * ROW_BLOCK
+    dequantize_tiles[(blocks, weight.superblocks)](
+        weight.words, weight.scale_pairs, weight.flat_scales, weight.row_scales, weight.order, w, first_block,
+        first_row, weight.rows, weight.cols, weight.superblocks, BITS=weight.bits, GROUP=weight.group_size,
+        MIDRISE=weight.midrise, HAS_FLAT_SCALES=weight.flat_scales is not None,
+        HAS_ROW_SCALES=weight.row_scales is not None, num_warps=4, **COMPILER,
+    )  # fmt: skip
+    if weight.entries is not None:
+        first_slice = first_block * (ROW_BLOCK // SLICE_ROWS)
+        grid = (blocks * (ROW_BLOCK // SLICE_ROWS), SLICE_PROGRAMS)
+        slices = (weight.entries, weight.slice_ptr, weight.order, weight.row_scales)
+        named = {"HAS_ROW_SCALES": weight.row_scales is not None, "SLOTS": SLICE_SLOTS, "num_warps": 4, **COMPILER}
+        if weight.beyond:
+            named |= {"BITS": weight.bits, "MIDRISE": weight.midrise}
+        kernel = write_beyond if weight.beyond else scatter_outliers
+        kernel[grid](*slices, w, first_slice, first_row, weight.cols, **named)
+
+
+def chunk_blocks(weight: KernelWeight, dtype: torch.dtype) -> int:
+    """Row blocks per chunk: as many as fit CHUNK_BYTES, at least those that `order` permutes together."""
+    return max(1, CHUNK_BYTES // (ROW_ALIGN * weight.cols * dtype.itemsize)) * (ROW_ALIGN // ROW_BLOCK)
+
+
+def dequantize(weight: KernelWeight, dtype: torch.dtype) -> torch.Tensor:
+    """The whole dense weight [rows, cols], each element rounded once to `dtype`; for inspection and tests.
+
+    Where the value of an outlier is added to a code that is not worth zero, as on a mid-rise grid, it is rounded twice.
+    """
+    w = torch.empty(weight.rows, weight.cols, dtype=dtype, device=weight.words.device)
+    with torch.cuda.device_of(w):
+        launch_dequantize(weight, w, 0, weight.padded_rows // ROW_BLOCK)
+    return w
+
+
+def prefill_matmul(x: torch.Tensor, weight: KernelWeight) -> torch.Tensor:
+    """y [m, rows] = x [m, cols] W^T through dense chunks and the library's matmul."""
+    y = torch.empty(x.shape[0], weight.rows, dtype=x.dtype, device=x.device)
+    step, blocks = chunk_blocks(weight, x.dtype), weight.padded_rows // ROW_BLOCK
+    scratch = torch.empty(min(step * ROW_BLOCK, weight.rows), weight.cols, dtype=x.dtype, device=x.device)
+    for first in range(0, blocks, step):
+        begin, end = first * ROW_BLOCK, min((first + step) * ROW_BLOCK, weight.rows)
+        chunk = scratch[: end - begin]
+        launch_dequantize(weight, chunk, first, min(step, blocks - first))
+        torch.mm(x, chunk.t(), out=y[:, begin:end])
+    return y

@@ -1,0 +1,230 @@
+"""PTX instructions that compute: each maker here returns what its instruction does to a program."""
+
+from functools import partial, reduce
+
+import numpy as np
+
+from vllm_latq.kernels.dev.emulation.numbers import from_bf16, from_pairs, to_bf16, to_pairs
+from vllm_latq.kernels.dev.emulation.ptx import Instruction, Kernel
+from vllm_latq.kernels.dev.emulation.state import TYPES, WORDS, Program, Step, assign, value_of
+from vllm_latq.kernels.errors import require
+
+
+def _fused(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """a b + c: the product of float32s is exact in float64; the sum is rounded to float64, then to float32."""
+    return (a.astype(np.float64) * b.astype(np.float64) + c.astype(np.float64)).astype(np.float32)
+
+
+def _shift(values: np.ndarray, amounts: np.ndarray, left: bool) -> np.ndarray:
+    bits = values.dtype.itemsize * 8
+    if amounts.max() < bits:  # amounts are unsigned
+        kept = amounts.astype(values.dtype)
+        return values << kept if left else values >> kept
+    amounts = np.minimum(amounts.astype(np.int64), bits)
+    beyond = amounts >= bits
+    kept = np.where(beyond, 0, amounts).astype(values.dtype)
+    shifted = values << kept if left else values >> kept
+    rest = np.where(values < 0, -1, 0) if not left and values.dtype.kind == "i" else 0
+    return np.where(beyond, rest, shifted).astype(values.dtype)
+
+
+def _divide(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Towards zero, as integers do on a GPU."""
+    quotient = np.abs(a.astype(np.int64)) // np.maximum(np.abs(b.astype(np.int64)), 1)
+    return (quotient * np.sign(a.astype(np.int64)) * np.sign(b.astype(np.int64))).astype(a.dtype)
+
+
+def _field(values: np.ndarray, start: np.ndarray, length: np.ndarray) -> np.ndarray:
+    """Bit field extract; sign-extended for signed types."""
+    moved = _shift(values, start, False)
+    bits = values.dtype.itemsize * 8
+    rest = bits - np.minimum(length.astype(np.int64), bits)
+    return _shift(_shift(moved, rest, True), rest, False)
+
+
+def _products(lut: int) -> list[int]:
+    """A table of three inputs as an exclusive or of products: each a set of inputs as bits, a the highest."""
+    outputs = [lut >> index & 1 for index in range(8)]
+    for place in (1, 2, 4):
+        for index in range(8):
+            if index & place:
+                outputs[index] ^= outputs[index ^ place]
+    return [index for index in range(8) if outputs[index]]
+
+
+def _table(inputs: tuple[np.ndarray, ...], products: list[int]) -> np.ndarray:
+    """lop3: bit i of the table is the result for a, b, c = the bits of i, a the highest."""
+    result = np.zeros_like(inputs[0])
+    for product in products:
+        factors = [values for place, values in zip((4, 2, 1), inputs, strict=True) if product & place]
+        result ^= reduce(np.bitwise_and, factors) if factors else ~np.uint32(0)
+    return result
+
+
+BINARY = {
+    "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b, "and": lambda a, b: a & b,
+    "or": lambda a, b: a | b, "xor": lambda a, b: a ^ b, "min": np.minimum, "max": np.maximum,
+    "max.NaN": np.maximum, "div": _divide,
+    "shl": lambda a, b: _shift(a, b, True), "shr": lambda a, b: _shift(a, b, False),
+}  # fmt: skip
+# Right to two units in the last place on a GPU, to half a one here.
+APPROXIMATE = {"ex2.approx.f32": np.exp2, "div.full.f32": np.divide}
+_COMPARE = {
+    "eq": np.equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
+    "ne": lambda a, b: (a < b) | (a > b),  # false where either is NaN, as the others are
+    "neu": np.not_equal,  # true there
+}  # fmt: skip
+_FLOATS = {
+    "f32": tuple({*BINARY, "fma", "neg"} - {"div", "min", "max"}), "f64": (),
+    "f16": ("add", "sub", "mul", "max.NaN", "neg"),
+    "f32x2": ("add", "sub", "mul", "fma"),
+}  # fmt: skip
+# Of formats that are computed in a wider one, and rounded to float32 first, as no GPU does it.
+_ROUNDED = {
+    "add": lambda a, b: a + b, "mul": lambda a, b: a * b, "fma": lambda a, b, c: a * b + c, "max.NaN": np.maximum,
+}  # fmt: skip
+_NARROW = {"bf16": ("mul", "fma", "max.NaN"), **dict.fromkeys(("bf16x2", "f16x2"), tuple(_ROUNDED))}
+
+
+def arithmetic(instruction: Instruction, parts: list[str], kernel: Kernel) -> Step:
+    """One result from one to three operands of one type."""
+    name, kind = ".".join(part for part in parts if part in (parts[0], "NaN")), parts[-1]
+    if instruction.opcode in APPROXIMATE:
+        target, *operands = instruction.operands
+        inputs = [value_of(operand, kind, kernel) for operand in operands]
+        near = APPROXIMATE[instruction.opcode]
+        return lambda p: assign(p, kernel, str(target), near(*(source(p) for source in inputs)))
+    if parts[-2:] in (["f32", "bf16"], ["f32", "f16"]):
+        return _widened(instruction, name, kind, kernel)
+    require({*parts[1:-1]} <= {"lo", "wide", "rn", "NaN"} and name in (_FLOATS | _NARROW).get(kind, (name,)),
+            f"PTX of {kernel.name}", "arithmetic that the emulator knows", instruction.text)  # fmt: skip
+    target = str(instruction.operands[0])
+    if "wide" in parts:
+        wide = {"s32": "s64", "u32": "u64", "s16": "s32", "u16": "u32"}[kind]
+        left, right = (value_of(operand, kind, kernel) for operand in instruction.operands[1:3])
+        addend = value_of(instruction.operands[3], wide, kernel) if name == "mad" else None
+
+        def widened(p: Program) -> None:
+            product = left(p).astype(TYPES[wide]) * right(p).astype(TYPES[wide])
+            assign(p, kernel, target, product if addend is None else product + addend(p))
+
+        return widened
+    amounts = name in ("shl", "shr", "bfe")
+    sources = [
+        value_of(operand, "u32" if amounts and place else kind, kernel)
+        for place, operand in enumerate(instruction.operands[1:])
+    ]
+    if kind in _NARROW:
+        read, write = (
+            (from_bf16, to_bf16) if kind == "bf16" else (partial(f, kind=kind) for f in (from_pairs, to_pairs))
+        )
+
+        def rounded(p: Program) -> None:
+            wide = _ROUNDED[name](*(read(source(p)).astype(np.float64) for source in sources))
+            assign(p, kernel, target, write(wide.astype(np.float32)))
+
+        return rounded
+    if kind == "f32x2":
+        pairwise = _fused if name == "fma" else BINARY[name]
+        return lambda p: assign(
+            p, kernel, target, pairwise(*(source(p).view(np.float32) for source in sources)).view(np.uint64)
+        )
+    if name in BINARY:
+        two = BINARY[name]
+        return lambda p: assign(p, kernel, target, two(sources[0](p), sources[1](p)))
+    if name == "mad":
+        return lambda p: assign(p, kernel, target, sources[0](p) * sources[1](p) + sources[2](p))
+    if name == "fma":
+        return lambda p: assign(p, kernel, target, _fused(*(source(p) for source in sources)))
+    if name == "bfe":
+        return lambda p: assign(p, kernel, target, _field(*(source(p) for source in sources)))
+    if name == "neg":
+        return lambda p: assign(p, kernel, target, -sources[0](p))
+    require(name == "not", f"PTX of {kernel.name}", "an instruction that the emulator knows", instruction.text)
+    return lambda p: assign(p, kernel, target, ~sources[0](p))
+
+
+def _widened(instruction: Instruction, name: str, kind: str, kernel: Kernel) -> Step:
+    """add.f32.KIND and sub.f32.KIND d, a, c: a is bf16 or f16, c and d are float32."""
+    require(name in ("add", "sub"), f"PTX of {kernel.name}", "a sum or difference", instruction.text)
+    target, left, right = instruction.operands
+    a, c = value_of(left, kind, kernel), value_of(right, "f32", kernel)
+    widen = from_bf16 if kind == "bf16" else np.float32
+    return lambda p: assign(p, kernel, str(target), BINARY[name](widen(a(p)), c(p)))
+
+
+def logic(instruction: Instruction, parts: list[str], kernel: Kernel) -> Step:
+    """lop3.b32 d, a, b, c, table"""
+    target, *rest = instruction.operands
+    products = _products(int(str(rest[3]), 0))
+    sources = [value_of(operand, "b32", kernel) for operand in rest[:3]]
+    return lambda p: assign(p, kernel, str(target), _table(tuple(source(p) for source in sources), products))
+
+
+def permute(instruction: Instruction, parts: list[str], kernel: Kernel) -> Step:
+    """prmt: byte i of the result is the one of the eight of (b, a) that nibble i of c names, or its sign where bit 3 is
+    set."""
+    require(parts == ["prmt", "b32"], f"PTX of {kernel.name}", "prmt in its default mode", instruction.text)
+    target, *rest = instruction.operands
+    a, b, c = (value_of(operand, "b32", kernel) for operand in rest)
+
+    def step(p: Program) -> None:
+        source = a(p).astype(np.uint64) | b(p).astype(np.uint64) << np.uint64(32)
+        result = np.zeros(p.threads, np.uint32)
+        for place in range(4):
+            nibble = (c(p) >> np.uint32(4 * place)) & np.uint32(15)
+            byte = (source >> (nibble & 7).astype(np.uint64) * np.uint64(8)).astype(np.uint32) & np.uint32(255)
+            byte = np.where(nibble & 8, np.where(byte & 128, np.uint32(255), np.uint32(0)), byte)
+            result |= byte << np.uint32(8 * place)
+        assign(p, kernel, str(target), result)
+
+    return step
+
+
+def compare(instruction: Instruction, parts: list[str], kernel: Kernel) -> Step:
+    """setp.COMPARISON.type p, a, b"""
+    require(len(parts) == 3 and parts[1] in _COMPARE and "bf16" not in parts[2], f"PTX of {kernel.name}",
+            "a comparison that the emulator knows", instruction.text)  # fmt: skip
+    target, left, right = instruction.operands
+    test, a, b = _COMPARE[parts[1]], value_of(left, parts[2], kernel), value_of(right, parts[2], kernel)
+    return lambda p: assign(p, kernel, str(target), test(a(p), b(p)))
+
+
+def select(instruction: Instruction, parts: list[str], kernel: Kernel) -> Step:
+    """selp.type d, a, b, p"""
+    target, yes, no, which = instruction.operands
+    a, b, test = value_of(yes, parts[1], kernel), value_of(no, parts[1], kernel), value_of(which, "pred", kernel)
+    return lambda p: assign(p, kernel, str(target), np.where(test(p), a(p), b(p)))
+
+
+def move(instruction: Instruction, parts: list[str], kernel: Kernel) -> Step:
+    """mov.type d, a; of a register into several parts, or of several into one"""
+    target, source = instruction.operands
+    value = value_of(source, parts[1], kernel)
+    if isinstance(target, tuple):
+        word = WORDS[kernel.width(next(name for name in target if name != "_"))]
+
+        def unpack(p: Program) -> None:
+            pieces = np.ascontiguousarray(value(p)).view(word).reshape(p.threads, len(target))
+            for place, name in enumerate(target):
+                assign(p, kernel, name, np.ascontiguousarray(pieces[:, place]))
+
+        return unpack
+    return lambda p: assign(p, kernel, target, value(p))
+
+
+def convert(instruction: Instruction, parts: list[str], kernel: Kernel) -> Step:
+    """cvt[.rounding].to.from"""
+    to, kind = parts[-2], parts[-1]
+    require({*parts[1:-2]} <= {"rn"} and (kind == "f32" or not to.startswith(("bf16", "f16x2"))),
+            f"PTX of {kernel.name}", "a conversion that the emulator knows", instruction.text)  # fmt: skip
+    target = str(instruction.operands[0])
+    sources = [value_of(operand, kind, kernel) for operand in instruction.operands[1:]]
+    if to in ("bf16x2", "f16x2"):  # the first source goes to the high half
+        return lambda p: assign(p, kernel, target, to_pairs(np.stack([sources[1](p), sources[0](p)], 1), to))
+
+    def step(p: Program) -> None:
+        value = from_bf16(sources[0](p)) if kind == "bf16" else sources[0](p)
+        assign(p, kernel, target, to_bf16(value) if to == "bf16" else value.astype(TYPES[to]))
+
+    return step

@@ -1,0 +1,1 @@
+"""Functions that run inside a kernel (`@triton.jit`). Imports `layout`."""

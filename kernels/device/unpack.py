@@ -1,0 +1,248 @@
+"""Packed words -> floats in registers, for the kernels. The bit positions are those of `fields.py`.
+
+The floats exceed the weights' integers, on a MIDRISE grid with a half, by a bias that depends only on the field and on
+whether the column is even. HALF: fp16 floats instead of bf16. ASM: NVIDIA inline assembly, which keeps the two halves
+of a word together (with plain operators the compiler splits them and doubles the work).
+"""
+
+import triton
+import triton.language as tl
+
+from vllm_latq.kernels.device.fields import (
+    field_mask,
+    field_offset,
+    field_pattern,
+    field_plane,
+    field_shift,
+    minus_bias,
+    spare_shift,
+    words_of,
+)
+from vllm_latq.kernels.device.tiles import plane
+
+
+@triton.jit
+def mask_xor(v, mask: tl.constexpr, pattern, ASM: tl.constexpr):
+    """(v & mask) ^ pattern in one instruction."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "lop3.b32 $0, $1, $2, $3, 0x6a;", "=r,r,r,r", [v, mask, pattern], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        return (v & mask) ^ pattern
+
+
+@triton.jit
+def shifted(v, shift: tl.constexpr):
+    """v >> shift, or v << -shift. The sign bits that a right shift brings in are masked off later."""
+    if shift > 0:
+        return v >> shift
+    elif shift < 0:
+        return v << (-shift)
+    else:
+        return v
+
+
+@triton.jit
+def add_pair(v, addend: tl.constexpr, HALF: tl.constexpr):
+    """v + addend in both halves; bf16, which has no packed sum before sm_90, by a fused multiply-add: exact, too.
+
+    -1 * -addend + v: with v as a factor, the machine code would make the 1 anew for every word.
+    """
+    if HALF:
+        return tl.inline_asm_elementwise(
+            "add.rn.f16x2 $0, $1, $2;", "=r,r,r", [v, addend], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        signs: tl.constexpr = -2147450880  # 0x80008000
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 minus; mov.b32 minus, 0xBF80BF80; fma.rn.bf16x2 $0, minus, $2, $1; }",
+            "=r,r,r", [v, addend ^ signs], dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def anew(v, N: tl.constexpr, PAIRED: tl.constexpr):
+    """v, bf16 or fp16, as the N-th value of its own; costs nothing, because the last compiler stage sees through it.
+
+    Triton 3.8 takes an operand that two products share through shared memory (triton-lang/triton#11526). Not where
+    columns are not paired: there x stays in shared memory, and would be brought from it and back.
+    """
+    if PAIRED:
+        bits = v.to(tl.uint16, bitcast=True)
+        for _ in tl.static_range(N):
+            bits = bits | (bits >> 8 >> 8)
+        v = bits.to(v.dtype, bitcast=True)
+    return v
+
+
+@triton.jit
+def beside(a, b):
+    """Concatenate [R, C] and [R, C] along columns; in registers, because the new column bit is the highest."""
+    return tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), (a.shape[0], 2 * a.shape[1]))
+
+
+@triton.jit
+def below(a, b):
+    """Concatenate [R, C] and [R, C] along rows, in registers."""
+    return tl.reshape(tl.permute(tl.join(a, b), (2, 0, 1)), (2 * a.shape[0], a.shape[1]))
+
+
+@triton.jit
+def paired_words(v):
+    """int32 [R, C] -> the same words, those of 32 columns (field half j, place t, word h) sorted by h, t, j.
+
+    A tensor core takes columns 2 t and 2 t + 8 of 16 in two neighbouring registers. The compiler, which sees `join`,
+    would fill them from two vector loads, and every product would begin with moves. The columns of a dot product may
+    be taken in any order: in this one both registers come from one load, here and in `paired_columns`.
+    """
+    R: tl.constexpr = v.shape[0]
+    C: tl.constexpr = v.shape[1]
+    return tl.reshape(tl.permute(tl.reshape(v, (R, C // 16, 2, 4, 2)), (0, 1, 4, 3, 2)), (R, C))
+
+
+@triton.jit
+def paired_columns(x, M: tl.constexpr):
+    """Activations [columns / 16 * M, 16] -> [columns, M], the columns in the order of `paired_words`."""
+    columns: tl.constexpr = 16 * x.shape[0] // M
+    v = tl.reshape(x, (columns // 32, 2, M, 4, 2, 2))  # 32 columns, half j, row, place t, word h, half-word
+    return tl.reshape(tl.permute(v, (0, 4, 3, 1, 5, 2)), (columns, M))
+
+
+@triton.jit
+def halves(v, HALF: tl.constexpr, PAIRED: tl.constexpr):
+    """int32 [R, C] -> floats [R, 2C]: low half, high half, low half, ...; the words as they are, or paired."""
+    dtype: tl.constexpr = tl.float16 if HALF else tl.bfloat16
+    if PAIRED:
+        v = paired_words(v)
+    low = v.to(tl.int16).to(dtype, bitcast=True)
+    high = (v >> 16).to(tl.int16).to(dtype, bitcast=True)
+    return tl.reshape(tl.join(low, high), (v.shape[0], 2 * v.shape[1]))
+
+
+@triton.jit
+def spare_field(a, b, c, HALF: tl.constexpr, ASM: tl.constexpr):
+    """Field 15 of 3-bit codes: one bit from each plane."""
+    first: tl.constexpr = 0x10001 << field_offset(3, 15, HALF)
+    v = mask_xor(shifted(a, spare_shift(0, HALF)), first, field_pattern(3, 15, HALF, 0), ASM)
+    v = mask_xor(shifted(b, spare_shift(1, HALF)), 2 * first, v, ASM)
+    return mask_xor(shifted(c, spare_shift(2, HALF)), 4 * first, v, ASM)
+
+
+@triton.jit
+def field(
+    a, b, c, d, F: tl.constexpr, BITS: tl.constexpr, DIGIT: tl.constexpr, HALF: tl.constexpr, MIDRISE: tl.constexpr,
+    EXACT: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """int32 [R, words]: field F as pairs of floats, bias + integer; with EXACT, without the bias (needs ASM)."""
+    if BITS == 3 and F == 15:
+        v = spare_field(a, b, c, HALF, ASM)
+    else:
+        v = shifted(plane(a, b, c, d, field_plane(BITS, F, DIGIT)), field_shift(BITS, F, HALF, MIDRISE))
+        v = mask_xor(v, field_mask(BITS, F, HALF, MIDRISE), field_pattern(BITS, F, HALF, DIGIT, MIDRISE), ASM)
+    if EXACT:
+        v = add_pair(v, minus_bias(BITS, F, HALF, DIGIT, MIDRISE), HALF)
+    return v
+
+
+@triton.jit
+def upper_rows(v):
+    """The first half of the rows of [R, C], in registers."""
+    top, _ = tl.split(tl.permute(tl.reshape(v, (2, v.shape[0] // 2, v.shape[1])), (1, 2, 0)))
+    return top
+
+
+@triton.jit
+def bias_field(
+    zero, F: tl.constexpr, BITS: tl.constexpr, DIGIT: tl.constexpr, HALF: tl.constexpr, MIDRISE: tl.constexpr
+):
+    """int32 [R, words]: minus the bias of field F, as pairs of floats."""
+    return zero | minus_bias(BITS, F, HALF, DIGIT, MIDRISE)
+
+
+@triton.jit
+def words32(
+    a, b, c, d, P: tl.constexpr, BITS: tl.constexpr, DIGIT: tl.constexpr, HALF: tl.constexpr, MIDRISE: tl.constexpr,
+    EXACT: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """int32 [R, 16]: codes 32 P .. 32 P + 31 of a superblock as pairs of floats."""
+    if words_of(BITS) == 8:
+        left = field(a, b, c, d, 2 * P, BITS, DIGIT, HALF, MIDRISE, EXACT, ASM)
+        right = field(a, b, c, d, 2 * P + 1, BITS, DIGIT, HALF, MIDRISE, EXACT, ASM)
+        return beside(left, right)
+    else:
+        return field(a, b, c, d, P, BITS, DIGIT, HALF, MIDRISE, EXACT, ASM)
+
+
+@triton.jit
+def words64(
+    a, b, c, d, P: tl.constexpr, BITS: tl.constexpr, DIGIT: tl.constexpr, HALF: tl.constexpr, MIDRISE: tl.constexpr,
+    EXACT: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    left = words32(a, b, c, d, 2 * P, BITS, DIGIT, HALF, MIDRISE, EXACT, ASM)
+    right = words32(a, b, c, d, 2 * P + 1, BITS, DIGIT, HALF, MIDRISE, EXACT, ASM)
+    return beside(left, right)
+
+
+@triton.jit
+def words_piece(
+    a, b, c, d, P: tl.constexpr, SIZE: tl.constexpr, BITS: tl.constexpr, DIGIT: tl.constexpr, HALF: tl.constexpr,
+    MIDRISE: tl.constexpr, EXACT: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """int32 [R, SIZE / 2]: codes SIZE * P .. SIZE * (P + 1) - 1 of a superblock, SIZE in {32, 64, 128}."""
+    if SIZE == 32:
+        return words32(a, b, c, d, P, BITS, DIGIT, HALF, MIDRISE, EXACT, ASM)
+    elif SIZE == 64:
+        return words64(a, b, c, d, P, BITS, DIGIT, HALF, MIDRISE, EXACT, ASM)
+    else:
+        left = words64(a, b, c, d, 2 * P, BITS, DIGIT, HALF, MIDRISE, EXACT, ASM)
+        right = words64(a, b, c, d, 2 * P + 1, BITS, DIGIT, HALF, MIDRISE, EXACT, ASM)
+        return beside(left, right)
+
+
+@triton.jit
+def bias32(zero, P: tl.constexpr, BITS: tl.constexpr, DIGIT: tl.constexpr, HALF: tl.constexpr, MIDRISE: tl.constexpr):
+    """int32 [R, 16]: minus the bias of `words32`, as pairs of floats."""
+    if words_of(BITS) == 8:
+        left = bias_field(zero, 2 * P, BITS, DIGIT, HALF, MIDRISE)
+        return beside(left, bias_field(zero, 2 * P + 1, BITS, DIGIT, HALF, MIDRISE))
+    else:
+        return bias_field(zero, P, BITS, DIGIT, HALF, MIDRISE)
+
+
+@triton.jit
+def bias64(zero, P: tl.constexpr, BITS: tl.constexpr, DIGIT: tl.constexpr, HALF: tl.constexpr, MIDRISE: tl.constexpr):
+    left = bias32(zero, 2 * P, BITS, DIGIT, HALF, MIDRISE)
+    return beside(left, bias32(zero, 2 * P + 1, BITS, DIGIT, HALF, MIDRISE))
+
+
+@triton.jit
+def bias_piece(
+    zero, P: tl.constexpr, SIZE: tl.constexpr, BITS: tl.constexpr, DIGIT: tl.constexpr, HALF: tl.constexpr,
+    MIDRISE: tl.constexpr, PAIRED: tl.constexpr,
+):  # fmt: skip
+    """[R, SIZE] bf16 or fp16: minus the bias of `floats_piece`, the same in every row. zero: int32 zeros [R, words]."""
+    if SIZE == 32:
+        v = bias32(zero, P, BITS, DIGIT, HALF, MIDRISE)
+    elif SIZE == 64:
+        v = bias64(zero, P, BITS, DIGIT, HALF, MIDRISE)
+    else:
+        left = bias64(zero, 2 * P, BITS, DIGIT, HALF, MIDRISE)
+        v = beside(left, bias64(zero, 2 * P + 1, BITS, DIGIT, HALF, MIDRISE))
+    return halves(v, HALF, PAIRED)
+
+
+@triton.jit
+def floats_piece(
+    a, b, c, d, P: tl.constexpr, SIZE: tl.constexpr, BITS: tl.constexpr, DIGIT: tl.constexpr, HALF: tl.constexpr,
+    MIDRISE: tl.constexpr, EXACT: tl.constexpr, PAIRED: tl.constexpr, ASM: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """[R, SIZE] bias + integer, or with EXACT the integers themselves; bf16 or fp16, float32 with UPCAST."""
+    v = halves(words_piece(a, b, c, d, P, SIZE, BITS, DIGIT, HALF, MIDRISE, EXACT and ASM, ASM), HALF, PAIRED)
+    if UPCAST:
+        v = v.to(tl.float32)
+    if EXACT and not ASM:
+        zero = tl.zeros((v.shape[0], words_of(BITS)), tl.int32)
+        bias = bias_piece(zero, P, SIZE, BITS, DIGIT, HALF, MIDRISE, PAIRED)
+        v = (v.to(tl.float32) + bias.to(tl.float32)).to(v.dtype)
+    return v

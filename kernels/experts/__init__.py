@@ -1,0 +1,1 @@
+"""Kernels and launchers for routed experts. Imports `decode` and below."""

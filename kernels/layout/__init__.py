@@ -1,0 +1,1 @@
+"""Where bits lie in the tensors that kernels read. torch only, no Triton."""

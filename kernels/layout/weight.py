@@ -1,0 +1,171 @@
+"""The weight as the kernels want it, made once at load."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from vllm_latq.kernels.errors import require
+from vllm_latq.kernels.layout.codes import ROW_BLOCK, check_shape, padded_rows, tile_scales, tile_weight
+from vllm_latq.kernels.layout.entries import BEYOND_BITS, beyond_entries, coordinates, integers, value_entries
+from vllm_latq.kernels.layout.outliers import OutlierSlices, check_csr, pool_slices, row_order, slice_entries
+
+HIP = "hip"
+
+
+@dataclass(frozen=True)
+class KernelWeight:
+    """W[i, j] = row_scales[i] * (scales[i, group of j] * (code[i, j] - zero) + outlier[i, j]) in tile order.
+
+    An outlier is a value where codes have scales; where they have none, how far an integer lies `beyond` the grid.
+
+    Attributes:
+        midrise: whether zero is 2^(bits-1) - 1/2, between two codes, instead of 2^(bits-1).
+        words: int32 [row blocks, superblocks, planes, 64, words], see `layout.py`.
+        order: int32 [padded rows], checkpoint row of each tile row.
+        scale_pairs: int32 [row blocks, superblocks, pairs, 64] for group sizes 32, 64, 128; else None.
+        flat_scales: float32 [padded rows], tile order, where one scale serves the whole row; else None.
+        row_scales: float32 [padded rows], tile order, or None.
+        entries, slice_ptr: outlier slices, see `outliers.py` and `entries.py`; None where the scheme has no outliers.
+        tickets: int32 [row blocks, one for those that write x^T, padding], zeros; the kernel leaves them zero.
+        processors: multiprocessors of the device, for choosing split-K; 1 on a CPU.
+        arch: "sm_90" and the like, or HIP, for choosing launch configurations; empty on a CPU.
+
+    The weights of several experts, for `grouped.py`, are one KernelWeight: its tensors have a leading dimension then,
+    which for entries is 1, because all lie in one array (`outliers.pool_slices`).
+    """
+
+    bits: int
+    group_size: int
+    rows: int
+    cols: int
+    midrise: bool
+    words: torch.Tensor
+    order: torch.Tensor
+    scale_pairs: torch.Tensor | None
+    flat_scales: torch.Tensor | None
+    row_scales: torch.Tensor | None
+    entries: torch.Tensor | None
+    slice_ptr: torch.Tensor | None
+    tickets: torch.Tensor
+    processors: int
+    arch: str
+
+    @property
+    def padded_rows(self) -> int:
+        return self.order.shape[-1]
+
+    @property
+    def superblocks(self) -> int:
+        return self.words.shape[-4]
+
+    @property
+    def beyond(self) -> bool:
+        """Whether entries say how far up to two outliers lie beyond the grid, and not the value of one."""
+        scaled = self.scale_pairs is not None or self.flat_scales is not None
+        return self.entries is not None and not scaled and self.bits in BEYOND_BITS
+
+    def storage_bytes(self) -> int:
+        """Bytes of the weight that one product reads: not the room behind its outliers. Synchronises the device."""
+        parts = [self.words, self.scale_pairs, self.flat_scales, self.row_scales, self.slice_ptr]
+        if self.entries is not None and self.slice_ptr is not None:
+            parts += [self.order, self.entries[: int(self.slice_ptr[-1])]]
+        return sum(part.numel() * part.element_size() for part in parts if part is not None)
+
+
+def stack_weights(weights: Sequence[KernelWeight]) -> KernelWeight:
+    """The weights of several experts, of one scheme and shape, as one."""
+    names = [name for name, part in vars(weights[0]).items() if isinstance(part, torch.Tensor) and name != "entries"]
+    parts = {name: torch.stack([getattr(weight, name) for weight in weights]) for name in names}
+    slices = [
+        OutlierSlices(weight.entries, weight.slice_ptr)
+        for weight in weights
+        if weight.entries is not None and weight.slice_ptr is not None
+    ]
+    return replace(weights[0], **(parts | (vars(pool_slices(slices)) if slices else {})))
+
+
+def _in_tile_order(vector: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """float32 [padded rows]; zero for padding."""
+    tiled = torch.zeros(order.numel(), dtype=torch.float32, device=vector.device)
+    real = order < vector.numel()
+    tiled[real] = vector[order[real]].to(torch.float32)
+    return tiled
+
+
+def _device_facts(device: torch.device) -> tuple[int, str]:
+    """Multiprocessors, and the compute capability as "sm_XY", HIP for AMD; empty on a CPU."""
+    if device.type != "cuda":
+        return 1, ""
+    facts = torch.cuda.get_device_properties(device)
+    return facts.multi_processor_count, HIP if torch.version.hip else f"sm_{facts.major}{facts.minor}"
+
+
+def prepare(
+    qweight: torch.Tensor,
+    bits: int,
+    group_size: int,
+    cols: int,
+    scales: torch.Tensor | None = None,
+    row_scales: torch.Tensor | None = None,
+    row_ptr: torch.Tensor | None = None,
+    col_idx: torch.Tensor | None = None,
+    values: torch.Tensor | None = None,
+    midrise: bool = False,
+) -> KernelWeight:
+    """Checkpoint tensors of one layer (or of merged layers, stacked by rows) -> KernelWeight, on their device.
+
+    Args:
+        qweight: int32 [rows, ceil(cols * bits / 32)], code j in bits [j * bits, (j + 1) * bits) of its row.
+        bits: 2, 3, 4 or 8.
+        group_size: 32, 64, 128 or -1 for one group per row.
+        scales: bfloat16 [rows, groups], or None for 1.
+        row_scales: float32 [rows], or None for 1.
+        row_ptr, col_idx, values: CSR outliers, int32 [rows + 1], integer [nnz], bfloat16 or float32 [nnz]; or all None.
+            Without scales and with 2, 3 or 4 bits their values are the weights' integers, which lie beyond the grid.
+        midrise: whether the grid lies half a step above the multiples of the scale.
+
+    Raises:
+        KernelInputError: shapes, dtypes or CSR arrays that a kernel must not be given.
+    """
+    check_shape(qweight, bits, group_size, cols)
+    rows, device = qweight.shape[0], qweight.device
+    groups = 1 if group_size == -1 else cols // group_size
+    if scales is not None:
+        require(scales.shape == (rows, groups) and scales.dtype == torch.bfloat16, "scales",
+                f"bfloat16 {(rows, groups)}", f"{scales.dtype} {tuple(scales.shape)}")  # fmt: skip
+    if row_scales is not None:
+        require(row_scales.shape == (rows,), "row_scales", f"{(rows,)}", tuple(row_scales.shape))
+    padded = padded_rows(rows)
+    processors, arch = _device_facts(device)
+    order = torch.arange(padded, device=device)
+    slices = beyond = None
+    given = sum(part is not None for part in (row_ptr, col_idx, values))
+    require(given in (0, 3), "row_ptr, col_idx, values", "all three or none", f"{given} of them")
+    if row_ptr is not None and col_idx is not None and values is not None:
+        check_csr(row_ptr, col_idx, values, rows, cols)
+        csr = (row_ptr, col_idx, values, cols)
+        if scales is None and bits in BEYOND_BITS:
+            beyond = integers(*csr, bits)
+        entries = value_entries(coordinates(*csr)) if beyond is None else beyond_entries(beyond, bits)
+        order = row_order(torch.bincount(entries.row, minlength=rows), padded)
+        slices = slice_entries(entries, order)
+    per_group = scales is not None and group_size != -1
+    counters = padded // ROW_BLOCK + 1
+    return KernelWeight(
+        bits=bits,
+        group_size=group_size if per_group else -1,
+        rows=rows,
+        cols=cols,
+        midrise=midrise,
+        words=tile_weight(qweight, bits, cols, order, beyond),
+        order=order.to(torch.int32),
+        scale_pairs=tile_scales(scales, group_size, cols, order) if scales is not None and per_group else None,
+        flat_scales=_in_tile_order(scales[:, 0], order) if scales is not None and not per_group else None,
+        row_scales=_in_tile_order(row_scales, order) if row_scales is not None else None,
+        entries=slices.entries if slices else None,
+        slice_ptr=slices.slice_ptr if slices else None,
+        tickets=torch.zeros(-(-counters // 4) * 4, dtype=torch.int32, device=device),
+        processors=processors,
+        arch=arch,
+    )

@@ -1,0 +1,1 @@
+"""How many bits each input gets. Imports `methods`, `calibration`, `model` and below."""

@@ -1,0 +1,1 @@
+"""From text to Hessians and gradients. Imports `model`, `lattice`, `machine`, `recipe`."""

@@ -1,0 +1,151 @@
+"""Experts that the calibration text hardly reaches.
+
+A linear of an expert with c input channels needs more than c routed tokens for a Hessian of full rank. The rule for one
+that gets fewer, n < c: H = H_routed + (c - n) / N * H_all, where H_all is what all N tokens of the layer would give had
+they been sent to this expert. It counts c tokens, n of which are its own. Each layer record says so in its note.
+
+Where the loss of the whole model counts, so do the gradients G of its outputs: each of the c - n tokens that stand in
+brings the mean of g g^T over all tokens that were routed to any expert of the layer.
+
+Invariant: an expert that enough tokens reach is quantized with its own tokens alone.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from vllm_latq.models.experts import Expert, Experts
+from vllm_latq.quantize.calibration.hessian import HessianCollector, InputHessian
+
+
+def expert_stacks(model: nn.Module, linears: Mapping[str, nn.Linear]) -> dict[str, str]:
+    """Name of each linear of an expert -> name of the stack that it is served in, with those of all experts.
+
+    Args:
+        model: with `Experts` in it.
+        linears: name -> linear of everything in the model that is quantized.
+    """
+    names = {linear: name for name, linear in linears.items()}
+    stacks: dict[str, str] = {}
+    for where, layer in model.named_modules():
+        for expert in layer if isinstance(layer, Experts) else ():
+            assert isinstance(expert, Expert)
+            for stack, alike in expert.inputs.items():
+                stacks |= {names[linear]: f"{where}.{stack}" for linear in alike if linear in names}
+    return stacks
+
+
+def complete_experts(
+    block: nn.Module,
+    linears: Mapping[str, nn.Linear],
+    hessians: list[InputHessian],
+    run: Callable[[], None],
+    reduce: Callable[[list[InputHessian]], list[InputHessian]] = list,
+) -> list[InputHessian]:
+    """Add to the Hessians of experts with fewer tokens than input channels.
+
+    Args:
+        block: a decoder block, with its weights in memory.
+        linears: name -> linear of everything in it that is quantized.
+        hessians: from routed tokens; those to be completed are changed.
+        run: passes all calibration tokens through the block.
+        reduce: sums Hessians over the processes that share the run; `hessians` are such sums.
+
+    Returns:
+        The Hessians, with those of experts that no token reached.
+    """
+    experts = [expert for module in block.modules() if isinstance(module, Experts) for expert in module]
+    if not experts:
+        return hessians
+    names = {linear: name for name, linear in linears.items()}
+    known = {name: hessian for hessian in hessians for name in hessian.linears}
+    starved: dict[Expert, list[list[str]]] = {}
+    for expert in experts:
+        assert isinstance(expert, Expert)
+        for group in expert.inputs.values():
+            chosen = [names[linear] for linear in group if linear in names]
+            if chosen and (chosen[0] not in known or known[chosen[0]].tokens < group[0].in_features):
+                starved.setdefault(expert, []).append(chosen)
+    if not starved:
+        return hessians
+    collector = HessianCollector()
+    wanted = {name: linears[name] for groups in starved.values() for group in groups for name in group}
+    with _fed_everything(block, list(starved), collector, wanted):
+        run()
+    everything = {name: hessian for hessian in reduce(collector.hessians) for name in hessian.linears}
+    added = []
+    for reading in (reading for groups in starved.values() for reading in groups):
+        routed, full = known.get(reading[0]), everything[reading[0]]
+        if routed is None:
+            routed = InputHessian(reading, torch.zeros_like(full.matrix))
+            added.append(routed)
+        _complete(routed, full)
+    return hessians + added
+
+
+def complete_gradients(
+    block: nn.Module,
+    linears: Mapping[str, nn.Linear],
+    grams: dict[str, list[torch.Tensor]],
+    routed: Mapping[str, int],
+    counted: Mapping[str, int],
+) -> None:
+    """Add to the gradients of experts with fewer tokens than input channels what their stand-ins bring.
+
+    Args:
+        block: a decoder block.
+        linears: name -> linear of everything in it that is quantized.
+        grams: name -> diagonal blocks of the sum of g g^T over routed tokens; changed, also for experts that had none.
+        routed: name -> tokens that reached it, if any did.
+        counted: name -> tokens that its Hessian counts, those that stand in included.
+    """
+    names = {linear: name for name, linear in linears.items()}
+    for layer in (module for module in block.modules() if isinstance(module, Experts)):
+        for leaf, _ in layer[0].named_children():
+            alike = [names[linear] for expert in layer if (linear := expert.get_submodule(leaf)) in names]
+            reached = [name for name in alike if name in routed]
+            if not reached:
+                continue
+            tokens = sum(routed[name] for name in reached)
+            mean = [sum(parts[1:], parts[0]) / tokens for parts in zip(*(grams[name] for name in reached), strict=True)]
+            for name in alike:
+                missing = counted[name] - routed.get(name, 0)
+                if missing:
+                    own = grams.get(name) or [torch.zeros_like(part) for part in mean]
+                    grams[name] = [one + missing * part for one, part in zip(own, mean, strict=True)]
+
+
+def _complete(routed: InputHessian, full: InputHessian) -> None:
+    channels = routed.matrix.shape[0]
+    missing = channels - routed.tokens
+    routed.matrix.add_(full.matrix, alpha=missing / full.tokens)
+    routed.note = (
+        f"{routed.tokens} routed tokens for {channels} input channels: "
+        f"the layer's {full.tokens} tokens stand in for the missing {missing}"
+    )
+    routed.tokens = channels
+
+
+@contextmanager
+def _fed_everything(
+    block: nn.Module, experts: list[Expert], collector: HessianCollector, linears: Mapping[str, nn.Linear]
+) -> Iterator[None]:
+    """While the context lasts, each of `experts` also runs on all tokens of its layer, which `collector` watches."""
+
+    def feed(module: Any, arguments: tuple[Any, ...]) -> None:
+        mine = [expert for expert in module if expert in chosen]
+        with collector.watching(linears):
+            for expert in mine:
+                expert(module.tokens(*arguments))
+
+    chosen = set(experts)
+    layers = [module for module in block.modules() if isinstance(module, Experts)]
+    handles = [layer.register_forward_pre_hook(feed) for layer in layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

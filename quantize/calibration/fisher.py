@@ -1,0 +1,253 @@
+"""What the loss of the whole model sees of each linear: the grams of its inputs and of its output gradients.
+
+    forward:   tokens -> block 0 -> block 1 -> ... -> head       inputs of every block are kept
+    labels are drawn from the model's own distribution; then
+    backward:  head -> ... -> block 1 -> block 0                 each block is run again, with gradients, and freed
+
+Several processes have a share of the tokens each, and the grams of all.
+
+    H = E[x x^T],  x: input of a linear;   G = E[g g^T],  g: gradient of the log-likelihood with respect to its output
+
+An expert's H is a mean over the tokens that are routed to it; its G is one over all tokens, with g = 0 for the others,
+so that (1/2) tr(G E H E^T) is nats per token for every linear. What few tokens reach is completed, see `routing`.
+
+With labels from the model itself, G (x) H is the Kronecker-factored Fisher matrix, whose half is the curvature of the
+KL divergence from the original model (Martens and Grosse, 2015). Everything refers to the unquantized model.
+
+Invariant: one block is in memory at a time, and its grams; they go to disk, a file per block, last block first.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import nn
+
+from vllm_latq.errors import NumericalError
+from vllm_latq.quantize.calibration.experts import complete_experts, complete_gradients
+from vllm_latq.quantize.calibration.fisher_files import StatisticsFiles
+from vllm_latq.quantize.calibration.hessian import HessianCollector, reduce_hessians
+from vllm_latq.quantize.lattice.grams import LayerStatistics
+from vllm_latq.quantize.machine.distributed import ALONE, World
+from vllm_latq.quantize.machine.offload import Place, return_freed_memory
+from vllm_latq.quantize.model.carried_state import Batch
+from vllm_latq.quantize.model.decoder import Decoder
+
+# Outputs whose gradients are correlated with each other; wider layers get a block-diagonal G. 64 MB per block.
+LARGEST_BLOCK = 4096
+# Tokens that pass forward and backward at a time. The head makes float32 logits of them and as large a gradient: 1.2 GB
+# each of a vocabulary of 150,000.
+TOKENS_PER_GRADIENT = 2048
+
+# Told how many parts of a piece of work are done, of how many.
+Progress = Callable[[int, int], None]
+
+
+def unseen(_done: int, _parts: int) -> None:
+    """Progress that nobody is told of."""
+
+
+def collect_statistics(
+    decoder: Decoder,
+    samples: torch.Tensor,
+    wanted: Mapping[str, nn.Linear],
+    files: StatisticsFiles,
+    seed: int,
+    place: Place = lambda hidden: hidden,
+    world: World = ALONE,
+    progress: Progress = unseen,
+) -> None:
+    """Run the model forward and backward once, and write the statistics of the wanted linears.
+
+    Args:
+        decoder: the model.
+        samples: token ids int64 [n, tokens], of all processes.
+        wanted: full name -> linear.
+        files: where the first process writes them; those there already, from an interrupted run, are left as they are.
+        seed: of the labels.
+        place: moves hidden states to where they wait, the inputs of all blocks and the last one's outputs at once;
+            gradients take the place of the latter.
+        world: the processes that share the run.
+        progress: told of each block that was passed, forward or backward, and of the head.
+
+    Raises:
+        NumericalError: activations or gradients that are not finite, or a linear that was never called.
+    """
+    windows = world.split(torch.arange(len(samples)))
+    batches = decoder.embed(samples[windows], max(1, TOKENS_PER_GRADIENT // samples.shape[1]), place)
+    inputs = [[batch.hidden for batch in batches]]
+    parts = 2 * len(decoder) + 1
+    progress(0, parts)
+    for index in range(len(decoder)):
+        with decoder.block(index) as block, torch.no_grad():
+            inputs.append([place(decoder.run(index, block, batch)) for batch in batches])
+        for batch, hidden in zip(batches, inputs[-1], strict=True):
+            batch.hidden = hidden
+        return_freed_memory()
+        progress(index + 1, parts)
+    gradients = inputs.pop()
+    head_gradients(decoder, gradients, wanted, files, label_seeds(seed, windows.tolist()), world)
+    for index in reversed(range(len(decoder))):
+        progress(parts - 1 - index, parts)
+        return_freed_memory()
+        block_gradients(decoder, index, batches, inputs.pop(), gradients, wanted, files, world)
+    progress(parts, parts)
+
+
+def label_seeds(seed: int, windows: Iterable[int]) -> list[int]:
+    """Of the labels of each window, from its index among those of all processes, whichever batch it is in."""
+    # A digest, because torch's generator on the CPU takes the low 32 bits only.
+    digests = (hashlib.sha256(f"{seed} {window}".encode()).digest() for window in windows)
+    return [int.from_bytes(digest[:8], "big") >> 1 for digest in digests]
+
+
+def head_gradients(
+    decoder: Decoder,
+    hidden: list[torch.Tensor],
+    wanted: Mapping[str, nn.Linear],
+    files: StatisticsFiles,
+    seeds: Sequence[int],
+    world: World = ALONE,
+) -> None:
+    """Turn the last hidden states into the gradients of labels' log-likelihood, drawn with a seed for each window."""
+    linears = {name: linear for name, linear in decoder.head_linears.items() if name in wanted}
+    windows = tokens = 0
+    with decoder.head() as head, _watching(linears, world) as grams:
+        for waiting in hidden:
+            states = waiting.to(decoder.device).detach().requires_grad_(True)
+            logits = head(states).float()
+            drawn_with = seeds[windows : windows + len(logits)]
+            labels = torch.stack([_draw(*each) for each in zip(logits.detach(), drawn_with, strict=True)])
+            torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").backward()
+            waiting.copy_(_gradient(states))
+            windows += len(logits)
+            tokens += labels.numel()
+    _finish(files, len(decoder), grams, linears, grams.reduce(tokens))
+
+
+def _draw(logits: torch.Tensor, seed: int) -> torch.Tensor:
+    """Labels [n] from the distributions of [n, vocabulary]."""
+    generator = torch.Generator(device=logits.device).manual_seed(seed)
+    return torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(1)
+
+
+def block_gradients(
+    decoder: Decoder,
+    index: int,
+    batches: list[Batch],
+    hidden: list[torch.Tensor],
+    gradients: list[torch.Tensor],
+    wanted: Mapping[str, nn.Linear],
+    files: StatisticsFiles,
+    world: World = ALONE,
+) -> None:
+    """Turn the gradients of the hidden states behind a block into those of the hidden states before it, in place."""
+    linears = {name: linear for name, linear in decoder.linears(index).items() if name in wanted}
+    with decoder.block(index) as block:
+        with _watching(linears, world) as grams:
+            for batch, states, behind in zip(batches, hidden, gradients, strict=True):
+                # Detached: the gradient must not live as long as the states, which are kept for the whole block.
+                states = states.to(decoder.device).detach().requires_grad_(True)
+                batch.handed_on.backward(behind.to(decoder.device), decoder.forward, index, block, states, batch)
+                behind.copy_(_gradient(states))
+
+        def pass_all() -> None:
+            for batch, states in zip(batches, hidden, strict=True):
+                decoder.run(index, block, replace(batch, hidden=states))
+
+        total = grams.reduce(sum(batch.tokens for batch in batches))
+        with torch.no_grad():
+            grams.complete(block, linears, pass_all)
+    _finish(files, index, grams, linears, total)
+
+
+def _gradient(states: torch.Tensor) -> torch.Tensor:
+    assert states.grad is not None
+    return states.grad.to("cpu")
+
+
+class _Grams:
+    """Sums of a block's grams while it runs.
+
+    Attributes:
+        inputs: of each input, over the tokens that reach it.
+        outputs: linear -> diagonal blocks, over the same tokens.
+        world: whose processes have a part of the sums each, until `reduce`.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.inputs = HessianCollector()
+        self.outputs: dict[str, list[torch.Tensor]] = {}
+        self.world = world
+
+    def reduce(self, tokens: int) -> int:
+        """Sum over the processes, of which this saw so many tokens; how many all of them saw."""
+        self.inputs.hessians = reduce_hessians(self.world, self.inputs.hessians)
+        parts = {(name, index): part for name, parts in self.outputs.items() for index, part in enumerate(parts)}
+        self.outputs = {}
+        for (name, _), part in self.world.sum(parts).items():
+            self.outputs.setdefault(name, []).append(part)
+        return sum(self.world.gather(lambda: tokens))
+
+    def complete(self, block: nn.Module, linears: Mapping[str, nn.Linear], run: Callable[[], None]) -> None:
+        """Add to those of experts with fewer tokens than channels; `run` passes all tokens through the block."""
+        routed = {name: hessian.tokens for hessian in self.inputs.hessians for name in hessian.linears}
+        reduce = partial(reduce_hessians, self.world)
+        self.inputs.hessians = complete_experts(block, linears, self.inputs.hessians, run, reduce)
+        counted = {name: hessian.tokens for hessian in self.inputs.hessians for name in hessian.linears}
+        complete_gradients(block, linears, self.outputs, routed, counted)
+
+    def hook(self, name: str) -> Callable[[nn.Module, object, torch.Tensor], None]:
+        def add(gradient: torch.Tensor) -> None:
+            rows = gradient.reshape(-1, gradient.shape[-1]).to(torch.float32)
+            blocks = rows.split(LARGEST_BLOCK, 1)
+            if name not in self.outputs:
+                self.outputs[name] = [rows.new_zeros(part.shape[1], part.shape[1]) for part in blocks]
+            for gram, part in zip(self.outputs[name], blocks, strict=True):
+                gram.addmm_(part.T, part)
+
+        def see(_module: nn.Module, _inputs: object, output: torch.Tensor) -> None:
+            if output.requires_grad:  # not of constants, as Zaya has them before the first token
+                output.register_hook(add)
+
+        return see
+
+
+@contextmanager
+def _watching(linears: Mapping[str, nn.Linear], world: World) -> Iterator[_Grams]:
+    grams = _Grams(world)
+    handles = [linear.register_forward_hook(grams.hook(name)) for name, linear in linears.items()]
+    try:
+        with grams.inputs.watching(linears):
+            yield grams
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _finish(files: StatisticsFiles, block: int, grams: _Grams, linears: Mapping[str, nn.Linear], total: int) -> None:
+    """Means over tokens, of which there are `total`, checked and written."""
+    statistics = {}
+    called = [name for hessian in grams.inputs.hessians for name in hessian.linears]
+    if unmoved := [name for name in called if name not in grams.outputs]:
+        hint = f"Leave it out, with --ignore {unmoved[0]}"
+        raise NumericalError(unmoved[0], "a linear that the loss depends on", "no gradient", hint)
+    for hessian in grams.inputs.hessians:
+        tokens = hessian.tokens
+        for name in hessian.linears:
+            outputs = [gram / total for gram in grams.outputs[name]]
+            mean = hessian.matrix / tokens
+            statistics[name] = LayerStatistics(mean, outputs, tokens, hessian.linears[0], hessian.note)
+            for what, gram in (("activations", statistics[name].inputs), *(("gradients", one) for one in outputs)):
+                if not torch.isfinite(gram).all():
+                    hint = "The model overflows on this text, or its weights are damaged."
+                    raise NumericalError(name, f"finite calibration {what}", "NaN or infinity", hint)
+    missing = sorted(linears.keys() - statistics.keys())
+    if missing:
+        hint = f"Its block does not call it on this text: leave it out, with --ignore {missing[0]}"
+        raise NumericalError(missing[0], "a linear that is called while the model runs", "no call", hint)
+    if statistics:
+        grams.world.from_first(lambda: None if files.path(block).exists() else files.write(block, statistics))

@@ -1,0 +1,131 @@
+"""Calibration samples: equally long windows of token ids, the activations of which make the Hessians.
+
+Invariant: the windows do not overlap and are the same for the same text, tokenizer, sizes and seed.
+"""
+
+import warnings
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from vllm_latq.errors import CalibrationError, ConfigError
+from vllm_latq.quantize.calibration.text import calibration_text
+from vllm_latq.quantize.model.decoder import Decoder
+from vllm_latq.quantize.model.loading import load_tokenizer
+from vllm_latq.quantize.recipe import Recipe
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# English text has about 4 characters per token; reading twice that leaves windows to choose from.
+CHARS_READ_PER_TOKEN = 8
+
+
+def tokenize(tokenizer: "PreTrainedTokenizerBase", text: str) -> Tensor:
+    """Token ids of the whole text, int64 [n], with the special tokens the tokenizer adds to one text, as in GPTQ."""
+    # verbose=False: "longer than the model's maximum length" does not matter for text that is cut into windows.
+    return torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64)
+
+
+def load_samples(
+    tokenizer: "PreTrainedTokenizerBase",
+    source: str,
+    num_samples: int,
+    seq_len: int,
+    seed: int = 0,
+    special_tokens: bool = False,
+) -> Tensor:
+    """Draws calibration windows from a text.
+
+    The text is tokenized as one string and cut into non-overlapping windows, of which `num_samples` are drawn without
+    replacement. A shorter text gives all the windows it has, with a warning that states both numbers.
+
+    Args:
+        tokenizer: the tokenizer of the model to be quantized.
+        source: a text file, `wikitext2`, `c4`, a hub dataset `org/name[:config]`, or a dataset folder.
+        num_samples: number of windows wanted, at least 1.
+        seq_len: tokens per window, at least 1.
+        seed: of the choice and the order of the windows.
+        special_tokens: whether each window is a text of its own, between the tokens that the tokenizer puts around one,
+            as encoders are fed. Language models see the middle of a long text.
+
+    Returns:
+        Token ids, int64 [n, seq_len] with 1 <= n <= num_samples.
+
+    Raises:
+        CalibrationError: a size below 1, a source that cannot be read, or a text shorter than one window.
+    """
+    for name, value in (("num_samples", num_samples), ("seq_len", seq_len)):
+        if value < 1:
+            raise CalibrationError(name, "at least 1", str(value))
+    text = calibration_text(source, max_chars=num_samples * seq_len * CHARS_READ_PER_TOKEN, seed=seed)
+    ids = tokenize(tokenizer, text)
+    before, after = _around(tokenizer) if special_tokens else (ids[:0], ids[:0])
+    ids = ids[len(before) : len(ids) - len(after)]
+    inner = seq_len - len(before) - len(after)
+    if inner < 1:
+        raise CalibrationError("seq_len", "room for text between the special tokens", str(seq_len))
+    available = ids.numel() // inner
+    if available == 0:
+        raise CalibrationError(
+            f"calibration text {source}",
+            f"at least one window of {seq_len} tokens",
+            f"{ids.numel()} tokens",
+            "Use more text or a smaller seq_len.",
+        )
+    if available < num_samples:
+        warnings.warn(
+            f"calibration text {source}: {num_samples} windows of {seq_len} tokens were asked for, "
+            f"its {ids.numel()} tokens make {available}; calibrating on {available * inner} tokens.",
+            stacklevel=2,
+        )
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randperm(available, generator=generator)[:num_samples]
+    windows = ids[: available * inner].view(available, inner)[drawn]
+    return torch.cat([before.expand(len(drawn), -1), windows, after.expand(len(drawn), -1)], dim=1)
+
+
+def _around(tokenizer: "PreTrainedTokenizerBase") -> tuple[Tensor, Tensor]:
+    """The special tokens before and behind one text, int64."""
+    encoded = tokenizer("a", return_special_tokens_mask=True)
+    ids, special = torch.tensor(encoded["input_ids"]), encoded["special_tokens_mask"]
+    first, last = special.index(0), len(special) - special[::-1].index(0)
+    return ids[:first], ids[last:]
+
+
+def calibration_samples(decoder: Decoder, recipe: Recipe, calibration: str | None) -> torch.Tensor | None:
+    """Token ids int64 [n, seq_len]; None where the method needs no data."""
+    if calibration is None:
+        if recipe.needs_calibration:
+            hint = "Give a text file or a dataset: --calibration FILE, --calibration wikitext2."
+            raise ConfigError("calibration", f"calibration data for method {recipe.method}", "none", hint)
+        return None
+    check_seq_len(decoder, recipe)
+    tokenizer = load_tokenizer(decoder.source)
+    sizes = (recipe.num_samples, recipe.seq_len, recipe.seed)
+    samples = load_samples(tokenizer, calibration, *sizes, special_tokens=decoder.encoder)
+    if int(samples.max()) >= decoder.vocabulary:
+        raise ConfigError(
+            "tokenizer", f"token ids below {decoder.vocabulary}", str(int(samples.max())), "Is it the model's?"
+        )
+    widest = max(linear.in_features for index in range(len(decoder)) for linear in decoder.linears(index).values())
+    if samples.numel() < widest and recipe.needs_calibration:
+        warnings.warn(
+            f"calibration: {samples.numel()} tokens for layers of up to {widest} input channels make singular "
+            "Hessians; damping alone decides there. Use more samples or a longer seq_len.",
+            stacklevel=2,
+        )
+    return samples
+
+
+def check_seq_len(decoder: Decoder, recipe: Recipe) -> None:
+    """Raise ConfigError if the model has no positions for calibration samples as long as the recipe's."""
+    if decoder.longest is not None and recipe.seq_len > decoder.longest:
+        expected = f"at most {decoder.longest}, the positions of the model"
+        raise ConfigError("recipe.seq_len", expected, str(recipe.seq_len), f"Use --seq-len {decoder.longest} or less.")
+
+
+def sizes(samples: torch.Tensor | None) -> dict[str, int] | None:
+    """Of calibration samples [n, tokens], for events and the report."""
+    return None if samples is None else {"samples": samples.shape[0], "seq_len": samples.shape[1]}

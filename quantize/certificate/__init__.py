@@ -1,0 +1,1 @@
+"""The run that checks a checkpoint. As `runs`, which it never imports."""

@@ -1,0 +1,206 @@
+"""The certificate of a checkpoint: its report's numbers against those recomputed from the original model.
+
+What a certificate proves, if recipe, model and calibration text are what they are said to be: the stored weights have
+the errors, losses and worst cases that the report claims, on the lattices (order, damping, and for latq the model's
+step) that this recipe leads to; all other tensors, and config.json, are the model's. It does not prove that the weights
+are the ones nearest plane rounds to, and does not look at the tokenizer. With sweeps, or a beam on a grid that ends,
+any weights are within the bound, and it only says how far they have left the cells. One claim is taken: how often a
+damping was quadrupled for a share of served bits. Any damping's worst case holds, if a larger one for more.
+
+Invariant: but for this claim nothing of the report enters what it is compared with, and only the recipe is taken on
+trust.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm_latq.errors import CheckpointError, ConfigError, LatqError
+from vllm_latq.format.files import read_json
+from vllm_latq.format.reader import REPORT_FILE, CheckpointReader
+from vllm_latq.format.report import NUMBERS, LayerReport, finite_number
+from vllm_latq.quantize.calibration.windows import calibration_samples
+from vllm_latq.quantize.certificate.recompute import layer_by_layer, whole_model
+from vllm_latq.quantize.methods.record import totals
+from vllm_latq.quantize.model.decoder import Decoder
+from vllm_latq.quantize.model.loading import torch_device
+from vllm_latq.quantize.model.meta_model import model_config
+from vllm_latq.quantize.model.selection import quantized_linears
+from vllm_latq.quantize.model.shards import untouched_names
+from vllm_latq.quantize.recipe import Recipe
+
+# Relative. On one machine the numbers agree to the last digits; another device adds up activations in another order,
+# and in bfloat16 where the model is: errors then move by parts of a percent.
+TOLERANCE = 0.01
+_RECOMPUTED = tuple(name for name in NUMBERS if name != "seconds")
+# Reports of earlier versions lack them.
+_NOT_ALWAYS_CLAIMED = ("served_bits", "served_bits_per_weight")
+# What a layer of zeros loses is zero up to rounding, which no relative tolerance compares.
+_NOTHING = 1e-12
+_HINT = "Report or weights were changed, or model, calibration text or version are not the ones of this checkpoint."
+
+
+def verify_certificate(
+    checkpoint: str | Path,
+    model: str | Path,
+    calibration: str | None,
+    *,
+    tolerance: float = TOLERANCE,
+    device: str | None = None,
+) -> Iterator[LatqError]:
+    """Every claim of the report that does not hold; run `checkpoint.verify` first, which checks the files.
+
+    Args:
+        checkpoint: directory of a quantized checkpoint.
+        model: directory of the model it was made from.
+        calibration: the text it was calibrated on, as given to `quantize_checkpoint`.
+        tolerance: relative, between a claimed and a recomputed number.
+        device: torch device; None takes CUDA where there is one.
+
+    Raises:
+        LatqError: model, checkpoint or calibration data cannot be used at all.
+    """
+    if not 0 < tolerance < 1:
+        raise ConfigError("tolerance", "a number between 0 and 1", repr(tolerance))
+    reader = CheckpointReader(checkpoint)
+    recipe = Recipe.from_dict(reader.config.recipe)
+    decoder = Decoder(model, torch_device(device), recipe.compute_dtype)
+    if calibration is None:
+        raise ConfigError("calibration", "the calibration text of the checkpoint", "none", "Errors are measured on it.")
+    samples = calibration_samples(decoder, recipe, calibration)
+    assert samples is not None
+    certificate = _Certificate(reader, decoder, recipe, tolerance)
+    certificate.require_same_linears()
+    yield from certificate.foreign_parts()
+    yield from certificate.calibration(samples)
+    yield from certificate.layers(samples)
+
+
+@dataclass(frozen=True)
+class _Certificate:
+    reader: CheckpointReader
+    decoder: Decoder
+    recipe: Recipe
+    tolerance: float
+
+    def require_same_linears(self) -> None:
+        """Raise unless the quantized linears are those that the recipe takes from the model, and stored as it says."""
+        quantized = quantized_linears(self.decoder, self.recipe)
+        wanted = {name: (linear.out_features, linear.in_features) for name, linear in quantized.items()}
+        if wanted != dict(self.reader.shapes):
+            differing = sorted(set(wanted.items()) ^ set(self.reader.shapes.items()))
+            found = f"a difference at {differing[0][0]}"
+            raise CheckpointError(
+                str(self.reader.directory), "the model's linears", found, "Is it made from this model?"
+            )
+        stores = self.recipe.scheme
+        for name in wanted:
+            scheme = self.reader.config.scheme_for(name)
+            for key in ("encoding", "grid"):
+                is_stored = getattr(scheme, key, None)
+                if is_stored != getattr(stores, key):
+                    where = f"{self.reader.directory}: {name}"
+                    expected = f"{key} {getattr(stores, key)}, which this recipe of {self.recipe.method} stores"
+                    hint = "Was its recipe changed, or is it of an earlier version?"
+                    raise CheckpointError(where, expected, str(is_stored), hint)
+
+    def foreign_parts(self) -> Iterator[LatqError]:
+        """Where config.json and the unquantized tensors are not the model's own."""
+        config = self.reader.directory / "config.json"
+        ours = model_config(self.decoder.source, self.decoder.unties(self.reader.shapes))
+        theirs = read_json(config)
+        theirs.pop("quantization_config", None)
+        for key in sorted(ours.keys() | theirs.keys()):
+            if ours.get(key) != theirs.get(key):
+                yield CheckpointError(
+                    f"{config}: {key}", f"the model's {ours.get(key)!r}", repr(theirs.get(key)), _HINT
+                )
+        shards, quantized = range(len(self.decoder) + 1), self.reader.shapes
+        untouched = {name for shard in shards for name in untouched_names(self.decoder, shard, quantized)}
+        stored = set(self.reader.store.names())
+        for name in quantized:
+            stored -= {f"{name}.{suffix}" for suffix in self.reader.weight(name).to_tensors()}
+        for name in sorted(untouched ^ stored):
+            found = "no such tensor" if name in untouched else "a tensor that the model does not have"
+            expected = "the model's own tensor" if name in untouched else "nothing"
+            yield CheckpointError(f"{self.reader.directory}: {name}", expected, found, _HINT)
+        for name in sorted(untouched & stored):
+            if not torch.equal(self.reader.store.get(name), self.decoder.store.get(name)):
+                yield CheckpointError(
+                    f"{self.reader.directory}: {name}", "the model's own tensor", "another one", _HINT
+                )
+
+    def calibration(self, samples: torch.Tensor) -> Iterator[LatqError]:
+        """Whether as much calibration text was there."""
+        claimed = self.reader.report().get("calibration")
+        found = {"samples": samples.shape[0], "seq_len": samples.shape[1]}
+        if claimed != found:
+            where = f"{self._report}: calibration"
+            yield CheckpointError(where, f"{found}, what the text gives", repr(claimed), "Use the same text.")
+
+    def layers(self, samples: torch.Tensor) -> Iterator[LatqError]:
+        """The claims of each linear, in the order of the model, and their totals."""
+        claims = {claim.name: claim for claim in self.reader.measured()}
+        everything = []
+        for found in self._recomputed(samples, claims):
+            claim = claims.get(found.name)
+            if claim is None:
+                yield CheckpointError(self._report, f"a record of {found.name}", "none", _HINT)
+            else:
+                yield from self._compare(claim, found)
+            everything.append(asdict(found) | {"shape": self.reader.shapes[found.name]})
+        yield from self._totals(totals(everything))
+
+    def _recomputed(self, samples: torch.Tensor, claims: Mapping[str, LayerReport]) -> Iterator[LayerReport]:
+        checkpoint = (self.reader, self.decoder, self.recipe, samples)
+        if self.recipe.method != "latq":
+            return layer_by_layer(*checkpoint)
+        return whole_model(*checkpoint, lambda name: claims[name].damping if name in claims else None)
+
+    def _compare(self, claim: LayerReport, found: LayerReport) -> Iterator[LatqError]:
+        where = f"{self._report}: {claim.name}"
+        for key in _RECOMPUTED:
+            if key in _NOT_ALWAYS_CLAIMED and getattr(claim, key) is None:
+                continue
+            yield from self._same(f"{where}.{key}", getattr(claim, key), getattr(found, key))
+        if claim.bound_holds and not found.bound_holds:
+            on_loss = found.loss_bound is not None
+            what, value = ("loss", found.loss) if on_loss else ("rounding error", found.rounding_error)
+            limit = found.loss_bound if on_loss else found.bound
+            hint = "The guarantee that the report claims does not hold for these weights."
+            yield CheckpointError(f"{where}.bound_holds", f"a {what} below {_text(limit)}", _text(value), hint)
+        if claim.bound_holds is None and found.bound_holds is not None and not self.recipe.voids_bounds:
+            yield CheckpointError(f"{where}.bound_holds", "a claim, as the bound omits nothing", "null", _HINT)
+        if claim.bound_holds is False:
+            yield CheckpointError(f"{where}.bound_holds", "true or null", "false", "Its quantizer broke its guarantee.")
+
+    def _totals(self, found: dict[str, Any]) -> Iterator[LatqError]:
+        claimed = self.reader.report().get("totals")
+        if not isinstance(claimed, dict):
+            yield CheckpointError(f"{self._report}: totals", "an object", type(claimed).__name__, _HINT)
+            return
+        for key, value in found.items():
+            if key in _NOT_ALWAYS_CLAIMED and claimed.get(key) is None:
+                continue
+            where = f"{self._report}: totals.{key}"
+            yield from self._same(where, finite_number(claimed.get(key), where), value)
+
+    def _same(self, where: str, claimed: float | None, found: float | None) -> Iterator[LatqError]:
+        near = claimed == found  # both None
+        if claimed is not None and found is not None:
+            near = math.isclose(claimed, found, rel_tol=self.tolerance, abs_tol=_NOTHING)
+        if not near:
+            expected = f"the recomputed {_text(found)} within {self.tolerance:g}"
+            yield CheckpointError(where, expected, _text(claimed), _HINT)
+
+    @property
+    def _report(self) -> str:
+        return str(self.reader.directory / REPORT_FILE)
+
+
+def _text(value: float | None) -> str:
+    return "null" if value is None else f"{value:.6g}"

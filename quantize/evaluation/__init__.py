@@ -1,0 +1,1 @@
+"""How good a model is. Imports `calibration` for text, `model` for loading."""

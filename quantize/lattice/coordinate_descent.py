@@ -1,0 +1,232 @@
+"""Coordinate descent after nearest plane: each number is moved to its optimum while all others stand still.
+
+One sweep fits every scale to its group by least squares, then takes every weight once, in rounding order: an inlier
+goes to the grid point nearest to its optimum, an outlier to the optimum itself, or to the point of the lattice beyond
+the grid that is nearest to it. (QuantEase, Behdin et al. 2023, with scales, and with outliers that may change places.)
+Nearest plane looks ahead, at what later columns can still repair; this looks back, at what the earlier ones could not
+know.
+
+Invariant: a sweep that does not lower the loss is dropped, so the loss stays below the bound it started with. That one
+is of scales that are gone: the one that is returned counts residuals beyond half a step for what they cost.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+
+from vllm_latq.quantize.lattice.factor import Factor
+from vllm_latq.quantize.lattice.nearest_plane import Rounding
+from vllm_latq.quantize.lattice.outliers import OUTLIER_DTYPE, Overflow, kept_value
+from vllm_latq.quantize.lattice.scales import SCALE_DTYPE
+
+BATCH = 128  # columns
+ROWS = 1024
+
+
+def refine(
+    weight: torch.Tensor,
+    factor: Factor,
+    rounding: Rounding,
+    low: int,
+    high: int,
+    sweeps: int,
+    outlier_rate: float | None = None,
+    keep: Overflow = "exact",
+) -> Rounding:
+    """Lower (q - w)^T H (q - w), H damped, from a rounding on.
+
+    Args:
+        weight: float32 or float64 [r, c], what was rounded.
+        factor: it was rounded with.
+        rounding: to start from, with a scale per group; kept weights stay kept, the others on the grid.
+        low, high: the integer grid.
+        sweeps: at most.
+        outlier_rate: lets outliers change places: before each sweep a threshold is set that this share of the weights
+            exceeds, and a weight is kept where the grid would cost more than the threshold.
+        keep: what outliers were kept as, "exact" or "integer"; in the latter case one that belongs on the grid becomes
+            an inlier.
+
+    Returns:
+        The rounding reached, with a bound of its own, which is above the loss of any weights.
+    """
+    if not sweeps or not weight.numel():
+        return rounding
+    state = _State.of(weight, factor, rounding, low, high, keep)
+    best = state.measure()
+    for _ in range(sweeps):
+        tried = state.copy()
+        tried.sweep(outlier_rate)
+        reached = tried.measure()
+        allowed = int(state.kept.sum() if outlier_rate is None else outlier_rate * weight.numel())
+        if not reached.sum() < best.sum() or int(tried.kept.sum()) > allowed:
+            break
+        state, best = tried, reached
+    steps = state.scales[state.group_of]
+    base = state.offset * steps
+    cells, beyond = state.bound(factor)
+    z, kept, values = state.integers(state.values, steps), state.kept, state.values - base
+    if keep == "integer":
+        z = torch.where(kept, _integers_of(values, z, steps), z)
+        kept, values = kept & state.outside(z), kept_value(keep, values, z, steps)
+    else:
+        z.masked_fill_(kept, 0)
+    has_outliers = rounding.outlier_values is not None
+    return replace(
+        rounding,
+        z=z.to(torch.int32).T.contiguous(),
+        outlier_mask=kept.T.contiguous() if has_outliers else rounding.outlier_mask,
+        outlier_values=values.masked_fill(~kept, 0).to(OUTLIER_DTYPE).T.contiguous() if has_outliers else None,
+        scales=state.scales.T.contiguous(),
+        loss=best,
+        bound=cells + beyond,
+        beyond=beyond,
+    )
+
+
+def _integers_of(values: torch.Tensor, z: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
+    """Integers that are kept as these values: z, or a neighbour, as bfloat16 moves one beyond 128 by up to a step."""
+    best, least = z, (kept_value("integer", values, z, steps) - values).abs_()
+    for other in (z - 1, z + 1):
+        distance = (kept_value("integer", values, other, steps) - values).abs_()
+        best, least = torch.where(distance < least, other, best), torch.minimum(distance, least)
+    return best
+
+
+@dataclass
+class _State:
+    """Everything transposed, so that one step touches contiguous rows of all output channels; original column order.
+
+    target, values [c, r] are w and q; scales [G, r]; kept [c, r] says where q is off the grid; gradient [c, r] is half
+    that of the loss, H (q - w), once it was measured.
+    """
+
+    target: torch.Tensor
+    values: torch.Tensor
+    scales: torch.Tensor
+    kept: torch.Tensor
+    hessian: torch.Tensor
+    order: torch.Tensor
+    group_of: torch.Tensor
+    low: int
+    high: int
+    keep: Overflow
+    offset: float
+    gradient: torch.Tensor
+
+    @classmethod
+    def of(
+        cls, weight: torch.Tensor, factor: Factor, rounding: Rounding, low: int, high: int, keep: Overflow
+    ) -> "_State":
+        kept = rounding.outlier_mask
+        return cls(
+            target=weight.T.contiguous(),
+            values=rounding.dequantized.to(weight.dtype).T.contiguous(),
+            scales=rounding.scales.to(weight.dtype).T.expand(-1, len(weight)).clone(),
+            kept=(kept if rounding.outlier_values is not None else torch.zeros_like(kept)).T.contiguous(),
+            hessian=factor.hessian.to(weight.dtype),
+            order=factor.order,
+            group_of=torch.arange(weight.shape[1], device=weight.device) // rounding.group_width,
+            low=low,
+            high=high,
+            keep=keep,
+            offset=rounding.offset,
+            gradient=weight.new_empty(0),
+        )
+
+    def copy(self) -> "_State":
+        return replace(self, values=self.values.clone(), scales=self.scales.clone(), kept=self.kept.clone())
+
+    def measure(self) -> torch.Tensor:
+        """The loss of each row, float64 [r]; its gradient is what the next sweep starts from."""
+        error = self.values - self.target
+        self.gradient = self.hessian @ error
+        return (error * self.gradient).sum(0, dtype=torch.float64)
+
+    def bound(self, factor: Factor) -> torch.Tensor:
+        """1/4 sum_t D_t s_t^2 of each row, and by how much steps that cost more do so: float64 [2, r]."""
+        found = []
+        parts = (part.split(ROWS, 1) for part in (self.values, self.target, self.scales))
+        for values, target, scales in zip(*parts, strict=True):
+            cells = scales[self.group_of].T.to(torch.float64).square() * (factor.importance / 4)
+            excess = factor.residuals((values - target).T).square_().sub_(cells).clamp_(min=0)
+            found.append(torch.stack([cells.sum(1), excess.sum(1)]))
+        return torch.cat(found, 1)
+
+    def integers(self, values: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
+        """Those of the lattice's nearest points."""
+        return (values / steps).sub_(self.offset).round_()
+
+    def kept_value(self, values: torch.Tensor, integers: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
+        """What outliers of these values become; only their distance from scale * offset is stored."""
+        base = self.offset * steps
+        return kept_value(self.keep, values - base, integers, steps) + base
+
+    def outside(self, integers: torch.Tensor) -> torch.Tensor:
+        """Where integers leave the grid."""
+        return (integers < self.low) | (integers > self.high)
+
+    def sweep(self, outlier_rate: float | None) -> None:
+        """Scales, then weights, of a state that was measured, and must be again: its gradient is used up."""
+        gradient = self.gradient
+        for group in range(len(self.scales)):
+            self._fit(group, gradient)
+        limit = None if outlier_rate is None else self._threshold(gradient, outlier_rate)
+        for columns in self.order.split(BATCH):
+            self._move(columns, gradient, limit)
+
+    def _fit(self, group: int, gradient: torch.Tensor) -> None:
+        """The scale of each row's group by least squares, rounded as stored, where that lowers the loss."""
+        columns = (self.group_of == group).nonzero()[:, 0]
+        old, values, kept = self.scales[group].clone(), self.values[columns], self.kept[columns]
+        integers = self.integers(values, old)
+        points = integers + self.offset
+        if self.keep == "exact":
+            points.masked_fill_(kept, self.offset)
+        slope = (points * gradient[columns]).sum(0)
+        curvature = (points * (self.hessian[columns][:, columns] @ points)).sum(0)
+        fitted = (old - slope / curvature).to(SCALE_DTYPE).to(old)
+        change = fitted - old
+        better = change * (change * curvature + 2 * slope) < 0  # false for NaN, where no point but 0 is
+        better &= fitted * old > 0
+        change.masked_fill_(~better, 0)
+        self.scales[group] += change
+        moved = points * change
+        if self.keep == "integer":
+            moved = torch.where(kept, self.kept_value(values, integers, old + change) - values, moved)
+        self.values[columns] += moved
+        gradient.addmm_(self.hessian[:, columns], moved)
+
+    def _threshold(self, gradient: torch.Tensor, outlier_rate: float) -> float:
+        """What `outlier_rate` of the weights would cost more than, if each were put on the grid."""
+        curvature = self.hessian.diagonal()[:, None]
+        optimum = self.values - gradient / curvature
+        steps = self.scales[self.group_of]
+        integers = self.integers(optimum, steps)
+        nearest = integers.clamp(self.low, self.high).add_(self.offset).mul_(steps)
+        costs = optimum.sub_(nearest).square_() * curvature
+        if self.keep == "integer":
+            costs.masked_fill_(~self.outside(integers), 0)
+        costs = costs.flatten()
+        rank = math.floor(outlier_rate * costs.numel())
+        return float(costs.kthvalue(costs.numel() - rank).values)
+
+    def _move(self, columns: torch.Tensor, gradient: torch.Tensor, limit: float | None) -> None:
+        """Every weight of a batch of columns to its optimum; the columns outside of it hear of that at the end."""
+        local, inner = gradient[columns], self.hessian[columns][:, columns]
+        moves = torch.zeros_like(local)
+        for i, t in enumerate(columns.tolist()):
+            if i:
+                local[i] += inner[i, :i] @ moves[:i]
+            curvature, scale = inner[i, i], self.scales[self.group_of[t]]
+            optimum = self.values[t] - local[i] / curvature
+            integer = self.integers(optimum, scale)
+            nearest = integer.clamp(self.low, self.high).add_(self.offset).mul_(scale)
+            if limit is not None:
+                self.kept[t] = (optimum - nearest).square_().mul_(curvature) > limit
+            if self.keep == "integer":
+                self.kept[t] &= self.outside(integer)
+            moved = torch.where(self.kept[t], self.kept_value(optimum, integer, scale), nearest)
+            moves[i] = moved - self.values[t]
+            self.values[t] = moved
+        gradient.addmm_(self.hessian[:, columns], moves)

@@ -1,0 +1,267 @@
+"""K-best nearest plane: the recursion of `nearest_plane`, with the K best partial roundings of every row kept alive.
+
+(The M-algorithm of sequential decoding; K = 1 is nearest plane.) Each survivor of a row may take the nearest integer,
+the one on the other side, or with a `threshold` keep the weight; of these candidates the K cheapest survive. What a
+candidate costs may count the bits of its code, which makes this rate-distortion-optimised rounding.
+
+Invariant: the cheapest survivor's nearest integer is always among the candidates, so the bound of nearest plane holds
+by induction over the steps, unless bits are counted; on a grid that ends, residuals beyond half a step are counted.
+
+All rows are independent: they are done in bands, so that the survivors' copies of the residual stay small.
+
+    residual [c, K, rows] --a batch of columns--> candidates [2K or 3K, rows] --the K cheapest--> parent, integer
+        --after the batch--> residual of the later columns, gathered by ancestor, less the errors of the batch
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from vllm_latq.errors import ConfigError
+from vllm_latq.quantize.lattice.factor import Factor
+from vllm_latq.quantize.lattice.nearest_plane import Rounding, Steps, check_range, nearest_plane
+from vllm_latq.quantize.lattice.outliers import OUTLIER_DTYPE, Overflow, kept_value
+
+# Elements of the survivors' residuals at once.
+_BAND = 1 << 24
+
+
+@dataclass(frozen=True)
+class CodeCost:
+    """What the bits of an integer cost, in units of the loss.
+
+    Attributes:
+        costs: float64 [n], of the integers `first`, first + 1, ...; others cost as much as the nearest one of these.
+        first: the smallest integer that has a cost of its own.
+    """
+
+    costs: torch.Tensor
+    first: int
+
+    @classmethod
+    def of(cls, integers: torch.Tensor, price: float) -> "CodeCost":
+        """Ideal code lengths, -log2 of the frequency (one more than counted), times the price of a bit.
+
+        Args:
+            integers: int32, those of an earlier pass.
+            price: loss per bit.
+        """
+        low, high = (int(end) for end in integers.aminmax())
+        low, high = (min(max(end, -(1 << 15)), 1 << 15) for end in (low, high))
+        low, high = low - 1, high + 1
+        counts = torch.bincount((integers.clamp(low, high) - low).flatten(), minlength=high - low + 1)
+        shares = (counts + 1).to(torch.float64) / (counts + 1).sum()
+        return cls(-shares.log2() * price, low)
+
+    def __call__(self, integers: torch.Tensor) -> torch.Tensor:
+        index = (integers - self.first).clamp_(0, len(self.costs) - 1).to(torch.int64)
+        return self.costs.to(integers)[index]
+
+
+def plane_of_width(width: int) -> Callable[..., Rounding]:
+    """`nearest_plane`, or `k_best_plane` of this width."""
+    return nearest_plane if width == 1 else partial(k_best_plane, width=width)
+
+
+def k_best_plane(
+    weight: torch.Tensor,
+    factor: Factor,
+    scales: torch.Tensor,
+    low: int | None = None,
+    high: int | None = None,
+    keep_overflow: Overflow = "clip",
+    *,
+    block_size: int = 128,
+    group_size: int | None = None,
+    where: str = "",
+    seed: int | None = None,
+    threshold: float | None = None,
+    offset: float = 0.0,
+    width: int = 4,
+    code_cost: CodeCost | None = None,
+) -> Rounding:
+    """Arguments and result as for `nearest_plane`, and:
+
+    Args:
+        keep_overflow: "exact" or "integer" only with a `threshold`, which is what keeping a weight costs: without one,
+            the survivors would be those that leave the grid.
+        seed: None; there is nothing to choose among where integers are drawn.
+        width: K, survivors per row.
+        code_cost: added to the loss when candidates are compared.
+    """
+    if seed is not None or (keep_overflow != "clip") != (threshold is not None):
+        raise ConfigError(where or "k_best_plane", "nearest rounding, clipped or with a threshold", keep_overflow)
+    rows, cols = weight.shape
+    steps = Steps.of(scales, weight, group_size, factor.order, where)
+    limits = (-math.inf if low is None else low, math.inf if high is None else high)
+    # Costs are compared in squares, which float32 holds of weights near 1: a power of two makes them so, exactly.
+    unit = _unit(weight, steps.by_group)
+    scaled = replace(steps, by_group=steps.by_group / unit)
+    keeping = None if threshold is None else threshold / unit**2
+    coding = None if code_cost is None else replace(code_cost, costs=code_cost.costs / unit**2)
+    search = _Search(factor, scaled, limits, block_size, keeping, width, coding, keep_overflow, offset)
+    band = max(1, _BAND // max(1, cols * width))
+    paths = [search.run(weight[start : start + band] / unit, start) for start in range(0, rows, band)]
+    integers, errors, kept, clipped = (torch.cat(parts, -1) for parts in zip(*paths, strict=True))
+    loss = factor.diagonal @ errors.to(torch.float64).square() * unit**2
+    check_range(integers, loss, where)
+    # Of the two integers around a weight either may be cheaper where bits count, at an error of up to a whole step.
+    reach = 0.5 if code_cost is None else 1.0
+    bound = scaled.weighted_squares(factor.diagonal, rows) * reach**2
+    beyond = torch.zeros_like(loss)
+    if low is not None:
+        for start in range(0, cols, block_size):
+            part = slice(start, start + block_size)
+            beyond += factor.diagonal[part] @ scaled.excess(start, errors[part], reach)
+    inverse = torch.argsort(factor.order)
+    values = None
+    if threshold is not None:
+        values = torch.where(torch.isfinite(kept), kept * unit, 0.0).to(OUTLIER_DTYPE)[inverse].T.contiguous()
+        clipped = torch.isfinite(kept)
+    return Rounding(
+        z=integers.to(torch.int32)[inverse].T.contiguous(),
+        outlier_mask=clipped[inverse].T.contiguous(),
+        outlier_values=values,
+        scales=steps.by_group.T,
+        group_width=steps.width,
+        loss=loss,
+        bound=(bound + beyond) * unit**2,
+        beyond=beyond * unit**2,
+        offset=offset,
+    )
+
+
+def _unit(weight: torch.Tensor, scales: torch.Tensor) -> float:
+    """The power of two below the largest magnitude; 1 where there is none, or one that is refused later."""
+    largest = max(float(values.abs().max()) if values.numel() else 0.0 for values in (weight, scales))
+    # Its reciprocal must be finite in float32 too.
+    return 2.0 ** max(-100, math.frexp(largest)[1] - 1) if 0 < largest < math.inf else 1.0
+
+
+@dataclass(frozen=True)
+class _Search:
+    factor: Factor
+    steps: Steps
+    limits: tuple[float, float]
+    block_size: int
+    threshold: float | None
+    width: int
+    code_cost: CodeCost | None
+    keep: Overflow
+    offset: float
+
+    def run(self, weight: torch.Tensor, first: int) -> tuple[torch.Tensor, ...]:
+        """The cheapest path of each row of a band: integers, errors, kept values (else NaN), clipped, all [c, rows]."""
+        order = self.factor.order
+        residual = weight.T[order].unsqueeze(1).repeat(1, self.width, 1)
+        shape = residual.shape
+        cost = torch.full(shape[1:], math.inf, dtype=weight.dtype, device=weight.device)
+        cost[0] = 0
+        trail = _Trail(
+            integers=torch.empty_like(residual),
+            errors=torch.empty_like(residual),
+            kept=torch.full_like(residual, math.nan) if self.threshold is not None else residual.new_empty(0),
+            clipped=torch.zeros(shape, dtype=torch.bool, device=weight.device),
+            parents=torch.empty(shape, dtype=torch.int64, device=weight.device),
+        )
+        propagation = self.factor.propagation(weight.dtype)
+        for start in range(0, len(order), self.block_size):
+            stop = min(start + self.block_size, len(order))
+            scales = self.steps.take(start, stop)
+            if scales.shape[1] > 1:
+                scales = scales[:, first : first + shape[2]]
+            if self.offset:
+                residual[start:stop].sub_(scales.unsqueeze(1), alpha=self.offset)
+            cost, ancestors, errors = self._batch(residual[start:stop], scales, propagation, cost, trail, start)
+            if stop < len(order):
+                later = residual[stop:].gather(1, ancestors.expand(len(order) - stop, -1, -1))
+                later.flatten(1).addmm_(propagation[start:stop, stop:].T, errors.flatten(1), alpha=-1)
+                residual[stop:] = later
+        return trail.back(cost.argmin(0))
+
+    def _batch(
+        self,
+        residual: torch.Tensor,
+        scales: torch.Tensor,
+        propagation: torch.Tensor,
+        cost: torch.Tensor,
+        trail: "_Trail",
+        start: int,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Steps start .. start + len(residual) - 1: the survivors' costs, their ancestors before the batch, and their
+        errors [batch, K, rows]."""
+        errors = torch.empty_like(residual)
+        ancestors = torch.arange(self.width, device=cost.device)[:, None].expand_as(cost)
+        for i in range(len(residual)):
+            current = residual[i].gather(0, ancestors)
+            if i:
+                moves = propagation[start : start + i, start + i]
+                current -= (moves @ errors[:i].flatten(1)).view_as(current)
+            cost, parents, errors[i] = self._step(start + i, current, scales[i], cost, trail)
+            if i:
+                errors[:i] = errors[:i].gather(1, parents.expand(i, -1, -1))
+            ancestors = ancestors.gather(0, parents)
+        return cost, ancestors, errors
+
+    def _step(
+        self, t: int, current: torch.Tensor, scale: torch.Tensor, cost: torch.Tensor, trail: "_Trail"
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The K cheapest ways to take step t from the survivors, whose weights are `current` [K, rows]."""
+        low, high = self.limits
+        exact = current / scale
+        nearest = exact.round()
+        first = nearest.clamp(low, high)
+        second = (first + torch.where(exact < first, -1.0, 1.0)).clamp(low, high)
+        integers = torch.cat((first, second))
+        errors = current.repeat(2, 1).addcmul_(integers, scale.expand_as(current).repeat(2, 1), value=-1)
+        weight = float(self.factor.diagonal[t])
+        costs = cost.repeat(2, 1) + weight * errors.square()
+        if self.code_cost is not None:
+            costs += self.code_cost(integers)
+        costs[len(first) :].masked_fill_(first == second, math.inf)
+        clipped = torch.cat((first != nearest, first != nearest))
+        if self.threshold is not None:
+            kept = kept_value(self.keep, current, nearest, scale)
+            integers = torch.cat((integers, nearest if self.keep == "integer" else torch.zeros_like(kept)))
+            errors = torch.cat((errors, current - kept))
+            price = cost + self.threshold
+            if self.keep == "integer":
+                price = price.masked_fill(first == nearest, math.inf)
+            costs = torch.cat((costs, price + weight * errors[-len(kept) :].square()))
+            clipped = torch.cat((clipped, torch.zeros_like(clipped[: len(kept)])))
+            values = torch.cat((torch.full_like(integers[: -len(kept)], math.nan), kept))
+        cost, chosen = costs.topk(self.width, dim=0, largest=False)
+        parents, error = chosen % self.width, errors.gather(0, chosen)
+        trail.integers[t], trail.errors[t], trail.parents[t] = integers.gather(0, chosen), error, parents
+        trail.clipped[t] = clipped.gather(0, chosen)
+        if self.threshold is not None:
+            trail.kept[t] = values.gather(0, chosen)
+        return cost, parents, error
+
+
+@dataclass
+class _Trail:
+    """What every survivor did at every step, and whose child it is: all [c, K, rows]."""
+
+    integers: torch.Tensor
+    errors: torch.Tensor
+    kept: torch.Tensor
+    clipped: torch.Tensor
+    parents: torch.Tensor
+
+    def back(self, survivor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The path that leads to a survivor [rows] of the last step."""
+        path = torch.empty_like(self.parents[:, 0])
+        for t in reversed(range(len(path))):
+            path[t] = survivor
+            survivor = self.parents[t].gather(0, survivor[None])[0]
+
+        def along(values: torch.Tensor) -> torch.Tensor:
+            return values.gather(1, path.unsqueeze(1)).squeeze(1)
+
+        integers = along(self.integers)
+        kept = along(self.kept) if self.kept.numel() else torch.full_like(integers, math.nan)
+        return integers, along(self.errors), kept, along(self.clipped)

@@ -1,0 +1,297 @@
+"""Nearest plane: GPTQ's recursion, in blocks.
+
+Invariant: with w' the value a weight has when its turn comes and q what it is rounded to,
+
+    sum_t D_t (w'_t - q_t)^2 == (q - w)^T H (q - w)        (H damped)
+
+Everything is stored transposed and permuted, so that one step touches contiguous rows of all output channels:
+
+              output channels r
+            +-------------------+
+    order[0]| e_0   (done)      |   finished rows hold the error e = w' - q
+    order[1]| e_1               |
+      ...   | - - - - - - - - - |   a batch receives the errors of all rows above it in one matmul,
+    order[t]| w'_t  (now)       |   w'[batch] -= P[:start, batch]^T @ e[:start],  P = U / diag(U),
+      ...   | w    (untouched)  |   then is done in batches of INNER_BATCH columns, and those one by one
+            +-------------------+
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from vllm_latq.errors import ConfigError, NumericalError
+from vllm_latq.format.config import WHOLE_ROW
+from vllm_latq.quantize.lattice.factor import Factor
+from vllm_latq.quantize.lattice.outliers import KEPT, OUTLIER_DTYPE, Overflow, kept_excess, kept_value
+
+ROUNDINGS = ("nearest", "stochastic", "rate")
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """What a rounding pass found; original column order.
+
+    Attributes:
+        z: int32 [r, c], integers; 0 where a weight was kept exactly. A weight is scale * (z + offset).
+        outlier_mask: bool [r, c], where the nearest integer lies outside [low, high]: clipped or kept, as
+            `keep_overflow` said; with a `threshold`, where a weight was kept.
+        outlier_values: bfloat16 [r, c], of outliers, less scale * offset; 0 elsewhere; None unless `keep_overflow` is
+            one of KEPT.
+        scales: [r or 1, G], in the dtype of the recursion.
+        group_width: columns per scale.
+        loss: float64 [r], sum_t D_t (w'_t - q_t)^2.
+        bound: float64 [r], 1/4 sum_t D_t s_t^2 (Theorem 5), or without the 1/4 if rounding was stochastic; the loss is
+            below it unless something was clipped. For integers kept, it includes their rounding to bfloat16. With a
+            `threshold`, of a beam and after coordinate descent, it includes `beyond`, and the loss is below it always.
+        beyond: float64 [r], by how much steps cost more than the worst case of a cell: those that were clipped, or, of
+            a beam on a grid that ends and after coordinate descent, any. 0 where the bound does not count it.
+        offset: of the grid, in steps.
+    """
+
+    z: torch.Tensor
+    outlier_mask: torch.Tensor
+    outlier_values: torch.Tensor | None
+    scales: torch.Tensor
+    group_width: int
+    loss: torch.Tensor
+    bound: torch.Tensor
+    beyond: torch.Tensor
+    offset: float = 0.0
+
+    @property
+    def dequantized(self) -> torch.Tensor:
+        """scale * (z + offset), or the exact outlier: [r, c] in the dtype of the recursion."""
+        steps = self.scales.repeat_interleave(self.group_width, 1)[:, : self.z.shape[1]]
+        values = (self.z + self.offset) * steps
+        if self.outlier_values is None:
+            return values
+        return torch.where(self.outlier_mask, self.outlier_values + self.offset * steps, values)
+
+    @property
+    def outlier_rate(self) -> float:
+        """Share of weights in `outlier_mask`."""
+        return float(self.outlier_mask.sum()) / max(1, self.outlier_mask.numel())
+
+
+def nearest_plane(
+    weight: torch.Tensor,
+    factor: Factor,
+    scales: torch.Tensor,
+    low: int | None = None,
+    high: int | None = None,
+    keep_overflow: Overflow = "clip",
+    *,
+    block_size: int = 128,
+    group_size: int | None = None,
+    where: str = "",
+    seed: int | None = None,
+    threshold: float | None = None,
+    offset: float = 0.0,
+) -> Rounding:
+    """GPTQ with lazy batch updates ("GPTQ as Babai", Algorithm 1).
+
+    Args:
+        weight: float32 or float64 [r, c]; its dtype is that of the recursion.
+        factor: of the layer's Hessian.
+        scales: not zero; a scalar, [r, c], or [r, c / group_size] with `group_size` (-1: whole row) in the original
+            column order. Cast to the dtype of the weight.
+        low, high: the integer grid; None for no clipping.
+        keep_overflow: what happens to a weight whose integer leaves the grid: "clip" it, keep it as a "lattice"
+            point, keep its current value "exact"ly, rounded to bfloat16, or keep the "integer", and with it the
+            lattice point rounded to bfloat16 (see kept.py).
+        block_size: columns per lazy batch; does not change the result beyond floating-point rounding.
+        where: name of the layer, for errors.
+        seed: rounds up with the fractional part as probability, drawn from this seed; None rounds to nearest.
+        threshold: with "exact", keep instead the weights whose clipped rounding would add more than this to the loss,
+            D_t (w'_t - q_t)^2 > threshold, wherever their integers lie; the others are clipped. With "integer", those
+            of them whose integers leave the grid.
+        offset: of the lattice, in steps: weights are rounded to scale * (z + offset). A coset of the lattice has the
+            same cells, and the bound with them.
+
+    Raises:
+        NumericalError: the recursion left the finite numbers or the integers that fit.
+    """
+    rows, cols = weight.shape
+    if (low is None) != (high is None):
+        raise ConfigError(where or "nearest_plane", "both of low and high, or neither", f"low={low}, high={high}")
+    steps = Steps.of(scales, weight, group_size, factor.order, where)
+    state = _State(
+        residual=weight.T[factor.order].contiguous(),
+        integers=weight.new_empty(cols, rows),
+        keep=keep_overflow,
+        outliers=weight.new_zeros(cols, rows) if keep_overflow in KEPT else None,
+        propagation=factor.propagation(weight.dtype),
+        steps=steps,
+        low=-math.inf if low is None else low,
+        high=math.inf if high is None else high,
+        clip=keep_overflow == "clip" and low is not None,
+        offset=offset,
+        dither=None if seed is None else torch.Generator(weight.device).manual_seed(seed),
+        limit=None if threshold is None else (threshold / factor.diagonal).sqrt().to(weight.dtype),
+        kept=torch.zeros(cols, rows, dtype=torch.bool, device=weight.device) if keep_overflow in KEPT else None,
+    )
+    for start in range(0, cols, block_size):
+        state.round_batch(start, min(start + block_size, cols))
+    return state.finish(factor, where)
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Scales laid out for the recursion: by_group [G, r or 1]; group_of[t] is the group of the column of step t."""
+
+    by_group: torch.Tensor
+    group_of: torch.Tensor
+    width: int
+
+    @classmethod
+    def of(
+        cls,
+        scales: torch.Tensor,
+        weight: torch.Tensor,
+        group_size: int | None,
+        order: torch.Tensor,
+        where: str,
+    ) -> "Steps":
+        rows, cols = weight.shape
+        scales = scales.to(weight)
+        if scales.dim() == 0:
+            return cls(scales.reshape(1, 1), torch.zeros_like(order), max(cols, 1))
+        width = max(cols, 1) if group_size == WHOLE_ROW else group_size or 1
+        expected = (rows, max(1, -(-cols // width)))
+        if tuple(scales.shape) != expected:
+            hint = f"Groups of {width} columns in a weight of {rows} x {cols}."
+            raise ConfigError(where or "scales", f"scales of shape {expected}", f"{tuple(scales.shape)}", hint)
+        by_group = scales.T.contiguous()
+        return cls(by_group, order // width, width)
+
+    def take(self, start: int, stop: int) -> torch.Tensor:
+        """Scales of steps start .. stop - 1, [stop - start, r or 1]."""
+        return self.by_group[self.group_of[start:stop]]
+
+    def weighted_squares(self, diagonal: torch.Tensor, rows: int) -> torch.Tensor:
+        """sum_t D_t s_t^2 of each row, float64 [rows]."""
+        per_group = torch.zeros(len(self.by_group), dtype=torch.float64, device=diagonal.device)
+        per_group.index_add_(0, self.group_of, diagonal)
+        return (per_group @ self.by_group.to(torch.float64).square()).expand(rows)
+
+    def excess(self, start: int, residual: torch.Tensor, reach: float) -> torch.Tensor:
+        """By how much squared residuals of steps start, ... [n, r] are above (reach s_t)^2, or 0; float64."""
+        cells = self.take(start, start + len(residual)).to(torch.float64).square() * reach**2
+        return (residual.to(torch.float64).square() - cells).clamp_(min=0)
+
+
+@dataclass
+class _State:
+    """The working set of one pass, transposed and permuted: see the module's picture.
+
+    residual [c, r] turns from w', less offset * scale, into the error e row by row; integers [c, r] are not yet
+    clipped; outliers [c, r] holds their bfloat16 values and 0 elsewhere; limit [c] is the largest error that is not
+    kept, where there is a threshold.
+    """
+
+    residual: torch.Tensor
+    integers: torch.Tensor
+    keep: Overflow
+    outliers: torch.Tensor | None
+    propagation: torch.Tensor
+    steps: Steps
+    low: float
+    high: float
+    clip: bool
+    offset: float = 0.0
+    dither: torch.Generator | None = None
+    limit: torch.Tensor | None = None
+    kept: torch.Tensor | None = None
+
+    def round_batch(self, start: int, stop: int) -> None:
+        """Steps start .. stop - 1."""
+        batch, scales = self.residual[start:stop], self.steps.take(start, stop)
+        if start:
+            batch.addmm_(self.propagation[:start, start:stop].T, self.residual[:start], alpha=-1)
+        if self.offset:
+            batch.sub_(scales, alpha=self.offset)
+        # What a step receives lies in one row, and the views that every step needs are made at once: on narrow layers
+        # they take as long as the arithmetic.
+        moves = self.propagation[start:stop, start:stop].T.contiguous()
+        views = (batch.split(1), moves.split(1), self.integers[start:stop].unbind(), scales.unbind())
+        for done, (current, move, integer, scale) in enumerate(zip(*views, strict=True)):
+            if done:
+                current.addmm_(move[:, :done], batch[:done], alpha=-1)
+            self._round_one(start + done, current[0], integer, scale)
+
+    def _round_one(self, t: int, current: torch.Tensor, integer: torch.Tensor, scale: torch.Tensor) -> None:
+        torch.div(current, scale, out=integer)
+        if self.dither is None:
+            integer.round_()
+        else:
+            integer.add_(torch.rand(integer.shape, generator=self.dither, dtype=integer.dtype, device=integer.device))
+            integer.floor_()
+        if self.outliers is not None and self.kept is not None:
+            kept, outlier = self.kept[t], self.outliers[t]
+            nearest = integer.clamp(self.low, self.high)
+            if self.limit is None:
+                torch.ne(nearest, integer, out=kept)
+            else:
+                torch.gt((current - nearest * scale).abs_(), self.limit[t], out=kept)
+                if self.keep == "integer":
+                    kept.logical_and_(nearest != integer)
+            torch.where(kept, kept_value(self.keep, current, integer, scale), outlier, out=outlier)
+            nearest.masked_fill_(kept, 0)
+            current.sub_(outlier)
+        else:
+            nearest = integer.clamp(self.low, self.high) if self.clip else integer
+        current.addcmul_(nearest, scale, value=-1)
+
+    def finish(self, factor: Factor, where: str) -> Rounding:
+        """Back to the original layout, with loss and bound."""
+        cols, rows = self.residual.shape
+        reach = 0.5 if self.dither is None else 1.0
+        loss, beyond = torch.zeros(2, rows, dtype=torch.float64, device=self.residual.device)
+        bound = self.steps.weighted_squares(factor.diagonal, rows) * reach**2
+        outside = (self.integers < self.low) | (self.integers > self.high)
+        # In slices, so that no float64 copy of the whole matrix is made.
+        for lo in range(0, cols, 128):
+            part = slice(lo, lo + 128)
+            loss += factor.diagonal[part] @ self.residual[part].to(torch.float64).square()
+            if self.outliers is not None:
+                scales = self.steps.take(lo, lo + 128)
+                bound = bound + factor.diagonal[part] @ kept_excess(self.keep, self.outliers[part], scales, reach)
+            if self.limit is not None and self.kept is not None:
+                excess = self.steps.excess(lo, self.residual[part], reach)
+                beyond += factor.diagonal[part] @ excess.masked_fill_(~outside[part] | self.kept[part], 0)
+        check_range(self.integers, loss, where)
+        if self.clip:
+            self.integers.clamp_(self.low, self.high)
+        if self.kept is not None:
+            outside = self.kept
+            inside = self.integers.clamp(self.low, self.high)
+            self.integers = torch.where(outside, self.integers if self.keep == "integer" else 0, inside)
+        inverse = torch.argsort(factor.order)
+        outliers = None if self.outliers is None else self.outliers.to(OUTLIER_DTYPE)[inverse].T.contiguous()
+        return Rounding(
+            z=self.integers.to(torch.int32)[inverse].T.contiguous(),
+            outlier_mask=outside[inverse].T.contiguous(),
+            outlier_values=outliers,
+            scales=self.steps.by_group.T,
+            group_width=self.steps.width,
+            loss=loss,
+            bound=bound + beyond,
+            beyond=beyond,
+            offset=self.offset,
+        )
+
+
+def check_range(integers: torch.Tensor, loss: torch.Tensor, where: str = "") -> None:
+    """Refuse what does not fit: NaN and infinities, and integers that their floating dtype no longer holds exactly."""
+    bits = 24 if integers.dtype == torch.float32 else 31
+    largest = max(abs(float(end)) for end in integers.aminmax()) if integers.numel() else 0.0
+    if torch.isfinite(loss).all() and largest < 1 << bits:
+        return
+    raise NumericalError(
+        where or "nearest_plane",
+        f"finite weights and integers below 2^{bits}",
+        f"integers up to {largest:g} and a loss of {float(loss.sum()):g}",
+        "The scales are far too small for this Hessian: raise the damping, or lower the target bits if there are any.",
+    )

@@ -1,0 +1,142 @@
+"""One quantization run shared by several processes, as torchrun starts them.
+
+    samples ──split──> each rank's own activations ──> its sums of Hessians, gradients ──sum──> the same everywhere
+    inputs  ──mine───> each rank quantizes some    ──gather──> the same weights everywhere, written by rank 0
+
+Invariant: whatever a rank decides on is the same on all ranks, so none waits for a collective that another never
+enters. An error of what is gathered is raised on all; elsewhere, as in a forward pass, it ends one rank, and torchrun
+the others.
+"""
+
+import io
+import os
+import pickle
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from vllm_latq.errors import CalibrationError
+
+T = TypeVar("T")
+Key = TypeVar("Key", bound=Hashable)
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes of a run. A size of 1 needs no torch.distributed.
+
+    Attributes:
+        rank: of this one, among `size`.
+        device: where this one computes.
+    """
+
+    rank: int = 0
+    size: int = 1
+    device: torch.device = _CPU
+
+    @classmethod
+    def join(cls, device: torch.device) -> "World":
+        """The world that torchrun's environment describes, one GPU for each process of a machine with several; gloo
+        where blocks are computed on a CPU, else nccl."""
+        if world_size() == 1:
+            return cls(device=device)
+        if device.type != "cpu" and device.index is None:
+            device = torch.device(device.type, int(os.environ.get("LOCAL_RANK", "0")))
+            torch.cuda.set_device(device)
+        if not dist.is_initialized():
+            # Collectives on plain objects need a CPU backend, those on Hessians the device's own.
+            dist.init_process_group("gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl")
+        return cls(dist.get_rank(), dist.get_world_size(), device)
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank writes and reports."""
+        return self.rank == 0
+
+    def leave(self) -> None:
+        """End the process group, if there is one."""
+        if self.size > 1 and dist.is_initialized():
+            dist.destroy_process_group()
+
+    def split(self, samples: torch.Tensor) -> torch.Tensor:
+        """This rank's samples, of [n, ...]; CalibrationError if there are fewer than ranks."""
+        if len(samples) < self.size:
+            hint = "Use more samples, or fewer processes."
+            expected = f"at least one for each of {self.size} processes"
+            raise CalibrationError("calibration samples", expected, str(len(samples)), hint)
+        return samples.tensor_split(self.size)[self.rank]
+
+    def gather(self, make: Callable[[], T]) -> list[T]:
+        """What `make` returns on each rank, by rank, on every rank; the first error that one of them met."""
+        if self.size == 1:
+            return [make()]
+        files: list[Any] = [None] * self.size
+        dist.all_gather_object(files, _attempt(make))
+        return [_outcome(file) for file in files]
+
+    def from_first(self, make: Callable[[], T]) -> T:
+        """What `make` returns on the first rank, or the error that it met, on every rank; it is called there only."""
+        if self.size == 1:
+            return make()
+        files = [_attempt(make) if self.first else None]
+        dist.broadcast_object_list(files)
+        assert files[0] is not None
+        return _outcome(files[0])
+
+    def mine(self, work: Sequence[T], effort: Callable[[T], int]) -> list[T]:
+        """This rank's share of some work: each piece in turn to the rank with the least to do, biggest first."""
+        efforts = [effort(piece) for piece in work]
+        loads = [0] * self.size
+        owners = [0] * len(work)
+        for index in sorted(range(len(work)), key=lambda index: -efforts[index]):
+            owners[index] = loads.index(min(loads))
+            loads[owners[index]] += efforts[index]
+        # In the order of the work, so that an error names the first piece that is wrong.
+        return [piece for piece, owner in zip(work, owners, strict=True) if owner == self.rank]
+
+    def sum(self, tensors: Mapping[Key, torch.Tensor]) -> dict[Key, torch.Tensor]:
+        """Sums over all ranks, in the same order on each, of what any rank has; this one's tensors become the sums."""
+        if self.size == 1:
+            return dict(tensors)
+        heads = self.gather(lambda: {key: (tensor.shape, tensor.dtype) for key, tensor in tensors.items()})
+        sums = {}
+        for key, (shape, dtype) in {key: head for rank in heads for key, head in rank.items()}.items():
+            sums[key] = tensors[key] if key in tensors else torch.zeros(shape, dtype=dtype, device=self.device)
+            dist.all_reduce(sums[key])
+        return sums
+
+
+def world_size() -> int:
+    """How many processes torchrun says there are."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _attempt(make: Callable[[], Any]) -> bytes:
+    """What `make` returns or raises, as a file: unlike a pickle, it may hold tensors of any dtype (uint16)."""
+    outcome: Any
+    try:
+        outcome = make()
+    # Whatever it is: the other ranks wait for this one.
+    except Exception as error:
+        outcome = error
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:
+            outcome = RuntimeError(repr(error))
+    file = io.BytesIO()
+    torch.save(outcome, file)
+    return file.getvalue()
+
+
+def _outcome(file: bytes) -> Any:
+    outcome = torch.load(io.BytesIO(file), weights_only=False)
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
+
+
+ALONE = World()

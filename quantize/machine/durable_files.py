@@ -1,0 +1,36 @@
+"""Files that appear complete or not at all, and errors that say which directory failed."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from vllm_latq.errors import CheckpointError
+
+KEPT = "Finished blocks are kept: make room or restore the permission, then go on with --resume."
+
+
+@contextmanager
+def named_failures(directory: Path, hint: str = KEPT) -> Iterator[None]:
+    """A full disk or a missing permission, as an error that says what to do."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(str(directory), "a directory that can be written to", str(error), hint) from error
+
+
+def rename_durably(old: Path, new: Path) -> None:
+    """Rename after the contents reached the disk, then make the rename itself durable."""
+    _sync(old)
+    os.replace(old, new)
+    _sync(new.parent)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

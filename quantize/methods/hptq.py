@@ -1,0 +1,157 @@
+"""HPTQ and HRTN: one scale for the matrix, unbounded integers, Huffman-coded to a target of stored bits.
+
+ICLR 2026 version of "GPTQ as Babai", section 5, Algorithms 11 and 12.
+
+Invariant: bits are those of the encoded matrix with everything that is stored beside it, not an entropy.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from vllm_latq.coding.huffman.encoder import encoded_bits
+from vllm_latq.errors import NumericalError
+from vllm_latq.format.config import LayerScheme
+from vllm_latq.format.tensors import SHAPE, tensor_specs
+from vllm_latq.quantize.lattice.factor import Factor
+from vllm_latq.quantize.lattice.k_best_plane import CodeCost, k_best_plane, plane_of_width
+from vllm_latq.quantize.lattice.nearest_plane import Rounding
+from vllm_latq.quantize.lattice.search import sample_rows, search_target
+
+BITS_TOLERANCE = 0.005
+MAX_PROBES = 20
+# The scale is searched in (max|W| / 2^15, 2 max|W|]: at the upper end nearly every integer is 0, at the lower end they
+# need 16 bits.
+FINEST_OCTAVES = 15.0
+# Differential entropy of a Gaussian of standard deviation 1, in bits: what it takes at scale 1.
+GAUSSIAN_BITS = 0.5 * math.log2(2 * math.pi * math.e)
+# Bits lost per doubling of the scale (measured on trained weights: 0.95 at 3 to 4 bits, 0.8 at 2).
+USUAL_SLOPE = -0.95
+# What a bit is worth where the error falls by 6 dB per bit, in units of the error.
+_RATE_SLOPE = 2 * math.log(2)
+
+
+@dataclass(frozen=True)
+class HPTQResult:
+    """What the search settled on.
+
+    Attributes:
+        integers: int32 [r, c].
+        scale: float32 scalar tensor.
+        bits: stored bits per weight.
+        rounding: of the final pass; None for HRTN.
+        passes: quantizations of the whole matrix that the search took.
+        note: empty, or why the bits are not within 0.005 of the target.
+    """
+
+    integers: torch.Tensor
+    scale: torch.Tensor
+    bits: float
+    rounding: Rounding | None
+    passes: int
+    note: str
+
+
+def hptq(
+    weight: torch.Tensor,
+    factor: Factor,
+    target_bits: float,
+    *,
+    block_size: int = 128,
+    where: str = "",
+    seed: int | None = None,
+    beam: int = 1,
+    count_bits: bool = False,
+) -> HPTQResult:
+    """Unclipped nearest plane with the finest single scale whose encoded bits lie in [target - 0.005, target].
+
+    Args:
+        weight: float32 or float64 [r, c].
+        factor: of the layer's Hessian; on its reduced basis if it has one.
+        target_bits: stored bits per weight, everything counted; above 1, which is the least a Huffman code needs.
+        block_size: columns per lazy batch.
+        where: name of the layer, for errors.
+        seed: of stochastic rounding, the same draws at every probe; None rounds to nearest.
+        beam: survivors per row (see beam.py); not on a reduced basis.
+        count_bits: weigh the error of an integer against the bits of its code, as a first pass has it.
+
+    Raises:
+        NumericalError: not even the coarsest scale meets the target.
+    """
+
+    plane = plane_of_width(beam)
+
+    def quantize(part: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, Rounding]:
+        if factor.reduction is not None:
+            rounding = factor.reduction.nearest_plane(part, scale, block_size, where, seed)
+        else:
+            rounding = plane(part, factor, scale, block_size=block_size, where=where, seed=seed)
+        if count_bits:
+            price = _RATE_SLOPE * float(scale) ** 2 * float(factor.diagonal.mean()) / 12
+            cost = CodeCost.of(rounding.z, price)
+            rounding = k_best_plane(part, factor, scale, block_size=block_size, where=where, width=beam, code_cost=cost)
+        return rounding.z, rounding
+
+    return _search(weight, target_bits, where, quantize)
+
+
+def hrtn(weight: torch.Tensor, target_bits: float, where: str = "") -> HPTQResult:
+    """The same with plain rounding: the baseline that knows no Hessian."""
+    return _search(weight, target_bits, where, lambda part, scale: ((part / scale).round().to(torch.int32), None))
+
+
+def _search(
+    weight: torch.Tensor,
+    target_bits: float,
+    where: str,
+    quantize: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, Rounding | None]],
+) -> HPTQResult:
+    largest = float(weight.abs().max()) if weight.numel() else 0.0
+    overhead = _overhead_bits(weight)
+
+    def probe(part: torch.Tensor, octaves: float) -> tuple[float, tuple[torch.Tensor, torch.Tensor, Rounding | None]]:
+        # Rounded to float32 first: the scale that is stored is the one that was used.
+        scale = torch.tensor(2.0**octaves, dtype=torch.float32, device=weight.device)
+        integers, rounding = quantize(part, scale)
+        # A sample carries its share of what is stored once.
+        stored = encoded_bits(integers) + overhead * part.numel() / max(weight.numel(), 1)
+        return stored / max(part.numel(), 1), (integers, scale, rounding)
+
+    # A zero matrix has integers 0 at any scale.
+    top = math.log2(largest) if largest else 0.0
+    deviation = float(weight.to(torch.float64).square().mean().sqrt()) if largest else 1.0
+    search = partial(
+        search_target,
+        target=target_bits,
+        tolerance=BITS_TOLERANCE,
+        lower=top - FINEST_OCTAVES,
+        upper=top + 1,
+        max_probes=MAX_PROBES if largest else 1,
+    )
+    start, slope = math.log2(deviation) + GAUSSIAN_BITS - target_bits, USUAL_SLOPE
+    rows = sample_rows(weight)
+    if rows is not None:
+        part = weight[rows]
+        sampled = search(lambda octaves: probe(part, octaves), start=start, slope=slope)
+        start, slope = sampled.best.x, sampled.slope or slope
+    found = search(lambda octaves: probe(weight, octaves), start=start, slope=slope)
+    bits = found.best.value
+    if not found.feasible:
+        raise NumericalError(
+            where or "target_bits",
+            f"a Huffman code of at most {target_bits:g} bits per weight",
+            f"{bits:.4f} at a scale of {2.0**found.best.x:g}, the fewest found",
+            "Codes take at least 1 bit, tables and offsets come on top: raise target_bits, or ignore this layer.",
+        )
+    integers, scale, rounding = found.best.payload
+    note = "" if found.met else f"{bits:.4f} bits per weight, the nearest found to {target_bits:g}"
+    return HPTQResult(integers, scale, bits, rounding, found.probes, note)
+
+
+def _overhead_bits(weight: torch.Tensor) -> float:
+    """Stored bits beside stream, table and chunk lengths, which `encoded_bits` counts: the scale and the shape."""
+    specs = tensor_specs(LayerScheme("huffman"), *weight.shape)
+    return specs["scale"].bits() + specs[SHAPE].bits()

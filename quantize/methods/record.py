@@ -1,0 +1,131 @@
+"""The record of one quantized linear: its error, its bound, its bits."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vllm_latq.format.report import LayerReport
+from vllm_latq.format.served_size import served_bits
+from vllm_latq.quantize.lattice.grams import LayerStatistics
+from vllm_latq.quantize.lattice.targets import measure_errors
+from vllm_latq.quantize.methods.latq import Aim, InputLattice, LatqResult, OutputLattice
+from vllm_latq.quantize.recipe import Recipe
+
+# The recursion runs in float32: a bound met with equality may be missed by its rounding.
+BOUND_SLACK = 1e-6
+# Bound to mean of the squared error of a step: (s/2)^2 to s^2/12, s^2 to s^2/6, and s^2 to at least s^2/12.
+BOUND_TO_MEAN = {"nearest": 3, "stochastic": 6, "rate": 12}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerRecord(LayerReport):
+    """What a run reports of a layer that it quantized.
+
+    Attributes:
+        shape: (r, c).
+        clipped: number of weights that gptq's grid cut and the bound does not count; 0 for other methods.
+    """
+
+    shape: tuple[int, int]
+    clipped: int = 0
+
+
+def bound_holds(found: float | None, bound: float | None) -> bool | None:
+    """Whether what was found is within its bound, but for BOUND_SLACK; None if there is none."""
+    return None if found is None or bound is None else found <= bound * (1 + BOUND_SLACK)
+
+
+def expected_error(bound: float, beyond: float, rounding: str) -> float:
+    """The mean of the rounding error over weights that are uniform in their cells; what is beyond them is no chance."""
+    return (bound - beyond) / BOUND_TO_MEAN[rounding] + beyond
+
+
+def layer_record(
+    name: str,
+    aim: Aim,
+    result: LatqResult,
+    inputs: InputLattice,
+    outputs: OutputLattice,
+    statistics: LayerStatistics,
+    recipe: Recipe,
+    width: int | None,
+) -> LayerRecord:
+    """Measured on what is stored, with the undamped grams, in float64.
+
+    `bound` is twice that of the loss, divided by the smallest eigenvalue that the damped G can have: with E H E^T >= 0,
+    tr(E H E^T) <= tr(G E H E^T) / min eig(G). `expected_error` is exact for uniformly distributed residuals.
+    """
+    weight, quantized = aim.weight, result.dequantized
+    rows, cols = result.weight.row_scales.to(weight.device), result.weight.column_scales.to(weight.device)
+    errors = measure_errors(quantized, weight, aim.target, statistics.inputs, aim.drift, name)
+    assert errors.total is not None
+    assert errors.relative is not None
+    assert errors.rounding is not None
+    error = errors.rounding * statistics.tokens
+    moved = quantized - aim.target
+    loss, start = 0.0, 0
+    for gram in statistics.outputs:
+        part = moved[start : start + len(gram)].to(torch.float64)
+        loss += float(((gram.to(torch.float64) @ part @ statistics.inputs.to(torch.float64)) * part).sum()) / 2
+        start += len(gram)
+    bound = result.rounding.bound / outputs.ridge * statistics.tokens
+    # Without feedback between outputs the lattice is that of G's diagonal: it bounds the error, but not the loss.
+    loss_bound = None if "feedback" in recipe.without else result.rounding.bound / 2
+    measured, limit = (error, bound) if loss_bound is None else (loss, loss_bound)
+    return LayerRecord(
+        name=name,
+        shape=(weight.shape[0], weight.shape[1]),
+        bits=result.bits,
+        served_bits=served_bits(result.rounding.z, width) / weight.numel(),
+        outlier_density=0.0,
+        error=errors.total * statistics.tokens,
+        relative_error=errors.relative,
+        rounding_error=error,
+        bound=bound,
+        expected_error=expected_by_both(rows, cols, inputs, outputs) * statistics.tokens,
+        bound_holds=bound_holds(measured, limit),
+        damping=inputs.factor.damping,
+        seconds=0.0,
+        note="; ".join(filter(None, (result.note, statistics.note))),
+        loss=loss,
+        loss_bound=loss_bound,
+    )
+
+
+def expected_by_both(rows: torch.Tensor, cols: torch.Tensor, inputs: InputLattice, outputs: OutputLattice) -> float:
+    """Mean of tr(E H E^T) over residuals uniform in their steps: rows of V_G^-1 spread each residual over outputs."""
+    columns = float(inputs.factor.diagonal @ cols[inputs.factor.order].to(torch.float64).square())
+    spread, start = 0.0, 0
+    for factor in outputs.factors:
+        norms = factor.propagation(torch.float64).square().sum(1)
+        spread += float(norms @ rows[start + factor.order].to(torch.float64).square())
+        start += len(factor.order)
+    return columns * spread / 12
+
+
+def totals(layers: list[dict[str, Any]]) -> dict[str, Any]:
+    """Sums over the quantized linears: weights, stored and served bits per weight, bytes, error, loss and bounds; None
+    where a layer lacks it."""
+    sizes = [layer["shape"][0] * layer["shape"][1] for layer in layers]
+    weights = sum(sizes)
+    bits = sum(layer["bits"] * size for layer, size in zip(layers, sizes, strict=True))
+
+    def total(key: str, factors: list[int] | None = None) -> float | None:
+        values = [layer[key] for layer in layers if layer.get(key) is not None]
+        if len(values) < len(layers):
+            return None
+        return sum(value * factor for value, factor in zip(values, factors or [1] * len(layers), strict=True))
+
+    served = total("served_bits", sizes)
+
+    return {
+        "weights": weights,
+        "bits_per_weight": bits / weights,
+        "served_bits_per_weight": None if served is None else served / weights,
+        "bytes": round(bits / 8),
+        "error": total("error"),
+        "bound": total("bound"),
+        "loss": total("loss"),
+        "loss_bound": total("loss_bound"),
+    }

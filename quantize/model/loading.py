@@ -1,0 +1,150 @@
+"""Finds a model or checkpoint, and loads it through transformers for evaluation.
+
+Invariant: what is loaded is complete; transformers would fill in missing weights at random and only warn. That it reads
+checkpoints of this package comes from importing `vllm_latq`.
+"""
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors import SafetensorError
+
+from vllm_latq.errors import CheckpointError, ConfigError, LatqError, summary
+from vllm_latq.quantize.model.float8_store import Float8Store
+from vllm_latq.quantize.model.meta_model import auto_class, is_encoder, load_config, meta_model
+from vllm_latq.quantize.recipe import DTYPES
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+# A model as safetensors, with its tokenizer; not the copies in other formats that many repositories hold.
+SNAPSHOT_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+HUB_NAME = re.compile(r"([\w-][\w.-]*/)?[\w-][\w.-]*")
+
+
+def torch_device(name: str | None = None) -> torch.device:
+    """The device of that name; None for CUDA where there is one, else the CPU.
+
+    Nothing is put on it: of several processes each will take a GPU of its own.
+
+    Raises:
+        ConfigError: torch does not know it, or not on this machine.
+    """
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        count = torch.get_device_module(device.type).device_count()
+    except RuntimeError as error:
+        raise ConfigError("device", "a device torch can use", f"{name!r}: {error}") from error
+    if (device.index or 0) >= count:
+        hint = "Is torch built for it, and its driver there?"
+        raise ConfigError("device", "a device torch can use", f"{name!r} among {count} of its kind", hint)
+    return device
+
+
+def model_directory(name: str | Path) -> Path:
+    """The local directory of a model: the one named, or a snapshot of a hub repository, downloaded if need be.
+
+    Raises:
+        CheckpointError: neither a directory nor a hub name that can be reached.
+    """
+    path, where = Path(name), f"model {name}"
+    if str(name) and path.is_dir():
+        return path
+    if not HUB_NAME.fullmatch(str(name)) or path.exists():
+        found = "a file" if path.is_file() else "no such directory"
+        raise CheckpointError(where, "a model directory or a hub name org/name", found, "Check the path.")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(str(name), allow_patterns=SNAPSHOT_FILES))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            where,
+            "a model directory or a hub name that can be reached",
+            summary(error),
+            "Check the name and the connection to the hub.",
+        ) from error
+
+
+def load_tokenizer(directory: str | Path) -> "PreTrainedTokenizerBase":
+    """The tokenizer of a model directory.
+
+    Raises:
+        CheckpointError: there is none, or none that transformers can read.
+    """
+    from transformers import AutoTokenizer
+
+    where, hint = f"model {directory}", "Copy tokenizer.json and tokenizer_config.json beside it."
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+    # What the tokenizers library raises is a bare Exception.
+    except Exception as error:
+        raise CheckpointError(where, "a tokenizer that transformers can load", summary(error), hint) from error
+    # Where there are no files, transformers makes a tokenizer without a vocabulary: it would read no text at all.
+    if not tokenizer("text")["input_ids"]:
+        raise CheckpointError(where, "a tokenizer", "none", hint)
+    return tokenizer
+
+
+def load_model(
+    path: str | Path, device: str | None, dtype: str = "auto"
+) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
+    """Loads a causal language model, in evaluation mode, and its tokenizer.
+
+    One in 8-bit floats is in memory twice meanwhile: as their products, and as the model.
+
+    Args:
+        path: a Hugging Face directory or hub name; a checkpoint of this package too.
+        device: torch device; None for CUDA where there is one, else the CPU.
+        dtype: float32, bfloat16, float16, or `auto`: float32 on a CPU, as stored elsewhere. On a CPU bf16
+            saves no time, and its rounding adds about 1e-4 nats to a KL divergence.
+
+    Raises:
+        CheckpointError: a model that cannot be found or read, or lacks weights or its tokenizer.
+        ConfigError: no such device or dtype.
+    """
+    from transformers import AutoConfig
+
+    if dtype not in DTYPES:
+        raise ConfigError("dtype", "auto, float32, bfloat16 or float16", repr(dtype))
+    where = f"model {path}"
+    chosen = torch_device(device)
+    directory = model_directory(path)
+    if dtype == "auto" and chosen.type == "cpu":
+        dtype = "float32"
+    try:
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        if is_encoder(config):
+            expected = "a causal language model, which predicts next tokens"
+            raise CheckpointError(where, expected, "an encoder", "Compare its embeddings on your own task.")
+        tokenizer = load_tokenizer(directory)
+        options = {"dtype": dtype, "output_loading_info": True}
+        store = Float8Store(directory)
+        if store.multiplies:
+            # transformers multiplies 8-bit floats with rounded inputs on some GPUs, and wants whole blocks elsewhere.
+            config = load_config(directory)
+            weights = {name: store.get(name) for name in store.names()}
+            made = type(meta_model(directory, config, torch.bfloat16))
+            model, info = made.from_pretrained(None, config=config, state_dict=weights, **options)
+        else:
+            # Else transformers asks on the terminal whether to run a model's own code, and reads pickles.
+            own_code = {"trust_remote_code": False, "use_safetensors": True}
+            model, info = auto_class(config).from_pretrained(directory, **options, **own_code)
+    except LatqError:
+        raise
+    except (AttributeError, OSError, RuntimeError, SafetensorError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            where,
+            "a model that transformers can load",
+            summary(error),
+            "Check that config.json, the weights and the tokenizer are there and whole.",
+        ) from error
+    # transformers only warns about these, and would evaluate random weights.
+    if missing := sorted(info["missing_keys"]):
+        raise CheckpointError(where, "all weights", f"{len(missing)} missing, such as {missing[0]}", "Copy it again.")
+    return model.to(chosen).eval(), tokenizer

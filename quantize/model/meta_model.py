@@ -1,0 +1,97 @@
+"""A model without weights, as transformers builds it from a config.json: a language model, or an encoder.
+
+Invariant: no code of the model's own is run, and no weight is in memory.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMultimodalLM
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+)
+
+from vllm_latq.errors import UnsupportedModelError, summary
+from vllm_latq.format.files import read_json
+from vllm_latq.quantize.model.float8_store import is_float8
+
+# The linear with which encoders sum up a text in its first token's state.
+POOLER = "pooler.dense"
+
+
+def load_config(source: Path) -> Any:
+    """The transformers configuration of a model directory, as if nothing were quantized.
+
+    Raises:
+        UnsupportedModelError: no configuration of a model, or of one that is quantized to anything but 8-bit floats.
+    """
+    try:
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+    except (AttributeError, KeyError, OSError, TypeError, ValueError, StrictDataclassError) as error:
+        raise UnsupportedModelError(f"{source}/config.json", "a model configuration", summary(error)) from None
+    # Of a multimodal model, that of its language model may say so.
+    for part in (config, config.get_text_config()):
+        quantization = vars(part).pop("quantization_config", None)
+        if quantization is not None and not is_float8(quantization):
+            expected = "a model that is not quantized, or is published in 8-bit floats (quant_method fp8)"
+            found = f"quant_method {quantization.get('quant_method')}" if isinstance(quantization, dict) else "another"
+            hint = "Quantize the original model instead."
+            raise UnsupportedModelError(f"{source}/config.json: quantization_config", expected, found, hint)
+    return config
+
+
+def is_encoder(config: Any) -> bool:
+    """Whether every token sees those behind it too: a model of masked tokens, of which transformers keeps a table."""
+    decodes = config.is_encoder_decoder or getattr(config, "is_decoder", False)
+    return type(config) in MODEL_FOR_MASKED_LM_MAPPING and not decodes
+
+
+def auto_class(config: Any) -> Any:
+    """transformers' class that makes the model of a configuration: below any head, of language, or of images, too."""
+    if is_encoder(config):
+        return AutoModel
+    multimodal: Any = MODEL_FOR_MULTIMODAL_LM_MAPPING.get(type(config), None)
+    if multimodal is None:
+        return AutoModelForCausalLM
+    # Of some configurations both are made: then the checkpoint says which of them it holds.
+    either = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    held = config.architectures if isinstance(config.architectures, list) else []
+    return AutoModelForCausalLM if either and multimodal.__name__ not in held else AutoModelForMultimodalLM
+
+
+def meta_model(source: Path, config: Any, dtype: torch.dtype) -> Any:
+    """The model of a configuration on the meta device, in evaluation mode: of an encoder, what stands below any head.
+
+    Raises:
+        UnsupportedModelError: transformers knows no such model.
+    """
+    try:
+        with torch.device("meta"):
+            model = auto_class(config).from_config(config, dtype=dtype).eval()
+    except (AttributeError, ImportError, KeyError, NotImplementedError, TypeError, ValueError) as error:
+        expected = "a causal language model or an encoder, which transformers can make here"
+        raise UnsupportedModelError(f"{source}/config.json", expected, summary(error)) from None
+    if is_encoder(config):
+        # It stands behind the blocks, and is stored only where it was trained.
+        model.pooler = None
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    return model
+
+
+def model_config(source: Path, untied: bool) -> dict[str, Any]:
+    """A model's config.json, but for how the model was quantized, and with a head that no longer is the embedding."""
+    config = read_json(source / "config.json")
+    for part in (config, config.get("text_config")):
+        if isinstance(part, dict):
+            part.pop("quantization_config", None)
+    if untied:
+        own_head = {"tie_word_embeddings": False}
+        # Of a multimodal model some readers ask the whole, others the language model.
+        text = config.get("text_config")
+        config |= own_head | ({"text_config": {**text, **own_head}} if text else {})
+    return config

@@ -1,0 +1,1 @@
+"""The run that writes a checkpoint. Imports `allocation` and below."""

@@ -1,0 +1,197 @@
+"""The `latq` command, run as a user would."""
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_latq.cli.main import main
+from vllm_latq.console import JsonEvents
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [str(Path(sys.executable).with_name("latq")), *(str(argument) for argument in arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+def test_quantize_verify_inspect_eval(
+    mini_model: Path, calibration_text: Path, evaluation_text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The longest in a process of its own, as a user would."""
+    out = tmp_path / "out"
+    options = ["--method", "ssqr", "--bits", 4, "--num-samples", 16, "--seq-len", 128]
+    done = run("quantize", mini_model, out, *options, "--calibration", calibration_text)
+    assert done.returncode == 0, done.stderr
+    assert "model.layers.3.mlp.down_proj" in done.stderr
+    assert "(holds)" in done.stderr
+    assert main(["verify", str(out)]) == 0
+    assert capsys.readouterr().out == f"{out}: valid\n"
+    assert main(["inspect", str(out), "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert 4.3 < summary["bits_per_weight"] < 4.7
+    assert {"name", "shape", "bits", "outlier_density", "relative_error", "error", "bound"} <= summary["layers"][
+        0
+    ].keys()
+    assert main(["inspect", str(out)]) == 0
+    assert "model.layers.0.self_attn.q_proj" in capsys.readouterr().out
+    part = tmp_path / "part.txt"
+    part.write_text(evaluation_text.read_text()[:20_000])
+    text = ["--text", str(part), "--seq-len", "256", "--baseline", str(mini_model), "--json"]
+    assert main(["eval", str(out), *text]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert 20 < result["perplexity"] < 60
+    assert 0 < result["kl"] < 0.01
+    assert 0.9 < result["top1_agreement"] < 1
+    assert result["tokens"] > 1000
+
+
+def test_quantize_json_events(mini_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["quantize", str(mini_model), str(tmp_path / "out"), "--method", "rtn", "--json"]) == 0
+    events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [event["event"] for event in events].count("layer") == 28
+    assert (events[0]["event"], events[-1]["event"]) == ("start", "done")
+    assert events[-1]["bits_per_weight"] == pytest.approx(4.125, abs=0.01)
+
+
+def test_dry_run_computes_and_writes_nothing(
+    mini_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["quantize", str(mini_model), str(tmp_path / "out"), "--method", "gptq", "--bits", "3", "--dry-run"]
+    assert main([*arguments, "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert planned["totals"]["bits_per_weight"] == pytest.approx(3.125, abs=0.01)
+    assert main(arguments) == 0
+    assert "model.layers.3.mlp.down_proj" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "ignored"),
+    [
+        ([], ["lm_head"]),
+        (["--ignore", "up_proj"], ["up_proj", "lm_head"]),
+        (["--lm-head"], []),
+        (["--ignore", "up_proj", "--lm-head", "--ignore", "down_proj"], ["up_proj", "down_proj"]),
+    ],
+)
+def test_the_head_is_quantized_if_asked_for(
+    options: list[str], ignored: list[str], mini_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["quantize", str(mini_model), "out", "--method", "rtn", *options, "--dry-run", "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert planned["recipe"]["ignore"] == ignored
+    names = {layer["name"] for layer in planned["layers"]}
+    assert ("lm_head" in names) == ("lm_head" not in ignored)
+    assert any("up_proj" in name for name in names) == ("up_proj" not in ignored)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["quantize", "nowhere", "out", "--method", "rtn"], "expected a model directory or a hub name"),
+        (["quantize", "MODEL", "out", "--method", "rtn", "--bits", "5"], "--bits: expected one of"),
+        (["quantize", "MODEL", "out", "--bits", "4"], "It is for rtn, gptq, ssqr. For latq say --target-bits."),
+        (["quantize", "MODEL", "out", "--method", "ssqr", "--target-bits", "3"], "latq. For ssqr say --bits."),
+        (["quantize", "MODEL", "out", "--method", "rtn", "--ignore", "nosuch"], "--ignore: expected names of linears"),
+        (["quantize", "MODEL", "out", "--method", "hptq"], "--target-bits: expected"),
+        (["quantize", "MODEL", "out", "--lm-head", "--ignore", "lm_head"], "Leave one of them out"),
+        (["eval", "MODEL", "--text", "x", "--limit", "3"], "--limit"),
+        (
+            ["eval", "MODEL", "--tasks", "arc_easy", "--seq-len", "64"],
+            "--seq-len: expected --text or --dataset with it",
+        ),
+        (["eval", "MODEL", "--tasks", "arc_easy", "--batch-size", "0"], "batch_size: expected at least 1, found 0"),
+        (["verify", "MODEL", "--tolerance", "0.1"], "--tolerance"),
+        (["quantize", "MODEL", "out", "--method", "ssqr", "--budget", "3", "--bits", "4"], "--bits"),
+        (["quantize", "MODEL", "out", "--method", "gptq"], "expected calibration data for method gptq"),
+        (["quantize", "MODEL", "out", "--method", "gptq", "--calibration", "no.txt"], "no.txt"),
+        (
+            ["quantize", "MODEL", "out", "--method", "gptq", "--calibration", "c5"],
+            "found neither a file nor a known dataset",
+        ),
+        (["verify", "MODEL"], "expected a `quantization_config`, found none"),
+        (["inspect", "nowhere"], "expected a model directory, found no such directory"),
+        (["inspect", "MODEL/config.json"], "expected a model directory, found a file"),
+        (["eval", "MODEL"], "expected --text, --dataset or --tasks"),
+        (["eval", "nowhere", "--text", "x"], "nowhere"),
+    ],
+)
+def test_bad_input_is_one_clear_line(
+    arguments: list[str], message: str, mini_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    assert main([argument.replace("MODEL", str(mini_model)) for argument in arguments]) == 1
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.err.startswith("latq: ")
+    assert "Traceback" not in captured.err
+    assert not list(tmp_path.iterdir())
+
+
+def test_warnings_are_shown_once_wherever_they_come_from(
+    mini_model: Path, calibration_text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A dry run looks at the linears twice, in two modules."""
+    few = ["--num-samples", "2", "--seq-len", "64", "--calibration", str(calibration_text)]
+    assert main(["quantize", str(mini_model), "out", "--method", "gptq", "--ignore", "q_proj", *few, "--dry-run"]) == 0
+    lines = [line for line in capsys.readouterr().err.splitlines() if "vLLM merges them" in line]
+    assert len(lines) == 1
+
+
+@pytest.mark.parametrize(
+    ("last", "said"),
+    [("block", "finished blocks are kept: go on with --resume"), ("done", "the checkpoint is complete")],
+)
+def test_interrupted_by_the_keyboard(
+    last: str, said: str, mini_model: Path, calibration_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """When the first block is finished, or all are: one line, which says how to go on, and so it does."""
+    command = ["quantize", str(mini_model), str(tmp_path / "out"), "--json", "--method", "ssqr", "--num-samples", "8"]
+    command += ["--seq-len", "64", "--calibration", str(calibration_text)]
+    show = JsonEvents.__call__
+
+    def interrupt(display: JsonEvents, event: Mapping[str, Any]) -> None:
+        show(display, event)
+        if event["event"] == last:
+            signal.raise_signal(signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it may be ignored
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(JsonEvents, "__call__", interrupt)
+            assert main(command) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
+    captured = capsys.readouterr()
+    assert json.loads(captured.out.splitlines()[-1])["event"] == last
+    assert captured.err.splitlines()[-1] == f"latq: interrupted; {said}"
+    if last != "done":
+        assert main([*command, "--resume"]) == 0
+    assert main(["verify", str(tmp_path / "out")]) == 0
+
+
+def test_interrupted_before_what_is_there_was_looked_at(
+    mini_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr("vllm_latq.quantize.pipeline.Decoder", interrupt)
+    assert main(["quantize", str(mini_model), str(tmp_path), "--method", "rtn"]) == 130
+    assert "complete" not in capsys.readouterr().err
+
+
+def test_output_that_was_closed(tmp_path: Path, mini_model: Path) -> None:
+    command = f"{sys.executable} -m vllm_latq.cli.main quantize {mini_model} {tmp_path / 'out'} --method rtn --json >&-"
+    assert subprocess.run(command, shell=True, check=False, timeout=120).returncode == 0
+    for of_it in ("inspect", "verify"):
+        command = f"{sys.executable} -m vllm_latq.cli.main {of_it} {tmp_path / 'out'} >&-"
+        assert subprocess.run(command, shell=True, check=False, timeout=120).returncode == 0

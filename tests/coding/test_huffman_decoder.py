@@ -1,0 +1,67 @@
+"""The decoder that runs on a CPU, against the integers that were encoded."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_latq.coding.huffman import encoder as huffman
+from vllm_latq.coding.huffman.decoder import decode_stream
+from vllm_latq.errors import CheckpointError
+
+
+def gaussian(shape: tuple[int, int], deviation: float, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(shape, generator=generator) * deviation).round().to(torch.int32)
+
+
+# Several rows to a chunk, one, several chunks to a row; the last ones full, short, and a single weight.
+SHAPES = [(1, 1), (5, 1), (33, 63), (7, 500), (8, 512), (9, 512), (3, 1024), (3, 1025), (2, 2500), (64, 300)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("deviation", [0.0, 3.0, 400.0])
+def test_returns_what_was_encoded(shape: tuple[int, int], deviation: float) -> None:
+    integers = gaussian(shape, deviation)
+    decoded = decode_stream(huffman.encode(integers), "layer.stream")
+    assert decoded.dtype == torch.int32
+    assert torch.equal(decoded, integers)
+
+
+def test_escapes_carry_any_integer() -> None:
+    integers = gaussian((20, 300), 2.0)
+    integers[3, 7], integers[19, 299], integers[0, 0] = 2**31 - 1, -(2**31), 10**6
+    encoded = huffman.encode(integers)
+    assert encoded.table.lengths[encoded.table.escape] > 0
+    assert torch.equal(decode_stream(encoded, "layer.stream"), integers)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_corrupt_stream_is_refused_or_decodes(seed: int) -> None:
+    integers = gaussian((20, 300), 3.0)
+    encoded = huffman.encode(integers)
+    generator = torch.Generator().manual_seed(seed)
+    stream = torch.randint(-(2**31), 2**31 - 1, encoded.stream.shape, generator=generator, dtype=torch.int32)
+    try:
+        decoded = decode_stream(dataclasses.replace(encoded, stream=stream), "layer.stream")
+    except CheckpointError as error:
+        assert "layer.stream: expected chunk" in str(error)  # noqa: PT017
+    else:
+        assert decoded.shape == integers.shape
+
+
+def test_bits_that_no_code_begins_with_are_refused() -> None:
+    table = huffman.HuffmanTable(0, np.array([1], dtype=np.uint8))  # ESCAPE alone, coded as 0
+    damaged = huffman.HuffmanStream(table, torch.tensor([[32]]).to(torch.uint16), torch.tensor([-5]).int(), (1, 1))
+    with pytest.raises(CheckpointError, match=r"chunk 0 to end at bit 32, found bit 0"):
+        decode_stream(damaged, "layer.stream")
+
+
+def test_chunk_that_ends_elsewhere_is_refused() -> None:
+    encoded = huffman.encode(gaussian((40, 300), 3.0))
+    bits = encoded.chunk_bits.to(torch.int32)
+    bits[2, 0], bits[3, 0] = bits[2, 0] + 1, bits[3, 0] - 1
+    damaged = dataclasses.replace(encoded, chunk_bits=bits.to(torch.uint16))
+    with pytest.raises(CheckpointError, match=r"layer\.stream: expected chunk 2 to end at bit"):
+        decode_stream(damaged, "layer.stream")

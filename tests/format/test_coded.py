@@ -1,0 +1,110 @@
+"""Every encoding: what is stored is what is dequantized, and coded integers become inliers and overflow unchanged."""
+
+import pytest
+import torch
+
+from vllm_latq.coding.huffman import encoder as huffman
+from vllm_latq.format.coded import HuffmanWeight, RansWeight, octave_eighths, weight_from_tensors
+from vllm_latq.format.config import LayerScheme
+from vllm_latq.format.packed import PackedWeight
+from vllm_latq.format.served_size import best_bits
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize(("shape", "group_size"), [((1, 1), -1), ((5, 63), 21), ((7, 96), 32), ((3, 33), -1)])
+@pytest.mark.parametrize("density", [None, 0.0, 0.3])
+def test_packed_round_trip(bits: int, shape: tuple[int, int], group_size: int, density: float | None) -> None:
+    generator = torch.Generator().manual_seed(bits)
+    groups = 1 if group_size == -1 else shape[1] // group_size
+    integers = torch.randint(-(2 ** (bits - 1)), 2 ** (bits - 1), shape, generator=generator)
+    scales = torch.rand(shape[0], groups, generator=generator).add(0.5).to(torch.bfloat16)
+    values = torch.randn(shape, generator=generator).to(torch.bfloat16)
+    mask = None if density is None else torch.rand(shape, generator=generator) < density
+    weight = PackedWeight.from_integers(integers, scales, bits, group_size, mask, values)
+    expected = integers.float() * scales.float().repeat_interleave(shape[1] // groups, 1)
+    if mask is not None:
+        expected = torch.where(mask, values.float(), expected)
+    assert torch.equal(weight.dequantize(), expected)
+    tensors = weight.to_tensors()
+    again = weight_from_tensors(tensors, weight.scheme, shape, "layer")
+    assert torch.equal(again.dequantize(), expected)
+    assert weight.storage_bits() == sum(tensor.nbytes * 8 for tensor in tensors.values())
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize(("shape", "group_size"), [((1, 1), -1), ((5, 63), 21), ((7, 96), 32), ((3, 1033), -1)])
+@pytest.mark.parametrize("density", [0.0, 0.01, 1.0])
+def test_outliers_as_integers_round_trip(bits: int, shape: tuple[int, int], group_size: int, density: float) -> None:
+    generator = torch.Generator().manual_seed(bits)
+    half, groups = 1 << (bits - 1), 1 if group_size == -1 else shape[1] // group_size
+    mask = torch.rand(shape, generator=generator) < density
+    overflow = (1 / torch.rand(shape, generator=generator)).to(torch.int32).clamp(1, 3000)
+    beyond = torch.where(torch.rand(shape, generator=generator) < 0.5, -half - overflow, half - 1 + overflow)
+    integers = torch.where(mask, beyond, torch.randint(-half, half, shape, generator=generator))
+    scales = (torch.rand(shape[0], groups, generator=generator) - 1.5).to(torch.bfloat16)  # negative: a mirrored grid
+    weight = PackedWeight.from_integers(integers, scales, bits, group_size, mask)
+    products = integers.float() * scales.float().repeat_interleave(shape[1] // groups, 1)
+    expected = torch.where(mask, products.to(torch.bfloat16).float(), products)
+    assert torch.equal(weight.dequantize(), expected)
+    tensors = weight.to_tensors()
+    assert weight.storage_bits() == sum(tensor.nbytes * 8 for tensor in tensors.values())
+    again = weight_from_tensors(tensors, weight.scheme, shape, "layer")
+    assert isinstance(again, PackedWeight)
+    assert torch.equal(again.dequantize(), expected)
+    assert torch.equal(again.qweight, weight.qweight), "the code of 0 under each outlier, as operators want it"
+    assert again.outliers is not None
+    assert again.outliers.values.dtype == torch.bfloat16
+    assert again.scheme == weight.scheme
+    for suffix, tensor in again.to_tensors().items():
+        assert torch.equal(tensor, tensors[suffix]), suffix
+
+
+@pytest.mark.parametrize("spread", [0.2, 1.0, 6.0, 60.0])
+@pytest.mark.parametrize("bits", [None, 2, 8])
+def test_huffman_packed_is_lossless(spread: float, bits: int | None) -> None:
+    integers = (torch.randn(20, 65, generator=torch.Generator().manual_seed(0)) * spread).round().to(torch.int32)
+    integers[3, 7] = 12345
+    weight = HuffmanWeight(torch.tensor([0.0123]), huffman.encode(integers))
+    again = weight_from_tensors(weight.to_tensors(), LayerScheme("huffman"), (20, 65), "layer")
+    assert isinstance(again, HuffmanWeight)
+    packed = again.pack(again.integers(), bits)
+    assert torch.equal(packed.dequantize(), weight.dequantize())
+    assert torch.equal(packed.dequantize(), integers.float() * torch.tensor(0.0123))
+
+
+@pytest.mark.parametrize("midrise", [False, True])
+@pytest.mark.parametrize("spread", [0.2, 6.0])
+@pytest.mark.parametrize("bits", [None, 2, 8])
+def test_rans_packed_is_lossless(spread: float, bits: int | None, midrise: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    integers = (torch.randn(20, 65, generator=generator) * spread).round().to(torch.int32)
+    integers[3, 7] = 12345
+    rows = torch.randint(-128, 128, (20,), generator=generator).to(torch.int8)
+    cols = torch.randint(-128, 128, (65,), generator=generator).to(torch.int8)
+    weight = RansWeight.from_integers(integers, torch.tensor([0.0123]), rows, cols, midrise)
+    assert weight.storage_bits() == sum(tensor.nbytes * 8 for tensor in weight.to_tensors().values())
+    scheme = LayerScheme("rans", grid="midrise" if midrise else "midtread")
+    again = weight_from_tensors(weight.to_tensors(), scheme, (20, 65), "layer")
+    assert isinstance(again, RansWeight)
+    assert again.scheme == weight.scheme == scheme
+    assert torch.equal(again.integers(), integers)
+    steps = (0.0123 * torch.exp2(rows.double() / 8))[:, None] * torch.exp2(cols.double() / 8)
+    expected = (integers + 0.5 * midrise) * steps
+    torch.testing.assert_close(weight.dequantize(), expected.float(), rtol=3e-7, atol=0)
+    assert torch.equal(again.pack(again.integers(), bits).dequantize(), weight.dequantize())
+
+
+def test_factors_are_powers_rounded_once() -> None:
+    factors = octave_eighths(torch.tensor([-128, -8, 0, 1, 8, 127], dtype=torch.int8))
+    assert factors.tolist()[:3] == [2.0**-16, 0.5, 1.0]
+    assert factors[4] == 2.0
+    assert factors[3] == torch.tensor(2.0**0.125, dtype=torch.float32)
+    assert factors[5] == torch.tensor(2.0**15.875, dtype=torch.float32)
+
+
+def test_best_bits_minimises_bytes() -> None:
+    narrow = torch.randint(-2, 2, (50, 50), dtype=torch.int32)
+    assert best_bits([narrow]) == 2
+    assert best_bits([narrow * 3]) == 4
+    narrow[0, 0] = 99  # one overflow of 2500 costs less than a wider code
+    assert best_bits([narrow]) == 2

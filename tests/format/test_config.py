@@ -1,0 +1,113 @@
+"""quantization_config: exact round trip, and one clear error for every way to get it wrong."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from vllm_latq.errors import ConfigError, LatqError, UnsupportedShapeError
+from vllm_latq.format.config import CheckpointConfig, LayerScheme
+
+PACKED = LayerScheme("packed", 3, 128, True)
+GOOD = CheckpointConfig(
+    PACKED, ("lm_head",), {"model.layers.0.mlp.up_proj": LayerScheme("huffman")}, "sha256:0", {"a": 1}
+)
+
+
+def changed(**changes: Any) -> dict[str, Any]:
+    return {**GOOD.to_dict(), **changes}
+
+
+def test_round_trip() -> None:
+    assert CheckpointConfig.from_dict(GOOD.to_dict()) == GOOD
+
+
+def test_coding_of_outliers_is_written_only_where_it_is_new() -> None:
+    assert "outlier_coding" not in GOOD.to_dict()
+    config = CheckpointConfig(replace(PACKED, outlier_coding="integer"), overrides={"a": PACKED})
+    assert config.to_dict()["outlier_coding"] == "integer"
+    assert CheckpointConfig.from_dict(config.to_dict()) == config
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (changed(quant_method="gptq"), "quant_method: expected 'latq'"),
+        (changed(format_version=2), "format_version: expected 1, found 2"),
+        (changed(format_version=True), "format_version: expected 1, found True"),
+        (changed(format_version="1"), "format_version: expected 1, found '1'"),
+        (changed(surprise=1), "unknown surprise"),
+        (changed(bits=5), "bits: expected one of"),
+        (changed(bits=True), "bits: expected one of"),
+        (changed(bits="4"), "bits: expected one of"),
+        (changed(group_size=0), "group_size: expected -1 or a positive integer, found 0"),
+        (changed(group_size=-2), "group_size: expected -1"),
+        (changed(outliers=1), "outliers: expected true or false"),
+        (changed(outlier_coding="int4"), "outlier_coding: expected one of bfloat16, integer, found 'int4'"),
+        (changed(outlier_coding=None), "outlier_coding: expected one of bfloat16, integer"),
+        (
+            changed(outliers=False, outlier_coding="integer"),
+            "outlier_coding: expected none where there are no outliers",
+        ),
+        (changed(encoding="zip"), "encoding: expected one of packed, huffman, rans"),
+        (changed(encoding="huffman"), "no bits, group_size or outliers beside encoding 'huffman'"),
+        (changed(encoding="rans"), "no bits, group_size or outliers beside encoding 'rans'"),
+        (changed(ignore="lm_head"), "ignore: expected a list"),
+        (changed(ignore=[""]), "ignore: expected a list"),
+        (changed(overrides=[]), "overrides: expected an object"),
+        (changed(overrides={"a": {"bits": 4}}), "expected an object with `encoding`"),
+        (changed(overrides={"a": {"encoding": "huffman", "x": 1}}), "unknown x"),
+        (
+            changed(overrides={"a": {"encoding": "huffman", "grid": "midrise"}}),
+            "quantization_config.overrides['a'].grid: expected one of midtread, midrise",
+        ),
+        (changed(fingerprint=3), "quantization_config.fingerprint: expected a string, found 3"),
+        (changed(recipe=["ssqr"]), "quantization_config.recipe: expected an object, found ['ssqr']"),
+        (changed(ignore=[""]), "quantization_config.ignore: expected a list of module names, none of them empty"),
+        ([], "expected an object, found list"),
+    ],
+)
+def test_refused(config: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        CheckpointConfig.from_dict(config)
+    assert message in str(caught.value)
+
+
+def test_missing_encoding_is_refused() -> None:
+    config = GOOD.to_dict()
+    del config["encoding"]
+    with pytest.raises(ConfigError, match="encoding"):
+        CheckpointConfig.from_dict(config)
+
+
+def test_ignore_matches_whole_components() -> None:
+    config = CheckpointConfig(PACKED, ("lm_head", "mlp.up_proj"))
+    assert config.scheme_for("lm_head") is None
+    assert config.scheme_for("model.layers.3.mlp.up_proj") is None
+    assert config.scheme_for("model.layers.3.xmlp.up_proj") == PACKED
+    assert config.scheme_for("my_lm_head") == PACKED
+
+
+def test_ignore_covers_what_a_module_holds() -> None:
+    """By its full name: the output of an attention is no part of a head called `output`."""
+    config = CheckpointConfig(PACKED, ("vision_tower", "model.layers.1", "output"))
+    assert config.scheme_for("vision_tower.layers.0.mlp.up_proj") is None
+    assert config.scheme_for("model.layers.1.mlp.up_proj") is None
+    assert config.scheme_for("model.layers.11.mlp.up_proj") == PACKED
+    assert config.scheme_for("vision_towers.up_proj") == PACKED
+    assert config.scheme_for("layer.0.attention.output.dense") == PACKED
+
+
+def test_groups() -> None:
+    assert PACKED.groups(256) == 2
+    assert LayerScheme("packed", 4, -1).groups(33) == 1
+    with pytest.raises(UnsupportedShapeError, match=r"divisible by group_size=128.*found 200"):
+        PACKED.groups(200)
+
+
+def test_errors_survive_pickling() -> None:
+    import pickle
+
+    error = pickle.loads(pickle.dumps(UnsupportedShapeError("here", "this", "that", "Do so.")))
+    assert isinstance(error, LatqError)
+    assert str(error) == "here: expected this, found that. Do so."

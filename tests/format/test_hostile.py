@@ -1,0 +1,231 @@
+"""Checkpoints made by an enemy: each attack is refused by an error of ours that names the place."""
+
+import json
+import os
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_checkpoints import SCHEMES, list_twice, write_tiny_checkpoint
+
+from vllm_latq.cli.inspect import inspect_checkpoint
+from vllm_latq.errors import LatqError, printable
+from vllm_latq.format.files import TensorStore, read_json
+from vllm_latq.format.reader import CheckpointReader
+from vllm_latq.format.verify import verify
+
+ENCODINGS = tuple(SCHEMES)
+SHARD, INDEX, REPORT = "model-00001-of-00002.safetensors", "model.safetensors.index.json", "latq_report.json"
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Callable[[str], Path]:
+    return lambda encoding: write_tiny_checkpoint(tmp_path / encoding, encoding)
+
+
+def problems(path: Path) -> str:
+    found = list(verify(path))
+    assert all(isinstance(problem, LatqError) for problem in found)
+    return "\n".join(map(str, found))
+
+
+def edit_tensor(path: Path, name: str, tensor: torch.Tensor | None) -> None:
+    for shard in path.glob("*.safetensors"):
+        tensors = load_file(shard)
+        if name in tensors:
+            tensors = {**tensors, name: tensor} if tensor is not None else tensors
+            save_file({key: value for key, value in tensors.items() if (key, tensor) != (name, None)}, shard)
+
+
+def edit_json(path: Path, edit: Callable[[Any], None]) -> None:
+    value = json.loads(path.read_text())
+    edit(value)
+    path.write_text(json.dumps(value))
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_the_tiny_checkpoints_themselves_are_valid(tiny: Callable[[str], Path], encoding: str) -> None:
+    assert problems(tiny(encoding)) == ""
+
+
+HEADERS = {
+    "overlap": {
+        "a": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]},
+        "b": {"dtype": "U8", "shape": [4], "data_offsets": [2, 6]},
+    },
+    "negative": {"a": {"dtype": "U8", "shape": [4], "data_offsets": [-2, 2]}},
+    "past the end": {"a": {"dtype": "U8", "shape": [1 << 40], "data_offsets": [0, 1 << 40]}},
+    "product overflows": {"a": {"dtype": "U8", "shape": [1 << 40, 1 << 40], "data_offsets": [0, 4]}},
+    "dtype unknown": {"a": {"dtype": "PICKLE", "shape": [4], "data_offsets": [0, 4]}},
+}
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_safetensors_header(tmp_path: Path, name: str) -> None:
+    header = json.dumps(HEADERS[name]).encode()
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(6))
+    with pytest.raises(LatqError, match=r"model\.safetensors: expected a valid safetensors file"):
+        TensorStore(tmp_path).names()
+
+
+def test_safetensors_header_with_a_name_twice(tiny: Callable[[str], Path]) -> None:
+    """One reader takes the first of the two, another one the last."""
+    path = tiny("packed")
+    name = list_twice(path / SHARD)
+    assert f"{SHARD}: expected a header with each key once, found the key '{name}' 2 times" in problems(path)
+
+
+@pytest.mark.parametrize("length", [0, 2**63, 2**64 - 1, 1 << 20])
+def test_safetensors_header_length(tmp_path: Path, length: int) -> None:
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", length) + b"{}")
+    with pytest.raises(LatqError, match="expected a valid safetensors file"):
+        TensorStore(tmp_path).names()
+
+
+@pytest.mark.parametrize("name", ["two words", "two\nlines", "\ud800", "bell\a", ""])
+def test_tensor_name_that_could_forge_a_line_of_the_fingerprint(tiny: Callable[[str], Path], name: str) -> None:
+    path = tiny("packed")
+    (path / INDEX).unlink()
+    save_file({name.replace("\ud800", "\x7f"): torch.ones(1)}, path / "model.safetensors")
+    assert "expected tensor names of printable characters without blanks" in problems(path)
+
+
+@pytest.mark.parametrize("file", ["../secret.safetensors", "/etc/passwd", "..", "", ".", "a\0b", "x" * 300, "a/b"])
+def test_index_entry_outside_the_directory(tiny: Callable[[str], Path], file: str) -> None:
+    path = tiny("packed")
+    edit_json(path / INDEX, lambda index: index["weight_map"].update(dict.fromkeys(index["weight_map"], file)))
+    assert problems(path)
+
+
+def test_link_that_leads_out_of_the_directory(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    path = tiny("packed")
+    shutil.move(path / SHARD, tmp_path / "elsewhere.safetensors")
+    (path / SHARD).symlink_to(tmp_path / "elsewhere.safetensors")
+    assert "found a link that leads out of the directory" in problems(path)
+
+
+def test_links_of_the_hugging_face_cache_are_followed(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    snapshot, blobs = tmp_path / "hub" / "snapshots" / "c0ffee", tmp_path / "hub" / "blobs"
+    shutil.copytree(tiny("packed"), snapshot)
+    blobs.mkdir()
+    for file in list(snapshot.iterdir()):
+        shutil.move(file, blobs / file.name)
+        file.symlink_to(Path("..") / ".." / "blobs" / file.name)
+    assert problems(snapshot) == ""
+
+
+@pytest.mark.parametrize("file", ["config.json", INDEX, REPORT, SHARD])
+def test_pipe_in_place_of_a_file_does_not_hang(tiny: Callable[[str], Path], file: str) -> None:
+    path = tiny("packed")
+    (path / file).unlink()
+    os.mkfifo(path / file)
+    assert "found not a regular file" in problems(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"a": 1, "a": 2}', "found the key 'a' 2 times"),
+        ('{"a": {"b": 1, "b": 1}}', "found the key 'b' 2 times"),
+        ('{"a": NaN}', "found NaN, which is not JSON"),
+        ('{"a": -Infinity}', "found -Infinity, which is not JSON"),
+        ('{"a": ' + "1" * 5000 + "}", "limit"),
+        ('{"a":' * 100_000, "readable JSON"),
+        ("\x1b]0;owned\x07", "readable JSON"),
+    ],
+    ids=["duplicate", "nested duplicate", "nan", "infinity", "long integer", "deep", "escape"],
+)
+def test_json_on_which_parsers_disagree(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(LatqError, match="expected a readable JSON file") as caught:
+        read_json(tmp_path / "config.json")
+    assert message in str(caught.value)
+
+
+def test_json_too_large_to_parse(tmp_path: Path) -> None:
+    with (tmp_path / "config.json").open("wb") as file:
+        file.truncate(1 << 33)  # sparse
+    with pytest.raises(LatqError, match=r"expected at most \d+ bytes of JSON, found 8589934592"):
+        read_json(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize("shape", [[2**31 - 1, 2**31 - 1], [2**31 - 1, 1], [1, 2**31 - 1], [2**20, 2**20]])
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_declared_shape_far_beyond_the_tensors(tiny: Callable[[str], Path], encoding: str, shape: list[int]) -> None:
+    path = tiny(encoding)
+    edit_tensor(path, "layers.0.up.weight_shape", torch.tensor(shape, dtype=torch.int32))
+    assert "layers.0.up" in problems(path)
+    with pytest.raises(LatqError):
+        CheckpointReader(path).weight("layers.0.up")
+
+
+def test_chunks_without_bits_declare_nothing(tiny: Callable[[str], Path]) -> None:
+    # Two megabytes of chunk lengths that are all zero would declare a matrix of 8 GiB.
+    path, name = tiny("huffman"), "layers.0.up"
+    edit_tensor(path, f"{name}.weight_shape", torch.tensor([2**30, 1], dtype=torch.int32))
+    edit_tensor(path, f"{name}.chunk_bits", torch.zeros(2**20, 1, dtype=torch.uint16))
+    edit_tensor(path, f"{name}.stream", torch.zeros(0, dtype=torch.int32))
+    with pytest.raises(LatqError, match=r"chunk_bits: expected at least one bit for each weight"):
+        CheckpointReader(path).weight(name)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.tensor(3, dtype=torch.int32),
+        torch.tensor([[3, 3]], dtype=torch.int32),
+        torch.tensor([float("nan"), 2.0]),
+        torch.tensor([9, 66], dtype=torch.int64),
+        torch.tensor([-9, -66], dtype=torch.int32),
+        torch.zeros(0, dtype=torch.int32),
+        torch.tensor([True, True]),
+    ],
+    ids=["0-d", "2-d", "float", "int64", "negative", "empty", "bool"],
+)
+def test_weight_shape_of_another_kind(tiny: Callable[[str], Path], tensor: torch.Tensor) -> None:
+    path = tiny("ssqr")
+    edit_tensor(path, "layers.0.up.weight_shape", tensor)
+    assert "layers.0.up.weight_shape: expected two positive int32 sizes" in problems(path)
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_every_tensor_as_every_dtype_and_shape(tiny: Callable[[str], Path], encoding: str) -> None:
+    path = tiny(encoding)
+    original = CheckpointReader(path).tensors("layers.0.up")
+    for suffix, tensor in original.items():
+        for other in (tensor.double(), tensor.to(torch.bool), tensor.reshape(-1, 1, 1), tensor.sum(), tensor[:0]):
+            edit_tensor(path, f"layers.0.up.{suffix}", other)
+            assert "layers.0.up." in problems(path), suffix
+        edit_tensor(path, f"layers.0.up.{suffix}", tensor)
+
+
+def test_linear_that_hides_its_shape(tiny: Callable[[str], Path]) -> None:
+    path = tiny("ssqr")
+    edit_tensor(path, "layers.1.up.weight_shape", None)
+    edit_json(path / INDEX, lambda index: index["weight_map"].pop("layers.1.up.weight_shape"))
+    assert "layers.1.up: expected a tensor weight_shape, found none" in problems(path)
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [None, 3, [3], [{}], [{"name": ["x"]}], [{"name": "x", "error": "<b>"}], [{"name": "x", "bound": 10**400}],
+     [{"name": "x", "bound_holds": "yes"}], [{"name": "x", "bits": True}]],
+)  # fmt: skip
+def test_report_of_other_types(tiny: Callable[[str], Path], layers: Any) -> None:
+    path = tiny("packed")
+    (path / REPORT).write_text(json.dumps({"layers": layers}))
+    assert "latq_report.json: layers" in problems(path)
+    with pytest.raises(LatqError):
+        inspect_checkpoint(path)
+
+
+def test_error_messages_carry_no_control_characters_and_stay_short() -> None:
+    error = LatqError("where\x1b[2J", "x" * 10**6, "a\nb\u202e")
+    assert str(error).isprintable()
+    assert len(str(error)) < 5000
+    assert printable("tab\tend") == r"tab\tend"

@@ -1,0 +1,164 @@
+"""Reading a checkpoint directory: whatever is damaged is refused with an error that names it."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from vllm_latq.cli.inspect import inspect_checkpoint
+from vllm_latq.errors import CheckpointError, ConfigError
+from vllm_latq.format.files import INDEX_FILE, SINGLE_FILE
+from vllm_latq.format.reader import CheckpointReader, TensorStore
+from vllm_latq.format.verify import verify
+
+
+@pytest.fixture
+def damaged(ssqr_checkpoint: Path, tmp_path: Path) -> Path:
+    """A copy that a test may damage."""
+    return Path(shutil.copytree(ssqr_checkpoint, tmp_path / "copy"))
+
+
+def problems(path: Path) -> str:
+    return "\n".join(str(problem) for problem in verify(path))
+
+
+def edit_json(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def edit_shard(directory: Path, name: str, tensor: torch.Tensor | None) -> None:
+    index = json.loads((directory / "model.safetensors.index.json").read_text())
+    path = directory / index["weight_map"][name]
+    tensors = load_file(path)
+    if tensor is None:
+        del tensors[name]
+    else:
+        tensors[name] = tensor
+    save_file(tensors, path)
+
+
+def test_fresh_checkpoints_are_valid(ssqr_checkpoint: Path, hptq_checkpoint: Path) -> None:
+    assert problems(ssqr_checkpoint) == ""
+    assert problems(hptq_checkpoint) == ""
+
+
+def test_inspect_recounts_what_the_report_says(ssqr_checkpoint: Path, hptq_checkpoint: Path) -> None:
+    for path in (ssqr_checkpoint, hptq_checkpoint):
+        summary = inspect_checkpoint(path)
+        reported = json.loads((path / "latq_report.json").read_text())
+        assert summary["bits_per_weight"] == pytest.approx(reported["totals"]["bits_per_weight"], rel=1e-12)
+        names = [layer["name"] for layer in summary["layers"]]
+        assert sorted(names) == sorted(layer["name"] for layer in reported["layers"])
+        stored = sum(
+            tensor.nbytes
+            for shard in path.glob("*.safetensors")
+            for name, tensor in load_file(shard).items()
+            if name.rpartition(".")[0] in names
+        )
+        assert summary["bytes"] == stored
+
+
+def test_not_a_directory(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="expected a model directory"):
+        CheckpointReader(tmp_path / "nothing")
+
+
+def test_unquantized_model(mini_model: Path) -> None:
+    with pytest.raises(CheckpointError, match="run `latq quantize`"):
+        CheckpointReader(mini_model)
+
+
+def test_no_weights(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"expected model\.safetensors or"):
+        TensorStore(tmp_path).names()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '"x"', "\xff\xfe", "[" * 100000])
+def test_broken_json(damaged: Path, text: str) -> None:
+    (damaged / "config.json").write_text(text, encoding="latin-1")
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        CheckpointReader(damaged)
+
+
+def test_unknown_config_key(damaged: Path) -> None:
+    config = json.loads((damaged / "config.json").read_text())
+    edit_json(damaged / "config.json", quantization_config={**config["quantization_config"], "zeros": 1})
+    with pytest.raises(ConfigError, match="unknown zeros"):
+        CheckpointReader(damaged)
+
+
+def test_missing_shard(damaged: Path) -> None:
+    sorted(damaged.glob("model-*.safetensors"))[1].unlink()
+    assert "expected a safetensors file, found no such file" in problems(damaged)
+
+
+@pytest.mark.parametrize("keep", [0, 7, 100, -1])
+def test_truncated_shard(damaged: Path, keep: int) -> None:
+    shard = min(damaged.glob("model-*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:keep])
+    assert "expected a valid safetensors file" in problems(damaged)
+
+
+def test_index_that_leaves_the_directory(damaged: Path) -> None:
+    index = damaged / "model.safetensors.index.json"
+    weight_map = json.loads(index.read_text())["weight_map"]
+    name = next(iter(weight_map))
+    edit_json(index, weight_map={**weight_map, name: "../elsewhere.safetensors"})
+    assert "expected file names without a folder" in problems(damaged)
+
+
+def test_index_of_a_tensor_that_is_not_there(damaged: Path) -> None:
+    edit_shard(damaged, "model.layers.0.mlp.up_proj.scales", None)
+    assert "model.layers.0.mlp.up_proj.scales" in problems(damaged)
+
+
+def test_flipped_bit_changes_the_fingerprint(damaged: Path) -> None:
+    name = "model.layers.0.mlp.up_proj.qweight"
+    reader = CheckpointReader(damaged)
+    tensor = reader.store.get(name).clone()
+    tensor[0, 0] ^= 1
+    edit_shard(damaged, name, tensor)
+    assert "fingerprint: expected sha256:" in problems(damaged)
+
+
+@pytest.mark.parametrize("change", [{"grid": "midrise"}, {"ignore": ["lm_head", "other"]}])
+def test_changed_config_changes_the_fingerprint(change: dict[str, object], damaged: Path) -> None:
+    """The same tensors would be read as other weights, or not at all."""
+    path = damaged / "config.json"
+    config = json.loads(path.read_text())["quantization_config"]
+    edit_json(path, quantization_config={**config, **change})
+    assert "fingerprint: expected sha256:" in problems(damaged)
+    edit_json(path, quantization_config={**config, "recipe": {"seed": 7}})
+    assert problems(damaged) == ""
+
+
+def test_report_that_lists_more_than_is_stored(damaged: Path) -> None:
+    report = json.loads((damaged / "latq_report.json").read_text())
+    report["layers"].append({**report["layers"][0], "name": "model.layers.9.mlp.up_proj"})
+    (damaged / "latq_report.json").write_text(json.dumps(report))
+    assert "found no model.layers.9.mlp.up_proj" in problems(damaged)
+
+
+def test_missing_report(damaged: Path) -> None:
+    (damaged / "latq_report.json").unlink()
+    assert "latq_report.json: expected a JSON file, found no such file" in problems(damaged)
+
+
+def test_tensors_that_the_index_does_not_place(damaged: Path) -> None:
+    """Another copy of a tensor in a later shard, or in a single file: vLLM or transformers would serve that."""
+    index = json.loads((damaged / INDEX_FILE).read_text())["weight_map"]
+    name = "model.layers.0.input_layernorm.weight"
+    last = sorted(set(index.values()))[-1]
+    assert index[name] != last
+    whole = load_file(damaged / last)
+    save_file({**whole, name: torch.zeros(8)}, damaged / last, metadata={"format": "pt"})
+    assert any(f"found {name} in {last}" in str(problem) for problem in verify(damaged))
+    save_file(whole, damaged / last, metadata={"format": "pt"})
+    save_file({name: torch.zeros(8)}, damaged / SINGLE_FILE)
+    assert any(f"found {SINGLE_FILE} beside" in str(problem) for problem in verify(damaged))
+    (damaged / SINGLE_FILE).unlink()
+    assert list(verify(damaged)) == []

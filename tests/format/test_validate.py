@@ -1,0 +1,322 @@
+"""Each invariant of FORMAT.md section 3 has one violation here, refused with its own message."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_latq.coding.huffman import encoder as huffman
+from vllm_latq.errors import CheckpointError
+from vllm_latq.format import validate
+from vllm_latq.format.coded import HuffmanWeight, RansWeight, decode_checked
+from vllm_latq.format.config import LayerScheme
+from vllm_latq.format.packed import PackedWeight
+
+SHAPE = (9, 66)
+PACKED = LayerScheme("packed", 3, 33, True)
+INTEGER = LayerScheme("packed", 3, 33, True, "integer")
+HUFFMAN = LayerScheme("huffman")
+RANS = LayerScheme("rans")
+RANS_SHAPE = (60, 66)
+Tensors = dict[str, torch.Tensor]
+
+
+def packed_tensors() -> Tensors:
+    generator = torch.Generator().manual_seed(0)
+    integers = torch.randint(-4, 4, SHAPE, generator=generator)
+    mask = torch.rand(SHAPE, generator=generator) < 0.2
+    scales = torch.rand(9, 2, generator=generator).add(0.1).to(torch.bfloat16)
+    values = torch.randn(SHAPE, generator=generator)
+    return PackedWeight.from_integers(integers, scales, 3, 33, mask, values).to_tensors()
+
+
+def integer_tensors() -> Tensors:
+    generator = torch.Generator().manual_seed(0)
+    integers = (3 * torch.randn(SHAPE, generator=generator)).round().to(torch.int32)
+    integers[0, 0] = 600  # three entries
+    scales = torch.rand(9, 2, generator=generator).add(0.1).to(torch.bfloat16)
+    return PackedWeight.from_integers(integers, scales, 3, 33, (integers < -4) | (integers > 3)).to_tensors()
+
+
+def huffman_tensors() -> Tensors:
+    integers = (torch.randn(SHAPE, generator=torch.Generator().manual_seed(1)) * 2).round().to(torch.int32)
+    return HuffmanWeight(torch.tensor([0.01]), huffman.encode(integers)).to_tensors()
+
+
+def rans_tensors() -> Tensors:
+    generator = torch.Generator().manual_seed(4)
+    integers = (torch.randn(RANS_SHAPE, generator=generator) * torch.linspace(0.1, 4, 66)).round().to(torch.int32)
+    rows, cols = (torch.zeros(size, dtype=torch.int8) for size in RANS_SHAPE)
+    tensors = RansWeight.from_integers(integers, torch.tensor([0.01]), rows, cols).to_tensors()
+    assert tensors["table_ranges"].shape[0] > 1
+    assert tensors["chunk_words"].item() % 2 == 1, "the stream ends in half a word"
+    return tensors
+
+
+def setting(name: str, index: object, value: object) -> Callable[[Tensors], None]:
+    def damage(tensors: Tensors) -> None:
+        changed = tensors[name].to(torch.int64) if not tensors[name].is_floating_point() else tensors[name].clone()
+        changed[index] = value
+        tensors[name] = changed.to(tensors[name].dtype)
+
+    return damage
+
+
+def dropping(name: str) -> Callable[[Tensors], None]:
+    return lambda tensors: tensors.__delitem__(name)
+
+
+def replacing(name: str, function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Tensors], None]:
+    return lambda tensors: tensors.update({name: function(tensors[name])})
+
+
+def swap_first_columns(tensors: Tensors) -> None:
+    columns = tensors["outlier_col_idx"].to(torch.int64)
+    columns[[0, 1]] = columns[[1, 0]]
+    tensors["outlier_col_idx"] = columns.to(torch.uint16)
+
+
+def repeat_columns(tensors: Tensors) -> None:
+    columns = tensors["outlier_col_idx"].to(torch.int64)
+    columns[1:3] = columns[0]
+    tensors["outlier_col_idx"] = columns.to(torch.uint16)
+
+
+def early_end(tensors: Tensors) -> None:
+    """The first byte of an overflow is not full, but the gap asks for another entry."""
+    tensors["outlier_gaps"][0], tensors["outlier_overflow"][0] = 255, 254
+
+
+def far_beyond(tensors: Tensors) -> None:
+    longer = torch.full((1 << 17,), 255, dtype=torch.uint8)
+    tensors["outlier_overflow"] = torch.cat((longer, tensors["outlier_overflow"]))
+    tensors["outlier_gaps"] = torch.cat((torch.zeros_like(longer), tensors["outlier_gaps"]))
+
+
+PACKED_DAMAGE = [
+    (dropping("scales"), "layer.scales: expected a tensor torch.bfloat16 (9, 2), found no such tensor"),
+    (dropping("outlier_values"), "layer.outlier_values: expected a tensor"),
+    (lambda tensors: tensors.update(extra=torch.zeros(1)), "layer.extra: expected only"),
+    (replacing("qweight", lambda tensor: tensor[:, :-1]), "layer.qweight: expected torch.int32 (9, 7), found"),
+    (replacing("qweight", lambda tensor: tensor.to(torch.int64)), "layer.qweight: expected torch.int32"),
+    (replacing("scales", lambda tensor: tensor.float()), "layer.scales: expected torch.bfloat16"),
+    (setting("weight_shape", 0, 10), "layer.weight_shape: expected the shape of the linear"),
+    (
+        setting("scales", (0, 0), float("nan")),
+        "layer.scales: expected scales that are not zero, and finite also times 4, found 1 others",
+    ),
+    (setting("scales", ([8, 2], [0, 1]), 0.0), "finite also times 4, found 2 others, the first in row 2, group 1"),
+    (setting("scales", (2, 0), 3e38), "and finite also times 4, found 1 others, the first in row 2, group 0"),
+    (
+        replacing("qweight", lambda tensor: tensor ^ 1),
+        "layer.qweight: expected the code of 0 under each outlier, found another in row 1, column 10",
+    ),
+    (setting("qweight", ([7, 3], -1), -1), "after the last code are zero, found 2 others, the first in row 3"),
+    (setting("outlier_row_ptr", 0, 1), "layer.outlier_row_ptr: expected 0 first"),
+    (setting("outlier_row_ptr", -1, 10**6), "layer.outlier_row_ptr: expected 0 first and"),
+    (setting("outlier_row_ptr", 4, -7), "layer.outlier_row_ptr: expected offsets that never fall, found a fall after"),
+    (setting("outlier_col_idx", 0, 66), "layer.outlier_col_idx: expected columns in [0, 66)"),
+    (swap_first_columns, "above those before them in a row, found 1 others, the first in entry 1"),
+    (repeat_columns, "above those before them in a row, found 2 others, the first in entry 1"),
+    (
+        setting("outlier_values", 0, float("inf")),
+        "layer.outlier_values: expected values that are finite, found 1 others, the first in entry 0",
+    ),
+    (replacing("outlier_values", lambda tensor: tensor[:-1]), "layer.outlier_values: expected as many values"),
+]
+INTEGER_DAMAGE = [
+    (dropping("outlier_gaps"), "layer.outlier_gaps: expected a tensor torch.uint8 (*), found no such tensor"),
+    (lambda tensors: tensors.update(outlier_row_ptr=torch.zeros(10)), "layer.outlier_row_ptr: expected only"),
+    (
+        replacing("outlier_overflow", lambda tensor: tensor.to(torch.int8)),
+        "layer.outlier_overflow: expected torch.uint8",
+    ),
+    (replacing("outlier_gaps", lambda tensor: tensor[:-1]), "layer.outlier_overflow: expected as many entries as gaps"),
+    (setting("outlier_gaps", -1, 255), "shortest form, found an outlier without its last entry"),
+    (setting("outlier_overflow", -1, 255), "shortest form, found an outlier without its last entry"),
+    (setting("outlier_gaps", [2, 1], 1), "shortest form, found 2 others, the first in entry 0"),
+    (early_end, "shortest form, found 1 others, the first in entry 0"),
+    (setting("outlier_gaps", -1, 254), "layer.outlier_gaps: expected outliers among the 594 weights, found one at"),
+    (setting("outlier_gaps", 3, 0), "layer.qweight: expected the first or the last code under each outlier, found"),
+    (
+        setting("qweight", (0, 0), 3),
+        "layer.qweight: expected the first or the last code under each outlier, found another in row 0, column 0",
+    ),
+    (
+        setting("scales", (slice(0, 5), slice(None)), 8e37),
+        "layer.outlier_overflow: expected outliers and weights of finite value, found another in row",
+    ),
+    (
+        setting("qweight", (4, slice(0, 6)), 0x55555555),
+        "the first or the last code under each outlier, found another in row 4, column",
+    ),
+    (far_beyond, "layer.outlier_overflow: expected an overflow of at most 16777216, found"),
+]
+HUFFMAN_DAMAGE = [
+    (dropping("stream"), "layer.stream: expected a tensor"),
+    (setting("scale", 0, float("inf")), "layer.scale: expected a finite, positive scale"),
+    (setting("code_lengths", slice(None), 0), "layer.code_lengths: expected 1 to 4097 code lengths"),
+    (setting("code_lengths", 0, 16), "layer.code_lengths: expected 1 to 4097 code lengths of at most 15 bits"),
+    (replacing("code_lengths", lambda tensor: tensor[:0]), "layer.code_lengths: expected 1 to 4097"),
+    (setting("code_lengths", 0, 1), "layer.code_lengths: expected a complete prefix code (Kraft sum 1)"),
+    (setting("chunk_bits", (0, 0), 65535), "layer.chunk_bits: expected chunks that fill the stream"),
+    (replacing("stream", lambda tensor: tensor[:-1]), "layer.chunk_bits: expected chunks that fill the stream"),
+    (setting("first_symbol", 0, 2**31 - 1), "layer.first_symbol: expected symbols that fit int32"),
+    (setting("stream", -1, -1), "layer.stream: expected zero bits after the last chunk"),
+    (
+        lambda tensors: tensors.update(
+            chunk_bits=torch.zeros_like(tensors["chunk_bits"]), stream=tensors["stream"][:0]
+        ),
+        "layer.chunk_bits: expected at least one bit for each weight",
+    ),
+    (replacing("chunk_bits", lambda tensor: tensor.reshape(-1)[:1]), "layer.chunk_bits: expected torch.uint16 (1, 1)"),
+]
+RANS_DAMAGE = [
+    (dropping("row_exponents"), "layer.row_exponents: expected a tensor torch.int8 (60)"),
+    (replacing("row_class", lambda tensor: tensor[:1]), "layer.row_class: expected torch.int32 (8), found"),
+    (replacing("chunk_words", lambda tensor: tensor.reshape(-1)), "layer.chunk_words: expected torch.uint16 (1, 1)"),
+    (setting("scale", 0, -1.0), "layer.scale: expected a finite, positive scale"),
+    (lambda tensors: tensors.update(scale=torch.tensor([3e38]), row_exponents=torch.full((60,), 9, dtype=torch.int8)),
+     "layer.scale: expected a scale that stays a normal number, 1.17549435e-38 to 3.40282347e+38, with every exponent"),
+    (replacing("table_ranges", lambda tensor: tensor[:0]), "layer.table_ranges: expected 1 to 31 tables, found 0"),
+    (replacing("table_ranges", lambda tensor: tensor[:1].repeat(32, 1)), "layer.table_ranges: expected 1 to 31 tables"),
+    (setting("table_ranges", (0, 1), -1), "layer.table_ranges: expected 0 to 4095 symbols in each table, found -1"),
+    (setting("table_ranges", (0, 1), 4096), "layer.table_ranges: expected 0 to 4095 symbols in each table"),
+    (setting("table_ranges", (0, 0), 2**31 - 1), "layer.table_ranges: expected symbols that fit int32"),
+    (replacing("frequencies", lambda tensor: tensor[:-1]), "layer.frequencies: expected"),
+    (setting("frequencies", 0, 4000), "layer.frequencies: expected a sum of 4096 in table 0"),
+    (setting("row_class", -1, 0x10000), "layer.row_class: expected zero bits after the last class"),
+    (setting("column_class", -1, 0x10000), "layer.column_class: expected zero bits after the last class"),
+    (setting("row_class", 0, 15), "layer.row_class: expected classes that sum, with those of column_class, to less"),
+    (setting("chunk_words", (0, 0), 1), "layer.chunk_words: expected at least 2 words in each chunk, found 1"),
+    (setting("chunk_words", (0, 0), 65535), "layer.chunk_words: expected chunks that fill the stream"),
+    (replacing("stream", lambda tensor: tensor[:-1]), "layer.chunk_words: expected chunks that fill the stream"),
+    (replacing("stream", lambda tensor: tensor | -(1 << 31)), "layer.stream: expected a zero half-word after the last"),
+]  # fmt: skip
+
+
+def test_undamaged_tensors_have_no_problems() -> None:
+    assert list(validate.problems(packed_tensors(), PACKED, SHAPE, "layer")) == []
+    assert list(validate.problems(integer_tensors(), INTEGER, SHAPE, "layer")) == []
+    assert list(validate.problems(huffman_tensors(), HUFFMAN, SHAPE, "layer")) == []
+    assert list(validate.problems(rans_tensors(), RANS, RANS_SHAPE, "layer")) == []
+
+
+KINDS: dict[str, Any] = {
+    "packed": (packed_tensors, PACKED, SHAPE, PackedWeight, PACKED_DAMAGE),
+    "integer": (integer_tensors, INTEGER, SHAPE, PackedWeight, INTEGER_DAMAGE),
+    "huffman": (huffman_tensors, HUFFMAN, SHAPE, HuffmanWeight, HUFFMAN_DAMAGE),
+    "rans": (rans_tensors, RANS, RANS_SHAPE, RansWeight, RANS_DAMAGE),
+}
+
+
+CASES = [
+    pytest.param(kind, damage, message, id=f"{kind}, {message[:50]}")
+    for kind, (*_, damages) in KINDS.items()
+    for damage, message in damages
+]
+
+
+@pytest.mark.parametrize(("kind", "damage", "message"), CASES)
+def test_violation(kind: str, damage: Callable[[Tensors], None], message: str) -> None:
+    make, scheme, shape, weight, _ = KINDS[kind]
+    tensors = make()
+    damage(tensors)
+    with pytest.raises(CheckpointError) as caught:
+        weight.from_tensors(tensors, scheme, shape, "layer")
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(("scale", "refused"), [(2e36, False), (3e36, True), (-3e36, False)])
+@pytest.mark.parametrize("grid", ["midrise", "midtread"])
+def test_half_a_step_counts_where_outliers_could_be_infinite(scale: float, refused: bool, grid: str) -> None:
+    """In float32: in bfloat16, whose largest number this outlier is, half of 2e36 would make it infinite, too."""
+    tensors, scheme = packed_tensors(), dataclasses.replace(PACKED, grid=grid)
+    row = int((tensors["outlier_row_ptr"] <= 2).sum()) - 1
+    column = int(tensors["outlier_col_idx"][2])
+    tensors["outlier_values"][2] = torch.finfo(torch.bfloat16).max
+    tensors["scales"][row, column // 33] = scale
+    found = [str(problem).split(". ")[0] for problem in validate.problems(tensors, scheme, SHAPE, "layer")]
+    expected = "layer.outlier_values: expected values that are finite also with half a scale added"
+    assert found == [f"{expected}, found another in row {row}, column {column}"] * (refused and grid == "midrise")
+
+
+@pytest.mark.parametrize(("grid", "refused"), [("midtread", False), ("midrise", True)])
+def test_half_a_step_counts_where_integer_outliers_could_be_infinite(grid: str, refused: bool) -> None:
+    """Twice the scale is finite, and 2.5 times it is not."""
+    integers = torch.tensor([[0, 1, 2]], dtype=torch.int32)
+    scales = torch.tensor([[1.69e38]], dtype=torch.bfloat16)
+    tensors = PackedWeight.from_integers(integers, scales, 2, -1, integers == 2, None, grid == "midrise").to_tensors()
+    scheme = LayerScheme("packed", 2, -1, True, "integer", grid)
+    found = [str(problem).split(". ")[0] for problem in validate.problems(tensors, scheme, (1, 3), "layer")]
+    expected = "layer.outlier_overflow: expected outliers and weights of finite value"
+    assert found == [f"{expected}, found another in row 0, column 2"] * refused
+
+
+def test_scale_that_is_wrong_is_all_that_is() -> None:
+    for tensors, scheme in ((packed_tensors(), PACKED), (integer_tensors(), INTEGER)):
+        tensors["scales"][:, :] = float("nan")
+        for grid in ("midtread", "midrise"):
+            scheme = dataclasses.replace(scheme, grid=grid)
+            (problem,) = validate.problems(tensors, scheme, SHAPE, "layer")
+            assert "layer.scales: expected" in str(problem)
+
+
+def test_columns_that_do_not_fit_in_16_bits() -> None:
+    """Stored as int32, they can be negative."""
+    shape, scheme = (1, 70000), LayerScheme("packed", 2, -1, True)
+    integers, mask = torch.zeros(shape, dtype=torch.int32), torch.zeros(shape, dtype=torch.bool)
+    mask[0, [3, 69999]] = True
+    scales = torch.ones((1, 1), dtype=torch.bfloat16)
+    tensors = PackedWeight.from_integers(integers, scales, 2, -1, mask, torch.ones(shape)).to_tensors()
+    assert list(validate.problems(tensors, scheme, shape, "layer")) == []
+    tensors["outlier_col_idx"][0] = -3
+    (problem,) = validate.problems(tensors, scheme, shape, "layer")
+    assert "layer.outlier_col_idx: expected columns in [0, 70000), found -3 to 69999" in str(problem)
+
+
+def test_chunk_that_ends_elsewhere_is_refused_when_decoded() -> None:
+    integers = (torch.randn(40, 300, generator=torch.Generator().manual_seed(1)) * 2).round().to(torch.int32)
+    tensors = HuffmanWeight(torch.tensor([0.01]), huffman.encode(integers)).to_tensors()
+    bits = tensors["chunk_bits"].to(torch.int32)
+    bits[0, 0], bits[1, 0] = bits[0, 0] + 1, bits[1, 0] - 1
+    tensors["chunk_bits"] = bits.to(torch.uint16)
+    weight = HuffmanWeight.from_tensors(tensors, HUFFMAN, (40, 300), "layer")
+    with pytest.raises(CheckpointError, match=r"layer\.stream: expected chunk 0 to end at bit \d+, found bit"):
+        decode_checked(weight, "layer")
+
+
+@pytest.mark.parametrize(("octaves", "refused"), [(123.9, False), (124.1, True)])
+def test_weights_that_could_be_infinite_are_refused_when_decoded(octaves: float, refused: bool) -> None:
+    """The largest integer is -8: a scale below 2^124 keeps all weights below 2^127, whatever the columns' factors."""
+    integers, scale = torch.tensor([[3, -8, 0, 7]], dtype=torch.int32), torch.tensor([2.0**octaves])
+    flat, down = torch.zeros(1, dtype=torch.int8), torch.tensor([-8, -16, 0, -64], dtype=torch.int8)
+    up = torch.tensor([0, 0, 0, 24], dtype=torch.int8)
+    weights: list[HuffmanWeight | RansWeight] = [
+        HuffmanWeight(scale, huffman.encode(integers)),
+        RansWeight.from_integers(integers, scale, flat, down),
+        RansWeight.from_integers(integers, scale / 8, flat, up),
+    ]
+    for weight in weights:
+        weight.from_tensors(weight.to_tensors(), weight.scheme, (1, 4), "layer")
+        if refused:
+            with pytest.raises(CheckpointError, match=r"layer\.scale: expected a scale of which the largest multiple"):
+                decode_checked(weight, "layer")
+        else:
+            assert torch.equal(decode_checked(weight, "layer"), integers)
+            assert torch.isfinite(weight.dequantize(torch.bfloat16)).all()
+
+
+@pytest.mark.parametrize("midrise", [False, True])
+def test_half_a_step_counts_where_weights_could_be_infinite(midrise: bool) -> None:
+    """3 * 2^125 is below the limit, and so is 3.5 * 2^125, but not half a step more."""
+    flat = (torch.zeros(size, dtype=torch.int8) for size in (1, 2))
+    integers = torch.tensor([[3, -2]], dtype=torch.int32)
+    weight = RansWeight.from_integers(integers, torch.tensor([2.0**125]), *flat, midrise)
+    if midrise:
+        with pytest.raises(CheckpointError, match=r"layer\.scale: expected a scale of which the largest multiple"):
+            decode_checked(weight, "layer")
+    else:
+        assert torch.equal(decode_checked(weight, "layer"), integers)

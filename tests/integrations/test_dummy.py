@@ -1,0 +1,34 @@
+"""Weights of `--load-format dummy`: what they cost is what trained ones cost."""
+
+import pytest
+import torch
+
+from vllm_latq.format.config import LayerScheme
+from vllm_latq.integrations.vllm.dummy import dummy_weight
+
+ROWS, COLS, RATE = 256, 1024, 0.01
+
+
+@pytest.mark.parametrize("scheme", [LayerScheme("packed", 3, 128, True), LayerScheme("huffman"), LayerScheme("rans")])
+def test_outliers_lie_as_random_ones_do(scheme: LayerScheme) -> None:
+    """Rows differ in number, columns are used evenly, slices are padded: gathers of x cost what they cost."""
+    weight = dummy_weight(scheme, ROWS, COLS, {"outlier_rate": RATE})
+    outliers = weight.outliers
+    assert outliers is not None
+    assert outliers.nnz == pytest.approx(RATE * ROWS * COLS, rel=0.1)
+    assert bool((outliers.values != 0).all())  # prefill passes zeros over
+    expected = RATE * COLS
+    assert float(outliers.counts.double().var()) == pytest.approx(expected, rel=0.5)  # Poisson: the mean
+    used = outliers.col_idx.to(torch.int64).unique().numel()
+    # n balls in COLS bins leave exp(-n / COLS) of them empty.
+    assert used == pytest.approx(COLS * (1 - torch.exp(torch.tensor(-RATE * ROWS))).item(), rel=0.05)
+    assert weight.dequantize().isfinite().all()
+
+
+def test_any_rate_that_a_config_may_say() -> None:
+    for rate in (1e-9, 0.5, 1.0):
+        outliers = dummy_weight(LayerScheme("packed", 4, 64, True), 16, 64, {"outlier_rate": rate}).outliers
+        assert outliers is not None
+        assert 1 <= outliers.nnz <= 0.6 * 16 * 64
+        columns = [outliers.col_idx[start:end].tolist() for start, end in outliers.row_ptr.unfold(0, 2, 1).tolist()]
+        assert all(row == sorted(set(row)) for row in columns)

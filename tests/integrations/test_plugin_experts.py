@@ -1,0 +1,363 @@
+"""vLLM's layer of routed experts, tensor and expert parallel: its loaded weights equal an unquantized layer's, exactly.
+
+No engine and no process group: rank and world size are patched, and an unquantized vLLM layer that loads the
+dequantized matrices by the same names is the oracle.
+"""
+
+from collections.abc import Callable
+from copy import deepcopy
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import vllm.model_executor.layers.fused_moe.config as moe_config
+import vllm.model_executor.parameter as vllm_parameter
+from random_weights import RANS, random_weight
+from torch.nn import functional
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers import fused_moe
+from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
+
+from vllm_latq.errors import CheckpointError, ConfigError, UnsupportedModelError, UnsupportedShapeError
+from vllm_latq.format.coded import Weight
+from vllm_latq.format.config import CheckpointConfig, LayerScheme
+from vllm_latq.format.packed import PackedWeight
+from vllm_latq.integrations.vllm import moe as vllm_moe
+from vllm_latq.integrations.vllm.config import LatqConfig
+from vllm_latq.serving import operands
+from vllm_latq.serving.layouts.checkpoint import WEIGHT_ARGUMENTS, dequantize
+
+EXPERTS, HIDDEN, INTERMEDIATE, TOP_K = 3, 96, 128, 2
+PREFIX = "model.layers.0.mlp.experts"
+LEAVES = {"gate_proj": (INTERMEDIATE, HIDDEN), "up_proj": (INTERMEDIATE, HIDDEN), "down_proj": (HIDDEN, INTERMEDIATE)}
+PACKED = LayerScheme("packed", 4, 32, True)
+SCHEMES = {
+    "packed4": PACKED,
+    "packed3-row": LayerScheme("packed", 3, -1, True, grid="midrise"),
+    "packed8-plain": LayerScheme("packed", 8, 32, False),
+    "huffman": LayerScheme("huffman"),
+    "rans": RANS,
+}
+RANKS = [(1, False), (2, False), (4, False), (2, True)]  # how many, and whether they share out experts or channels
+# Of the largest output: float32 sums in another order, and factors of columns given to x instead of the weight.
+TOLERANCE = 1e-5
+make_experts = getattr(fused_moe, "FusedMoEFactory", None) or fused_moe.FusedMoE  # vLLM renamed it
+
+
+@pytest.fixture
+def rank_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    def pretend(rank: int) -> None:
+        for module in (moe_config, vllm_parameter):
+            monkeypatch.setattr(module, "get_tensor_model_parallel_rank", lambda: rank)
+        # Asked for by every parameter of vLLM; experts ask the layer's own configuration instead.
+        monkeypatch.setattr(vllm_parameter, "get_tensor_model_parallel_world_size", lambda: 1)
+
+    return pretend
+
+
+def build(quant: LatqConfig | None, size: int = 1, expert_parallel: bool = False, **options: Any) -> Any:
+    """The routed experts of a mixture on one of `size` ranks."""
+    config = VllmConfig()
+    config.parallel_config.enable_expert_parallel = expert_parallel
+    sizes = {"num_experts": EXPERTS, "top_k": TOP_K, "hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE}
+    parallel = {"tp_size": size, "dp_size": 1, "pcp_size": 1}
+    with set_current_vllm_config(config):
+        runner = make_experts(
+            quant_config=quant, prefix=PREFIX, params_dtype=torch.float32, **sizes | parallel | options
+        )
+    return runner.routed_experts
+
+
+def quantization(scheme: LayerScheme, **fields: Any) -> LatqConfig:
+    return LatqConfig(CheckpointConfig(scheme, **fields))
+
+
+def checkpoint(scheme: LayerScheme) -> dict[str, Weight]:
+    """Every matrix of every expert by its name below the layer's."""
+    return dict(_checkpoint(scheme))
+
+
+@cache
+def _checkpoint(scheme: LayerScheme) -> dict[str, Weight]:
+    return {
+        f"{expert}.{leaf}": random_weight(scheme, *shape, seed=10 * expert + index)
+        for expert in range(EXPERTS)
+        for index, (leaf, shape) in enumerate(LEAVES.items())
+    }
+
+
+def load(layer: Any, weights: dict[str, Weight], skip: str = " ") -> None:
+    """Hand a layer its tensors as the engine does, from the last one to the first."""
+    stored = [(f"{name}.{key}", t) for name, weight in weights.items() for key, t in weight.to_tensors().items()]
+    assert list(layer.load_weights((name, t) for name, t in reversed(stored) if not name.startswith(skip)))
+
+
+def dense(layer: Any, product: str) -> torch.Tensor:
+    """The weights of all experts on this rank, [experts, rows, cols]."""
+    method = layer.quant_method
+    stacks = [getattr(layer, f"{product}_{name}") for name in WEIGHT_ARGUMENTS]
+    constants = method.constants[0 if product == "w13" else 1]
+    experts = ([None if stack is None else stack[e] for stack in stacks] for e in range(len(stacks[0])))
+    weights = [dequantize(*tensors, *constants) for tensors in experts]
+    scales = getattr(layer, f"{product}_column_scales")
+    return torch.stack(weights) * (1 if scales is None else scales.unsqueeze(1))
+
+
+def product_of(x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> Any:
+    """Plain experts; ids below 0 are on other ranks."""
+    y = torch.zeros_like(x)
+    for token, slot in (ids >= 0).nonzero().tolist():
+        first = functional.linear(x[token], w13[ids[token, slot]])
+        if w13.shape[1] == w2.shape[2]:  # no gate
+            hidden = functional.relu(first).square()
+        else:
+            gate, up = first.chunk(2)
+            hidden = functional.silu(gate) * up
+        y[token] += weights[token, slot] * functional.linear(hidden, w2[ids[token, slot]])
+    return y
+
+
+@pytest.mark.parametrize(
+    ("scheme", "size", "expert_parallel"),
+    [(scheme, *ranks) for scheme in SCHEMES for ranks in RANKS if scheme != "rans" or ranks[0] == 2],
+)
+def test_every_rank_gets_its_part(
+    scheme: str, size: int, expert_parallel: bool, rank_of: Callable[[int], None]
+) -> None:
+    assert_every_rank_gets_its_part(SCHEMES[scheme], size, expert_parallel, rank_of)
+
+
+@pytest.mark.parametrize(("scheme", "size", "expert_parallel"), [("packed4", 2, False), ("rans", 2, True)])
+def test_experts_without_a_gate(
+    scheme: str, size: int, expert_parallel: bool, rank_of: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM runs them on GPUs only, and asks its platform."""
+    gpu = SimpleNamespace(is_cuda_alike=lambda: True, is_xpu=lambda: False)
+    monkeypatch.setattr(moe_config, "current_platform", gpu)
+    options = {"activation": "relu2_no_mul", "ckpt_names": ("up_proj", "down_proj", None)}
+    assert_every_rank_gets_its_part(SCHEMES[scheme], size, expert_parallel, rank_of, **options)
+    layer = build(quantization(SCHEMES[scheme]), size, expert_parallel, **options)
+    layer.quant_method.dummy = True
+    layer.quant_method.process_weights_after_loading(layer)
+    assert dense(layer, "w13").shape[1] == INTERMEDIATE // (1 if expert_parallel else size)
+
+
+def assert_every_rank_gets_its_part(
+    scheme: LayerScheme, size: int, expert_parallel: bool, rank_of: Callable[[int], None], **options: Any
+) -> None:
+    """The oracle always has a gate."""
+    gated = not options
+    weights, plain = checkpoint(scheme), {}
+    for name, weight in weights.items():
+        plain[f"{name}.weight"] = weight.dequantize()
+    x = torch.randn(7, HIDDEN, generator=torch.Generator().manual_seed(0))
+    ids = torch.stack([torch.randperm(EXPERTS)[:TOP_K] for _ in range(7)]).int()
+    router = torch.rand(7, TOP_K)
+    total = torch.zeros_like(x)
+    for rank in range(size):
+        rank_of(rank)
+        layer, oracle = (
+            build(quantization(scheme), size, expert_parallel, **options),
+            build(None, size, expert_parallel),
+        )
+        load(layer, {name: weight for name, weight in weights.items() if gated or "gate" not in name})
+        list(oracle.load_weights(plain.items()))
+        layer.quant_method.process_weights_after_loading(layer)
+        assert len(oracle.w13_weight) == ((2 - rank) if expert_parallel else EXPERTS)
+        w13 = oracle.w13_weight.data if gated else oracle.w13_weight.data.chunk(2, 1)[1]
+        torch.testing.assert_close(dense(layer, "w13"), w13, rtol=0, atol=0)
+        torch.testing.assert_close(dense(layer, "w2"), oracle.w2_weight.data, rtol=0, atol=0)
+        local = ids if oracle.expert_map is None else oracle.expert_map[ids.long()]
+        expected = product_of(x, w13, oracle.w2_weight.data, router, local)
+        got = layer.quant_method.apply(layer, x, router, ids, None, None)
+        assert (got - expected).abs().max() <= TOLERANCE * expected.abs().max()
+        total += got
+    everything = [[plain[f"{e}.{leaf}.weight"] for e in range(EXPERTS)] for leaf in LEAVES]
+    gate, up, down = (torch.stack(matrices) for matrices in everything)
+    expected = product_of(x, torch.cat([gate, up], 1) if gated else up, down, router, ids)
+    assert (total - expected).abs().max() <= TOLERANCE * expected.abs().max()
+
+
+def test_a_reload_goes_into_the_memory_of_the_first_load(
+    rank_of: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the kernels' tensors, which need no kernel to be made: outliers of all experts share their room."""
+    monkeypatch.setattr("vllm_latq.serving.operands.has_kernels", lambda device: True)
+    rank_of(0)
+    few, many = checkpoint(PACKED), {}
+    for name, weight in few.items():
+        assert isinstance(weight, PackedWeight)
+        integers, scales = torch.zeros(weight.shape, dtype=torch.int32), weight.scales
+        mask = torch.rand(weight.shape, generator=torch.Generator().manual_seed(0)) < 0.5
+        many[name] = PackedWeight.from_integers(integers, scales, 4, 32, mask, torch.ones(weight.shape))
+
+    def loaded(weights: dict[str, Weight], before: Any = None) -> Any:
+        layer = build(quantization(PACKED))
+        layer.quant_method.dtype = torch.float16
+        if before is not None:
+            layer.quant_method.bits, layer.quant_method.capacity = before.bits, dict(before.capacity)
+        load(layer, weights)
+        layer.quant_method.process_weights_after_loading(layer)
+        return layer
+
+    first = loaded(few)
+    # The first expert's outliers become the last one's.
+    turned = {f"{EXPERTS - 1 - int(name[0])}{name[1:]}": weight for name, weight in few.items()}
+    again = loaded(turned, first.quant_method)
+    for product in ("w13", "w2"):
+        entries = [getattr(layer, f"{product}_entries") for layer in (first, again)]
+        assert entries[0].shape == entries[1].shape == (1, first.quant_method.capacity[product], 16)
+        assert not torch.equal(*entries)
+    made: list[Any] = []
+    monkeypatch.setattr(
+        vllm_moe, "make_operands", lambda *a, **k: made.append(operands.make_operands(*a, **k)) or made[-1]
+    )
+    with pytest.raises(
+        CheckpointError, match=r"expected outliers for at most \d+ slots of 16 rows, found \d+ in 1 exp"
+    ):
+        loaded(many, first.quant_method)
+    assert len(made) == 1
+
+
+def test_router_weighs_inputs(rank_of: Callable[[int], None]) -> None:
+    """As Llama 4's does, which chooses one expert for each token."""
+    rank_of(0)
+    layer, weights = build(quantization(PACKED), apply_router_weight_on_input=True, top_k=1), checkpoint(PACKED)
+    load(layer, weights)
+    layer.quant_method.process_weights_after_loading(layer)
+    x, router, ids = torch.randn(7, HIDDEN), torch.rand(7, 1), torch.randint(EXPERTS, (7, 1), dtype=torch.int32)
+    gate, up, down = (torch.stack([weights[f"{e}.{leaf}"].dequantize() for e in range(EXPERTS)]) for leaf in LEAVES)
+    expected = product_of(x * router, torch.cat([gate, up], 1), down, torch.ones(7, 1), ids)
+    got = layer.quant_method.apply(layer, x, router, ids, None, None)
+    assert (got - expected).abs().max() <= TOLERANCE * expected.abs().max()
+
+
+def test_decoded_experts_share_one_width(rank_of: Callable[[int], None]) -> None:
+    """Experts whose own best widths differ are stacked all the same."""
+    rank_of(0)
+    layer, weights = build(quantization(RANS)), checkpoint(RANS)
+    for leaf in LEAVES:
+        wide = weights[f"2.{leaf}"]
+        scaled = (wide.integers() * 9, wide.scale, wide.row_exponents, wide.column_exponents)
+        weights[f"2.{leaf}"] = type(wide).from_integers(*scaled)
+    load(layer, weights)
+    layer.quant_method.process_weights_after_loading(layer)
+    for leaf, matrix in zip(LEAVES, (*dense(layer, "w13")[2].chunk(2), dense(layer, "w2")[2]), strict=True):
+        torch.testing.assert_close(matrix, weights[f"2.{leaf}"].dequantize(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("skip", "message"),
+    [
+        ("1.up_proj.outlier_col_idx", r"experts\.1\.up_proj\.outlier_col_idx: .*found no such tensor"),
+        ("1.down_proj.weight_shape", r"experts\.1\.down_proj\.weight_shape: .*found no such tensor"),
+        ("2.gate_proj", r"experts\.2\.gate_proj: expected tensors weight_shape, qweight, .*found none of them"),
+    ],
+)
+def test_what_is_missing_is_named(skip: str, message: str, rank_of: Callable[[int], None]) -> None:
+    rank_of(0)
+    layer = build(quantization(PACKED))
+    load(layer, checkpoint(PACKED), skip)
+    with pytest.raises(CheckpointError, match=message):
+        layer.quant_method.process_weights_after_loading(layer)
+
+
+def test_damaged_tensor_is_refused(rank_of: Callable[[int], None]) -> None:
+    rank_of(0)
+    layer, weights = build(quantization(PACKED)), deepcopy(checkpoint(PACKED))
+    weights["2.down_proj"].outliers.col_idx[0] = INTERMEDIATE
+    load(layer, weights)
+    with pytest.raises(CheckpointError, match=r"experts\.2\.down_proj\.outlier_col_idx: expected columns in"):
+        layer.quant_method.process_weights_after_loading(layer)
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"), [((INTERMEDIATE, 64), "96 input channels"), ((64, HIDDEN), "128 output channels")]
+)
+def test_shapes_of_another_model_are_refused(
+    shape: tuple[int, int], expected: str, rank_of: Callable[[int], None]
+) -> None:
+    rank_of(0)
+    layer, weights = build(quantization(PACKED)), checkpoint(PACKED)
+    weights["0.up_proj"] = random_weight(PACKED, *shape, 0)
+    load(layer, weights)
+    with pytest.raises(CheckpointError, match=rf"experts\.0\.up_proj\.weight_shape: expected {expected}"):
+        layer.quant_method.process_weights_after_loading(layer)
+
+
+def test_group_cut_by_tensor_parallelism_is_refused(rank_of: Callable[[int], None]) -> None:
+    """The groups of gate and up lie along the hidden channels, which no rank cuts."""
+    rank_of(1)
+    scheme = LayerScheme("packed", 4, 128, True)
+    with pytest.raises(UnsupportedShapeError, match=r"experts\.\*\.down_proj: expected input channels per rank in"):
+        build(quantization(scheme), 4, hidden_size=128)
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        ({"activation": "swigluoai"}, "the activation swigluoai"),
+        ({"has_bias": True}, "biases"),
+        ({"swiglu_limit": 7.0}, "a limit in the activation"),
+        ({"apply_router_weight_on_input": True}, "several experts that the router weighs at their input"),
+    ],
+)
+def test_experts_of_another_kind_are_refused(
+    options: dict[str, Any], found: str, rank_of: Callable[[int], None]
+) -> None:
+    rank_of(0)
+    with pytest.raises(UnsupportedModelError, match=f"experts: expected experts of linears alone.*found {found}"):
+        build(quantization(PACKED), **options)
+
+
+def test_a_rank_without_experts_is_refused(rank_of: Callable[[int], None]) -> None:
+    rank_of(EXPERTS)
+    expected = f"experts: expected at least one expert on every rank, found {EXPERTS} experts, none on this"
+    with pytest.raises(UnsupportedModelError, match=expected):
+        build(quantization(PACKED), EXPERTS + 1, expert_parallel=True)
+
+
+def test_dummy_weights(rank_of: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    rank_of(1)
+    layer = build(quantization(RANS), 2)
+    layer.quant_method.dummy = True
+    layer.quant_method.process_weights_after_loading(layer)
+    assert dense(layer, "w13").shape == (EXPERTS, INTERMEDIATE, HIDDEN)
+    assert dense(layer, "w2").shape == (EXPERTS, HIDDEN, INTERMEDIATE // 2)
+
+
+def test_ignored_experts_are_left_to_vllm(rank_of: Callable[[int], None]) -> None:
+    rank_of(0)
+    names = tuple(f"{PREFIX}.{expert}.{leaf}" for expert in range(EXPERTS) for leaf in LEAVES)
+    for ignore in (("experts",), names):
+        assert isinstance(build(quantization(PACKED, ignore=ignore)).quant_method, UnquantizedFusedMoEMethod)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"ignore": ("2.up_proj",)},
+            r"experts: expected one scheme for all of its shards, found .*2\.up_proj: ignored",
+        ),
+        ({"overrides": {f"{PREFIX}.1.down_proj": RANS}}, r"experts: expected one scheme for all of its shards"),
+        ({"ignore": ("down_proj",)}, "experts: expected all matrices of its experts quantized, or none, found only"),
+    ],
+)
+def test_experts_that_differ_are_refused(fields: dict[str, Any], message: str, rank_of: Callable[[int], None]) -> None:
+    rank_of(0)
+    with pytest.raises(ConfigError, match=message):
+        build(quantization(PACKED, **fields))
+
+
+def test_gate_and_up_may_differ_from_down(rank_of: Callable[[int], None]) -> None:
+    rank_of(0)
+    overrides = {f"{PREFIX}.{expert}.down_proj": RANS for expert in range(EXPERTS)}
+    layer, weights = build(quantization(PACKED, overrides=overrides)), checkpoint(PACKED)
+    weights |= {name: weight for name, weight in checkpoint(RANS).items() if name.endswith("down_proj")}
+    load(layer, weights)
+    layer.quant_method.process_weights_after_loading(layer)
+    expected = torch.stack([weights[f"{expert}.down_proj"].dequantize() for expert in range(EXPERTS)])
+    torch.testing.assert_close(dense(layer, "w2"), expected, rtol=0, atol=0)

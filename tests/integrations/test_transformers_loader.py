@@ -1,0 +1,147 @@
+"""`AutoModelForCausalLM.from_pretrained` on a checkpoint: the logits of the dequantized model, and nothing else."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_checkpoints import list_twice
+from transformers import AutoModelForCausalLM
+
+from vllm_latq.errors import CheckpointError, ConfigError
+from vllm_latq.integrations.transformers import LatqLinear
+
+IDS = torch.arange(3, 43).reshape(2, 20)
+
+
+def logits(directory: Path, **options: object) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(directory, **options)
+    with torch.no_grad():
+        return model(IDS).logits
+
+
+@pytest.mark.parametrize("name", ["ssqr", "hptq", "mixed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_same_logits_as_the_dequantized_model(name: str, dtype: torch.dtype, request: pytest.FixtureRequest) -> None:
+    pair = request.getfixturevalue(f"{name}_pair")
+    got, expected = logits(pair.latq, dtype=dtype), logits(pair.dense, dtype=dtype)
+    assert expected.std() > 0.5
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        *("vllm_latq, transformers.modeling_utils", "transformers.modeling_utils, vllm_latq"),
+        "vllm_latq, transformers.quantizers.auto",
+    ],
+)
+def test_registered_whichever_is_imported_first(imports: str) -> None:
+    code = f"import {imports}; assert 'latq' in transformers.quantizers.auto.AUTO_QUANTIZER_MAPPING"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.05)])
+def test_rans_layers_scale_their_input(dtype: torch.dtype, tolerance: float, biased_pair: tuple[Path, Path]) -> None:
+    """x * column factors is rounded where the dense model's weight is: equal up to the precision of the dtype."""
+    got, expected = logits(biased_pair[0], dtype=dtype), logits(biased_pair[1], dtype=dtype)
+    assert (got - expected).float().norm() < tolerance * expected.float().norm()
+
+
+def test_rans_layers_dequantize_exactly(biased_pair: tuple[Path, Path]) -> None:
+    model = AutoModelForCausalLM.from_pretrained(biased_pair[0], dtype=torch.float32)
+    assert sum(getattr(module, "column_scales", None) is not None for module in model.modules()) == 7
+    with torch.no_grad():
+        got = model.dequantize()(IDS).logits
+    torch.testing.assert_close(got, logits(biased_pair[1], dtype=torch.float32), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["ssqr", "hptq", "biased"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_cast_leaves_the_stored_weight(name: str, dtype: torch.dtype, request: pytest.FixtureRequest) -> None:
+    model = AutoModelForCausalLM.from_pretrained(request.getfixturevalue(f"{name}_pair")[0])
+    layer = model.model.layers[1].mlp.down_proj
+    before = layer.dense_weight(torch.float32)
+    layer.to(dtype)
+    torch.testing.assert_close(layer.dense_weight(torch.float32), before, rtol=0, atol=0)
+    assert layer(torch.ones(2, layer.in_features, dtype=dtype)).dtype == dtype
+
+
+def test_default_dtype_is_that_of_the_config(ssqr_pair: tuple[Path, Path]) -> None:
+    model = AutoModelForCausalLM.from_pretrained(ssqr_pair[0])
+    assert model.dtype == torch.bfloat16
+    assert model.model.layers[0].mlp.up_proj.scales.dtype == torch.bfloat16
+
+
+def test_quantized_linears_stay_packed(mixed_pair: tuple[Path, Path]) -> None:
+    model = AutoModelForCausalLM.from_pretrained(mixed_pair[0])
+    quantized = [name for name, module in model.named_modules() if isinstance(module, LatqLinear)]
+    assert len(quantized) == 4 * 7 + 1
+    assert "lm_head" in quantized
+    assert not any(isinstance(module, torch.nn.Linear) for module in model.modules())
+
+
+def test_tied_head_stays_dense(ssqr_pair: tuple[Path, Path]) -> None:
+    model = AutoModelForCausalLM.from_pretrained(ssqr_pair[0])
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize("name", ["ssqr", "hptq"])
+def test_dequantize(name: str, request: pytest.FixtureRequest) -> None:
+    pair = request.getfixturevalue(f"{name}_pair")
+    model = AutoModelForCausalLM.from_pretrained(pair.latq, dtype=torch.float32).dequantize()
+    assert not any(isinstance(module, LatqLinear) for module in model.modules())
+    with torch.no_grad():
+        torch.testing.assert_close(model(IDS).logits, logits(pair.dense, dtype=torch.float32), rtol=0, atol=0)
+
+
+def test_generate(ssqr_pair: tuple[Path, Path]) -> None:
+    both = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in ssqr_pair]
+    first, second = (model.generate(IDS[:1], max_new_tokens=8, do_sample=False) for model in both)
+    assert first.shape == (1, 28)
+    assert torch.equal(first, second)
+
+
+def damaged(source: Path, target: Path, change: str) -> Path:
+    """A copy of a checkpoint with one tensor missing, changed or listed twice, or one key too many in its config."""
+    shutil.copytree(source, target)
+    file, name = target / "model.safetensors", "model.layers.1.mlp.up_proj.scales"
+    tensors = load_file(file)
+    if change == "missing":
+        del tensors[name]
+    elif change == "not finite":
+        tensors[name][3, 1] = torch.nan
+    save_file(tensors, file, metadata={"format": "pt"})
+    if change == "twice":
+        list_twice(file)
+    if change == "unknown key":
+        config = json.loads((target / "config.json").read_text())
+        config["quantization_config"]["zero_points"] = True
+        (target / "config.json").write_text(json.dumps(config))
+    return target
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ("missing", CheckpointError, r"layers\.1\.mlp\.up_proj\.scales: .*found no such tensor"),
+        ("not finite", CheckpointError, r"layers\.1\.mlp\.up_proj\.scales: expected scales .* row 3, group 1"),
+        ("twice", CheckpointError, r"model\.safetensors: expected a header with each key once"),
+        ("unknown key", ConfigError, "unknown zero_points"),
+    ],
+)
+def test_bad_checkpoints_are_refused(
+    change: str, error: type, message: str, ssqr_pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=message):
+        AutoModelForCausalLM.from_pretrained(damaged(ssqr_pair[0], tmp_path / "bad", change))
+
+
+def test_saving_is_refused(ssqr_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(ssqr_pair[0])
+    with pytest.raises(ValueError, match="not serializable"):
+        model.save_pretrained(tmp_path / "copy")

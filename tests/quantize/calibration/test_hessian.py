@@ -1,0 +1,90 @@
+"""Hessians: the sums of the inputs that were seen, to the last digits of float32 whatever the inputs' dtype."""
+
+import pytest
+import torch
+
+from vllm_latq.quantize.calibration.hessian import HessianCollector, InputHessian
+
+# 999 products of up to about 10 are added in float32.
+RELATIVE_TOLERANCE = 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_gram_is_that_of_the_inputs_in_float32(dtype):
+    inputs = torch.randn(3, 333, 65, generator=torch.Generator().manual_seed(0)).to(dtype)
+    hessian = InputHessian(["layer"], torch.zeros(65, 65))
+    before = torch.get_float32_matmul_precision()
+    for part in inputs:
+        hessian.add(part)
+    rows = inputs.flatten(0, 1).double()
+    assert hessian.tokens == 999
+    assert hessian.matrix.dtype == torch.float32
+    assert (hessian.matrix.double() - rows.T @ rows).abs().max() < RELATIVE_TOLERANCE * 999
+    assert torch.get_float32_matmul_precision() == before
+
+
+def test_later_passes_end_at_the_input_of_the_last_linear():
+    """What a block does behind it is not computed again; the sums are those of whole passes."""
+    block = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.ReLU(), torch.nn.Linear(4, 3))
+    linears = {"first": block[0], "last": block[2]}
+    batches = torch.randn(3, 7, 5, generator=torch.Generator().manual_seed(0))
+    finished = []
+    block[2].register_forward_hook(lambda *_: finished.append(True))
+    collectors = HessianCollector(), HessianCollector()
+    for whole, collector in zip((True, False), collectors, strict=True):
+        for batch in batches:
+            with torch.no_grad(), collector.watching(linears):
+                block(batch)
+            if not whole:
+                collector.stop_early()
+    assert len(finished) == len(batches) + 1
+    for ended, expected in zip(collectors[1].hessians, collectors[0].hessians, strict=True):
+        assert ended.linears == expected.linears
+        assert ended.tokens == expected.tokens == 21
+        assert torch.equal(ended.matrix, expected.matrix)
+
+
+def test_an_input_is_shared_whatever_is_called_between():
+    """In latent attention another linear stands between the two that read a block's input, and serving merges those."""
+    first, between, second, later = (torch.nn.Linear(5, 5) for _ in range(4))
+    collector = HessianCollector()
+    for _ in range(2):
+        with torch.no_grad(), collector.watching({"a": first, "b": between, "c": second, "d": later}):
+            x = torch.randn(3, 5)
+            between(first(x))
+            second(x)
+            later(x.add_(1))
+    assert [hessian.linears for hessian in collector.hessians] == [["a", "c"], ["b"], ["d"]]
+    assert [hessian.tokens for hessian in collector.hessians] == [6, 6, 6]
+
+
+def test_inputs_that_are_one_only_later_are_counted_by_both():
+    first, second = torch.nn.Linear(5, 5), torch.nn.Linear(5, 5)
+    collector = HessianCollector()
+    for same in (False, True):
+        with torch.no_grad(), collector.watching({"first": first, "second": second}):
+            x = torch.ones(2, 5)
+            first(x)
+            second(x if same else x + 0)
+    assert [hessian.tokens for hessian in collector.hessians] == [4, 4]
+
+
+def test_passes_stay_whole_where_a_linear_is_not_always_called():
+    first, second = torch.nn.Linear(5, 5), torch.nn.Linear(5, 5)
+    collector = HessianCollector()
+    for both in (False, True):
+        with torch.no_grad(), collector.watching({"first": first, "second": second}):
+            x = first(torch.ones(2, 5))
+            second(x) if both else x
+        collector.stop_early()
+    assert [hessian.linears for hessian in collector.hessians] == [["first"], ["second"]]
+
+
+def test_passes_stay_whole_where_a_linear_is_called_twice():
+    linear = torch.nn.Linear(5, 5)
+    collector = HessianCollector()
+    for _ in range(2):
+        with torch.no_grad(), collector.watching({"shared": linear}):
+            linear(linear(torch.ones(2, 5)))
+        collector.stop_early()
+    assert collector.hessians[0].tokens == 8

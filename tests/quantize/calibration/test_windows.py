@@ -1,0 +1,190 @@
+"""Calibration windows: exact, reproducible, and a clear error for every unusable source."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from vllm_latq.errors import CalibrationError
+from vllm_latq.quantize.calibration.text import evaluation_text as read_text
+from vllm_latq.quantize.calibration.windows import load_samples, tokenize
+
+
+@pytest.fixture(scope="module")
+def tokenizer(mini_model: Path) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(mini_model)
+
+
+@pytest.mark.parametrize("seq_len", [1, 33, 500])
+def test_samples_are_distinct_windows_of_the_text(
+    tokenizer: PreTrainedTokenizerBase, evaluation_text: Path, seq_len: int
+) -> None:
+    ids = tokenize(tokenizer, evaluation_text.read_text())
+    count = len(ids) // seq_len
+    cut = ids[: count * seq_len].view(count, seq_len)
+    samples = load_samples(tokenizer, str(evaluation_text), num_samples=count, seq_len=seq_len, seed=3)
+    assert samples.dtype == torch.int64
+    assert samples.is_contiguous()
+    assert not torch.equal(samples, cut)
+    # Every window of the text exactly once: equal as multisets.
+    assert sorted(samples.tolist()) == sorted(cut.tolist())
+
+
+def test_same_seed_same_samples(tokenizer: PreTrainedTokenizerBase, calibration_text: Path) -> None:
+    source = str(calibration_text)
+    first = load_samples(tokenizer, source, 8, 64, seed=1)
+    assert first.shape == (8, 64)
+    assert torch.equal(first, load_samples(tokenizer, source, 8, 64, seed=1))
+    assert not torch.equal(first, load_samples(tokenizer, source, 8, 64, seed=2))
+
+
+def test_short_text_gives_what_it_has_and_says_so(
+    tokenizer: PreTrainedTokenizerBase, evaluation_text: Path, tmp_path: Path
+) -> None:
+    source = tmp_path / "short.txt"
+    source.write_text(evaluation_text.read_text()[:1000])
+    available = len(tokenize(tokenizer, source.read_text())) // 64
+    assert 1 < available < 256
+    with pytest.warns(UserWarning, match=rf"256 windows of 64 tokens were asked for.*make {available};"):
+        samples = load_samples(tokenizer, str(source), num_samples=256, seq_len=64)
+    assert samples.shape == (available, 64)
+
+
+def test_less_than_one_window_is_refused(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    source = tmp_path / "word.txt"
+    source.write_text("import")
+    with pytest.raises(
+        CalibrationError, match=r"expected at least one window of 2048 tokens, found \d tokens.*seq_len"
+    ):
+        load_samples(tokenizer, str(source), num_samples=1, seq_len=2048)
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        (b"", "found none"),
+        (b" \n\t\n", "found none"),
+        (b"caf\xe9 au lait", "invalid continuation byte at byte 3"),
+        (b"text\0\0", "found a NUL at character 4"),
+    ],
+)
+def test_unusable_file(tokenizer: PreTrainedTokenizerBase, tmp_path: Path, content: bytes, found: str) -> None:
+    source = tmp_path / "bad.txt"
+    source.write_bytes(content)
+    with pytest.raises(CalibrationError, match=found) as raised:
+        load_samples(tokenizer, str(source), 1, 8)
+    assert str(source) in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "source", ["missing.txt", "data/missing.txt", "data/missing.jsonl", "/no/such/file", "wikitext9", "", "../up/side"]
+)
+def test_missing_source(
+    tokenizer: PreTrainedTokenizerBase, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CalibrationError, match="expected an existing text file, wikitext2, c4, or a hub dataset"):
+        load_samples(tokenizer, source, 1, 8)
+
+
+@pytest.mark.parametrize(("num_samples", "seq_len", "name"), [(0, 8, "num_samples"), (1, 0, "seq_len"), (-3, 8, "num")])
+def test_sizes_below_one(
+    tokenizer: PreTrainedTokenizerBase, evaluation_text: Path, num_samples: int, seq_len: int, name: str
+) -> None:
+    with pytest.raises(CalibrationError, match=f"{name}.*expected at least 1"):
+        load_samples(tokenizer, str(evaluation_text), num_samples, seq_len)
+
+
+def test_byte_order_mark_is_no_text(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    plain, marked = tmp_path / "plain.txt", tmp_path / "marked.txt"
+    plain.write_text("import os", encoding="utf-8")
+    marked.write_text("import os", encoding="utf-8-sig")
+    assert torch.equal(load_samples(tokenizer, str(plain), 1, 2), load_samples(tokenizer, str(marked), 1, 2))
+
+
+def _dataset_folder(folder: Path, rows: list[dict[str, str]]) -> str:
+    folder.mkdir()
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(folder)
+
+
+def test_dataset_folder(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    source = _dataset_folder(tmp_path / "corpus", [{"text": f"document {i} about modules"} for i in range(50)])
+    samples = load_samples(tokenizer, source, 4, 16, seed=0)
+    assert samples.shape == (4, 16)
+    assert torch.equal(samples, load_samples(tokenizer, source, 4, 16, seed=0))
+    assert not torch.equal(samples, load_samples(tokenizer, source, 4, 16, seed=1))
+    assert "document" in tokenizer.decode(samples.flatten())
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet"])
+def test_file_of_documents(tokenizer: PreTrainedTokenizerBase, tmp_path: Path, kind: str) -> None:
+    """Read as a folder of such a file is: its texts, not its syntax."""
+    rows = [{"id": i, "text": f'"document" {i}\nof modules'} for i in range(50)]
+    source = tmp_path / f"corpus.{kind}"
+    if kind in ("json", "jsonl"):
+        source.write_text("".join(json.dumps(row) + "\n" for row in rows) if kind == "jsonl" else json.dumps(rows))
+    else:
+        import datasets
+
+        getattr(datasets.Dataset.from_list(rows), f"to_{kind}")(str(source))
+    (tmp_path / "corpus.txt").write_text("\n\n".join(row["text"] for row in rows))
+    assert read_text(str(source)) == read_text(str(tmp_path / "corpus.txt"))
+    drawn = tokenizer.decode(load_samples(tokenizer, str(source), 4, 16).flatten())
+    assert "document" in drawn
+    assert "{" not in drawn
+    assert "id" not in drawn
+
+
+def test_file_of_documents_is_a_name_and_no_pattern(tmp_path: Path) -> None:
+    for name in ("a?b", "axb", "corpus[2024]"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": name}) + "\n")
+    for name in ("a?b", "corpus[2024]"):
+        assert read_text(str(tmp_path / f"{name}.jsonl")) == name
+
+
+def test_file_of_documents_without_text(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    for content, found in (
+        ('{"prose": "words"}\n', "found the columns prose"),
+        ("{not json", "a dataset that can be read"),
+        ("", "a dataset that can be read|found none"),
+        ('{"text": null}\n', "found a row whose text is None"),
+        ('{"text": "a\\u0000b"}\n', "found a NUL at character 1"),
+        (f'{{"text": "a", "more": {"[" * 3000 + "]" * 3000}}}\n', "a dataset that can be read"),
+    ):
+        (tmp_path / "bad.jsonl").write_text(content)
+        with pytest.raises(CalibrationError, match=rf"bad\.jsonl.*{found}"):
+            load_samples(tokenizer, str(tmp_path / "bad.jsonl"), 1, 1)
+
+
+def test_dataset_without_a_text_column(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    source = _dataset_folder(tmp_path / "corpus", [{"prose": "words"}])
+    with pytest.raises(CalibrationError, match=r"corpus.*expected a column `text` of strings, found the columns prose"):
+        load_samples(tokenizer, source, 1, 1)
+
+
+def test_folder_that_is_no_dataset(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    with pytest.raises(CalibrationError, match="expected a dataset that can be read"):
+        load_samples(tokenizer, str(tmp_path), 1, 1)
+
+
+@pytest.mark.parametrize("source", ["wikitext2", "c4", "org/name", "org/name:config"])
+def test_hub_out_of_reach(
+    tokenizer: PreTrainedTokenizerBase, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CalibrationError, match=rf"dataset {source} \(split train\).*or pass a text file"):
+        load_samples(tokenizer, source, 1, 8)
+
+
+def test_datasets_library_absent(tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(CalibrationError, match=r"not installed.*pip install datasets"):
+        load_samples(tokenizer, "wikitext2", 1, 8)

@@ -1,0 +1,105 @@
+"""Every way a model directory can be broken has an error; none is evaluated with random weights."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from vllm_latq.errors import CheckpointError, ConfigError
+from vllm_latq.quantize.model.loading import load_model, model_directory
+
+WEIGHT = "model.layers.2.mlp.up_proj.weight"
+
+
+def test_loads_in_the_asked_dtype(mini_model: Path) -> None:
+    model, tokenizer = load_model(mini_model, "cpu")
+    assert model.dtype == torch.float32
+    assert not model.training
+    assert tokenizer.decode(tokenizer("import os")["input_ids"]) == "import os"
+    assert load_model(mini_model, "cpu", "bfloat16")[0].dtype == torch.bfloat16
+
+
+def test_paths_that_hold_no_model(mini_model: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="found no such directory"):
+        load_model(tmp_path / "nowhere", "cpu")
+    with pytest.raises(CheckpointError, match="found a file"):
+        load_model(mini_model / "config.json", "cpu")
+    with pytest.raises(CheckpointError, match="expected a model that transformers can load"):
+        load_model(tmp_path, "cpu")
+
+
+def _truncated(folder: Path) -> None:
+    content = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(content[: len(content) // 2])
+
+
+def _one_weight(folder: Path, change: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    changed = change(tensors.pop(WEIGHT))
+    if changed is not None:
+        tensors[WEIGHT] = changed
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _without_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer_config.json").unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_truncated, "SafetensorError"),
+        (lambda folder: (folder / "model.safetensors").unlink(), r"no file named model\.safetensors"),
+        (lambda folder: (folder / "config.json").write_text("{"), r"not a valid JSON file\. Check"),
+        (lambda folder: (folder / "config.json").write_text('{"model_type": "abacus"}'), "model type `abacus`"),
+        (lambda folder: _one_weight(folder, lambda weight: None), f"expected all weights, found 1 missing.*{WEIGHT}"),
+        (
+            lambda folder: _one_weight(folder, lambda weight: weight[:5].clone()),
+            "expected a model that transformers can load.*mismatch",
+        ),
+        (_without_tokenizer, "expected a tokenizer, found none"),
+    ],
+    ids=["truncated", "no-weights", "bad-json", "unknown-type", "missing-weight", "wrong-shape", "no-tokenizer"],
+)
+def test_broken_model_directory(mini_model: Path, tmp_path: Path, damage: Callable[[Path], None], message: str) -> None:
+    folder = tmp_path / "broken"
+    shutil.copytree(mini_model, folder)
+    damage(folder)
+    with pytest.raises(CheckpointError, match=message) as raised:
+        load_model(folder, "cpu")
+    assert str(folder) in str(raised.value)
+
+
+def test_device_and_dtype(mini_model: Path) -> None:
+    with pytest.raises(ConfigError, match="dtype: expected auto, float32"):
+        load_model(mini_model, "cpu", "float31")
+    with pytest.raises(ConfigError, match="dtype: expected auto, float32"):
+        load_model(mini_model, "cpu", "int8")
+    with pytest.raises(ConfigError, match="device: expected a device torch can use, found 'abacus'"):
+        load_model(mini_model, "abacus")
+    with pytest.raises(ConfigError, match="device: expected a device torch can use, found 'cuda:99' among "):
+        load_model(mini_model, "cuda:99")
+
+
+def test_model_directory(mini_model: Path) -> None:
+    assert model_directory(mini_model) == mini_model
+    assert model_directory(str(mini_model)) == mini_model
+
+
+@pytest.mark.parametrize("name", ["", "/no/such", "a/b/c", "../up/side", "./here"])
+def test_names_that_are_no_model(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match="expected a model directory or a hub name org/name, found no such"):
+        model_directory(name)
+
+
+@pytest.mark.parametrize("name", ["org/name", "name"])
+def test_hub_out_of_reach(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match=f"model {name}: .*connection to the hub"):
+        model_directory(name)

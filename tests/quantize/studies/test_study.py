@@ -1,0 +1,60 @@
+"""The study: every row is a valid recipe, and what it prints is what it measured."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from vllm_latq.quantize.recipe import METHODS
+from vllm_latq.quantize.studies import study
+
+
+@pytest.mark.parametrize("bits", [4, 3, 2, 1.5])
+def test_rows_are_valid_and_distinct(bits):
+    rows = list(study.recipes(bits, 256, 256, group_size=64))
+    assert len({name for name, _ in rows}) == len({recipe for _, recipe in rows}) == len(rows)
+    expected = set(METHODS) if bits >= 2 else {"hrtn", "hptq", "latq"}
+    assert {recipe.method for _, recipe in rows} == expected
+    assert {recipe.group_size for _, recipe in rows if recipe.method in ("rtn", "gptq", "ssqr")} <= {64}
+
+
+@pytest.fixture
+def run_study(
+    mini_model: Path, calibration_text: Path, evaluation_text: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., None]:
+    """The command, with further arguments, on little text."""
+
+    def run(*arguments: str) -> None:
+        texts = ["--calibration", str(calibration_text), "--text", str(evaluation_text), "--max-windows", "2"]
+        small = ["--num-samples", "2", "--seq-len", "32"]
+        monkeypatch.setattr(sys, "argv", ["study", str(mini_model), *texts, *small, *arguments])
+        study.main()
+
+    return run
+
+
+def test_a_row_is_measured_and_written(
+    run_study: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "rows.json"
+    run_study("--bits", "2", "3", "--only", "rtn", "-o", str(output))
+    two, three = json.loads(output.read_text())
+    assert (two["about_bits"], three["about_bits"]) == (2, 3)
+    assert two["bits"] == pytest.approx(2.126, abs=1e-3)
+    assert 0 < three["kl"] < two["kl"]
+    assert three["log2_error"] < two["log2_error"] < 0
+    table = capsys.readouterr().out.splitlines()[-3:]
+    assert table[0].startswith("| method | KL at about 3 bits | KL at about 2 bits |")
+    assert table[2].startswith(f"| rtn | {three['kl']:.2e} | {two['kl']:.2e} |")
+
+
+def test_a_row_that_cannot_be_had_does_not_end_the_study(
+    run_study: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of 2 bits in memory scales leave none for codes."""
+    run_study("--bits", "1.5", "--only", "latq, half*", "hrtn")
+    out = capsys.readouterr().out
+    assert "latq, half a bit more in memory: recipe.target_bits: expected more than" in out
+    assert out.splitlines()[-1].startswith("| hrtn |")

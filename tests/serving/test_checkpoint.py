@@ -1,0 +1,130 @@
+"""The layout `checkpoint` against a plain dense product, the operator with it, and its padding."""
+
+import pytest
+import torch
+import torch._dynamo.testing
+
+from vllm_latq.format.packed import PackedWeight, pack_integers
+from vllm_latq.serving.layouts import checkpoint as dense_path
+from vllm_latq.serving.layouts.checkpoint import SMALLEST_CAPACITY, dense_arguments, dequantize, outlier_capacity
+from vllm_latq.serving.linear import CHECKPOINT, linear
+
+CASES = [(2, 32, 33, 64), (3, 21, 500, 63), (4, -1, 1, 33), (8, 1, 5, 1), (3, 32, 64, 96)]
+
+
+def random_weight(
+    bits: int, group_size: int, rows: int, cols: int, outliers: bool, midrise: bool = False
+) -> PackedWeight:
+    generator = torch.Generator().manual_seed(rows * cols + bits)
+    half = 1 << (bits - 1)
+    integers = torch.randint(-half, half, (rows, cols), generator=generator, dtype=torch.int32)
+    groups = 1 if group_size == -1 else cols // group_size
+    scales = (torch.rand(rows, groups, generator=generator) + 0.1).bfloat16()
+    scales[::3] *= -1
+    if not outliers:
+        return PackedWeight.from_integers(integers, scales, bits, group_size, midrise=midrise)
+    mask = torch.rand(rows, cols, generator=generator) < 0.05
+    mask[-1] = True
+    values = 5 * torch.randn(rows, cols, generator=generator)
+    return PackedWeight.from_integers(integers, scales, bits, group_size, mask, values, midrise)
+
+
+def row_scaled_weight(midrise: bool = False) -> PackedWeight:
+    generator = torch.Generator().manual_seed(1)
+    integers = (torch.randn(65, 63, generator=generator) * 4).round().to(torch.int32)
+    return pack_integers(integers, torch.rand(65, generator=generator) + 0.1, bits=3, midrise=midrise)
+
+
+def run(weight: PackedWeight, x: torch.Tensor) -> torch.Tensor:
+    tensors, constants = dense_arguments(weight)
+    return linear(x, tensors.values(), constants.values(), CHECKPOINT, "")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("outliers", [False, True])
+@pytest.mark.parametrize("midrise", [False, True])
+@pytest.mark.parametrize(("bits", "group_size", "rows", "cols"), CASES)
+def test_equals_the_dense_product(
+    bits: int, group_size: int, rows: int, cols: int, midrise: bool, outliers: bool, dtype: torch.dtype
+) -> None:
+    weight = random_weight(bits, group_size, rows, cols, outliers, midrise)
+    x = torch.randn(2, 3, cols).to(dtype)
+    expected = torch.nn.functional.linear(x, weight.dequantize(dtype))
+    torch.testing.assert_close(run(weight, x), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("midrise", [False, True])
+def test_row_scales_scale_outliers_too(midrise: bool, dtype: torch.dtype) -> None:
+    weight = row_scaled_weight(midrise)
+    x = torch.randn(4, 63).to(dtype)
+    expected = torch.nn.functional.linear(x, weight.dequantize(dtype))
+    tensors, constants = dense_arguments(weight)
+    for _ in range(2):  # which leaves the weight as it is
+        y = linear(x, tensors.values(), constants.values(), CHECKPOINT, "")
+        torch.testing.assert_close(y, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("block", [1, 100, 10_000])
+def test_blocks_of_rows_change_nothing(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = random_weight(3, 21, 37, 63, True)
+    monkeypatch.setattr(dense_path, "CPU_BLOCK_WEIGHTS", block)
+    tensors, constants = dense_arguments(weight)
+    got = dequantize(**tensors, **constants)
+    torch.testing.assert_close(got, weight.dequantize(), rtol=0, atol=0)
+
+
+def test_empty_batch() -> None:
+    weight = random_weight(4, 32, 8, 64, True)
+    assert run(weight, torch.empty(0, 64)).shape == (0, 8)
+
+
+def test_capacity_has_headroom_and_wastes_at_most_a_quarter() -> None:
+    for nnz in range(5000):
+        capacity = outlier_capacity(nnz)
+        assert capacity >= max(nnz + nnz // 16, SMALLEST_CAPACITY)
+        assert capacity == SMALLEST_CAPACITY or capacity - nnz <= capacity / 4
+    assert len({outlier_capacity(nnz) for nnz in range(1 << 12, 1 << 13)}) <= 6
+
+
+def test_padding_does_not_change_the_result() -> None:
+    weight = random_weight(4, 32, 8, 64, True)
+    made = (dense_arguments(weight, capacity) for capacity in (weight.outliers.nnz, 10_000))
+    short, long = (dequantize(**tensors, **constants) for tensors, constants in made)
+    torch.testing.assert_close(short, long, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "weight", [random_weight(3, 32, 5, 64, True, midrise=True), row_scaled_weight()], ids=["scales", "rows"]
+)
+def test_registration(weight: PackedWeight) -> None:
+    """Schema, fake implementation and dispatch agree (torch's own checks)."""
+    tensors, constants = dense_arguments(weight)
+    torch.library.opcheck(
+        torch.ops.latq.linear.default,
+        (torch.randn(2, weight.cols), list(tensors.values()), list(constants.values()), CHECKPOINT, ""),
+        test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"),
+    )
+
+
+def test_layers_with_different_outliers_share_a_graph() -> None:
+    """Two layers of one shape whose outliers differ in number compile once, without a graph break."""
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounter()
+
+    def forward(x: torch.Tensor, tensors: dict[str, torch.Tensor | None], constants: dict[str, int]) -> torch.Tensor:
+        return linear(x, tensors.values(), constants.values(), CHECKPOINT, "") + 1
+
+    compiled = torch.compile(forward, backend=counter, fullgraph=True)
+    x = torch.randn(3, 64)
+    numbers = set()
+    for seed in range(4):
+        torch.manual_seed(seed)
+        mask = torch.rand(64, 64) < 0.05
+        integers = torch.randint(-8, 8, (64, 64), dtype=torch.int32)
+        weight = PackedWeight.from_integers(integers, torch.ones(64, 2).bfloat16(), 4, 32, mask, torch.randn(64, 64))
+        numbers.add(weight.outliers.nnz)
+        arguments = dense_arguments(weight, capacity=outlier_capacity(256))
+        torch.testing.assert_close(compiled(x, *arguments), forward(x, *arguments), rtol=0, atol=0)
+    assert len(numbers) > 1
+    assert counter.frame_count == 1

@@ -1,0 +1,72 @@
+"""Cutting and stacking packed weights changes no number."""
+
+import pytest
+import torch
+
+from vllm_latq.errors import UnsupportedShapeError
+from vllm_latq.format.packed import PackedWeight, pack_integers
+from vllm_latq.serving.sharding import ZERO_ROW, cat_rows, take
+
+
+def packed(rows: int, cols: int, bits: int, group_size: int, seed: int = 0, midrise: bool = False) -> PackedWeight:
+    generator = torch.Generator().manual_seed(seed)
+    half = 1 << (bits - 1)
+    integers = torch.randint(-half, half, (rows, cols), generator=generator, dtype=torch.int32)
+    groups = 1 if group_size == -1 else cols // group_size
+    scales = (torch.rand(rows, groups, generator=generator) + 0.1).bfloat16()
+    mask = torch.rand(rows, cols, generator=generator) < 0.1
+    return PackedWeight.from_integers(
+        integers, scales, bits, group_size, mask, torch.randn(rows, cols, generator=generator), midrise
+    )
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize(("cols", "group_size", "columns"), [(63, 9, (9, 54)), (33, -1, (1, 33)), (96, 32, (32, 96))])
+def test_take_equals_dense_indexing(bits: int, cols: int, group_size: int, columns: tuple[int, int]) -> None:
+    weight = packed(7, cols, bits, group_size, midrise=bits == 2)
+    rows = torch.tensor([5, 5, 0, 6])
+    taken = take(weight, rows, columns)
+    assert taken.shape == (4, columns[1] - columns[0])
+    torch.testing.assert_close(taken.dequantize(), weight.dequantize()[rows, slice(*columns)], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_zero_rows_are_zero(bits: int) -> None:
+    weight = packed(3, 33, bits, 11, midrise=bits == 2)
+    dense = take(weight, torch.tensor([ZERO_ROW, 2, ZERO_ROW]), (0, 33)).dequantize()
+    assert not dense[[0, 2]].any()
+    torch.testing.assert_close(dense[1], weight.dequantize()[2], rtol=0, atol=0)
+
+
+def test_taken_tensors_are_copies() -> None:
+    weight = packed(3, 32, 4, 32)
+    taken = take(weight, torch.arange(3), (0, 32))
+    assert taken.qweight.data_ptr() != weight.qweight.data_ptr()
+
+
+def test_cut_group_is_refused() -> None:
+    with pytest.raises(UnsupportedShapeError, match="whole groups of 32, found channels 16 to 48"):
+        take(packed(2, 64, 4, 32), torch.arange(2), (16, 48), "model.layers.0.mlp.down_proj")
+
+
+def test_rows_that_are_not_there_are_zero_on_any_grid() -> None:
+    integers = torch.tensor([[1, -2, 0], [900, 0, 1]], dtype=torch.int32)
+    weight = pack_integers(integers, torch.tensor([0.5, 2.0]), bits=2, midrise=True)
+    expected = torch.tensor([[1801.0, 1.0, 3.0], [0.0, 0.0, 0.0], [0.75, -0.75, 0.25]])
+    taken = take(weight, torch.tensor([1, ZERO_ROW, 0]), (0, 3))
+    torch.testing.assert_close(taken.dequantize(), expected, rtol=0, atol=0)
+
+
+def test_cat_rows_equals_dense_cat() -> None:
+    parts = [packed(rows, 64, 3, 32, seed=rows) for rows in (1, 5, 2)]
+    expected = torch.cat([part.dequantize() for part in parts])
+    torch.testing.assert_close(cat_rows(parts).dequantize(), expected, rtol=0, atol=0)
+
+
+def test_cat_rows_keeps_row_scales_and_empty_outliers() -> None:
+    integers = [torch.tensor([[1, -2, 0]], dtype=torch.int32), torch.tensor([[900, 0, 1]], dtype=torch.int32)]
+    parts = [pack_integers(z, torch.tensor([scale]), bits=2) for z, scale in zip(integers, (0.5, 2.0), strict=True)]
+    assert parts[0].outliers is not None
+    assert parts[0].outliers.nnz == 0
+    expected = torch.tensor([[0.5, -1.0, 0.0], [1800.0, 0.0, 2.0]])
+    torch.testing.assert_close(cat_rows(parts).dequantize(), expected, rtol=0, atol=0)

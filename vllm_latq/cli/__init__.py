@@ -1,0 +1,1 @@
+"""The commands of `latq`. Imports everything but `studies` and `dev`."""

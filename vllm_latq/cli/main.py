@@ -1,0 +1,270 @@
+"""The `latq` command: quantize, verify, inspect, report, eval.
+
+Exit status: 0 done, 1 a problem that was reported, 2 wrong usage, 130 interrupted.
+"""
+
+import argparse
+import errno
+import os
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import vllm_latq
+from vllm_latq import console
+from vllm_latq.cli import quantize as cli_quantize
+from vllm_latq.errors import ConfigError, LatqError
+
+# How long a process that torchrun started leaves it to the first one to report an error of all. It is spent only where
+# the error is this process's own: else torchrun ends it, seconds later on a crowded machine, when the first one ends.
+SECONDS_TO_SPEAK = 30.0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit status."""
+    options = build_parser().parse_args(arguments)
+    warnings.showwarning = console.WarnOnce(_speaks())
+    console.prepare_streams()
+    try:
+        status: int = options.run(options)
+        sys.stdout.flush()  # what cannot be written fails here, and not at exit
+        return status
+    except LatqError as error:
+        if not _speaks():
+            # The first process meets the same error, says it and ends, upon which torchrun ends this one.
+            time.sleep(SECONDS_TO_SPEAK)
+        print(f"latq: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.ENOSPC):
+            raise
+        # Whoever read the output has had enough, or there is no room for it. What is buffered must not fail at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if error.errno == errno.ENOSPC:
+            print(f"latq: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt as interrupt:
+        print("; ".join(("latq: interrupted", *map(str, interrupt.args))), file=sys.stderr)
+        return 130
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="latq", description="Lattice quantization with an error guarantee.")
+    parser.add_argument("--version", action="version", version=f"vllm-latq {vllm_latq.__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    cli_quantize.add_command(commands)
+    _add_verify(commands)
+    _add_inspect(commands)
+    _add_report(commands)
+    _add_eval(commands)
+    return parser
+
+
+def _add_verify(commands: Any) -> None:
+    command = commands.add_parser("verify", help="check every invariant of a checkpoint")
+    command.set_defaults(run=_verify)
+    command.add_argument("checkpoint", metavar="CKPT")
+    certificate = command.add_argument_group("certificate: recompute the errors and bounds that the report claims")
+    certificate.add_argument("--certificate", action="store_true", help="needs --model and the same --calibration")
+    certificate.add_argument("--model", help="the original model, directory or hub name")
+    certificate.add_argument("--calibration", help="what `latq quantize` was given")
+    certificate.add_argument("--tolerance", type=float, help="relative, of each number (default 0.01)")
+    certificate.add_argument("--device", help="torch device (default: cuda where there is one)")
+    command.add_argument("--json", action="store_true")
+
+
+def _add_inspect(commands: Any) -> None:
+    command = commands.add_parser("inspect", help="show what a checkpoint, or OUT.partial of a run, holds")
+    command.set_defaults(run=_inspect)
+    command.add_argument("checkpoint", metavar="CKPT")
+    command.add_argument("--json", action="store_true")
+
+
+def _add_report(commands: Any) -> None:
+    command = commands.add_parser("report", help="write a page with plots of what a checkpoint holds and lost")
+    command.set_defaults(run=_report)
+    command.add_argument("checkpoint", metavar="CKPT")
+    command.add_argument("-o", "--output", default="report.html", help="HTML file to write (default report.html)")
+
+
+def _add_eval(commands: Any) -> None:
+    command = commands.add_parser("eval", help="perplexity, divergence from a baseline, zero-shot tasks")
+    command.set_defaults(run=_eval)
+    command.add_argument("model", metavar="MODEL_OR_CKPT")
+    text = command.add_mutually_exclusive_group()
+    text.add_argument("--text", help="text file, or documents in .jsonl, .csv or .parquet")
+    text.add_argument("--dataset", help="wikitext2, c4, or a hub dataset org/name[:config]")
+    command.add_argument("--tasks", nargs="+", help="lm-eval tasks, zero-shot")
+    command.add_argument("--include-path", help="folder with further lm-eval task definitions")
+    command.add_argument("--limit", type=float, help="documents per task")
+    command.add_argument("--baseline", help="original model: adds KL divergence and top-1 agreement")
+    command.add_argument("--seq-len", type=int, help="tokens per window of the text (default 2048)")
+    command.add_argument(
+        "--batch-size", type=int, help="windows of the text (default 1), requests of tasks (default 8)"
+    )
+    command.add_argument("--device", help="torch device (default: cuda where there is one)")
+    command.add_argument(
+        "--dtype", default="auto", help="float32, bfloat16, float16 or auto: float32 on a CPU, else as stored"
+    )
+    command.add_argument("--json", action="store_true")
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from vllm_latq.format.verify import verify
+
+    for name in ("model", "calibration", "tolerance", "device"):
+        if not options.certificate and getattr(options, name) is not None:
+            raise ConfigError(f"--{name}", "--certificate with it", "none", "Else nothing is recomputed.")
+    problems = [str(problem) for problem in verify(options.checkpoint)]
+    if options.certificate and not problems:
+        problems = [str(problem) for problem in _certificate(options)]
+    if options.json:
+        found: dict[str, Any] = {"checkpoint": options.checkpoint, "valid": not problems, "problems": problems}
+        console.print_json(found)
+    else:
+        for problem in problems:
+            print(f"latq: {problem}", file=sys.stderr)
+        verdict = f"{len(problems)} problem(s)" if problems else "valid"
+        if options.certificate and not problems:
+            verdict += ", errors and bounds confirmed"
+        print(f"{options.checkpoint}: {verdict}")
+    return 1 if problems else 0
+
+
+def _certificate(options: argparse.Namespace) -> Iterator[LatqError]:
+    from vllm_latq.quantize.certificate.certificate import verify_certificate
+    from vllm_latq.quantize.model.loading import model_directory
+
+    if options.model is None:
+        raise ConfigError("--model", "the original model", "none", "Its weights are what the errors are measured from.")
+    model = model_directory(options.model)
+    given = {"tolerance": options.tolerance} if options.tolerance is not None else {}
+    return verify_certificate(options.checkpoint, model, options.calibration, device=options.device, **given)
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    from vllm_latq.cli.inspect import inspect_checkpoint
+    from vllm_latq.quantize.runs.progress import is_partial
+
+    if is_partial(options.checkpoint):
+        return _inspect_partial(options)
+    summary = inspect_checkpoint(options.checkpoint)
+    if options.json:
+        console.print_json(summary)
+        return 0
+    rows = [
+        (
+            layer["name"],
+            f"{layer['shape'][0]}x{layer['shape'][1]}",
+            layer["encoding"],
+            f"{layer['bits']:.3f}",
+            console.bits(layer["served_bits"]),
+            f"{100 * layer['outlier_density']:.2f}%",
+            console.number(layer["relative_error"]),
+            console.number(layer["error"]),
+            console.claim(layer["bound"], layer["bound_holds"]),
+        )
+        for layer in summary["layers"]
+    ]
+    bits, served = (console.bits(summary[key]) for key in ("bits_per_weight", "served_bits_per_weight"))
+    size, error = f"{summary['bytes']:,} bytes", console.number(summary["error"])
+    rows.append(("total", f"{summary['weights']:,}", size, bits, served, "", "", error, ""))
+    columns = ("linear", "shape", "encoding", "bits", "served", "outliers", "relative error", "error", "bound")
+    console.print_table(options.checkpoint, columns, rows)
+    if summary["loss"] is not None:
+        print(console.prediction(summary["loss"], summary["loss_bound"]))
+    return 0
+
+
+def _inspect_partial(options: argparse.Namespace) -> int:
+    from vllm_latq.quantize.runs.progress import partial_progress
+
+    progress = partial_progress(options.checkpoint)
+    if options.json:
+        console.print_json(progress)
+        return 0
+    rows = [
+        (
+            layer["name"],
+            *(console.number(layer[key]) for key in ("bits", "relative_error", "error")),
+            console.claim(layer["bound"], layer["bound_holds"]),
+        )
+        for layer in progress["layers"]
+    ]
+    title = (
+        f"{options.checkpoint}: {progress['shards_done']} of {progress['shards']} shards, {progress['bytes']:,} bytes"
+    )
+    console.print_table(title, ("linear", "bits", "relative error", "error", "bound"), rows)
+    return 0
+
+
+def _report(options: argparse.Namespace) -> int:
+    from vllm_latq.cli.report_page import write_report_page
+
+    write_report_page(options.checkpoint, options.output)
+    print(options.output)
+    return 0
+
+
+def _eval(options: argparse.Namespace) -> int:
+    source = options.text or options.dataset
+    if source is None and not options.tasks:
+        raise ConfigError("eval", "--text, --dataset or --tasks", "none of them")
+    for name in ("baseline", "seq_len"):
+        if getattr(options, name) is not None and source is None:
+            raise ConfigError(f"--{name.replace('_', '-')}", "--text or --dataset with it", "none")
+    for name in ("limit", "include_path"):
+        if getattr(options, name) is not None and not options.tasks:
+            raise ConfigError(f"--{name.replace('_', '-')}", "--tasks with it", "none")
+    batch = {"batch_size": options.batch_size} if options.batch_size is not None else {}
+    window = {"seq_len": options.seq_len} if options.seq_len is not None else {}
+    result: dict[str, Any] = {}
+    if source is not None:
+        from vllm_latq.quantize.evaluation.evaluate import evaluate
+
+        evaluation = evaluate(
+            options.model,
+            source,
+            baseline=options.baseline,
+            device=options.device,
+            dtype=options.dtype,
+            **batch,
+            **window,
+        )
+        result |= evaluation.to_dict()
+    if options.tasks:
+        from vllm_latq.quantize.evaluation.tasks import run_tasks
+
+        result["tasks"] = run_tasks(
+            options.model,
+            options.tasks,
+            limit=options.limit,
+            include_path=options.include_path,
+            device=options.device,
+            dtype=options.dtype,
+            **batch,
+        )
+    if options.json:
+        console.print_json(result)
+        return 0
+    tasks = result.pop("tasks", {})
+    rows = [(name, console.number(value, 6)) for name, value in result.items()]
+    rows += [
+        (f"{task} {metric}", console.number(value, 4))
+        for task, metrics in tasks.items()
+        for metric, value in metrics.items()
+        if isinstance(value, float | int)
+    ]
+    console.print_table(options.model, ("measure", "value"), rows)
+    return 0
+
+
+def _speaks() -> bool:
+    """Whether this process reports: of those that torchrun starts, the first."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

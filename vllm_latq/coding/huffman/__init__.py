@@ -1,0 +1,1 @@
+"""The Huffman code of hptq and hrtn. Imports `coding`."""

@@ -1,0 +1,118 @@
+"""Decoding of Huffman streams on the CPU, all chunks at once. FORMAT.md section 3.3.
+
+    step s:   chunk 0   chunk 1   chunk 2  ...     one lookup each: the next 15 bits -> (integer, code length)
+              position  position  position         advance each by its own code length
+
+A step's arrays stay in the cache: chunks are taken some thousand at a time, and nothing is allocated in between.
+
+Invariant: nothing is read outside the stream, whatever it contains; a chunk that does not end where its length says is
+refused.
+"""
+
+import math
+
+import numpy as np
+import torch
+
+from vllm_latq.coding.huffman.stream import ESCAPE_BITS, MAX_LENGTH, HuffmanStream, HuffmanTable, chunks_of
+from vllm_latq.errors import REPAIR, CheckpointError
+
+_WORD_BITS = 32
+_ESCAPED = 1 << 8  # added to a code length that ESCAPE has
+_SLAB_CHUNKS = 4096
+
+
+def decode_stream(stream: HuffmanStream, where: str) -> torch.Tensor:
+    """The integers of a validated stream, by numpy.
+
+    Args:
+        stream: what to decode.
+        where: tensor name for errors.
+
+    Returns:
+        int32 [rows, cols] on the CPU.
+
+    Raises:
+        CheckpointError: the stream contradicts its chunk lengths.
+    """
+    chunks = chunks_of(stream.shape)
+    counts = chunks.counts().reshape(-1)
+    ends = stream.chunk_bits.cpu().numpy().reshape(-1).cumsum(dtype=np.int64)
+    reached = np.append(0, ends[:-1])
+    windows, tables = _windows(stream.stream.cpu().numpy()), _tables(stream.table)
+    symbols = np.zeros((math.prod(chunks.shape), counts.size), dtype=np.int32)
+    for start in range(0, counts.size, _SLAB_CHUNKS):
+        slab = slice(start, start + _SLAB_CHUNKS)
+        reached[slab] = _decode_chunks(windows, tables, reached[slab], counts[slab], symbols[:, slab])
+    if not np.array_equal(reached, ends):
+        chunk = int(np.flatnonzero(reached != ends)[0])
+        expected = f"chunk {chunk} to end at bit {ends[chunk]}"
+        raise CheckpointError(where, expected, f"bit {reached[chunk]}", REPAIR)
+    return chunks.join(torch.from_numpy(symbols))
+
+
+def _windows(stream: np.ndarray) -> np.ndarray:
+    """The stream's 64 bits from each of its words on, uint64 [words + 2], zeros behind its end."""
+    words = np.zeros(len(stream) + 3, dtype=np.uint64)
+    words[: len(stream)] = stream.view(np.uint32)
+    windows = words[:-1] << _WORD_BITS
+    windows |= words[1:]
+    return windows
+
+
+def _tables(code: HuffmanTable) -> tuple[np.ndarray, np.ndarray]:
+    """Over the next MAX_LENGTH bits: the integer, int32 [2**15], and the length of its code, int64 [2**15]."""
+    index, length = code.lookup()
+    escaped = (index == code.escape) & (length > 0)
+    return (code.first_symbol + index.astype(np.int64)).astype(np.int32), length + _ESCAPED * escaped
+
+
+def _decode_chunks(
+    windows: np.ndarray,
+    tables: tuple[np.ndarray, np.ndarray],
+    start: np.ndarray,
+    counts: np.ndarray,
+    symbols: np.ndarray,
+) -> np.ndarray:
+    """Decode chunks.
+
+    Args:
+        windows, tables: from the functions of these names.
+        start: int64 [chunks], first bit of each.
+        counts: int64 [chunks], weights in each.
+        symbols: int32 [largest chunk, chunks], gets the integers; what a shorter chunk has behind its end is
+            meaningless.
+
+    Returns:
+        The bit that each chunk has reached after its weights, int64 [chunks].
+    """
+    integers, lengths = tables
+    may_escape = bool(lengths.max() >= _ESCAPED)
+    # Arrays without dimensions: numpy takes as long to make one of a Python integer as for the operation.
+    word_shift, word_mask, escape_length = (np.array(number) for number in (5, _WORD_BITS - 1, _ESCAPED))
+    behind = np.array(64 - MAX_LENGTH, dtype=np.uint64)
+    position, reached = start.copy(), start.copy()
+    word, prefix, length = (np.empty_like(start) for _ in range(3))
+    # The same memory without a sign, as shifts want it.
+    bit, window = word.view(np.uint64), prefix.view(np.uint64)
+    escaped = np.empty(start.shape, dtype=bool)
+    done = 0
+    for stop in np.unique(counts).tolist():
+        for step in range(done, stop):
+            np.right_shift(position, word_shift, out=word)
+            windows.take(word, out=window, mode="clip")
+            np.bitwise_and(position, word_mask, out=word)
+            np.left_shift(window, bit, out=window)
+            np.right_shift(window, behind, out=window)
+            integers.take(prefix, out=symbols[step], mode="clip")
+            lengths.take(prefix, out=length, mode="clip")
+            np.add(position, length, out=position)
+            if may_escape and np.count_nonzero(np.greater_equal(length, escape_length, out=escaped)):
+                at = np.flatnonzero(escaped)
+                raw_bit = position[at] - _ESCAPED
+                raw = windows.take(raw_bit >> 5, mode="clip") << (raw_bit & 31).astype(np.uint64)
+                symbols[step, at] = (raw >> (64 - ESCAPE_BITS)).astype(np.uint32).view(np.int32)
+                position[at] = raw_bit + ESCAPE_BITS
+        done = stop
+        reached[counts == stop] = position[counts == stop]
+    return reached

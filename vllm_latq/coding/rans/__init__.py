@@ -1,0 +1,1 @@
+"""The rANS code of latq. Imports `coding`."""

@@ -1,0 +1,115 @@
+"""A quantized checkpoint: its config, linears, report and fingerprint, read and verified. FORMAT.md sections 1 to 6.
+
+Invariant: every tensor that leaves this module for a quantized linear has passed `validate.check`; files are opened by
+`store` alone.
+"""
+
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm_latq.errors import CheckpointError
+from vllm_latq.format import validate
+from vllm_latq.format.coded import Weight, weight_from_tensors
+from vllm_latq.format.config import CheckpointConfig
+from vllm_latq.format.files import TensorStore, read_json
+from vllm_latq.format.report import LayerReport, layer_reports
+from vllm_latq.format.tensors import SHAPE, tensor_suffixes
+
+REPORT_FILE = "latq_report.json"
+FINGERPRINT_PREFIX = "sha256:"
+
+
+class CheckpointReader:
+    """A quantized checkpoint.
+
+    Args:
+        directory: of the checkpoint; raises LatqError if it is not one of this format.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        self.store = TensorStore(directory)
+        self.directory = self.store.directory
+        where = str(self.directory / "config.json")
+        quantization = read_json(self.directory / "config.json").get("quantization_config")
+        if quantization is None:
+            hint = "This is an unquantized model: run `latq quantize` on it."
+            raise CheckpointError(where, "a `quantization_config`", "none", hint)
+        self.config = CheckpointConfig.from_dict(quantization, f"{where}: quantization_config")
+
+    @cached_property
+    def shapes(self) -> Mapping[str, tuple[int, int]]:
+        """Quantized linear -> (rows, cols), in stored order."""
+        found = {}
+        for name in self.store.names():
+            module, _, suffix = name.rpartition(".")
+            if suffix == SHAPE:
+                found[module] = validate.declared_shape(self.store.get(name), f"{self.directory}: {module}")
+        return found
+
+    def tensors(self, module: str) -> dict[str, torch.Tensor]:
+        """Suffix -> tensor of one quantized linear, unvalidated. Its bias is not part of it."""
+        return {suffix: self.store.get(f"{module}.{suffix}") for suffix in self._suffixes[module]}
+
+    def weight(self, module: str) -> Weight:
+        """One quantized linear, validated."""
+        scheme = self.config.scheme_for(module)
+        where = f"{self.directory}: {module}"
+        if module not in self.shapes:
+            raise CheckpointError(where, "a quantized linear", "no such linear", "`latq inspect` lists them.")
+        if scheme is None:
+            raise CheckpointError(where, "no quantized tensors for an ignored module", "some", "Fix `ignore`.")
+        return weight_from_tensors(self.tensors(module), scheme, self.shapes[module], where)
+
+    def report(self) -> dict[str, Any]:
+        """The report written by the quantizer, as it is; raises CheckpointError if it is missing or unreadable."""
+        return read_json(self.directory / REPORT_FILE)
+
+    def measured(self) -> list[LayerReport]:
+        """The report's records; raises CheckpointError if one holds something else than names and numbers."""
+        return layer_reports(self.report(), str(self.directory / REPORT_FILE))
+
+    def shapeless(self) -> list[str]:
+        """Modules with tensors that only a quantized linear has, but without its shape."""
+        marks = tensor_suffixes() - {"scale", "scales"}  # unquantized modules may have scales too
+        return [module for module, found in self._suffixes.items() if SHAPE not in found and marks & set(found)]
+
+    @cached_property
+    def _suffixes(self) -> Mapping[str, list[str]]:
+        suffixes = defaultdict(list)
+        for name in self.store.names():
+            module, _, suffix = name.rpartition(".")
+            if suffix != "bias":
+                suffixes[module].append(suffix)
+        return suffixes
+
+
+def tensor_digest(name: str, tensor: torch.Tensor) -> str:
+    """One line per tensor of the fingerprint: name, dtype, shape, SHA-256 of the bytes."""
+    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    shape = "x".join(str(size) for size in tensor.shape)
+    return f"{name} {tensor.dtype} {shape} {hashlib.sha256(data).hexdigest()}"
+
+
+def config_digest(config: CheckpointConfig) -> str:
+    """The line of the fingerprint that says how the tensors are to be read."""
+    return f"config {json.dumps(config.reading(), sort_keys=True, separators=(',', ':'))}"
+
+
+def fingerprint_of(digests: Iterable[str]) -> str:
+    """The fingerprint of what has these digests, in any order."""
+    joined = "\n".join(sorted(digests))
+    return FINGERPRINT_PREFIX + hashlib.sha256(joined.encode()).hexdigest()
+
+
+def checkpoint_fingerprint(reader: CheckpointReader) -> str:
+    """Recompute the fingerprint from config and stored tensors, one tensor in memory at a time."""
+    store = reader.store
+    tensors = (tensor_digest(name, store.get(name)) for name in store.names())
+    return fingerprint_of([config_digest(reader.config), *tensors])

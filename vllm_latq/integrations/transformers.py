@@ -1,0 +1,184 @@
+"""transformers' quantizer for `quant_method: latq`, registered when this module is imported.
+
+    checkpoint tensors --buffers of LatqLinear--> validate, decode --> tensors of a layout --latq::linear--> y
+
+Without it `AutoModelForCausalLM.from_pretrained` would load random weights and only warn. Invariant: a model that comes
+out of `from_pretrained` holds validated weights; training and saving through transformers are refused.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from vllm_latq.format.coded import weight_from_tensors
+from vllm_latq.format.config import QUANT_METHOD, CheckpointConfig, LayerScheme
+from vllm_latq.format.files import stored_shapes
+from vllm_latq.format.packed import PackedWeight
+from vllm_latq.format.tensors import SHAPE, tensor_specs
+from vllm_latq.models.experts import Experts
+from vllm_latq.models.stored_names import stored_names, unmerged
+from vllm_latq.serving.decode import decode_on_device
+from vllm_latq.serving.layouts.checkpoint import WEIGHT_ARGUMENTS, dense_arguments, dequantize
+from vllm_latq.serving.linear import CHECKPOINT, linear, scale_columns
+
+# Shape of a tensor that is not in the checkpoint; no stored tensor has three dimensions.
+_ABSENT = (0, 0, 0)
+
+
+class LatqLinear(nn.Module):
+    """A quantized linear: first a container for its stored tensors, after `finish` a user of `latq::linear`.
+
+    Args:
+        linear: what it stands in for; its bias is stored unquantized.
+        scheme: how the weight is stored.
+        name: of the module in the checkpoint.
+        shapes: of all stored tensors, by name; some depend on the data.
+    """
+
+    column_scales: torch.Tensor | None
+
+    def __init__(
+        self, linear: nn.Linear, scheme: LayerScheme, name: str, shapes: Mapping[str, tuple[int, ...]]
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.scheme, self.name = scheme, name
+        self.specs = tensor_specs(scheme, self.out_features, self.in_features, name)
+        for suffix, spec in self.specs.items():
+            self.register_buffer(suffix, torch.empty(shapes.get(f"{name}.{suffix}", _ABSENT), dtype=spec.dtype))
+        self.dtype = linear.weight.dtype
+        self.bias = None
+        if linear.bias is not None:
+            self.bias = nn.Parameter(torch.empty(self.out_features, dtype=self.dtype), requires_grad=False)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """Empty: some families initialize the weights of their linears by hand, and skip what is marked as done."""
+        nothing = torch.empty(0, dtype=self.dtype)
+        nothing._is_hf_initialized = True  # type: ignore[attr-defined]
+        return nothing
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "LatqLinear":
+        """As of any module, but `.to(dtype)` is about what it computes in: the stored weight is not rounded."""
+        before = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
+        super()._apply(fn, recurse)
+        for name, buffer in before.items():
+            moved = self.get_buffer(name)
+            if moved.dtype != buffer.dtype:
+                self._buffers[name] = buffer.to(moved.device)
+        return self
+
+    def finish(self) -> None:
+        """Validate what was loaded and keep the operator's tensors instead; raises CheckpointError."""
+        device = next(self.buffers()).device
+        buffers = {suffix: self.get_buffer(suffix) for suffix in self.specs}
+        stored = {suffix: tensor.cpu() for suffix, tensor in buffers.items() if tensor.shape != _ABSENT}
+        weight = weight_from_tensors(stored, self.scheme, (self.out_features, self.in_features), self.name)
+        for suffix in self.specs:
+            delattr(self, suffix)
+        if not isinstance(weight, PackedWeight):
+            weight = weight.pack(decode_on_device(weight, self.name, device))
+        self.register_buffer("column_scales", weight.column_scales)
+        tensors, self.constants = dense_arguments(weight)
+        for name, tensor in tensors.items():
+            self.register_buffer(name, None if tensor is None else tensor.to(device))
+
+    def dense_weight(self, dtype: torch.dtype) -> torch.Tensor:
+        """The dequantized weight [out_features, in_features]."""
+        arguments = self._tensors() | self.constants
+        if self.column_scales is None:
+            return dequantize(**arguments, dtype=dtype)
+        return dequantize(**arguments).mul_(self.column_scales).to(dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [.., in_features] -> [.., out_features]."""
+        x = scale_columns(x, self.column_scales)
+        y = linear(x, self._tensors().values(), self.constants.values(), CHECKPOINT, arch="")
+        return y if self.bias is None else y + self.bias
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, {self.scheme}"
+
+    def _tensors(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in WEIGHT_ARGUMENTS}
+
+
+@register_quantization_config(QUANT_METHOD)
+class LatqQuantizationConfig(QuantizationConfigMixin):
+    """A checkpoint's `quantization_config` as transformers wants it; its keys are those of FORMAT.md section 2.
+
+    Args:
+        values: the JSON object; raises ConfigError on anything that this version of the format does not know.
+    """
+
+    def __init__(self, **values: Any) -> None:
+        self.quant_method = QUANT_METHOD  # type: ignore[assignment]
+        self.checkpoint = CheckpointConfig.from_dict(values, "config.json: quantization_config")
+
+    def to_dict(self) -> dict[str, Any]:
+        return self.checkpoint.to_dict()
+
+
+@register_quantizer(QUANT_METHOD)
+class LatqQuantizer(HfQuantizer):
+    """Replaces the quantized linears of a model before loading, and turns what was loaded into weights after it."""
+
+    requires_calibration = True
+    unfused = False
+
+    def is_serializable(self) -> bool:
+        return False
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+    def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **_: Any) -> None:
+        tied = getattr(model.config.get_text_config(), "tie_word_embeddings", False)
+        tied_head = model.get_output_embeddings() if tied else None
+        assert isinstance(self.quantization_config, LatqQuantizationConfig)
+        shapes = {name: shape for file in checkpoint_files or [] for name, shape in stored_shapes(Path(file)).items()}
+        stored = _stored_linears(model, shapes, checkpoint_files)
+        self.unfused = any(isinstance(module, Experts) for module in model.modules())
+        for name, module in list(model.named_modules()):
+            where = stored.get(f"{name}.weight", f"{name}.weight").removesuffix(".weight")
+            checkpoint = self.quantization_config.checkpoint
+            scheme = None if checkpoint.is_ignored(name) else checkpoint.scheme_for(where)
+            if not isinstance(module, nn.Linear) or scheme is None or module is tied_head:
+                continue
+            with torch.device("meta"):
+                linear = LatqLinear(module, scheme, where, shapes)
+            model.set_submodule(name, linear)
+
+    def update_weight_conversions(self, weight_conversions: list[Any], *_: Any) -> list[Any]:
+        """transformers' rules for names; experts that are linears of their own are no longer merged."""
+        return unmerged(weight_conversions) if self.unfused else weight_conversions
+
+    def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
+        for module in model.modules():
+            if isinstance(module, LatqLinear):
+                module.finish()
+        return model
+
+    def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
+        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype or torch.bfloat16
+        for name, module in list(model.named_modules()):
+            if isinstance(module, LatqLinear):
+                with torch.device("meta"):
+                    linear = nn.Linear(module.in_features, module.out_features, bias=module.bias is not None)
+                linear.weight = nn.Parameter(module.dense_weight(dtype), requires_grad=False)
+                linear.register_parameter("bias", module.bias)
+                model.set_submodule(name, linear)
+        return model
+
+
+def _stored_linears(model: Any, stored: Collection[str], files: list[str]) -> dict[str, str]:
+    """Name of each tensor of the model -> its name in the checkpoint. Splits experts that are quantized one by one."""
+    quantized = [name.removesuffix(SHAPE) + "weight" for name in stored if name.endswith("." + SHAPE)]
+    # Without quantized tensors there is nothing to split, and an empty list would mean all of them.
+    return stored_names(model, [*stored, *quantized], files[0], quantized) if quantized else {}

@@ -1,0 +1,240 @@
+"""The linear method: loads every encoding, cuts this rank's part, hands it to the operator.
+
+    checkpoint tensors --CheckpointTensor--> whole shards on the CPU --read_shard, decode, merge--> PackedWeight
+        --take--> this rank's PackedWeight --make_operands--> parameters that the operator reads
+
+Which rows a rank owns is not computed here: vLLM's own weight loader is run on an `arange` and says it, so merged
+layers, KV-head replication and vocabulary padding follow vLLM in every release.
+
+Invariant: after `process_weights_after_loading` a layer holds validated weights or an error named what is wrong.
+vLLM itself does not notice missing tensors of quantized layers.
+"""
+
+from collections.abc import Callable, Hashable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.layers.linear import LinearMethodBase, register_weight_loader_v2_supported_method
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.parameter import BasevLLMParameter, ModelWeightParameter
+
+from vllm_latq.errors import MISSING, OTHER_MODEL, CheckpointError
+from vllm_latq.format.config import LayerScheme
+from vllm_latq.format.packed import PackedWeight
+from vllm_latq.format.tensors import SHAPE, tensor_specs
+from vllm_latq.integrations.vllm.dummy import dummy_weight
+from vllm_latq.serving.linear import linear, scale_columns
+from vllm_latq.serving.merging import Shard, decode, merge, read_shard
+from vllm_latq.serving.operands import inlier_bits, make_operands
+from vllm_latq.serving.sharding import ZERO_ROW, check_groups, take
+
+COLUMN_SCALES = "column_scales"
+KNOWN_NAMES = {"words": "qweight"}  # LoRA takes a quantized layer's device from a parameter whose name it knows
+ShardId = Hashable  # None, "q"/"k"/"v", the index of a merged matrix, or a tuple of indices
+
+
+class CheckpointTensor(BasevLLMParameter):
+    """Collects one tensor of each checkpoint shard, whole and on the CPU, until all of a layer have arrived.
+
+    Nothing is cut on arrival: the tensors of a linear only make sense together, and their order is not defined.
+    The parameter's own data counts arrivals, one element per shard, because `reload_weights` processes a layer once
+    as many elements have been copied as its parameters have.
+    """
+
+    def __new__(cls, shards: int, dtype: torch.dtype) -> "CheckpointTensor":
+        return super().__new__(cls, data=torch.empty(shards, dtype=dtype))
+
+    def __init__(self, shards: int, dtype: torch.dtype) -> None:
+        super().__init__(data=self.data, weight_loader=self.keep)
+        self.arrived: dict[Hashable, torch.Tensor] = {}
+
+    @staticmethod
+    def keep(param: Any, loaded_weight: torch.Tensor, loaded_shard_id: ShardId = None) -> None:
+        """A vLLM weight loader; the names of its arguments are part of vLLM's interface."""
+        shards = len(loaded_shard_id) if isinstance(loaded_shard_id, tuple) else 1
+        param.store(loaded_shard_id, loaded_weight, param.data.numel() if loaded_shard_id is None else shards)
+
+    def store(self, key: Hashable, tensor: torch.Tensor, shards: int) -> None:
+        """Keep a tensor that belongs to `shards` of the shards."""
+        # vLLM's own online quantization keeps loaded tensors too, so its iterators do not reuse their memory.
+        self.arrived[key] = tensor.detach().to("cpu")
+        self.data[:shards].copy_(torch.ones(shards, dtype=self.dtype, device=self.device))
+
+
+def collected(collectors: Mapping[str, CheckpointTensor]) -> dict[ShardId, dict[str, torch.Tensor]]:
+    """What has arrived, shard by shard: its tensors by the collectors' names. The collectors let go of it."""
+    shards: dict[ShardId, dict[str, torch.Tensor]] = {}
+    for suffix, collector in collectors.items():
+        for shard_id, tensor in collector.arrived.items():
+            shards.setdefault(shard_id, {})[suffix] = tensor
+        # vLLM keeps copies of the parameter for reloading, which share this dict.
+        collector.arrived.clear()
+    return shards
+
+
+@register_weight_loader_v2_supported_method
+class LatqLinearMethod(LinearMethodBase):
+    """Weights and forward pass of one linear layer or language-model head.
+
+    Args:
+        scheme: how the layer's shards are stored.
+        prefix: vLLM's name of the layer.
+        shard_names: checkpoint names of the matrices merged into it, in vLLM's order.
+        recipe: of the checkpoint; sets the outlier rate of dummy weights.
+        order: name and rows of a shard -> for each row in the order of vLLM's model, the stored one.
+    """
+
+    def __init__(
+        self,
+        scheme: LayerScheme,
+        prefix: str,
+        shard_names: list[str],
+        recipe: Mapping[str, Any],
+        order: Callable[[str, int], torch.Tensor],
+    ) -> None:
+        self.scheme, self.prefix, self.shard_names, self.recipe = scheme, prefix, shard_names, recipe
+        self.order = order
+        # Fixed by the first load, so that `reload_weights` can write into the same tensors.
+        self.bits = scheme.bits
+        self.capacity: int | None = None
+        self.stand_in: Any = None
+
+    def create_weights(
+        self,
+        layer: torch.nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """Register a collecting parameter per stored tensor; raises UnsupportedShapeError for a cut scale group."""
+        self.rows, self.cols, self.all_cols = sum(output_partition_sizes), input_size_per_partition, input_size
+        self.partition_rows, self.dtype = list(output_partition_sizes), params_dtype
+        self.dummy = str(get_current_vllm_config().load_config.load_format) == "dummy"
+        if self.rows != output_size:
+            # Where vLLM's Mamba hangs a weight loader of its own, which says what a rank owns.
+            self.stand_in = vars(layer)["weight"] = SimpleNamespace(dtype=None, weight_loader=None)
+        if self.scheme.group_size is not None:
+            check_groups(self.scheme.group_size, 0, self.cols, self.prefix)
+        self.suffixes = list(specs := tensor_specs(self.scheme, output_size, input_size, self.prefix))
+        for suffix, spec in specs.items():
+            layer.register_parameter(suffix, CheckpointTensor(len(output_partition_sizes), spec.dtype))
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Turn the collected tensors into the operator's; raises CheckpointError if they are incomplete or invalid."""
+        collectors = {
+            suffix: parameter
+            for suffix in self.suffixes
+            if isinstance(parameter := getattr(layer, suffix, None), CheckpointTensor)
+        }
+        if not collectors:
+            return  # already processed
+        shards = collected(collectors)
+        device = collectors[SHAPE].device
+        if shards or not self.dummy:
+            weight = self._local_weight(layer, shards, device)
+        else:
+            weight = dummy_weight(self.scheme, self.rows, self.cols, self.recipe)
+        self._install(layer, weight, device)
+
+    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x [.., cols] -> [.., rows] of this rank, dtype of x."""
+        x = scale_columns(x, getattr(layer, COLUMN_SCALES))
+        tensors = [getattr(layer, name) for name in self.parameters]
+        y = linear(x, tensors, self.constants.values(), self.layout, self.arch)
+        return y if bias is None else y + bias
+
+    def _local_weight(
+        self, layer: torch.nn.Module, shards: Mapping[ShardId, dict[str, torch.Tensor]], device: torch.device
+    ) -> PackedWeight:
+        """Validate the shards, merge them, and cut what this rank owns."""
+        source = torch.full((self.rows,), ZERO_ROW, dtype=torch.int64, device="cpu")
+        read: list[Shard] = []
+        offset = 0
+        for shard_id, tensors in shards.items():
+            name = self._shard_name(shard_id)
+            weight = read_shard(tensors, self.scheme, self.all_cols, name)
+            owned = self._owned_rows(layer, shard_id, weight.shape[0])
+            stored = self.order(name, weight.shape[0])
+            source = torch.where(owned >= 0, stored[owned.clamp(min=0)] + offset, source)
+            offset += weight.shape[0]
+            read.append((name, weight))
+        self._check_complete(layer, source)
+        integers = decode(read, device)
+        whole = merge(read, integers, device, self.bits or inlier_bits([integers], device, self.dtype))
+        return take(whole, source.to(whole.qweight.device), self._owned_columns(layer), self.prefix)
+
+    def _owned_rows(self, layer: Any, shard_id: ShardId, checkpoint_rows: int) -> torch.Tensor:
+        """For each row of this rank, the row of the checkpoint shard that belongs there, or ZERO_ROW; int64 [rows]."""
+        # One-based, because rows that the loader leaves alone or pads are 0.
+        numbers = torch.arange(1, checkpoint_rows + 1, device="cpu").unsqueeze(1)
+        target = torch.zeros((self.rows, 1), dtype=torch.int64, device="cpu")
+        if self.cols != self.all_cols:  # the input is split: every rank has all rows
+            return numbers[:, 0] - 1
+        loaded = self._load_numbers(layer, numbers, target, shard_id)
+        # vLLM's loader cuts off what is too much; each row is on some rank, but those of a head may lie unevenly.
+        if int((loaded > 0).sum()) * layer.tp_size < checkpoint_rows and not isinstance(layer, VocabParallelEmbedding):
+            raise self._other_rows(shard_id, f"{checkpoint_rows} rows")
+        return loaded[:, 0] - 1
+
+    def _owned_columns(self, layer: torch.nn.Module) -> tuple[int, int]:
+        if self.cols == self.all_cols:
+            return 0, self.cols
+        numbers = torch.arange(self.all_cols, device="cpu").unsqueeze(0)
+        target = torch.zeros((1, self.cols), dtype=torch.int64, device="cpu")
+        low = int(self._load_numbers(layer, numbers, target, None)[0, 0])
+        return low, low + self.cols
+
+    def _load_numbers(self, layer: Any, numbers: torch.Tensor, target: torch.Tensor, shard_id: ShardId) -> torch.Tensor:
+        """Run the layer's own weight loader on numbers instead of weights."""
+        own = getattr(self.stand_in, "weight_loader", None)
+        loader = own or getattr(layer, "weight_loader_v2", None) or layer.weight_loader
+        probe = ModelWeightParameter(data=target, input_dim=1, output_dim=0, weight_loader=loader)
+        probe.tp_rank, probe.tp_size = getattr(layer, "tp_rank", probe.tp_rank), layer.tp_size
+        try:
+            loader(probe, numbers, *(() if shard_id is None else (shard_id,)))
+        except (AssertionError, RuntimeError) as error:
+            raise self._other_rows(shard_id, f"{numbers.shape[0]} rows ({error})") from error
+        return probe.data
+
+    def _other_rows(self, shard_id: ShardId, found: str) -> CheckpointError:
+        where, expected = f"{self._shard_name(shard_id)}.{SHAPE}", "the rows that the model's layer has"
+        return CheckpointError(where, expected, found, OTHER_MODEL)
+
+    def _check_complete(self, layer: torch.nn.Module, source: torch.Tensor) -> None:
+        if isinstance(layer, VocabParallelEmbedding) and (source >= 0).any():
+            return  # the rest is padding of the vocabulary
+        for index, part in enumerate(source.split(self.partition_rows)):
+            if (part < 0).any():
+                merged = len(self.shard_names) == len(self.partition_rows)
+                name = self.shard_names[index] if merged else self.prefix
+                expected = f"tensors {', '.join(self.suffixes)}"
+                raise CheckpointError(name, expected, "none of them in the checkpoint", MISSING)
+
+    def _shard_name(self, shard_id: ShardId) -> str:
+        """Checkpoint name of a shard; the layer's own name where the checkpoint stores it merged."""
+        index = {"q": 0, "k": 1, "v": 2}.get(shard_id) if isinstance(shard_id, str) else shard_id
+        known = isinstance(index, int) and index < len(self.shard_names)
+        return self.shard_names[index] if known else self.prefix  # type: ignore[call-overload]
+
+    def _install(self, layer: torch.nn.Module, weight: PackedWeight, device: torch.device) -> None:
+        """Replace the collecting parameters by the operator's."""
+        weight = weight.to(device)
+        operands = make_operands(weight, self.dtype, self.prefix, self.capacity)
+        self.bits, self.capacity = weight.bits, operands.capacity
+        self.constants, self.layout, self.arch = operands.constants, operands.layout, operands.arch
+        self.parameters = [KNOWN_NAMES.get(name, name) for name in operands.tensors]
+        vars(layer).pop("weight", None)
+        for suffix in self.suffixes:
+            delattr(layer, suffix)
+        tensors = dict(zip(self.parameters, operands.tensors.values(), strict=True))
+        for name, tensor in (tensors | {COLUMN_SCALES: weight.column_scales}).items():
+            layer.register_parameter(name, None if tensor is None else Parameter(tensor, requires_grad=False))
+        if isinstance(layer, VocabParallelEmbedding):
+            # LoRA asks it for dtype and device of a head; it equals nothing, not even another head's.
+            layer.weight = torch.full((1, self.cols), torch.nan, dtype=self.dtype, device=device)

@@ -1,0 +1,1 @@
+"""From a checkpoint's weight to one operator. Imports `format`, `coding`, `models`, `kernels`."""
