@@ -1,12 +1,13 @@
 """Quantize the bundled model by every method, print what each costs and loses, then serve one with `vllm serve`.
 
-    python serving_examples/demo.py [--model DIR] [--bits 4 3 2] [--no-serve]
+    python serving_examples/demo.py [--model DIR] [--bits 4 3 2] [--processes N] [--no-serve]
 
 Everything it prints is measured in this run; checkpoints stay in demo-output/.
 """
 
 import argparse
 import json
+import multiprocessing
 import os
 import shutil
 import socket
@@ -14,9 +15,10 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
 
+import torch
 from openai import OpenAI
 
 from vllm_latq.cli.inspect import inspect_checkpoint
@@ -32,6 +34,8 @@ PROMPT = "The following example shows how to open a file and"
 # A group scale of 16 bits per 128 weights: what 4-bit codes really take is 4.125 bits.
 SCALE_BITS = 16 / 128
 START_SECONDS = 300.0
+METHODS = ("rtn", "gptq", "ssqr", "hptq", "hrtn", "latq", "latq-served")
+CALIBRATION = {"num_samples": 256, "seq_len": 256}
 
 
 def main() -> None:
@@ -41,38 +45,54 @@ def main() -> None:
     parser.add_argument("--text", default=str(DATA / "evaluation.txt"))
     parser.add_argument("--output", type=Path, default=ROOT / "demo-output")
     parser.add_argument("--bits", type=int, nargs="+", default=[4, 3, 2])
+    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)), help="default: one per core")
     parser.add_argument("--no-serve", action="store_true")
     options = parser.parse_args()
     shutil.rmtree(options.output, ignore_errors=True)
-    rows = [row("bf16", None, options.model, options)]
-    for bits in options.bits:
-        for name, recipe in recipes(bits, options.output / f"ssqr-{bits}"):
-            checkpoint = options.output / f"{name}-{bits}"
-            print(f"quantizing: {name}, {bits} bits", file=sys.stderr)
-            quantize_checkpoint(recipe, options.model, checkpoint, calibration=options.calibration)
-            rows.append(row(name, bits, checkpoint, options))
     columns = ("method", "bits per weight", "in memory", "KL to bf16", "top-1 agreement", "perplexity", "bytes")
-    print_table(f"{options.model.name}: {Path(options.text).name}, windows of 256 tokens", columns, rows)
+    print_table(f"{options.model.name}: {Path(options.text).name}, windows of 256 tokens", columns, measured(options))
     if not options.no_serve:
         print(completion(options.output / f"ssqr-{options.bits[0]}"))
 
 
-def recipes(bits: int, ssqr: Path) -> Iterator[tuple[str, Recipe]]:
-    """Every method at about the same stored size, and at last latq with the memory of `ssqr`, made by then."""
-    shared = {"num_samples": 256, "seq_len": 256}
-    target = bits + SCALE_BITS
-    yield "rtn", Recipe("rtn", bits, **shared)
-    yield "gptq", Recipe("gptq", bits, **shared)
-    yield "ssqr", Recipe("ssqr", bits, outlier_rate=0.01, **shared)
-    yield "hptq", Recipe("hptq", target_bits=target, **shared)
-    yield "hrtn", Recipe("hrtn", target_bits=target, **shared)
-    yield "latq", Recipe("latq", target_bits=target, **shared)
-    memory = inspect_checkpoint(ssqr)["served_bits_per_weight"]
-    yield "latq-served", Recipe("latq", target_bits=memory, count="served", **shared)
+def measured(options: argparse.Namespace) -> list[tuple[str, ...]]:
+    """Quantize and evaluate by every method and width, one thread to a process; return the rows of the table.
+
+    The longest runs start first. `latq-served` needs to know the memory of `ssqr`, so it starts when that is done.
+    """
+    # Spawned, because a process forked from one that has used torch may wait for ever for its threads.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(options.processes, context, initializer=torch.set_num_threads, initargs=(1,)) as workers:
+        found: dict[tuple[str, int], Future[tuple[str, ...]]] = {}
+        for name in ("ssqr", "latq", "hptq", "hrtn", "gptq", "rtn"):
+            for bits in options.bits:
+                found[name, bits] = workers.submit(run, name, bits, recipe(name, bits), options)
+        for bits in options.bits:
+            found["ssqr", bits].result()
+            memory = inspect_checkpoint(options.output / f"ssqr-{bits}")["served_bits_per_weight"]
+            served = Recipe("latq", target_bits=memory, count="served", **CALIBRATION)
+            found["latq-served", bits] = workers.submit(run, "latq-served", bits, served, options)
+        baseline = workers.submit(row, "bf16", None, options.model, options)
+        return [baseline.result(), *(found[name, bits].result() for bits in options.bits for name in METHODS)]
+
+
+def recipe(name: str, bits: int) -> Recipe:
+    """Return the recipe of a method at about the stored size of `bits`-bit codes with group scales."""
+    if name in ("hptq", "hrtn", "latq"):
+        return Recipe(name, target_bits=bits + SCALE_BITS, **CALIBRATION)
+    return Recipe(name, bits, **CALIBRATION)
+
+
+def run(name: str, bits: int, chosen: Recipe, options: argparse.Namespace) -> tuple[str, ...]:
+    """Quantize the model and return its row of the table."""
+    checkpoint = options.output / f"{name}-{bits}"
+    print(f"quantizing: {name}, {bits} bits", file=sys.stderr, flush=True)
+    quantize_checkpoint(chosen, options.model, checkpoint, calibration=options.calibration)
+    return row(name, bits, checkpoint, options)
 
 
 def row(name: str, bits: int | None, model: Path, options: argparse.Namespace) -> tuple[str, ...]:
-    """One line of the table."""
+    """Return one line of the table."""
     baseline = None if bits is None else options.model
     result: Evaluation = evaluate(model, options.text, seq_len=256, baseline=baseline, batch_size=16, dtype="float32")
     if bits is None:

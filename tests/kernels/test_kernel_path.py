@@ -10,8 +10,9 @@ from kernel_device import ARCH, DEVICE, EMULATED
 
 from vllm_latq.coding.huffman.encoder import encode
 from vllm_latq.errors import CheckpointError
-from vllm_latq.format.coded import HuffmanWeight, decode_checked
+from vllm_latq.format.coded import HuffmanWeight
 from vllm_latq.format.packed import PackedWeight, pack_integers
+from vllm_latq.serving.decode import decode_on_device
 from vllm_latq.serving.layouts.tiled import (
     CONSTANTS,
     KERNEL_ARGUMENTS,
@@ -28,6 +29,9 @@ pytestmark = pytest.mark.kernel
 
 needs_torch_compile = pytest.mark.skipif(EMULATED is not None, reason="torch.compile finds no pretended GPU")
 FLOAT16_TOLERANCE = 2**-10  # of the largest output: one rounding to float16, after float32 sums
+
+
+CPU = torch.device("cpu")
 
 
 def packed(
@@ -234,14 +238,14 @@ def test_what_the_kernels_do_not_take(weight: PackedWeight, dtype: torch.dtype, 
 def test_streams_are_decoded_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     integers = (torch.randn(9, 33, generator=torch.Generator().manual_seed(0)) * 3).round().to(torch.int32)
     weight = HuffmanWeight(torch.ones(1), encode(integers))
-    assert has_kernels(torch.device("cpu"))
+    assert has_kernels(CPU)
     with monkeypatch.context() as patch:
         patch.delattr("vllm_latq.coding.huffman.decoder.decode_stream")
-        assert torch.equal(decode_checked(weight, "layer"), integers)
+        assert torch.equal(decode_on_device(weight, "layer", CPU), integers)
         weight.stream.stream.zero_()
         with pytest.raises(CheckpointError, match=r"layer\.stream: expected chunk 0 to end at bit .* copy or download"):
-            decode_checked(weight, "layer")
+            decode_on_device(weight, "layer", CPU)
     monkeypatch.delenv("TRITON_INTERPRET")
-    assert not has_kernels(torch.device("cpu"))
+    assert not has_kernels(CPU)
     weight = HuffmanWeight(torch.ones(1), encode(integers))
-    assert torch.equal(decode_checked(weight, "layer"), integers)
+    assert torch.equal(decode_on_device(weight, "layer", CPU), integers)

@@ -10,10 +10,11 @@ from vllm_latq.coding.rans import encoder as rans_coder
 from vllm_latq.coding.rans.decoder import decoding_table
 from vllm_latq.coding.rans.stream import RansStream, decode_stream, encode
 from vllm_latq.errors import CheckpointError
-from vllm_latq.format.coded import RansWeight, decode_checked
+from vllm_latq.format.coded import RansWeight
 from vllm_latq.kernels.entropy import rans as rans_kernel
 from vllm_latq.kernels.entropy.rans import decode_rans, slot_table
 from vllm_latq.kernels.errors import KernelInputError
+from vllm_latq.serving.decode import decode_on_device
 
 pytestmark = pytest.mark.kernel
 
@@ -67,10 +68,10 @@ def test_weights_are_decoded_by_the_kernel_where_there_is_one() -> None:
     coded = encoded(3, 20, 2.0)
     exponents = (torch.zeros(size, dtype=torch.int8) for size in coded.shape)
     weight = RansWeight(torch.ones(1), *exponents, coded)
-    assert torch.equal(decode_checked(weight, "layer", DEVICE).cpu(), decode_stream(coded, "stream"))
+    assert torch.equal(decode_on_device(weight, "layer", torch.device(DEVICE)).cpu(), decode_stream(coded, "stream"))
     damaged = dataclasses.replace(weight, stream=dataclasses.replace(coded, stream=coded.stream ^ 1))
     with pytest.raises(CheckpointError, match=r"layer\.stream: expected every chunk to end .* copy or download"):
-        decode_checked(damaged, "layer", DEVICE)
+        decode_on_device(damaged, "layer", torch.device(DEVICE))
 
 
 def test_corrupt_streams_are_refused_and_read_nothing_outside() -> None:
