@@ -197,10 +197,6 @@ def round_to_nearest(weight: torch.Tensor, scheme: LayerScheme) -> Weight:
     steps = scales.float().repeat_interleave(grouped.shape[2], 1)
     midrise = scheme.grid == "midrise"
     offset = 0.5 * midrise
-    if scheme.outlier_coding == "integer":
-        integers = (weight / steps - offset).round().to(torch.int32)
-        overflow = (integers < -half) | (integers >= half)
-        return PackedWeight.from_integers(integers, scales, scheme.bits, scheme.group_size, overflow, None, midrise)
     integers = (weight / steps - offset).round().clamp(-half, half - 1).to(torch.int32)
     outliers = (mask, weight - offset * steps) if scheme.outliers else (None, None)
     return PackedWeight.from_integers(integers, scales, scheme.bits, scheme.group_size, *outliers, midrise)
@@ -230,10 +226,10 @@ def hptq_pair(make_checkpoint: CheckpointMaker) -> CheckpointPair:
 
 @pytest.fixture(scope="session")
 def mixed_pair(make_checkpoint: CheckpointMaker) -> CheckpointPair:
-    """4 bits without outliers, a Huffman-coded layer, one mid-rise on whole rows, integer outliers; lm_head too."""
+    """4 bits without outliers, a Huffman-coded layer, one mid-rise on whole rows with outliers; lm_head too."""
     overrides = {
         "model.layers.1.mlp.down_proj": LayerScheme("huffman"),
-        "model.layers.2.self_attn.o_proj": LayerScheme("packed", 2, -1, True, "integer", "midrise"),
+        "model.layers.2.self_attn.o_proj": LayerScheme("packed", 2, -1, True, "midrise"),
     }
     return make_checkpoint("mixed", CheckpointConfig(LayerScheme("packed", 4, 64, False), (), overrides))
 

@@ -31,34 +31,6 @@ def test_packed_round_trip(bits: int, shape: tuple[int, int], group_size: int, d
     assert weight.storage_bits() == sum(tensor.nbytes * 8 for tensor in tensors.values())
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
-@pytest.mark.parametrize(("shape", "group_size"), [((1, 1), -1), ((5, 63), 21), ((7, 96), 32), ((3, 1033), -1)])
-@pytest.mark.parametrize("density", [0.0, 0.01, 1.0])
-def test_outliers_as_integers_round_trip(bits: int, shape: tuple[int, int], group_size: int, density: float) -> None:
-    generator = torch.Generator().manual_seed(bits)
-    half, groups = 1 << (bits - 1), 1 if group_size == -1 else shape[1] // group_size
-    mask = torch.rand(shape, generator=generator) < density
-    overflow = (1 / torch.rand(shape, generator=generator)).to(torch.int32).clamp(1, 3000)
-    beyond = torch.where(torch.rand(shape, generator=generator) < 0.5, -half - overflow, half - 1 + overflow)
-    integers = torch.where(mask, beyond, torch.randint(-half, half, shape, generator=generator))
-    scales = (torch.rand(shape[0], groups, generator=generator) - 1.5).to(torch.bfloat16)  # negative: a mirrored grid
-    weight = PackedWeight.from_integers(integers, scales, bits, group_size, mask)
-    products = integers.float() * scales.float().repeat_interleave(shape[1] // groups, 1)
-    expected = torch.where(mask, products.to(torch.bfloat16).float(), products)
-    assert torch.equal(weight.dequantize(), expected)
-    tensors = weight.to_tensors()
-    assert weight.storage_bits() == sum(tensor.nbytes * 8 for tensor in tensors.values())
-    again = weight_from_tensors(tensors, weight.scheme, shape, "layer")
-    assert isinstance(again, PackedWeight)
-    assert torch.equal(again.dequantize(), expected)
-    assert torch.equal(again.qweight, weight.qweight), "the code of 0 under each outlier, as operators want it"
-    assert again.outliers is not None
-    assert again.outliers.values.dtype == torch.bfloat16
-    assert again.scheme == weight.scheme
-    for suffix, tensor in again.to_tensors().items():
-        assert torch.equal(tensor, tensors[suffix]), suffix
-
-
 @pytest.mark.parametrize("spread", [0.2, 1.0, 6.0, 60.0])
 @pytest.mark.parametrize("bits", [None, 2, 8])
 def test_huffman_packed_is_lossless(spread: float, bits: int | None) -> None:

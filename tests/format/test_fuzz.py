@@ -18,7 +18,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny_checkpoints import SCHEMES, SHAPES, tiny_weight, write_tiny_checkpoint
 
-from vllm_latq.coding.packing import pack_codes
 from vllm_latq.format.coded import weight_from_tensors
 
 ENCODINGS = tuple(SCHEMES)
@@ -238,31 +237,6 @@ def test_csr_arrays(rows: list[list[int]], sort: bool, damage: tuple[int, int] |
         and all(column < 8 for column in columns)
     )
     assert check_tensors(tensors, SCHEMES["ssqr"], (3, 8)) is right
-
-
-@fuzz
-@given(
-    entries=st.lists(st.tuples(st.sampled_from((0, 1, 2, 5, 254, 255)), st.sampled_from((0, 3, 254, 255))), max_size=5),
-    shape=st.sampled_from(((3, 8), (1, 600), (600, 1))),
-    codes=st.sampled_from((0, 3, 7)),
-)
-def test_outliers_as_integers(entries: list[tuple[int, int]], shape: tuple[int, int], codes: int) -> None:
-    """Accepted exactly if they are right: a plain re-reading of FORMAT.md section 3.2 decides."""
-    tensors = dict(tiny_weight(SCHEMES["integer"], shape, 0).to_tensors())
-    tensors["qweight"] = pack_codes(torch.full(shape, codes), 3)
-    tensors["outlier_gaps"], tensors["outlier_overflow"] = torch.tensor(entries, dtype=torch.uint8).reshape(-1, 2).T
-    place, stored, written = -1, list(entries), []
-    while stored:
-        length = next((i for i, entry in enumerate(stored) if 255 not in entry), len(stored)) + 1
-        gap, overflow = (sum(column) for column in zip(*stored[:length], strict=True))
-        place += gap + 1
-        written += [
-            (min(255, max(0, gap - 255 * i)), min(255, max(0, overflow - 255 * i)))
-            for i in range(1 + max(gap, overflow) // 255)
-        ]
-        stored = stored[length:]
-    right = written == entries and place < shape[0] * shape[1] and (codes != 3 or not entries)
-    assert check_tensors(tensors, SCHEMES["integer"], shape) is right
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)

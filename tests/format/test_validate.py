@@ -16,7 +16,6 @@ from vllm_latq.format.packed import PackedWeight
 
 SHAPE = (9, 66)
 PACKED = LayerScheme("packed", 3, 33, True)
-INTEGER = LayerScheme("packed", 3, 33, True, "integer")
 HUFFMAN = LayerScheme("huffman")
 RANS = LayerScheme("rans")
 RANS_SHAPE = (60, 66)
@@ -30,14 +29,6 @@ def packed_tensors() -> Tensors:
     scales = torch.rand(9, 2, generator=generator).add(0.1).to(torch.bfloat16)
     values = torch.randn(SHAPE, generator=generator)
     return PackedWeight.from_integers(integers, scales, 3, 33, mask, values).to_tensors()
-
-
-def integer_tensors() -> Tensors:
-    generator = torch.Generator().manual_seed(0)
-    integers = (3 * torch.randn(SHAPE, generator=generator)).round().to(torch.int32)
-    integers[0, 0] = 600  # three entries
-    scales = torch.rand(9, 2, generator=generator).add(0.1).to(torch.bfloat16)
-    return PackedWeight.from_integers(integers, scales, 3, 33, (integers < -4) | (integers > 3)).to_tensors()
 
 
 def huffman_tensors() -> Tensors:
@@ -89,12 +80,6 @@ def early_end(tensors: Tensors) -> None:
     tensors["outlier_gaps"][0], tensors["outlier_overflow"][0] = 255, 254
 
 
-def far_beyond(tensors: Tensors) -> None:
-    longer = torch.full((1 << 17,), 255, dtype=torch.uint8)
-    tensors["outlier_overflow"] = torch.cat((longer, tensors["outlier_overflow"]))
-    tensors["outlier_gaps"] = torch.cat((torch.zeros_like(longer), tensors["outlier_gaps"]))
-
-
 PACKED_DAMAGE = [
     (dropping("scales"), "layer.scales: expected a tensor torch.bfloat16 (9, 2), found no such tensor"),
     (dropping("outlier_values"), "layer.outlier_values: expected a tensor"),
@@ -125,34 +110,6 @@ PACKED_DAMAGE = [
         "layer.outlier_values: expected values that are finite, found 1 others, the first in entry 0",
     ),
     (replacing("outlier_values", lambda tensor: tensor[:-1]), "layer.outlier_values: expected as many values"),
-]
-INTEGER_DAMAGE = [
-    (dropping("outlier_gaps"), "layer.outlier_gaps: expected a tensor torch.uint8 (*), found no such tensor"),
-    (lambda tensors: tensors.update(outlier_row_ptr=torch.zeros(10)), "layer.outlier_row_ptr: expected only"),
-    (
-        replacing("outlier_overflow", lambda tensor: tensor.to(torch.int8)),
-        "layer.outlier_overflow: expected torch.uint8",
-    ),
-    (replacing("outlier_gaps", lambda tensor: tensor[:-1]), "layer.outlier_overflow: expected as many entries as gaps"),
-    (setting("outlier_gaps", -1, 255), "shortest form, found an outlier without its last entry"),
-    (setting("outlier_overflow", -1, 255), "shortest form, found an outlier without its last entry"),
-    (setting("outlier_gaps", [2, 1], 1), "shortest form, found 2 others, the first in entry 0"),
-    (early_end, "shortest form, found 1 others, the first in entry 0"),
-    (setting("outlier_gaps", -1, 254), "layer.outlier_gaps: expected outliers among the 594 weights, found one at"),
-    (setting("outlier_gaps", 3, 0), "layer.qweight: expected the first or the last code under each outlier, found"),
-    (
-        setting("qweight", (0, 0), 3),
-        "layer.qweight: expected the first or the last code under each outlier, found another in row 0, column 0",
-    ),
-    (
-        setting("scales", (slice(0, 5), slice(None)), 8e37),
-        "layer.outlier_overflow: expected outliers and weights of finite value, found another in row",
-    ),
-    (
-        setting("qweight", (4, slice(0, 6)), 0x55555555),
-        "the first or the last code under each outlier, found another in row 4, column",
-    ),
-    (far_beyond, "layer.outlier_overflow: expected an overflow of at most 16777216, found"),
 ]
 HUFFMAN_DAMAGE = [
     (dropping("stream"), "layer.stream: expected a tensor"),
@@ -199,14 +156,12 @@ RANS_DAMAGE = [
 
 def test_undamaged_tensors_have_no_problems() -> None:
     assert list(validate.problems(packed_tensors(), PACKED, SHAPE, "layer")) == []
-    assert list(validate.problems(integer_tensors(), INTEGER, SHAPE, "layer")) == []
     assert list(validate.problems(huffman_tensors(), HUFFMAN, SHAPE, "layer")) == []
     assert list(validate.problems(rans_tensors(), RANS, RANS_SHAPE, "layer")) == []
 
 
 KINDS: dict[str, Any] = {
     "packed": (packed_tensors, PACKED, SHAPE, PackedWeight, PACKED_DAMAGE),
-    "integer": (integer_tensors, INTEGER, SHAPE, PackedWeight, INTEGER_DAMAGE),
     "huffman": (huffman_tensors, HUFFMAN, SHAPE, HuffmanWeight, HUFFMAN_DAMAGE),
     "rans": (rans_tensors, RANS, RANS_SHAPE, RansWeight, RANS_DAMAGE),
 }
@@ -243,25 +198,13 @@ def test_half_a_step_counts_where_outliers_could_be_infinite(scale: float, refus
     assert found == [f"{expected}, found another in row {row}, column {column}"] * (refused and grid == "midrise")
 
 
-@pytest.mark.parametrize(("grid", "refused"), [("midtread", False), ("midrise", True)])
-def test_half_a_step_counts_where_integer_outliers_could_be_infinite(grid: str, refused: bool) -> None:
-    """Twice the scale is finite, and 2.5 times it is not."""
-    integers = torch.tensor([[0, 1, 2]], dtype=torch.int32)
-    scales = torch.tensor([[1.69e38]], dtype=torch.bfloat16)
-    tensors = PackedWeight.from_integers(integers, scales, 2, -1, integers == 2, None, grid == "midrise").to_tensors()
-    scheme = LayerScheme("packed", 2, -1, True, "integer", grid)
-    found = [str(problem).split(". ")[0] for problem in validate.problems(tensors, scheme, (1, 3), "layer")]
-    expected = "layer.outlier_overflow: expected outliers and weights of finite value"
-    assert found == [f"{expected}, found another in row 0, column 2"] * refused
-
-
 def test_scale_that_is_wrong_is_all_that_is() -> None:
-    for tensors, scheme in ((packed_tensors(), PACKED), (integer_tensors(), INTEGER)):
-        tensors["scales"][:, :] = float("nan")
-        for grid in ("midtread", "midrise"):
-            scheme = dataclasses.replace(scheme, grid=grid)
-            (problem,) = validate.problems(tensors, scheme, SHAPE, "layer")
-            assert "layer.scales: expected" in str(problem)
+    tensors, scheme = packed_tensors(), PACKED
+    tensors["scales"][:, :] = float("nan")
+    for grid in ("midtread", "midrise"):
+        scheme = dataclasses.replace(scheme, grid=grid)
+        (problem,) = validate.problems(tensors, scheme, SHAPE, "layer")
+        assert "layer.scales: expected" in str(problem)
 
 
 def test_columns_that_do_not_fit_in_16_bits() -> None:

@@ -63,7 +63,6 @@ def fingerprint(directory: Path) -> str:
         for key, default in (
             ("bits", None),
             ("group_size", None),
-            ("outlier_coding", "bfloat16"),
             ("grid", "midtread"),
         ):
             if scheme.get(key, default) == default:
@@ -104,11 +103,7 @@ def matrix(tensors: Mapping[str, Tensor], scheme: Mapping[str, Any]) -> Matrix:
     codes = _unpack(arrays["qweight"], c, bits)
     z, scales = codes - 2 ** (bits - 1), arrays["scales"][:, np.arange(c) // (c if group == -1 else group)]
     outliers: dict[tuple[int, int], np.float32] = {}
-    if scheme.get("outlier_coding") == "integer":
-        for i, j, overflow in _overflow(arrays, c):
-            beyond = -(2 ** (bits - 1)) - overflow if codes[i, j] == 0 else 2 ** (bits - 1) - 1 + overflow
-            outliers[i, j], z[i, j] = _to_bfloat16(scales[i, j] * np.float32(beyond)), 0
-    elif scheme.get("outliers"):
+    if scheme.get("outliers"):
         ends = arrays["outlier_row_ptr"]
         for i in range(r):
             for k in range(ends[i], ends[i + 1]):
@@ -123,25 +118,6 @@ def _unpack(words: np.ndarray, count: int, bits: int) -> Matrix:
     """Section 3.1: the codes of each row of words, int64 [rows, count]."""
     stream = np.unpackbits(words.astype("<i4").view(np.uint8), axis=1, bitorder="little")
     return stream[:, : count * bits].reshape(len(words), count, bits).astype(np.int64) @ (1 << np.arange(bits))
-
-
-def _overflow(arrays: Mapping[str, np.ndarray], cols: int) -> Iterator[tuple[int, int, int]]:
-    """Section 3.2: row, column and overflow of each outlier that is stored as an integer."""
-    place, gap, overflow = -1, 0, 1
-    for more_gap, more_overflow in zip(
-        arrays["outlier_gaps"].tolist(), arrays["outlier_overflow"].tolist(), strict=True
-    ):
-        gap, overflow = gap + more_gap, overflow + more_overflow
-        if 255 not in (more_gap, more_overflow):
-            place += gap + 1
-            yield place // cols, place % cols, overflow
-            gap, overflow = 0, 1
-
-
-def _to_bfloat16(value: np.float32) -> np.float32:
-    """Rounded to the nearest, ties to even."""
-    bits = int(np.float32(value).view(np.uint32))
-    return np.uint32((bits + 0x7FFF + (bits >> 16 & 1)) >> 16 << 16).view(np.float32)
 
 
 def _chunks(rows: int, cols: int, weights: int) -> Iterator[tuple[slice, slice]]:

@@ -29,8 +29,5 @@ def random_weight(scheme: LayerScheme, rows: int, cols: int, seed: int) -> Weigh
         return PackedWeight.from_integers(integers, scales, scheme.bits, scheme.group_size, midrise=midrise)
     mask = torch.rand(rows, cols, generator=generator) < 0.03
     mask[0], mask[-1] = False, True
-    if scheme.outlier_coding == "integer":
-        integers[mask] = torch.where(integers[mask] < 0, integers[mask] - half, integers[mask] + half)
-        return PackedWeight.from_integers(integers, scales, scheme.bits, scheme.group_size, mask, None, midrise)
     values = torch.randn(rows, cols, generator=generator)
     return PackedWeight.from_integers(integers, scales, scheme.bits, scheme.group_size, mask, values, midrise)

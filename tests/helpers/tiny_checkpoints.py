@@ -19,7 +19,6 @@ from vllm_latq.format.reader import config_digest, fingerprint_of, tensor_digest
 SHAPES = {"layers.0.up": (9, 66), "layers.0.down": (40, 36), "layers.1.up": (1, 33)}
 SCHEMES = {
     "ssqr": LayerScheme("packed", 3, -1, True),
-    "integer": LayerScheme("packed", 3, -1, True, "integer"),
     "packed": LayerScheme("packed", 4, 3, False),
     "midrise": LayerScheme("packed", 2, 3, True, grid="midrise"),
     "huffman": LayerScheme("huffman"),
@@ -42,16 +41,10 @@ def tiny_weight(scheme: LayerScheme, shape: tuple[int, int], seed: int) -> Weigh
         return RansWeight.from_integers(integers, torch.tensor([0.01]), rows, cols, scheme.grid == "midrise")
     half = 1 << (scheme.bits - 1)
     mask = torch.rand(shape, generator=generator) < 0.1
-    if scheme.outlier_coding == "integer":
-        integers[0, 0] = -301  # takes a second entry, and is no number of bfloat16
-        mask = (integers < -half) | (integers >= half)
     values = torch.randn(shape, generator=generator)
     scales = (torch.rand(shape[0], scheme.groups(shape[1]), generator=generator) + 0.1).to(torch.bfloat16)
     outliers = (mask, values) if scheme.outliers else (None, None)
-    if scheme.outlier_coding == "integer":
-        outliers = (mask, None)
-    else:
-        integers = integers.clamp(-half, half - 1)
+    integers = integers.clamp(-half, half - 1)
     return PackedWeight.from_integers(
         integers, scales, scheme.bits, scheme.group_size, *outliers, scheme.grid == "midrise"
     )

@@ -73,25 +73,6 @@ def codes_at(packed: torch.Tensor, bits: int, rows: torch.Tensor, cols: torch.Te
     return ((((high << WORD_BITS) | low) >> shift) & ((1 << bits) - 1)).to(torch.int32)
 
 
-def put_codes(packed: torch.Tensor, bits: int, rows: torch.Tensor, cols: torch.Tensor, codes: torch.Tensor) -> None:
-    """Set single codes (integers [n]) in place; arguments as for `codes_at`, no coordinate twice."""
-    start = cols.to(torch.int64) * bits
-    word, shift = rows.to(torch.int64) * packed.shape[1] + start // WORD_BITS, start % WORD_BITS
-
-    def fields(values: torch.Tensor) -> torch.Tensor:
-        wide = values.to(torch.int64) << shift
-        return torch.cat((wide & 0xFFFFFFFF, wide >> WORD_BITS))
-
-    # Fields never overlap, so what several codes change in a word adds up without carry.
-    change = fields(codes) - fields(codes_at(packed, bits, rows, cols))
-    changed = change.nonzero()[:, 0]
-    words, index = torch.cat((word, word + 1))[changed].unique(return_inverse=True)
-    flat = packed.view(-1)
-    sums = flat[words].to(torch.int64) & 0xFFFFFFFF
-    sums.index_add_(0, index, change[changed])
-    flat[words] = _signed(sums)
-
-
 def _signed(words: torch.Tensor) -> torch.Tensor:
     """int64 in [0, 2^32) -> int32 with the same bits."""
     return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)

@@ -13,14 +13,13 @@ QUANT_METHOD = "latq"
 FORMAT_VERSION = 1
 ENCODINGS = ("packed", "huffman", "rans")
 SUPPORTED_BITS = (2, 3, 4, 8)
-OUTLIER_CODINGS = ("bfloat16", "integer")
 GRIDS = ("midtread", "midrise")
 WHOLE_ROW = -1
 
 _DEFAULT_WHERE = "quantization_config"
-_SCHEME_KEYS = ("encoding", "bits", "group_size", "outliers", "outlier_coding", "grid")
+_SCHEME_KEYS = ("encoding", "bits", "group_size", "outliers", "grid")
 # Written only where they differ from this: readers of the first checkpoints did not know them.
-_LATER_KEYS = {"outlier_coding": "bfloat16", "grid": "midtread"}
+_LATER_KEYS = {"grid": "midtread"}
 _CONFIG_KEYS = ("quant_method", "format_version", *_SCHEME_KEYS, "ignore", "overrides", "fingerprint", "recipe")
 
 
@@ -34,7 +33,6 @@ class LayerScheme:
         bits: code width of "packed" (2, 3, 4 or 8); None for the others.
         group_size: input channels that share a scale, -1 for the whole row; None if not "packed".
         outliers: whether "packed" carries a CSR matrix of outliers.
-        outlier_coding: "bfloat16" (any value, 32 bits each) or "integer" (a point of the lattice beyond the grid, 16).
         grid: "midtread", the multiples of the scale (of "packed" from -2^(bits-1) to 2^(bits-1) - 1), or "midrise", of
             "packed" and "rans", those half a step above them, which lie symmetrically around zero and leave zero out.
     """
@@ -43,7 +41,6 @@ class LayerScheme:
     bits: int | None = None
     group_size: int | None = None
     outliers: bool = False
-    outlier_coding: Literal["bfloat16", "integer"] = "bfloat16"
     grid: Literal["midtread", "midrise"] = "midtread"
 
     def __post_init__(self) -> None:
@@ -52,12 +49,6 @@ class LayerScheme:
             raise ConfigError(f"{where}.encoding", f"one of {', '.join(ENCODINGS)}", repr(self.encoding))
         if type(self.outliers) is not bool:
             raise ConfigError(f"{where}.outliers", "true or false", repr(self.outliers))
-        if self.outlier_coding not in OUTLIER_CODINGS:
-            raise ConfigError(
-                f"{where}.outlier_coding", f"one of {', '.join(OUTLIER_CODINGS)}", repr(self.outlier_coding)
-            )
-        if self.outlier_coding != "bfloat16" and not self.outliers:
-            raise ConfigError(f"{where}.outlier_coding", "none where there are no outliers", repr(self.outlier_coding))
         if self.grid not in GRIDS or (self.grid != "midtread" and self.encoding == "huffman"):
             expected = f"one of {', '.join(GRIDS)}, the latter not of encoding 'huffman'"
             raise ConfigError(f"{where}.grid", expected, repr(self.grid))

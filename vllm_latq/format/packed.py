@@ -13,7 +13,6 @@ from vllm_latq.coding.packing import pack_codes, unpack_codes, zero_point
 from vllm_latq.format import validate
 from vllm_latq.format.config import WHOLE_ROW, LayerScheme
 from vllm_latq.format.csr import CSR
-from vllm_latq.format.integer_outliers import read_overflow, stored_overflow, values_on_lattice
 from vllm_latq.format.served_size import WORD_BITS, best_bits, order_words, outlier_words, slot_words
 from vllm_latq.format.tensors import SHAPE, stored_bits
 
@@ -38,7 +37,6 @@ class PackedWeight:
         outliers: CSR [rows, cols], or None; z is 0 where it has an entry. Without scales they are integers beyond the
             grid of the codes.
         column_scales: float32 [cols], or None; only in memory, never stored.
-        outlier_integers: int32 [nnz], z of the outliers if they are stored as such; None if as their values.
         midrise: whether the points of the grid lie half a step above the multiples of the scale.
     """
 
@@ -50,7 +48,6 @@ class PackedWeight:
     row_scales: torch.Tensor | None = None
     outliers: CSR | None = None
     column_scales: torch.Tensor | None = None
-    outlier_integers: torch.Tensor | None = None
     midrise: bool = False
 
     @property
@@ -59,9 +56,8 @@ class PackedWeight:
 
     @property
     def scheme(self) -> LayerScheme:
-        coding: Literal["bfloat16", "integer"] = "bfloat16" if self.outlier_integers is None else "integer"
         grid: Literal["midtread", "midrise"] = "midrise" if self.midrise else "midtread"
-        return LayerScheme("packed", self.bits, self.group_size, self.outliers is not None, coding, grid)
+        return LayerScheme("packed", self.bits, self.group_size, self.outliers is not None, grid)
 
     def integers(self) -> torch.Tensor:
         """z of the inliers, int32 [rows, cols]."""
@@ -94,7 +90,6 @@ class PackedWeight:
             row_scales=moved(self.row_scales),
             outliers=None if self.outliers is None else self.outliers.to(device),
             column_scales=moved(self.column_scales),
-            outlier_integers=moved(self.outlier_integers),
         )
 
     def outlier_density(self) -> float:
@@ -106,10 +101,7 @@ class PackedWeight:
         assert self.row_scales is None
         assert self.column_scales is None
         tensors = {SHAPE: shape_tensor(self.shape), "qweight": self.qweight, "scales": self.scales}
-        if self.outlier_integers is not None:
-            assert self.outliers is not None
-            tensors |= stored_overflow(self.qweight, self.bits, replace(self.outliers, values=self.outlier_integers))
-        elif self.outliers is not None:
+        if self.outliers is not None:
             tensors["outlier_row_ptr"] = self.outliers.row_ptr
             tensors["outlier_col_idx"] = self.outliers.col_idx
             tensors["outlier_values"] = self.outliers.values
@@ -145,28 +137,20 @@ class PackedWeight:
         """Pack integers on the grid.
 
         Args:
-            integers: int [rows, cols] in [-2**(bits-1), 2**(bits-1)), ignored where `outlier_mask` is true; without
-                `outlier_values` they are the outliers, and outside of that range there.
+            integers: int [rows, cols] in [-2**(bits-1), 2**(bits-1)), ignored under outliers.
             scales: bfloat16 [rows, groups].
             bits: 2, 3, 4 or 8.
             group_size: input channels per scale, -1 for the whole row.
             outlier_mask: bool [rows, cols]; None for a scheme without outliers.
-            outlier_values: [rows, cols], read where the mask is true, rounded to bfloat16; None for outliers stored as
-                integers.
+            outlier_values: [rows, cols], read where the mask is true, rounded to bfloat16.
             midrise: whether the grid is.
         """
-        outliers, beyond = None, None
-        if outlier_mask is not None and outlier_values is None:
-            beyond = CSR.from_mask(outlier_mask, integers.to(torch.int32))
-            outliers = replace(beyond, values=values_on_lattice(beyond, scales, group_size))
-        elif outlier_mask is not None:
-            assert outlier_values is not None
+        outliers = None
+        if outlier_mask is not None and outlier_values is not None:
             outliers = CSR.from_mask(outlier_mask, outlier_values.to(torch.bfloat16))
-        if outlier_mask is not None:
             integers = integers.masked_fill(outlier_mask, 0)
         qweight = pack_codes(integers + (1 << (bits - 1)), bits)
-        weight = cls(qweight, bits, group_size, integers.shape[1], scales, None, outliers, midrise=midrise)
-        return weight if beyond is None else replace(weight, outlier_integers=beyond.values)
+        return cls(qweight, bits, group_size, integers.shape[1], scales, None, outliers, midrise=midrise)
 
     @classmethod
     def from_tensors(
@@ -176,16 +160,13 @@ class PackedWeight:
         validate.check(tensors, scheme, shape, where)
         assert scheme.bits is not None
         assert scheme.group_size is not None
-        qweight, scales, outliers, integers = tensors["qweight"], tensors["scales"], None, None
-        if scheme.outlier_coding == "integer":
-            qweight, beyond = read_overflow(tensors, scheme.bits, shape)
-            outliers = replace(beyond, values=values_on_lattice(beyond, scales, scheme.group_size))
-            integers = beyond.values
-        elif scheme.outliers:
+        outliers = None
+        if scheme.outliers:
             row_ptr, col_idx = tensors["outlier_row_ptr"], tensors["outlier_col_idx"]
             outliers = CSR(row_ptr, col_idx, tensors["outlier_values"], shape[1])
+        layout = (scheme.bits, scheme.group_size, shape[1])
         midrise = scheme.grid == "midrise"
-        return cls(qweight, scheme.bits, scheme.group_size, shape[1], scales, None, outliers, None, integers, midrise)
+        return cls(tensors["qweight"], *layout, tensors["scales"], None, outliers, midrise=midrise)
 
 
 def pack_integers(

@@ -69,12 +69,7 @@ def tensor_specs(scheme: LayerScheme, rows: int, cols: int, where: str = "layer"
         "qweight": TensorSpec(torch.int32, (rows, packed_words(cols, scheme.bits))),
         "scales": TensorSpec(torch.bfloat16, (rows, scheme.groups(cols, where))),
     }
-    if scheme.outlier_coding == "integer":
-        specs |= {
-            "outlier_gaps": TensorSpec(torch.uint8, (None,)),
-            "outlier_overflow": TensorSpec(torch.uint8, (None,)),
-        }
-    elif scheme.outliers:
+    if scheme.outliers:
         specs |= {
             "outlier_row_ptr": TensorSpec(torch.int32, (rows + 1,)),
             "outlier_col_idx": TensorSpec(column_dtype(cols), (None,)),
@@ -85,8 +80,7 @@ def tensor_specs(scheme: LayerScheme, rows: int, cols: int, where: str = "layer"
 
 def tensor_suffixes() -> frozenset[str]:
     """Every suffix that a quantized linear can have, whatever its scheme."""
-    packed = [LayerScheme("packed", 4, WHOLE_ROW, True, coding) for coding in ("bfloat16", "integer")]
-    schemes = (LayerScheme("huffman"), LayerScheme("rans"), *packed)
+    schemes = (LayerScheme("huffman"), LayerScheme("rans"), LayerScheme("packed", 4, WHOLE_ROW, True))
     return frozenset(suffix for scheme in schemes for suffix in tensor_specs(scheme, 1, 1))
 
 

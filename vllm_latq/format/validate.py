@@ -15,7 +15,6 @@ from vllm_latq.coding.rans.model import CLASS_BITS, FREQUENCY_TOTAL, MAX_SYMBOLS
 from vllm_latq.errors import REPAIR, CheckpointError
 from vllm_latq.format.config import LayerScheme
 from vllm_latq.format.csr import CSR
-from vllm_latq.format.integer_outliers import MAX_OVERFLOW, beyond_grid, entries, flaw, outlier_values
 from vllm_latq.format.tensors import SHAPE, tensor_specs
 
 
@@ -91,9 +90,7 @@ def _packed(
     used = shape[1] * scheme.bits % WORD_BITS
     if used and (wrong := (qweight[:, -1] & ~((1 << used) - 1)) != 0).any():
         yield _error(f"{where}.qweight", "rows of which the bits after the last code are zero", _others(wrong, "row"))
-    if scheme.outlier_coding == "integer":
-        yield from _overflow(tensors, scheme, shape, where)
-    elif scheme.outliers:
+    if scheme.outliers:
         broken = list(_csr(tensors, shape, where))
         yield from broken
         if not broken:
@@ -163,40 +160,6 @@ def _infinite(values: torch.Tensor, scales: torch.Tensor, scheme: LayerScheme) -
     """Where outliers of these values make a weight infinite, on scales that are not; bool [n], all [n]."""
     weights = values.to(torch.float32) + 0.5 * scales.to(torch.float32) * (scheme.grid == "midrise")
     return torch.isfinite(scales) & ~torch.isfinite(weights)
-
-
-def _overflow(
-    tensors: Mapping[str, torch.Tensor], scheme: LayerScheme, shape: tuple[int, int], where: str
-) -> Iterator[CheckpointError]:
-    assert scheme.bits is not None
-    gaps, overflow, scales = tensors["outlier_gaps"], tensors["outlier_overflow"], tensors["scales"]
-    if len(gaps) != len(overflow):
-        found = f"{len(overflow)} for {len(gaps)} gaps"
-        yield _error(f"{where}.outlier_overflow", "as many entries as gaps", found)
-        return
-    if found := flaw(gaps, overflow):
-        expected = "entries, with those of outlier_overflow, that state each outlier in the shortest form"
-        yield _error(f"{where}.outlier_gaps", expected, found)
-        return
-    width, last, size = shape[1] // scales.shape[1], (1 << scheme.bits) - 1, shape[0] * shape[1]
-    for rows, cols, beyond in entries(gaps, overflow, shape[1]):
-        if (end := int(rows[-1]) * shape[1] + int(cols[-1])) >= size:
-            yield _error(f"{where}.outlier_gaps", f"outliers among the {size} weights", f"one at {end}")
-            return
-        if int(beyond.max()) > MAX_OVERFLOW:
-            yield _error(f"{where}.outlier_overflow", f"an overflow of at most {MAX_OVERFLOW}", str(int(beyond.max())))
-            return
-        codes = codes_at(tensors["qweight"], scheme.bits, rows, cols)
-        if (wrong := (codes != 0) & (codes != last)).any():
-            expected = "the first or the last code under each outlier"
-            yield _error(f"{where}.qweight", expected, f"another {_place(wrong, rows, cols)}")
-            return
-        scale = scales[rows, cols // width]
-        values = outlier_values(beyond_grid(codes, beyond, 1 << (scheme.bits - 1)), scale)
-        if (wrong := _infinite(values, scale, scheme)).any():
-            found = f"another {_place(wrong, rows, cols)}"
-            yield _error(f"{where}.outlier_overflow", "outliers and weights of finite value", found)
-            return
 
 
 def _huffman(tensors: Mapping[str, torch.Tensor], shape: tuple[int, int], where: str) -> Iterator[CheckpointError]:
