@@ -68,8 +68,8 @@ class Recipe:
         damping: lambda relative to the mean diagonal of the Hessian.
         condition: chooses the damping of each layer instead: the least that brings the condition number of the damped
             Hessian down to this; None for a fixed damping.
-        rounding: nearest; stochastic: up with the fractional part as probability, drawn from `seed` and the layer's
-            name; or rate (hptq): what is cheapest in error and bits together.
+        rounding: nearest, or stochastic: up with the fractional part as probability, drawn from `seed` and the layer's
+            name.
         reduction: none or lll: hptq rounds on the reduced basis where that lowers the bound.
         scales: absmax, mse (for gptq of the errors' cubes), signed (mse, with the sign that suits the group), or
             fitted: signed, and for gptq to the errors that the recursion makes with them, for ssqr together with the
@@ -194,13 +194,11 @@ class Recipe:
         self._check_combinations()
 
     def _check_combinations(self) -> None:
-        if self.rounding == "rate" and self.method != "hptq":
-            raise _error("rounding", "nearest or stochastic", self.rounding, "Only hptq's bits depend on its integers.")
         if self.rounding == "stochastic" and (self.beam > 1 or self.sweeps):
             raise _error("rounding", "nearest", self.rounding, "A beam and sweeps choose where this draws.")
         if self.method == "ssqr" and self.beam > 1 and self.outliers != "saving":
             raise _error("beam", "1", self.beam, "Overflow has no cost to compare: leave outliers out.")
-        if self.reduction != "none" and (self.beam > 1 or self.rounding == "rate"):
+        if self.reduction != "none" and self.beam > 1:
             raise _error("reduction", "none", self.reduction, "A reduced basis is rounded on by nearest plane only.")
         if self.grid == "midrise" and self.scales == "signed":
             raise _error("scales", "scales without signs", self.scales, "A mid-rise grid is the same on both sides.")

@@ -1,11 +1,10 @@
 """K-best nearest plane: the recursion of `nearest_plane`, with the K best partial roundings of every row kept alive.
 
 (The M-algorithm of sequential decoding; K = 1 is nearest plane.) Each survivor of a row may take the nearest integer,
-the one on the other side, or with a `threshold` keep the weight; of these candidates the K cheapest survive. What a
-candidate costs may count the bits of its code, which makes this rate-distortion-optimised rounding.
+the one on the other side, or with a `threshold` keep the weight; of these candidates the K cheapest survive.
 
 Invariant: the cheapest survivor's nearest integer is always among the candidates, so the bound of nearest plane holds
-by induction over the steps, unless bits are counted; on a grid that ends, residuals beyond half a step are counted.
+by induction over the steps; on a grid that ends, residuals beyond half a step are counted.
 
 All rows are independent: they are done in bands, so that the survivors' copies of the residual stay small.
 
@@ -29,38 +28,6 @@ from vllm_latq.quantize.lattice.outliers import OUTLIER_DTYPE, Overflow, kept_va
 _BAND = 1 << 24
 
 
-@dataclass(frozen=True)
-class CodeCost:
-    """What the bits of an integer cost, in units of the loss.
-
-    Attributes:
-        costs: float64 [n], of the integers `first`, first + 1, ...; others cost as much as the nearest one of these.
-        first: the smallest integer that has a cost of its own.
-    """
-
-    costs: torch.Tensor
-    first: int
-
-    @classmethod
-    def of(cls, integers: torch.Tensor, price: float) -> "CodeCost":
-        """Ideal code lengths, -log2 of the frequency (one more than counted), times the price of a bit.
-
-        Args:
-            integers: int32, those of an earlier pass.
-            price: loss per bit.
-        """
-        low, high = (int(end) for end in integers.aminmax())
-        low, high = (min(max(end, -(1 << 15)), 1 << 15) for end in (low, high))
-        low, high = low - 1, high + 1
-        counts = torch.bincount((integers.clamp(low, high) - low).flatten(), minlength=high - low + 1)
-        shares = (counts + 1).to(torch.float64) / (counts + 1).sum()
-        return cls(-shares.log2() * price, low)
-
-    def __call__(self, integers: torch.Tensor) -> torch.Tensor:
-        index = (integers - self.first).clamp_(0, len(self.costs) - 1).to(torch.int64)
-        return self.costs.to(integers)[index]
-
-
 def plane_of_width(width: int) -> Callable[..., Rounding]:
     """`nearest_plane`, or `k_best_plane` of this width."""
     return nearest_plane if width == 1 else partial(k_best_plane, width=width)
@@ -81,7 +48,6 @@ def k_best_plane(
     threshold: float | None = None,
     offset: float = 0.0,
     width: int = 4,
-    code_cost: CodeCost | None = None,
 ) -> Rounding:
     """Arguments and result as for `nearest_plane`, and:
 
@@ -90,7 +56,6 @@ def k_best_plane(
             the survivors would be those that leave the grid.
         seed: None; there is nothing to choose among where integers are drawn.
         width: K, survivors per row.
-        code_cost: added to the loss when candidates are compared.
     """
     if seed is not None or (keep_overflow != "clip") != (threshold is not None):
         raise ConfigError(where or "k_best_plane", "nearest rounding, clipped or with a threshold", keep_overflow)
@@ -101,21 +66,18 @@ def k_best_plane(
     unit = _unit(weight, steps.by_group)
     scaled = replace(steps, by_group=steps.by_group / unit)
     keeping = None if threshold is None else threshold / unit**2
-    coding = None if code_cost is None else replace(code_cost, costs=code_cost.costs / unit**2)
-    search = _Search(factor, scaled, limits, block_size, keeping, width, coding, keep_overflow, offset)
+    search = _Search(factor, scaled, limits, block_size, keeping, width, keep_overflow, offset)
     band = max(1, _BAND // max(1, cols * width))
     paths = [search.run(weight[start : start + band] / unit, start) for start in range(0, rows, band)]
     integers, errors, kept, clipped = (torch.cat(parts, -1) for parts in zip(*paths, strict=True))
     loss = factor.diagonal @ errors.to(torch.float64).square() * unit**2
     check_range(integers, loss, where)
-    # Of the two integers around a weight either may be cheaper where bits count, at an error of up to a whole step.
-    reach = 0.5 if code_cost is None else 1.0
-    bound = scaled.weighted_squares(factor.diagonal, rows) * reach**2
+    bound = scaled.weighted_squares(factor.diagonal, rows) / 4
     beyond = torch.zeros_like(loss)
     if low is not None:
         for start in range(0, cols, block_size):
             part = slice(start, start + block_size)
-            beyond += factor.diagonal[part] @ scaled.excess(start, errors[part], reach)
+            beyond += factor.diagonal[part] @ scaled.excess(start, errors[part], reach=0.5)
     inverse = torch.argsort(factor.order)
     values = None
     if threshold is not None:
@@ -149,7 +111,6 @@ class _Search:
     block_size: int
     threshold: float | None
     width: int
-    code_cost: CodeCost | None
     keep: Overflow
     offset: float
 
@@ -219,8 +180,6 @@ class _Search:
         errors = current.repeat(2, 1).addcmul_(integers, scale.expand_as(current).repeat(2, 1), value=-1)
         weight = float(self.factor.diagonal[t])
         costs = cost.repeat(2, 1) + weight * errors.square()
-        if self.code_cost is not None:
-            costs += self.code_cost(integers)
         costs[len(first) :].masked_fill_(first == second, math.inf)
         clipped = torch.cat((first != nearest, first != nearest))
         if self.threshold is not None:

@@ -26,7 +26,7 @@ from vllm_latq.format.config import WHOLE_ROW
 from vllm_latq.quantize.lattice.factor import Factor
 from vllm_latq.quantize.lattice.outliers import KEPT, OUTLIER_DTYPE, Overflow, kept_excess, kept_value
 
-ROUNDINGS = ("nearest", "stochastic", "rate")
+ROUNDINGS = ("nearest", "stochastic")
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from vllm_latq.errors import NumericalError
 from vllm_latq.format.config import LayerScheme
 from vllm_latq.format.tensors import SHAPE, tensor_specs
 from vllm_latq.quantize.lattice.factor import Factor
-from vllm_latq.quantize.lattice.k_best_plane import CodeCost, k_best_plane, plane_of_width
+from vllm_latq.quantize.lattice.k_best_plane import plane_of_width
 from vllm_latq.quantize.lattice.nearest_plane import Rounding
 from vllm_latq.quantize.lattice.search import sample_rows, search_target
 
@@ -30,8 +30,6 @@ FINEST_OCTAVES = 15.0
 GAUSSIAN_BITS = 0.5 * math.log2(2 * math.pi * math.e)
 # Bits lost per doubling of the scale (measured on trained weights: 0.95 at 3 to 4 bits, 0.8 at 2).
 USUAL_SLOPE = -0.95
-# What a bit is worth where the error falls by 6 dB per bit, in units of the error.
-_RATE_SLOPE = 2 * math.log(2)
 
 
 @dataclass(frozen=True)
@@ -64,7 +62,6 @@ def hptq(
     where: str = "",
     seed: int | None = None,
     beam: int = 1,
-    count_bits: bool = False,
 ) -> HPTQResult:
     """Unclipped nearest plane with the finest single scale whose encoded bits lie in [target - 0.005, target].
 
@@ -76,7 +73,6 @@ def hptq(
         where: name of the layer, for errors.
         seed: of stochastic rounding, the same draws at every probe; None rounds to nearest.
         beam: survivors per row (see beam.py); not on a reduced basis.
-        count_bits: weigh the error of an integer against the bits of its code, as a first pass has it.
 
     Raises:
         NumericalError: not even the coarsest scale meets the target.
@@ -89,10 +85,6 @@ def hptq(
             rounding = factor.reduction.nearest_plane(part, scale, block_size, where, seed)
         else:
             rounding = plane(part, factor, scale, block_size=block_size, where=where, seed=seed)
-        if count_bits:
-            price = _RATE_SLOPE * float(scale) ** 2 * float(factor.diagonal.mean()) / 12
-            cost = CodeCost.of(rounding.z, price)
-            rounding = k_best_plane(part, factor, scale, block_size=block_size, where=where, width=beam, code_cost=cost)
         return rounding.z, rounding
 
     return _search(weight, target_bits, where, quantize)

@@ -245,7 +245,6 @@ def _hptq(weight: torch.Tensor, factor: Factor | None, recipe: Recipe, where: st
         where=where,
         seed=recipe.rounding_seed(where),
         beam=recipe.beam,
-        count_bits=recipe.rounding == "rate",
     )
     return _huffman(found)
 

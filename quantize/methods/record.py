@@ -14,8 +14,8 @@ from vllm_latq.quantize.recipe import Recipe
 
 # The recursion runs in float32: a bound met with equality may be missed by its rounding.
 BOUND_SLACK = 1e-6
-# Bound to mean of the squared error of a step: (s/2)^2 to s^2/12, s^2 to s^2/6, and s^2 to at least s^2/12.
-BOUND_TO_MEAN = {"nearest": 3, "stochastic": 6, "rate": 12}
+# Bound to mean of the squared error of a step: (s/2)^2 to s^2/12, and s^2 to s^2/6.
+BOUND_TO_MEAN = {"nearest": 3, "stochastic": 6}
 
 
 @dataclass(frozen=True, kw_only=True)

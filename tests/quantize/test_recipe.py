@@ -121,7 +121,7 @@ BAD = [
     ("hptq", "group_size", [64]),
     ("hptq", "scales", ["absmax"]),
     ("hrtn", "order", ["natural"]),
-    ("gptq", "rounding", ["rate"]),
+    ("hptq", "rounding", ["rate"]),
     ("hptq", "sweeps", [1]),
     ("latq", "beam", [2]),
 ]
@@ -135,7 +135,6 @@ BAD = [
         ("ssqr", {"outliers": "overflow", "beam": 2}, "beam"),
         ("hptq", {"target_bits": 3.0, "rounding": "stochastic", "beam": 2}, "rounding"),
         ("hptq", {"target_bits": 3.0, "reduction": "lll", "beam": 2}, "reduction"),
-        ("hptq", {"target_bits": 3.0, "reduction": "lll", "rounding": "rate"}, "reduction"),
     ],
 )
 def test_options_that_exclude_each_other(method, options, field):

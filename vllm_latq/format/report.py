@@ -49,8 +49,8 @@ class LayerReport:
             and what sweeps, or a beam of gptq or ssqr by saving, move by more than half a step, counts as much as it
             costs; None for plain rounding, which it does not cover.
         expected_error: the mean of the rounding error for uniformly distributed residuals: a third of the bound, a
-            sixth if rounding is stochastic, at least a twelfth if it counts bits, and all of what counts as much as it
-            costs; of latq a formula of its own, a lower limit where served bits are counted.
+            sixth if rounding is stochastic, and all of what counts as much as it costs; of latq a formula
+            of its own, a lower limit where served bits are counted.
         damping: relative damping that was used; None for plain rounding.
         seconds: wall time, the factorisation excluded if it was given.
         bound_holds: rounding_error <= bound, or loss <= loss_bound; None where there is no bound, or gptq's

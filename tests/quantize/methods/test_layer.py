@@ -19,7 +19,7 @@ from vllm_latq.quantize.recipe import Recipe
 
 # latq looks at the whole model: see test_whole_model.py.
 EVERYTHING = (
-    "gptq, everything", "ssqr, everything", "ssqr, integers", "hptq, counting bits", "rtn, mid-rise", "gptq, mid-rise",
+    "gptq, everything", "ssqr, everything", "ssqr, integers", "hptq, beam", "rtn, mid-rise", "gptq, mid-rise",
     "ssqr, overflow", "ssqr, mid-rise", "ssqr, mid-rise integers",
 )  # fmt: skip
 METHODS = (*(method for method in ALL_METHODS if method != "latq"), *EVERYTHING)
@@ -40,7 +40,7 @@ RECIPES = {
         "ssqr", bits=2, group_size=32, outlier_coding="integer", grid="midrise", sweeps=2
     ),
     "hptq": Recipe("hptq", target_bits=3.5),
-    "hptq, counting bits": Recipe("hptq", target_bits=3.5, beam=2, rounding="rate"),
+    "hptq, beam": Recipe("hptq", target_bits=3.5, beam=2),
     "hrtn": Recipe("hrtn", target_bits=3.5),
 }
 
@@ -121,7 +121,7 @@ def test_bound_holds_where_nothing_is_clipped(method):
 
 
 @pytest.mark.parametrize(
-    "method", ["ssqr", "ssqr, everything", "ssqr, mid-rise", "ssqr, mid-rise integers", "hptq, counting bits"]
+    "method", ["ssqr", "ssqr, everything", "ssqr, mid-rise", "ssqr, mid-rise integers", "hptq, beam"]
 )
 def test_other_choices_keep_a_bound(method):
     _, _, result = quantize(method)
