@@ -98,9 +98,9 @@ def nearest_plane(
         scales: not zero; a scalar, [r, c], or [r, c / group_size] with `group_size` (-1: whole row) in the original
             column order. Cast to the dtype of the weight.
         low, high: the integer grid; None for no clipping.
-        keep_overflow: what happens to a weight whose integer leaves the grid: "clip" it, keep it as a "lattice"
-            point, keep its current value "exact"ly, rounded to bfloat16, or keep the "integer", and with it the
-            lattice point rounded to bfloat16 (see kept.py).
+        keep_overflow: what happens to a weight whose integer leaves the grid: "clip" it, keep its current value
+            "exact"ly, rounded to bfloat16, or keep the "integer", and with it the lattice point rounded to bfloat16
+            (see kept.py).
         block_size: columns per lazy batch; does not change the result beyond floating-point rounding.
         where: name of the layer, for errors.
         seed: rounds up with the fractional part as probability, drawn from this seed; None rounds to nearest.

@@ -12,7 +12,7 @@ import torch
 
 from vllm_latq.format.integer_outliers import outlier_values
 
-Overflow = Literal["clip", "lattice", "exact", "integer"]
+Overflow = Literal["clip", "exact", "integer"]
 KEPT = ("exact", "integer")
 OUTLIER_DTYPE = torch.bfloat16
 # Half a unit in the last place of bfloat16's 8 significant bits, relative.

@@ -69,7 +69,7 @@ def test_blocked_gptq_equals_the_unblocked_loop_and_babai(shape, grid, name, blo
     shape=SHAPES,
     grid=GRIDS,
     name=st.sampled_from(ORDERS),
-    overflow=st.sampled_from(["clip", "lattice", "exact"]),
+    overflow=st.sampled_from(["clip", "exact"]),
     seed=st.integers(),
 )
 @settings(max_examples=80, deadline=None)
@@ -81,12 +81,13 @@ def test_error_identity_holds_whatever_is_done_with_overflow(shape, grid, name, 
     torch.testing.assert_close(rounding.loss, expected, rtol=FLOAT64_TOLERANCE, atol=FLOAT64_TOLERANCE)
 
 
-@given(shape=SHAPES, name=st.sampled_from(ORDERS), overflow=st.sampled_from(["lattice", "exact"]), seed=st.integers())
+@given(shape=SHAPES, name=st.sampled_from(ORDERS), kept=st.booleans(), seed=st.integers())
 @settings(max_examples=60, deadline=None)
-def test_unclipped_loss_is_below_theorem_4(shape, name, overflow, seed):
+def test_unclipped_loss_is_below_theorem_4(shape, name, kept, seed):
     weight, hessian, scales = case(*shape, seed % 2**31)
     factor = factorize(hessian, name)
-    rounding = nearest_plane(weight, factor, scales, -4, 3, keep_overflow=overflow)
+    grid = (-4, 3, "exact") if kept else ()
+    rounding = nearest_plane(weight, factor, scales, *grid)
     bound = (scales[:, factor.order].square() @ factor.diagonal) / 4
     torch.testing.assert_close(rounding.bound, bound, rtol=FLOAT64_TOLERANCE, atol=0)
     assert bool((rounding.loss <= rounding.bound).all())
@@ -105,7 +106,7 @@ def test_orthogonal_inputs_make_nearest_plane_plain_rounding():
     assert torch.equal(rounding.z, torch.round(weight / scales).to(torch.int32))
 
 
-@pytest.mark.parametrize("overflow", ["clip", "lattice", "exact"])
+@pytest.mark.parametrize("overflow", ["clip", "exact"])
 def test_overflow_is_clipped_or_kept(overflow):
     weight, hessian, scales = case(33, 63, 3)
     factor = factorize(hessian)
@@ -116,9 +117,6 @@ def test_overflow_is_clipped_or_kept(overflow):
     assert set(rounding.z[~outside].tolist()) == {-2, -1, 0, 1}
     if overflow == "clip":
         assert set(rounding.z[outside].tolist()) <= {-2, 1}
-    elif overflow == "lattice":
-        assert bool(((rounding.z[outside] < -2) | (rounding.z[outside] > 1)).all())
-        assert torch.equal(rounding.z, nearest_plane(weight, factor, scales).z)
     else:
         assert not rounding.z[outside].any()
         assert rounding.outlier_values is not None
@@ -184,7 +182,7 @@ def test_scalar_scale_equals_the_same_scale_everywhere():
 def test_float32_recursion_keeps_identity_and_bound():
     weight, hessian, scales = case(64, 130, 6)
     factor = factorize(hessian)
-    rounding = nearest_plane(weight.float(), factor, scales.float(), -4, 3, keep_overflow="lattice")
+    rounding = nearest_plane(weight.float(), factor, scales.float())
     assert rounding.dequantized.dtype == torch.float32
     torch.testing.assert_close(
         rounding.loss, true_loss(weight.float(), rounding, factor), rtol=FLOAT32_TOLERANCE, atol=0
