@@ -16,7 +16,7 @@ import vllm_latq
 from vllm_latq.format.config import CheckpointConfig
 from vllm_latq.format.files import read_json
 from vllm_latq.format.reader import REPORT_FILE
-from vllm_latq.quantize.allocation.budget import check_budget
+from vllm_latq.quantize.allocation.served_allocation import check_target_bits
 from vllm_latq.quantize.calibration.windows import calibration_samples, sizes
 from vllm_latq.quantize.machine.distributed import World
 from vllm_latq.quantize.machine.offload import placer
@@ -28,7 +28,7 @@ from vllm_latq.quantize.model.selection import (
 )
 from vllm_latq.quantize.recipe import Recipe
 from vllm_latq.quantize.runs.card import model_card
-from vllm_latq.quantize.runs.planned_runs import BudgetRun, WholeModelRun
+from vllm_latq.quantize.runs.planned_runs import WholeModelRun
 from vllm_latq.quantize.runs.run import Listener, Run
 from vllm_latq.quantize.runs.writer import CheckpointWriter, free_destination
 
@@ -85,7 +85,7 @@ def _quantize_checkpoint(
 ) -> dict[str, Any]:
     started, source = time.perf_counter(), decoder.source
     quantized = quantized_linears(decoder, recipe)
-    check_budget(quantized.values(), recipe)
+    check_target_bits(quantized.values(), recipe)
     world.from_first(lambda: free_destination(destination, resume))  # before data are read, which takes a while
     samples = calibration_samples(decoder, recipe, calibration)
     if samples is not None:
@@ -125,11 +125,11 @@ def _write(
         emit({"event": "done", "destination": str(destination), **report["totals"]})
         return report
     emit({"event": "start", "blocks": len(decoder), "linears": len(quantized), "samples": sizes(samples)})
-    run = _run_class(recipe)(decoder, recipe, quantized, writer, emit, world)
+    run = (WholeModelRun if recipe.method == "latq" else Run)(decoder, recipe, quantized, writer, emit, world)
     run.blocks(samples, placer(offload, writer.partial))
     report = run.report(samples, time.perf_counter() - started)
     _warn_of_excess(recipe, report["totals"])
-    config = CheckpointConfig(recipe.scheme, ignored_modules(decoder, recipe), run.overrides(), recipe=recipe.to_dict())
+    config = CheckpointConfig(recipe.scheme, ignored_modules(decoder, recipe), recipe=recipe.to_dict())
     card, untied = model_card(decoder.source, recipe, report), decoder.unties(quantized)
     world.from_first(lambda: writer.finish(decoder.source, config, report, card, untied))
     emit({"event": "done", "destination": str(destination), **report["totals"]})
@@ -145,9 +145,3 @@ def _warn_of_excess(recipe: Recipe, totals: dict[str, Any]) -> None:
             "layers whose lattice is too ill-conditioned. Calibrate on more text, or raise target_bits.",
             stacklevel=4,
         )
-
-
-def _run_class(recipe: Recipe) -> type[Run]:
-    if recipe.method == "latq":
-        return WholeModelRun
-    return Run if recipe.budget is None else BudgetRun

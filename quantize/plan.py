@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from vllm_latq.quantize.allocation.budget import check_budget
+from vllm_latq.quantize.allocation.served_allocation import check_target_bits
 from vllm_latq.quantize.methods.record import totals
 from vllm_latq.quantize.model.decoder import Decoder
 from vllm_latq.quantize.model.selection import beside, matrices, quantized_linears
@@ -26,7 +26,7 @@ def plan(recipe: Recipe, source: str | Path) -> dict[str, Any]:
     decoder = Decoder(source, "cpu")
     layers = []
     quantized = quantized_linears(decoder, recipe)
-    check_budget(quantized.values(), recipe)
+    check_target_bits(quantized.values(), recipe)
     for name, linear in quantized.items():
         rows, cols = linear.out_features, linear.in_features
         bits = recipe.planned_bits(rows, cols) / (rows * cols)

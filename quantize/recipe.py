@@ -23,7 +23,7 @@ from vllm_latq.quantize.lattice.targets import TARGETS
 
 # Options a method does not read. Setting one would suggest an effect it does not have, so it is refused.
 _RECURSION = ("order", "damping", "block_size", "rounding", "condition", "target", "correction", "beam", "sweeps")
-_OUTLIERS = ("outlier_rate", "outliers", "outlier_coding", "budget")
+_OUTLIERS = ("outlier_rate", "outliers", "outlier_coding")
 _GRID = ("bits", "group_size", "scales", "grid", *_OUTLIERS)
 UNUSED = {
     "rtn": (*_OUTLIERS, "target_bits", "count", "without", "reduction", *_RECURSION),
@@ -42,7 +42,6 @@ CODED_METHODS = (*HUFFMAN_METHODS, "latq")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 OUTLIER_CHOICES = ("overflow", "saving")
 COUNTS = ("stored", "served")
-CHOSEN_BY_BUDGET = ("bits", "outlier_rate")
 MAX_OUTLIER_RATE = 0.5
 MAX_TARGET_BITS = 16.0
 MAX_SERVED_BITS = 9.0  # codes have at most 8
@@ -94,7 +93,6 @@ class Recipe:
             beyond the grid, in 16.
         beam: survivors per row of nearest plane (K-best); of ssqr only where outliers are chosen by saving.
         sweeps: of coordinate descent after it, at most (gptq, ssqr).
-        budget: stored bits per weight of the model, for which ssqr then chooses bits and outlier_rate of every input.
         without: parts of latq to switch off (`PARTS`), to see what each is worth.
     """
 
@@ -122,7 +120,6 @@ class Recipe:
     outlier_coding: Literal["bfloat16", "integer"] = "bfloat16"
     beam: int = 1
     sweeps: int = 0
-    budget: float | None = None
     grid: Literal["midtread", "midrise"] = "midtread"
     without: tuple[str, ...] = ()
 
@@ -179,11 +176,6 @@ class Recipe:
             raise _error("scales", "fitted" if together else ", ".join(SCALE_METHODS), self.scales, hint)
 
     def _check_unused(self) -> None:
-        if self.budget is not None:
-            _check_number("budget", self.budget, 1.0, MAX_TARGET_BITS)
-            for name in CHOSEN_BY_BUDGET:
-                if getattr(self, name) != getattr(Recipe, name):
-                    raise _error(name, "the default", getattr(self, name), "A budget chooses it: leave it out.")
         for field in fields(self):
             if field.name in UNUSED[self.method] and getattr(self, field.name) != field.default:
                 instead = "set target_bits" if field.name == "bits" else "leave it out"
@@ -223,11 +215,10 @@ class Recipe:
 
     def planned_bits(self, rows: int, cols: int) -> float:
         """Stored bits of a linear [rows, cols]: exact but for outliers, which are counted at their rate, evenly strewn;
-        the target of entropy-coded methods and of a budget.
+        the target of entropy-coded methods.
         """
-        average = self.target_bits or self.budget
-        if average is not None:
-            return average * rows * cols
+        if self.target_bits is not None:
+            return self.target_bits * rows * cols
         outliers = self.outlier_rate * rows * cols
         if self.outlier_coding == "integer":
             outliers *= entries_per_outlier(self.outlier_rate)

@@ -17,14 +17,15 @@ layer; the shares of the layers average to the target, weighted by their sizes.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import TypeVar
 
 import torch
+from torch import nn
 
-from vllm_latq.errors import NumericalError
+from vllm_latq.errors import ConfigError, NumericalError
 from vllm_latq.format.config import SUPPORTED_BITS
 from vllm_latq.format.served_size import USUAL_OUTLIER_BITS, served_overhead, slot_words
 from vllm_latq.quantize.allocation.stored_allocation import SMALLEST_SIZE, RateCurve
@@ -32,6 +33,7 @@ from vllm_latq.quantize.lattice.search import sample_rows
 from vllm_latq.quantize.lattice.two_sided_plane import reach
 from vllm_latq.quantize.methods.hptq import GAUSSIAN_BITS
 from vllm_latq.quantize.methods.latq import OCTAVE, InputLattice, OutputLattice, Share, feedback_noise
+from vllm_latq.quantize.recipe import Recipe
 
 # The model's steps that are tried, in octaves around the one at which an entropy code would take the target.
 _TRIED = range(-5, 5)
@@ -287,3 +289,16 @@ def _band(limits: torch.Tensor) -> int:
 def _squared(eighths: torch.Tensor) -> torch.Tensor:
     """The squares of steps, float64."""
     return torch.exp2(2 / OCTAVE * eighths.to(torch.float64))
+
+
+def check_target_bits(linears: Iterable[nn.Linear], recipe: Recipe) -> None:
+    """Raise ConfigError if the narrowest codes of the linears take more served bits than the recipe asks for."""
+    if recipe.target_bits is None or recipe.count != "served":
+        return
+    shapes = [(linear.out_features, linear.in_features) for linear in linears]
+    total = sum(rows * cols for rows, cols in shapes)
+    least = sum(served_overhead(rows, cols, SUPPORTED_BITS[0]) for rows, cols in shapes) / total
+    if recipe.target_bits <= least:
+        expected = f"more than {least:.3f} served bits per weight, which codes of 2 bits and their scales take"
+        hint = "Of stored bits, fewer can do: leave out count."
+        raise ConfigError("recipe.target_bits", expected, f"{recipe.target_bits:g}", hint)

@@ -34,7 +34,7 @@ from vllm_latq.quantize.recipe import Recipe
 def lattice_stages(
     decoder: Decoder, recipe: Recipe, quantized: Mapping[str, nn.Linear], samples: torch.Tensor, folder: Path
 ) -> dict[str, Stage]:
-    """Stages of such a run; of one with a budget only the statistics.
+    """Stages of such a run.
 
     Args:
         decoder: the model.

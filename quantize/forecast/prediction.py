@@ -5,7 +5,7 @@
     baseline     what this process holds when everything it needs is loaded
 
 Blocks with the same linears count as one kind, of which one is rehearsed; likewise linears of the same shape. Not
-counted: writing, which depends on the disk, and what the plan of a budget takes.
+counted: writing, which depends on the disk.
 
 Invariant: the steps are the run's own functions on the model's own weights; numbers of samples, blocks and linears only
 multiply.
@@ -14,7 +14,7 @@ multiply.
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -102,12 +102,12 @@ def predict(
     # Tokenizing a long text takes more than most blocks; it was just done.
     started, tokenizing = time.perf_counter(), peak_memory()
     stages: dict[str, Stage] = {}
-    if recipe.method == "latq" or recipe.budget is not None:
+    if recipe.method == "latq":
         assert samples is not None
         with tempfile.TemporaryDirectory() as folder:
             stages |= lattice_stages(decoder, recipe, quantized, samples, Path(folder))
     if recipe.method != "latq" or recipe.target != "quantized":
-        passing = _stages(decoder, replace(recipe, budget=None), quantized, samples)
+        passing = _stages(decoder, recipe, quantized, samples)
         for name, stage in passing.items():
             lattice = stages.get(name, Stage(0.0, 0.0))
             stages[name] = Stage(lattice.seconds + stage.seconds, lattice.memory + stage.memory)

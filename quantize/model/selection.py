@@ -120,8 +120,8 @@ def _routers(decoder: Decoder) -> tuple[str, ...]:
 
 def quantized_linears(decoder: Decoder, recipe: Recipe) -> dict[str, nn.Linear]:
     """Full name -> (meta) linear of everything that the recipe quantizes; raises if a scheme does not fit a shape."""
-    if decoder.encoder and (recipe.method == "latq" or recipe.budget is not None):
-        expected = "a language model: method latq and budgets look at its loss on the next token"
+    if decoder.encoder and recipe.method == "latq":
+        expected = "a language model: method latq looks at its loss on the next token"
         raise UnsupportedModelError(str(decoder.source), expected, "an encoder", "Use --method ssqr, hptq or gptq.")
     if recipe.target != "quantized" and any(isinstance(module, Experts) for module in decoder.model.modules()):
         expected, found = "a model whose linears see the same tokens as the original's", "routed experts"

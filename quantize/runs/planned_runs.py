@@ -13,15 +13,13 @@ were written before; so an interrupted run goes on with the next block.
 
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from vllm_latq.quantize.allocation.budget import choose, price, together
 from vllm_latq.quantize.allocation.model_lattice import DAMPED_AT_MOST, ModelLattice, behind_prefix, full_weight
-from vllm_latq.quantize.calibration.experts import expert_stacks
 from vllm_latq.quantize.calibration.fisher import Progress
 from vllm_latq.quantize.calibration.hessian import InputHessian
 from vllm_latq.quantize.calibration.stream import Stream, hessians_of
@@ -30,22 +28,7 @@ from vllm_latq.quantize.lattice.targets import Drift
 from vllm_latq.quantize.machine.offload import Place
 from vllm_latq.quantize.methods.latq import InputLattice, OutputLattice, aimed, latq
 from vllm_latq.quantize.methods.record import layer_record
-from vllm_latq.quantize.recipe import Recipe
 from vllm_latq.quantize.runs.run import Quantized, Run
-
-
-class StatisticsRun(Run):
-    """A run that knows what the loss of the model sees of each linear before it quantizes the first."""
-
-    def collect(self, samples: torch.Tensor | None, place: Place) -> None:
-        """Collect what is not there from an interrupted run."""
-        assert samples is not None
-        self.model = ModelLattice(self.decoder, self.quantized, self.recipe, self.writer.scratch, self.world)
-        self.model.collect(samples, place, self.progress("statistics"))
-
-    def progress(self, stage: str) -> Progress:
-        """Emits how much of a stage is done."""
-        return lambda done, parts: self.emit({"event": "stage", "stage": stage, "done": done, "parts": parts})
 
 
 @dataclass(frozen=True)
@@ -66,14 +49,21 @@ class _Attempt:
     bits: float
 
 
-class WholeModelRun(StatisticsRun):
-    """A run of the method `latq`."""
+class WholeModelRun(Run):
+    """A run of the method `latq`: it knows what the loss sees of each linear before it quantizes the first."""
 
     def prepare(self, samples: torch.Tensor | None, place: Place) -> Stream:
-        self.collect(samples, place)
+        """Collect the statistics that an interrupted run did not leave, and allocate the bits."""
+        assert samples is not None
+        self.model = ModelLattice(self.decoder, self.quantized, self.recipe, self.writer.scratch, self.world)
+        self.model.collect(samples, place, self.progress("statistics"))
         self.allocation = self.model.allocation(self.progress("allocation"))
         self.emit({"event": "plan", "bits": {name: share.bits for name, share in self.allocation.items()}})
         return Stream(self.decoder, None) if self.recipe.target == "quantized" else super().prepare(samples, place)
+
+    def progress(self, stage: str) -> Progress:
+        """Return a function that emits how much of a stage is done."""
+        return lambda done, parts: self.emit({"event": "stage", "stage": stage, "done": done, "parts": parts})
 
     def _quantize(
         self, shard: int, block: nn.Module, linears: Mapping[str, nn.Linear], stream: Stream
@@ -139,24 +129,6 @@ class WholeModelRun(StatisticsRun):
             dequantized = None if self.recipe.target == "quantized" else result.dequantized
             found[name] = _Rounded(asdict(record) | {"seconds": time.perf_counter() - started}, tensors, dequantized)
         return _Attempt(found, feasible, bits)
-
-
-class BudgetRun(StatisticsRun):
-    """A run of `ssqr` under a budget of bits for the whole model: width and outlier rate per input."""
-
-    def prepare(self, samples: torch.Tensor | None, place: Place) -> Stream:
-        self.collect(samples, place)
-        assert self.recipe.budget is not None
-        planned = self.progress("budget")
-        offers = self.model.of_inputs(lambda weights, members: price(weights, members, self.recipe), planned)
-        stacks = expert_stacks(self.decoder.model, self.quantized)
-        self.chosen = choose(together(offers, stacks), self.recipe.budget)
-        self.emit({"event": "plan", "bits": {name: choice.bits for name, choice in self.chosen.items()}})
-        return super().prepare(samples, place)
-
-    def recipe_for(self, name: str) -> Recipe:
-        choice = self.chosen[name]
-        return replace(self.recipe, budget=None, bits=choice.width, outlier_rate=choice.outlier_rate)
 
 
 def _effort(group: Mapping[str, LayerStatistics]) -> int:

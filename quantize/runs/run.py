@@ -17,7 +17,6 @@ from torch import nn
 
 import vllm_latq
 from vllm_latq.errors import NumericalError
-from vllm_latq.format.config import LayerScheme
 from vllm_latq.format.tensors import tensor_specs
 from vllm_latq.memory import peak_memory
 from vllm_latq.quantize.calibration.hessian import InputHessian
@@ -66,15 +65,6 @@ class Run:
         """Whatever comes before the first block; returns what passes through the blocks. Samples of all processes."""
         mine = None if samples is None else self.world.split(samples)
         return Stream(self.decoder, mine, self.recipe.target, self.world, place)
-
-    def recipe_for(self, name: str) -> Recipe:
-        """The recipe of one linear."""
-        return self.recipe
-
-    def overrides(self) -> dict[str, LayerScheme]:
-        """Schemes of the linears that are not stored as the recipe says."""
-        schemes = {name: self.recipe_for(name).scheme for name in self.quantized}
-        return {name: scheme for name, scheme in schemes.items() if scheme != self.recipe.scheme}
 
     def blocks(self, samples: torch.Tensor | None, place: Place) -> None:
         """Quantize everything: a shard per block, and one for the rest."""
@@ -134,7 +124,7 @@ class Run:
                 tensors.update(stored)
                 for name, record in found.items() if rank != self.world.rank else ():
                     if stream:
-                        scheme = self.recipe_for(name).scheme
+                        scheme = self.recipe.scheme
                         linears[name].weight.copy_(dense_weight(stored, scheme, name, linears[name]))
                     self.emit({"event": "layer", **record})
         return [records[name] for name in linears], tensors
@@ -144,7 +134,7 @@ class Run:
         records, tensors = {}, {}
         known = self._factorized(hessian)
         for name in hessian.linears:
-            result = quantize_layer(linears[name].weight, known, self.recipe_for(name), name, hessian.drift)
+            result = quantize_layer(linears[name].weight, known, self.recipe, name, hessian.drift)
             linears[name].weight.copy_(result.dequantized)
             stored = result.weight.to_tensors()
             tensors.update({f"{name}.{suffix}": tensor.cpu() for suffix, tensor in stored.items()})
@@ -171,12 +161,12 @@ class Run:
         """Put the weights that an earlier run wrote into the block."""
         path = self.writer.partial / self.writer.shard_name(shard)
         wanted = {
-            name: tensor_specs(self.recipe_for(name).scheme, linear.out_features, linear.in_features, name)
+            name: tensor_specs(self.recipe.scheme, linear.out_features, linear.in_features, name)
             for name, linear in linears.items()
         }
         stored = self.world.from_first(lambda: stored_tensors(path, wanted, digests))
         for name, linear in linears.items():
-            linear.weight.copy_(dense_weight(stored, self.recipe_for(name).scheme, name, linear))
+            linear.weight.copy_(dense_weight(stored, self.recipe.scheme, name, linear))
 
     def report(self, samples: torch.Tensor | None, seconds: float) -> dict[str, Any]:
         """Everything that was measured, as stored in the checkpoint."""

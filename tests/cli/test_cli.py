@@ -107,7 +107,6 @@ def test_the_head_is_quantized_if_asked_for(
         ),
         (["eval", "MODEL", "--tasks", "arc_easy", "--batch-size", "0"], "batch_size: expected at least 1, found 0"),
         (["verify", "MODEL", "--tolerance", "0.1"], "--tolerance"),
-        (["quantize", "MODEL", "out", "--method", "ssqr", "--budget", "3", "--bits", "4"], "--bits"),
         (["quantize", "MODEL", "out", "--method", "gptq"], "expected calibration data for method gptq"),
         (["quantize", "MODEL", "out", "--method", "gptq", "--calibration", "no.txt"], "no.txt"),
         (

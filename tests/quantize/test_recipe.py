@@ -86,7 +86,6 @@ BAD = [
     ("ssqr", "outliers", ["Saving", None]),
     ("gptq", "beam", [0, -1, 2.0, True, None]),
     ("ssqr", "sweeps", [-1, 1.5, True, None]),
-    ("ssqr", "budget", [0.5, 17, math.nan, "3"]),
     ("latq", "without", ["rows", ["row"], [1]]),
     ("latq", "target_bits", [None, 0, 16.01]),
     ("hptq", "target_bits", [None, 0, 1, 1.0, 16.01, -3, math.nan, math.inf, True, "3"]),

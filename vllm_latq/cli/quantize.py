@@ -96,7 +96,6 @@ def _add_recipe(command: argparse.ArgumentParser) -> None:
         help="whose layer outputs to match (default quantized), or those and the residual stream",
     )
     recipe.add_argument("--correction", type=float, help="share of the correction that --target makes (default 1)")
-    recipe.add_argument("--budget", type=float, help="stored bits per weight of the model, which ssqr plans for")
     recipe.add_argument(
         "--outliers",
         choices=("saving", "overflow"),
@@ -132,7 +131,7 @@ def _add_recipe(command: argparse.ArgumentParser) -> None:
 
 def _recipe(options: argparse.Namespace) -> "Recipe":
     """The recipe of the options that were given; raises ConfigError, which names them."""
-    from vllm_latq.quantize.recipe import CHOSEN_BY_BUDGET, UNUSED, Recipe
+    from vllm_latq.quantize.recipe import UNUSED, Recipe
 
     names = Recipe.__dataclass_fields__.keys()
     given = {name: value for name, value in vars(options).items() if name in names}
@@ -142,9 +141,6 @@ def _recipe(options: argparse.Namespace) -> "Recipe":
             instead = f" For {options.method} say {INSTEAD[name]}." if name in INSTEAD else ""
             expected, hint = f"no such option with --method {options.method}", f"It is for {methods}.{instead}"
             raise ConfigError(_option(name), expected, str(value), hint)
-    for name in CHOSEN_BY_BUDGET if "budget" in given else ():
-        if name in given:
-            raise ConfigError(_option(name), "no such option with --budget", str(given[name]), "The budget chooses it.")
     if hasattr(options, "lm_head") and "lm_head" in given.get("ignore", []):
         raise ConfigError(
             "--ignore", "no lm_head with --lm-head, which quantizes it", "lm_head", "Leave one of them out."

@@ -14,7 +14,6 @@ from vllm_latq.format.config import SUPPORTED_BITS
 from vllm_latq.format.reader import CheckpointReader
 from vllm_latq.format.served_size import USUAL_OUTLIER_BITS, served_bits, served_overhead, slot_words
 from vllm_latq.format.verify import verify
-from vllm_latq.quantize.allocation.budget import check_budget
 from vllm_latq.quantize.allocation.served_allocation import (
     _COARSEST,
     _FINEST,
@@ -25,6 +24,7 @@ from vllm_latq.quantize.allocation.served_allocation import (
     _squared,
     _Targets,
     allocate_served,
+    check_target_bits,
     served_curves,
     served_lattices,
 )
@@ -164,9 +164,9 @@ def test_what_overflows_at_every_step_is_left_to_damping() -> None:
 
 def test_a_target_below_the_narrowest_codes_is_refused_by_shapes() -> None:
     linears = [torch.nn.Linear(64, 48, device="meta")] * 2
-    check_budget(linears, Recipe("latq", target_bits=4.0, count="served"))
+    check_target_bits(linears, Recipe("latq", target_bits=4.0, count="served"))
     with pytest.raises(ConfigError, match=r"target_bits: expected more than 3\.\d+ served bits per weight"):
-        check_budget(linears, Recipe("latq", target_bits=3.0, count="served"))
+        check_target_bits(linears, Recipe("latq", target_bits=3.0, count="served"))
 
 
 def test_recipes_that_cannot_count_what_is_served() -> None:

@@ -47,7 +47,6 @@ RECIPES = {
     "latq-served": Recipe("latq", target_bits=4.5, count="served", **FEWER),
     "latq-parts": Recipe("latq", target_bits=3.0, without=("rate-damping", "feedback", "columns"), **FEWER),
     "midrise": Recipe("ssqr", 2, outliers="overflow", grid="midrise", target="residual", **FEW),
-    "budget": Recipe("ssqr", budget=3.6, outliers="overflow", outlier_coding="integer", **FEW),
 }
 # What sums in float32 differ by where the certificate takes another way than the quantizer.
 EXACT = 1e-6
@@ -195,7 +194,7 @@ def test_changed_weights_of_latq_are_noticed(
 def test_another_calibration_text_is_noticed(
     certified: Callable[[str], Path], two_blocks: Path, evaluation_text: Path
 ) -> None:
-    for method in ("latq", "budget"):
+    for method in ("latq", "midrise"):
         problems = [str(problem) for problem in verify_certificate(certified(method), two_blocks, str(evaluation_text))]
         assert any(f"{PROBED}.error: expected the recomputed" in problem for problem in problems), method
 

@@ -27,12 +27,12 @@ SAMPLES = {"num_samples": 7, "seq_len": 32}
 GPTQ = Recipe("gptq", 4, group_size=16, **SAMPLES)
 HPTQ = Recipe("hptq", target_bits=3.5, **SAMPLES)
 LATQ = Recipe("latq", target_bits=3.5, **SAMPLES)
-BUDGET = Recipe("ssqr", budget=4.5, group_size=16, target="residual", **SAMPLES)
+SSQR = Recipe("ssqr", bits=4, group_size=16, target="residual", **SAMPLES)
 OPTIONS = {
     GPTQ: ["--method", "gptq", "--bits", "4", "--group-size", "16"],
     HPTQ: ["--method", "hptq", "--target-bits", "3.5"],
     LATQ: ["--method", "latq", "--target-bits", "3.5"],
-    BUDGET: ["--method", "ssqr", "--budget", "4.5", "--group-size", "16", "--target", "residual"],
+    SSQR: ["--method", "ssqr", "--bits", "4", "--group-size", "16", "--target", "residual"],
 }
 # Hessians are summed in another order, in float32: of the integers, only those within its rounding of a tie may move.
 SAME_INTEGERS = 0.999
@@ -100,7 +100,7 @@ def assert_same_result(shared: Path, alone: Path, recipe: Recipe) -> None:
 
 @pytest.mark.parametrize(
     ("processes", "model_type", "recipe"),
-    [(2, "llama", GPTQ), (3, "mixtral", HPTQ), (3, "mixtral", LATQ), (3, "llama", BUDGET)],
+    [(2, "llama", GPTQ), (3, "mixtral", HPTQ), (3, "mixtral", LATQ), (3, "llama", SSQR)],
 )
 def test_equals_one_process(
     processes: int, model_type: str, recipe: Recipe, random_model: Any, calibration_text: Path, tmp_path: Path

@@ -23,7 +23,6 @@ RECIPES = {
     "hptq": Recipe("hptq", target_bits=6.0, **FEW),
     # It searches long: a part of attention alone.
     "latq": Recipe("latq", target_bits=8.0, ignore=IGNORED, **FEW),
-    "budget": Recipe("ssqr", group_size=16, budget=6.0, **FEW),
 }
 BLOCKS = 3
 MINUTE = 60.0

@@ -1,4 +1,4 @@
-"""Mixtures of experts seen by the loss of the whole model: gradients of routed tokens, latq, and budgets."""
+"""Mixtures of experts seen by the loss of the whole model: gradients of routed tokens, and latq."""
 
 import math
 from pathlib import Path
@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM
 from vllm_latq.format.reader import CheckpointReader
 from vllm_latq.format.served_size import best_bits, served_bits
 from vllm_latq.format.verify import verify
-from vllm_latq.quantize.allocation.budget import Choice, Offer, together
 from vllm_latq.quantize.calibration.fisher import collect_statistics
 from vllm_latq.quantize.calibration.fisher_files import StatisticsFiles
 from vllm_latq.quantize.certificate.certificate import verify_certificate
@@ -127,22 +126,6 @@ def test_latq_from_model_to_checkpoint(
     assert 0 < window_statistics(got, TOKENS.flatten(), original).kl / TOKENS.numel() < 1
 
 
-def test_a_budget_gives_the_experts_of_a_layer_one_width(
-    random_model: Any, calibration_text: Path, tmp_path: Path
-) -> None:
-    directory, _ = random_model("mixtral", "whole-mixtral", **EXPERTS)
-    recipe = Recipe("ssqr", budget=5.5, group_size=16, **SAMPLES)
-    report = quantize_checkpoint(recipe, directory, tmp_path / "out", calibration=str(calibration_text))
-    assert list(verify(tmp_path / "out")) == []
-    assert 5.0 < report["totals"]["bits_per_weight"] <= 5.5
-    config = CheckpointReader(tmp_path / "out").config
-    assert len({config.scheme_for(layer["name"]).bits for layer in report["layers"]}) > 1
-    for block in range(2):
-        where = f"model.layers.{block}.block_sparse_moe.experts"
-        for leaves in (("w1", "w3"), ("w2",)):
-            assert len({config.scheme_for(f"{where}.{e}.{leaf}").bits for e in range(4) for leaf in leaves}) == 1
-
-
 def test_experts_of_one_width_take_the_memory_they_were_asked_to(
     random_model: Any, calibration_text: Path, tmp_path: Path
 ) -> None:
@@ -159,12 +142,3 @@ def test_experts_of_one_width_take_the_memory_they_were_asked_to(
         width = best_bits(*([z] for z in stack))
         taken += sum(served_bits(z, width) for z in stack)
     assert 6.3 < taken / sum(math.prod(shape) for shape in reader.shapes.values()) <= 6.5
-
-
-def test_offers_joined_weigh_bits_by_size_and_add_losses() -> None:
-    small = Offer(("a", "b"), 10, (Choice(2, 0.01, 2.0, 1.0), Choice(4, 0.01, 4.0, 0.25)))
-    large = Offer(("c",), 30, (Choice(2, 0.01, 3.0, 2.0), Choice(4, 0.01, 5.0, 0.5)))
-    alone = Offer(("d",), 5, small.choices)
-    joined, last = together([small, alone, large], {"a": "stack", "b": "stack", "c": "stack"})
-    assert joined == Offer(("a", "b", "c"), 40, (Choice(2, 0.01, 2.75, 3.0), Choice(4, 0.01, 4.75, 0.75)))
-    assert last == alone

@@ -1,4 +1,4 @@
-"""Runs that look at the whole model: latq and budgets, from model to checkpoint."""
+"""Runs that look at the whole model: latq, from model to checkpoint."""
 
 import math
 from collections.abc import Mapping
@@ -135,16 +135,3 @@ def test_switched_off_parts_leave_no_trace(two_blocks: Path, calibration_text: P
         for name in reader.store.names()
         if name.endswith(("row_exponents", "n_exponents"))
     )
-
-
-def test_a_budget_for_ssqr_is_kept(two_blocks: Path, calibration_text: Path, tmp_path: Path) -> None:
-    recipe = Recipe("ssqr", budget=3.4, num_samples=16, seq_len=64)
-    report = quantize_checkpoint(recipe, two_blocks, tmp_path / "budget", calibration=str(calibration_text))
-    assert list(verify(tmp_path / "budget")) == []
-    assert 3.0 < report["totals"]["bits_per_weight"] <= 3.4
-    config = CheckpointReader(tmp_path / "budget").config
-    widths = {config.scheme_for(layer["name"]).bits for layer in report["layers"]}
-    assert len(widths) > 1
-    for block in range(2):
-        merged = {config.scheme_for(f"model.layers.{block}.self_attn.{name}_proj") for name in "qkv"}
-        assert len(merged) == 1
