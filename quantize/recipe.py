@@ -12,8 +12,7 @@ from typing import Any, Literal
 import torch
 
 from vllm_latq.errors import ConfigError
-from vllm_latq.format.config import GRIDS, OUTLIER_CODINGS, SUPPORTED_BITS, WHOLE_ROW, LayerScheme
-from vllm_latq.format.integer_outliers import entries_per_outlier
+from vllm_latq.format.config import GRIDS, SUPPORTED_BITS, WHOLE_ROW, LayerScheme
 from vllm_latq.format.tensors import tensor_specs
 from vllm_latq.quantize.lattice.factor import ORDERS
 from vllm_latq.quantize.lattice.nearest_plane import ROUNDINGS
@@ -23,7 +22,7 @@ from vllm_latq.quantize.lattice.targets import TARGETS
 
 # Options a method does not read. Setting one would suggest an effect it does not have, so it is refused.
 _RECURSION = ("order", "damping", "block_size", "rounding", "condition", "target", "correction", "beam", "sweeps")
-_OUTLIERS = ("outlier_rate", "outliers", "outlier_coding")
+_OUTLIERS = ("outlier_rate", "outliers")
 _GRID = ("bits", "group_size", "scales", "grid", *_OUTLIERS)
 UNUSED = {
     "rtn": (*_OUTLIERS, "target_bits", "count", "without", "reduction", *_RECURSION),
@@ -89,8 +88,6 @@ class Recipe:
         block_size: columns per lazy batch of the recursion; a matter of speed.
         outliers: which weights ssqr keeps: those whose rounding would cost most ("saving"; what else lies beyond the
             grid is clipped, its error fed back), or all that overflow the grid (the paper's).
-        outlier_coding: of ssqr, how it stores them: as the weight itself, "bfloat16", in 32 bits, or as its "integer"
-            beyond the grid, in 16.
         beam: survivors per row of nearest plane (K-best); of ssqr only where outliers are chosen by saving.
         sweeps: of coordinate descent after it, at most (gptq, ssqr).
         without: parts of latq to switch off (`PARTS`), to see what each is worth.
@@ -117,7 +114,6 @@ class Recipe:
     ignore: tuple[str, ...] = ("lm_head",)
     block_size: int = 128
     outliers: str = "saving"
-    outlier_coding: Literal["bfloat16", "integer"] = "bfloat16"
     beam: int = 1
     sweeps: int = 0
     grid: Literal["midtread", "midrise"] = "midtread"
@@ -135,7 +131,6 @@ class Recipe:
         _check_choice("grid", self.grid, GRIDS)
         if "scales" not in UNUSED[self.method]:
             self._settle_scales()
-        _check_choice("outlier_coding", self.outlier_coding, OUTLIER_CODINGS)
         if type(self.bits) is not int or self.bits not in SUPPORTED_BITS:
             raise _error("bits", f"one of {', '.join(map(str, SUPPORTED_BITS))}", self.bits)
         if self.group_size != WHOLE_ROW:
@@ -206,7 +201,7 @@ class Recipe:
             return LayerScheme("rans", grid="midrise" if self.count == "served" else "midtread")
         if self.method in HUFFMAN_METHODS:
             return LayerScheme("huffman")
-        return LayerScheme("packed", self.bits, self.group_size, self.method == "ssqr", self.outlier_coding, self.grid)
+        return LayerScheme("packed", self.bits, self.group_size, self.method == "ssqr", self.grid)
 
     @property
     def offset(self) -> float:
@@ -220,8 +215,6 @@ class Recipe:
         if self.target_bits is not None:
             return self.target_bits * rows * cols
         outliers = self.outlier_rate * rows * cols
-        if self.outlier_coding == "integer":
-            outliers *= entries_per_outlier(self.outlier_rate)
         return sum(spec.bits(outliers) for spec in tensor_specs(self.scheme, rows, cols).values())
 
     @property

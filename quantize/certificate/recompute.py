@@ -29,7 +29,7 @@ from vllm_latq.quantize.calibration.stream import Stream, hessians_of
 from vllm_latq.quantize.lattice.coordinate_descent import ROWS
 from vllm_latq.quantize.lattice.factor import Factor
 from vllm_latq.quantize.lattice.grams import LayerStatistics
-from vllm_latq.quantize.lattice.outliers import Overflow, kept_excess
+from vllm_latq.quantize.lattice.outliers import kept_excess
 from vllm_latq.quantize.lattice.targets import corrected_target, measure_errors
 from vllm_latq.quantize.lattice.two_sided_plane import furthest
 from vllm_latq.quantize.machine.offload import placer
@@ -134,9 +134,8 @@ def worst_case(weight: Weight, factor: Factor, recipe: Recipe, moved: torch.Tens
                 excess.masked_fill_(~_past_an_end(weight, rows, residuals), 0)
             beyond += float(excess.clamp_(min=0).sum())
     if weight.outliers is not None and not recipe.leaves_cells:
-        keep: Overflow = "exact" if weight.outlier_integers is None else "integer"
         for at, cols, values in weight.outliers.bands():
-            excess = kept_excess(keep, values, weight.scales[at, cols // width], math.sqrt(share))
+            excess = kept_excess(values, weight.scales[at, cols // width], math.sqrt(share))
             bound += float(per_column[cols.to(per_column.device)] @ excess.to(per_column.device))
     return bound + beyond, beyond
 

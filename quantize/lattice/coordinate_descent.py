@@ -1,8 +1,8 @@
 """Coordinate descent after nearest plane: each number is moved to its optimum while all others stand still.
 
 One sweep fits every scale to its group by least squares, then takes every weight once, in rounding order: an inlier
-goes to the grid point nearest to its optimum, an outlier to the optimum itself, or to the point of the lattice beyond
-the grid that is nearest to it. (QuantEase, Behdin et al. 2023, with scales, and with outliers that may change places.)
+goes to the grid point nearest to its optimum, an outlier to the optimum itself. (QuantEase, Behdin et al. 2023, with
+scales, and with outliers that may change places.)
 Nearest plane looks ahead, at what later columns can still repair; this looks back, at what the earlier ones could not
 know.
 
@@ -17,7 +17,7 @@ import torch
 
 from vllm_latq.quantize.lattice.factor import Factor
 from vllm_latq.quantize.lattice.nearest_plane import Rounding
-from vllm_latq.quantize.lattice.outliers import OUTLIER_DTYPE, Overflow, kept_value
+from vllm_latq.quantize.lattice.outliers import OUTLIER_DTYPE, kept_value
 from vllm_latq.quantize.lattice.scales import SCALE_DTYPE
 
 BATCH = 128  # columns
@@ -32,7 +32,6 @@ def refine(
     high: int,
     sweeps: int,
     outlier_rate: float | None = None,
-    keep: Overflow = "exact",
 ) -> Rounding:
     """Lower (q - w)^T H (q - w), H damped, from a rounding on.
 
@@ -44,15 +43,13 @@ def refine(
         sweeps: at most.
         outlier_rate: lets outliers change places: before each sweep a threshold is set that this share of the weights
             exceeds, and a weight is kept where the grid would cost more than the threshold.
-        keep: what outliers were kept as, "exact" or "integer"; in the latter case one that belongs on the grid becomes
-            an inlier.
 
     Returns:
         The rounding reached, with a bound of its own, which is above the loss of any weights.
     """
     if not sweeps or not weight.numel():
         return rounding
-    state = _State.of(weight, factor, rounding, low, high, keep)
+    state = _State.of(weight, factor, rounding, low, high)
     best = state.measure()
     for _ in range(sweeps):
         tried = state.copy()
@@ -66,11 +63,7 @@ def refine(
     base = state.offset * steps
     cells, beyond = state.bound(factor)
     z, kept, values = state.integers(state.values, steps), state.kept, state.values - base
-    if keep == "integer":
-        z = torch.where(kept, _integers_of(values, z, steps), z)
-        kept, values = kept & state.outside(z), kept_value(keep, values, z, steps)
-    else:
-        z.masked_fill_(kept, 0)
+    z.masked_fill_(kept, 0)
     has_outliers = rounding.outlier_values is not None
     return replace(
         rounding,
@@ -82,15 +75,6 @@ def refine(
         bound=cells + beyond,
         beyond=beyond,
     )
-
-
-def _integers_of(values: torch.Tensor, z: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
-    """Integers that are kept as these values: z, or a neighbour, as bfloat16 moves one beyond 128 by up to a step."""
-    best, least = z, (kept_value("integer", values, z, steps) - values).abs_()
-    for other in (z - 1, z + 1):
-        distance = (kept_value("integer", values, other, steps) - values).abs_()
-        best, least = torch.where(distance < least, other, best), torch.minimum(distance, least)
-    return best
 
 
 @dataclass
@@ -110,14 +94,11 @@ class _State:
     group_of: torch.Tensor
     low: int
     high: int
-    keep: Overflow
     offset: float
     gradient: torch.Tensor
 
     @classmethod
-    def of(
-        cls, weight: torch.Tensor, factor: Factor, rounding: Rounding, low: int, high: int, keep: Overflow
-    ) -> "_State":
+    def of(cls, weight: torch.Tensor, factor: Factor, rounding: Rounding, low: int, high: int) -> "_State":
         kept = rounding.outlier_mask
         return cls(
             target=weight.T.contiguous(),
@@ -129,7 +110,6 @@ class _State:
             group_of=torch.arange(weight.shape[1], device=weight.device) // rounding.group_width,
             low=low,
             high=high,
-            keep=keep,
             offset=rounding.offset,
             gradient=weight.new_empty(0),
         )
@@ -157,14 +137,10 @@ class _State:
         """Those of the lattice's nearest points."""
         return (values / steps).sub_(self.offset).round_()
 
-    def kept_value(self, values: torch.Tensor, integers: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
+    def kept_value(self, values: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
         """What outliers of these values become; only their distance from scale * offset is stored."""
         base = self.offset * steps
-        return kept_value(self.keep, values - base, integers, steps) + base
-
-    def outside(self, integers: torch.Tensor) -> torch.Tensor:
-        """Where integers leave the grid."""
-        return (integers < self.low) | (integers > self.high)
+        return kept_value(values - base) + base
 
     def sweep(self, outlier_rate: float | None) -> None:
         """Scales, then weights, of a state that was measured, and must be again: its gradient is used up."""
@@ -181,8 +157,7 @@ class _State:
         old, values, kept = self.scales[group].clone(), self.values[columns], self.kept[columns]
         integers = self.integers(values, old)
         points = integers + self.offset
-        if self.keep == "exact":
-            points.masked_fill_(kept, self.offset)
+        points.masked_fill_(kept, self.offset)
         slope = (points * gradient[columns]).sum(0)
         curvature = (points * (self.hessian[columns][:, columns] @ points)).sum(0)
         fitted = (old - slope / curvature).to(SCALE_DTYPE).to(old)
@@ -192,8 +167,6 @@ class _State:
         change.masked_fill_(~better, 0)
         self.scales[group] += change
         moved = points * change
-        if self.keep == "integer":
-            moved = torch.where(kept, self.kept_value(values, integers, old + change) - values, moved)
         self.values[columns] += moved
         gradient.addmm_(self.hessian[:, columns], moved)
 
@@ -205,8 +178,6 @@ class _State:
         integers = self.integers(optimum, steps)
         nearest = integers.clamp(self.low, self.high).add_(self.offset).mul_(steps)
         costs = optimum.sub_(nearest).square_() * curvature
-        if self.keep == "integer":
-            costs.masked_fill_(~self.outside(integers), 0)
         costs = costs.flatten()
         rank = math.floor(outlier_rate * costs.numel())
         return float(costs.kthvalue(costs.numel() - rank).values)
@@ -224,9 +195,7 @@ class _State:
             nearest = integer.clamp(self.low, self.high).add_(self.offset).mul_(scale)
             if limit is not None:
                 self.kept[t] = (optimum - nearest).square_().mul_(curvature) > limit
-            if self.keep == "integer":
-                self.kept[t] &= self.outside(integer)
-            moved = torch.where(self.kept[t], self.kept_value(optimum, integer, scale), nearest)
+            moved = torch.where(self.kept[t], self.kept_value(optimum, scale), nearest)
             moves[i] = moved - self.values[t]
             self.values[t] = moved
         gradient.addmm_(self.hessian[:, columns], moves)

@@ -52,7 +52,7 @@ def k_best_plane(
     """Arguments and result as for `nearest_plane`, and:
 
     Args:
-        keep_overflow: "exact" or "integer" only with a `threshold`, which is what keeping a weight costs: without one,
+        keep_overflow: "exact" only with a `threshold`, which is what keeping a weight costs: without one,
             the survivors would be those that leave the grid.
         seed: None; there is nothing to choose among where integers are drawn.
         width: K, survivors per row.
@@ -66,7 +66,7 @@ def k_best_plane(
     unit = _unit(weight, steps.by_group)
     scaled = replace(steps, by_group=steps.by_group / unit)
     keeping = None if threshold is None else threshold / unit**2
-    search = _Search(factor, scaled, limits, block_size, keeping, width, keep_overflow, offset)
+    search = _Search(factor, scaled, limits, block_size, keeping, width, offset)
     band = max(1, _BAND // max(1, cols * width))
     paths = [search.run(weight[start : start + band] / unit, start) for start in range(0, rows, band)]
     integers, errors, kept, clipped = (torch.cat(parts, -1) for parts in zip(*paths, strict=True))
@@ -111,7 +111,6 @@ class _Search:
     block_size: int
     threshold: float | None
     width: int
-    keep: Overflow
     offset: float
 
     def run(self, weight: torch.Tensor, first: int) -> tuple[torch.Tensor, ...]:
@@ -183,13 +182,10 @@ class _Search:
         costs[len(first) :].masked_fill_(first == second, math.inf)
         clipped = torch.cat((first != nearest, first != nearest))
         if self.threshold is not None:
-            kept = kept_value(self.keep, current, nearest, scale)
-            integers = torch.cat((integers, nearest if self.keep == "integer" else torch.zeros_like(kept)))
+            kept = kept_value(current)
+            integers = torch.cat((integers, torch.zeros_like(kept)))
             errors = torch.cat((errors, current - kept))
-            price = cost + self.threshold
-            if self.keep == "integer":
-                price = price.masked_fill(first == nearest, math.inf)
-            costs = torch.cat((costs, price + weight * errors[-len(kept) :].square()))
+            costs = torch.cat((costs, cost + self.threshold + weight * errors[-len(kept) :].square()))
             clipped = torch.cat((clipped, torch.zeros_like(clipped[: len(kept)])))
             values = torch.cat((torch.full_like(integers[: -len(kept)], math.nan), kept))
         cost, chosen = costs.topk(self.width, dim=0, largest=False)

@@ -24,7 +24,7 @@ import torch
 from vllm_latq.errors import ConfigError, NumericalError
 from vllm_latq.format.config import WHOLE_ROW
 from vllm_latq.quantize.lattice.factor import Factor
-from vllm_latq.quantize.lattice.outliers import KEPT, OUTLIER_DTYPE, Overflow, kept_excess, kept_value
+from vllm_latq.quantize.lattice.outliers import OUTLIER_DTYPE, Overflow, kept_excess, kept_value
 
 ROUNDINGS = ("nearest", "stochastic")
 
@@ -38,7 +38,7 @@ class Rounding:
         outlier_mask: bool [r, c], where the nearest integer lies outside [low, high]: clipped or kept, as
             `keep_overflow` said; with a `threshold`, where a weight was kept.
         outlier_values: bfloat16 [r, c], of outliers, less scale * offset; 0 elsewhere; None unless `keep_overflow` is
-            one of KEPT.
+            "exact".
         scales: [r or 1, G], in the dtype of the recursion.
         group_width: columns per scale.
         loss: float64 [r], sum_t D_t (w'_t - q_t)^2.
@@ -98,15 +98,13 @@ def nearest_plane(
         scales: not zero; a scalar, [r, c], or [r, c / group_size] with `group_size` (-1: whole row) in the original
             column order. Cast to the dtype of the weight.
         low, high: the integer grid; None for no clipping.
-        keep_overflow: what happens to a weight whose integer leaves the grid: "clip" it, keep its current value
-            "exact"ly, rounded to bfloat16, or keep the "integer", and with it the lattice point rounded to bfloat16
-            (see kept.py).
+        keep_overflow: what happens to a weight whose integer leaves the grid: "clip" it, or keep its current value
+            "exact"ly, rounded to bfloat16.
         block_size: columns per lazy batch; does not change the result beyond floating-point rounding.
         where: name of the layer, for errors.
         seed: rounds up with the fractional part as probability, drawn from this seed; None rounds to nearest.
         threshold: with "exact", keep instead the weights whose clipped rounding would add more than this to the loss,
-            D_t (w'_t - q_t)^2 > threshold, wherever their integers lie; the others are clipped. With "integer", those
-            of them whose integers leave the grid.
+            D_t (w'_t - q_t)^2 > threshold, wherever their integers lie; the others are clipped.
         offset: of the lattice, in steps: weights are rounded to scale * (z + offset). A coset of the lattice has the
             same cells, and the bound with them.
 
@@ -120,8 +118,7 @@ def nearest_plane(
     state = _State(
         residual=weight.T[factor.order].contiguous(),
         integers=weight.new_empty(cols, rows),
-        keep=keep_overflow,
-        outliers=weight.new_zeros(cols, rows) if keep_overflow in KEPT else None,
+        outliers=weight.new_zeros(cols, rows) if keep_overflow == "exact" else None,
         propagation=factor.propagation(weight.dtype),
         steps=steps,
         low=-math.inf if low is None else low,
@@ -130,7 +127,7 @@ def nearest_plane(
         offset=offset,
         dither=None if seed is None else torch.Generator(weight.device).manual_seed(seed),
         limit=None if threshold is None else (threshold / factor.diagonal).sqrt().to(weight.dtype),
-        kept=torch.zeros(cols, rows, dtype=torch.bool, device=weight.device) if keep_overflow in KEPT else None,
+        kept=torch.zeros(cols, rows, dtype=torch.bool, device=weight.device) if keep_overflow == "exact" else None,
     )
     for start in range(0, cols, block_size):
         state.round_batch(start, min(start + block_size, cols))
@@ -193,7 +190,6 @@ class _State:
 
     residual: torch.Tensor
     integers: torch.Tensor
-    keep: Overflow
     outliers: torch.Tensor | None
     propagation: torch.Tensor
     steps: Steps
@@ -235,9 +231,7 @@ class _State:
                 torch.ne(nearest, integer, out=kept)
             else:
                 torch.gt((current - nearest * scale).abs_(), self.limit[t], out=kept)
-                if self.keep == "integer":
-                    kept.logical_and_(nearest != integer)
-            torch.where(kept, kept_value(self.keep, current, integer, scale), outlier, out=outlier)
+            torch.where(kept, kept_value(current), outlier, out=outlier)
             nearest.masked_fill_(kept, 0)
             current.sub_(outlier)
         else:
@@ -257,7 +251,7 @@ class _State:
             loss += factor.diagonal[part] @ self.residual[part].to(torch.float64).square()
             if self.outliers is not None:
                 scales = self.steps.take(lo, lo + 128)
-                bound = bound + factor.diagonal[part] @ kept_excess(self.keep, self.outliers[part], scales, reach)
+                bound = bound + factor.diagonal[part] @ kept_excess(self.outliers[part], scales, reach)
             if self.limit is not None and self.kept is not None:
                 excess = self.steps.excess(lo, self.residual[part], reach)
                 beyond += factor.diagonal[part] @ excess.masked_fill_(~outside[part] | self.kept[part], 0)
@@ -267,7 +261,7 @@ class _State:
         if self.kept is not None:
             outside = self.kept
             inside = self.integers.clamp(self.low, self.high)
-            self.integers = torch.where(outside, self.integers if self.keep == "integer" else 0, inside)
+            self.integers = torch.where(outside, 0, inside)
         inverse = torch.argsort(factor.order)
         outliers = None if self.outliers is None else self.outliers.to(OUTLIER_DTYPE)[inverse].T.contiguous()
         return Rounding(

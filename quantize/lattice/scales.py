@@ -38,7 +38,6 @@ def group_scales(
     offset: float = 0.0,
     power: int = 2,
     price: float = math.inf,
-    lattice: bool = False,
 ) -> torch.Tensor:
     """One scale per row and group of input channels.
 
@@ -60,8 +59,6 @@ def group_scales(
             spread beyond the group's, and what is clipped costs more than the squares of the group's own errors say.
         price: what a weight costs at most, because it is kept as an outlier rather than rounded at a higher cost:
             squared errors, times their importance, count as this much from there on.
-        lattice: outliers are points of the lattice beyond the grid: within the grid none can be kept, and beyond it one
-            costs its distance from that point, too.
 
     Returns:
         bfloat16 [r, groups], finite and not zero; positive unless signed.
@@ -84,7 +81,7 @@ def group_scales(
         amplitudes = None if importance is None else importance.to(weight).sqrt().reshape(groups, -1)
         pieces = zip(grouped.split(chunk), largest.split(chunk), strict=True)
         signs = (1, -1) if how == "signed" else (1,)
-        options = (bits, signs, amplitudes, offset, power, price, lattice)
+        options = (bits, signs, amplitudes, offset, power, price)
         scales = torch.cat([_best_shrink(piece, absmax, *options) for piece, absmax in pieces])
     if not torch.isfinite(scales * (1 << bits) * _HEADROOM).all():
         found, hint = f"weights up to {float(grouped.abs().max()):g}", "Is the model damaged?"
@@ -107,7 +104,6 @@ def _best_shrink(
     offset: float,
     power: int,
     price: float,
-    lattice: bool,
 ) -> torch.Tensor:
     """bfloat16 [n, G] for weights [n, G, group] with absmax scales [n, G]; `amplitudes` [G, group] multiply errors."""
     root = grouped.new_tensor(math.sqrt(price))
@@ -125,17 +121,10 @@ def _best_shrink(
         scales = candidates.to(grouped.dtype)[..., None]
         rounded = torch.div(grouped, scales, out=room[: len(scales)])
         rounded.sub_(offset).round_()
-        beyond = rounded.clone() if lattice else None
         rounded.clamp_(low, high).add_(offset).mul_(scales).sub_(grouped)
         if amplitudes is not None:
             rounded.mul_(amplitudes)
-        if beyond is not None:  # within the grid, where both errors are the same, nothing is cut
-            most = beyond.add_(offset).mul_(scales).sub_(grouped)
-            if amplitudes is not None:
-                most.mul_(amplitudes)
-            most.hypot_(root)
-            rounded.clamp_(-most, most)
-        elif price < math.inf:
+        if price < math.inf:
             rounded.clamp_(-root, root)
         if power == 2:
             error = torch.linalg.vector_norm(rounded, dim=3)

@@ -23,7 +23,6 @@ from vllm_latq.quantize.lattice.factor import Factor, damping_for_condition, fac
 from vllm_latq.quantize.lattice.fitted_scales import fitted_scales
 from vllm_latq.quantize.lattice.k_best_plane import plane_of_width
 from vllm_latq.quantize.lattice.nearest_plane import Rounding
-from vllm_latq.quantize.lattice.outliers import Overflow
 from vllm_latq.quantize.lattice.reduction import reduce_lattice
 from vllm_latq.quantize.lattice.scales import SCALE_DTYPE, grid, group_scales
 from vllm_latq.quantize.lattice.targets import Drift, LayerErrors, corrected_target, measure_errors
@@ -196,12 +195,10 @@ def _ssqr(weight: torch.Tensor, factor: Factor | None, recipe: Recipe, where: st
     assert factor is not None
     assert recipe.scales is not None
     layout = (recipe.bits, recipe.group_size)
-    keep: Overflow = "integer" if recipe.outlier_coding == "integer" else "exact"
     options: dict[str, Any] = {
         "block_size": recipe.block_size,
         "where": where,
         "seed": recipe.rounding_seed(where),
-        "keep": keep,
         "offset": recipe.offset,
     }
     saving = recipe.outliers == "saving"
@@ -211,9 +208,8 @@ def _ssqr(weight: torch.Tensor, factor: Factor | None, recipe: Recipe, where: st
         base = group_scales(weight, *layout, recipe.scales, where, offset=recipe.offset)
         found = ssqr(weight, factor, base, *layout, recipe.outlier_rate, **options)
     movable = recipe.outlier_rate if saving else None
-    rounding = refine(weight, factor, found.rounding, *grid(recipe.bits), recipe.sweeps, movable, keep)
-    values = rounding.outlier_values if keep == "exact" else None
-    stored = _packed(rounding.z, rounding.scales, recipe, rounding.outlier_mask, values)
+    rounding = refine(weight, factor, found.rounding, *grid(recipe.bits), recipe.sweeps, movable)
+    stored = _packed(rounding.z, rounding.scales, recipe, rounding.outlier_mask, rounding.outlier_values)
     dequantized = rounding.dequantized.to(torch.float32)
     return _Quantized(stored, dequantized, *_bound(rounding), note=found.note)
 

@@ -5,7 +5,7 @@
     ssqr_by_saving  outliers are the weights whose rounding would cost the layer most, scales are chosen with them
 
 Invariant: an outlier is stored as its current value in bfloat16, so the recursion only propagates what that rounding
-leaves of its error; or as its integer, which takes half the bits. What the others add to the loss is bounded.
+leaves of its error. What the others add to the loss is bounded.
 """
 
 import math
@@ -19,7 +19,6 @@ import torch
 from vllm_latq.quantize.lattice.factor import Factor
 from vllm_latq.quantize.lattice.k_best_plane import plane_of_width
 from vllm_latq.quantize.lattice.nearest_plane import Rounding, nearest_plane
-from vllm_latq.quantize.lattice.outliers import Overflow
 from vllm_latq.quantize.lattice.scales import SCALE_DTYPE, grid, group_scales, scaled
 from vllm_latq.quantize.lattice.search import Outcome, sample_rows, search_target
 
@@ -73,7 +72,6 @@ def ssqr(
     block_size: int = 128,
     where: str = "",
     seed: int | None = None,
-    keep: Overflow = "exact",
     offset: float = 0.0,
 ) -> SSQRResult:
     """Search for the multiplier of the base scales whose outlier rate is within 2 % of the target and not above it.
@@ -91,7 +89,6 @@ def ssqr(
         block_size: columns per lazy batch.
         where: name of the layer, for errors.
         seed: of stochastic rounding, the same draws at every probe; None rounds to nearest.
-        keep: outliers, "exact" or as an "integer".
         offset: of the grid, in steps.
     """
     low, high = grid(bits)
@@ -99,7 +96,7 @@ def ssqr(
 
     def quantize(rows: Rows, octaves: float) -> Rounding:
         scales = scaled(base_scales[rows], 2.0**octaves)
-        return nearest_plane(weight[rows], factor, scales, low, high, keep, offset=offset, **options)
+        return nearest_plane(weight[rows], factor, scales, low, high, "exact", offset=offset, **options)
 
     search = partial(_search, weight, outlier_rate, quantize, lower=SMALLEST_OCTAVES, upper=LARGEST_OCTAVES)
     start, slope = 0.0, _USUAL_SLOPE
@@ -121,7 +118,6 @@ def ssqr_by_saving(
     block_size: int = 128,
     where: str = "",
     seed: int | None = None,
-    keep: Overflow = "exact",
     offset: float = 0.0,
     beam: int = 1,
 ) -> SSQRResult:
@@ -135,7 +131,6 @@ def ssqr_by_saving(
 
     Rows are searched on a sample first if there are many: for the price at which all of them choose their scales, and
     then, where it has outliers enough, for the price at which these scales meet the rate.
-    Outliers kept as integers lie beyond the grid: elsewhere the lattice point is an inlier already.
 
     Arguments and result as for `ssqr`; beam: survivors per row (see beam.py).
     """
@@ -146,10 +141,10 @@ def ssqr_by_saving(
 
     def scales_at(rows: Rows, octaves: float) -> torch.Tensor:
         layout = (bits, group_size, how, where, importance, offset)
-        return group_scales(weight[rows], *layout, price=2.0**octaves, lattice=keep == "integer")
+        return group_scales(weight[rows], *layout, price=2.0**octaves)
 
     def quantize(rows: Rows, octaves: float, scales: torch.Tensor) -> Rounding:
-        return plane(weight[rows], factor, scales, low, high, keep, threshold=2.0**octaves, offset=offset, **options)
+        return plane(weight[rows], factor, scales, low, high, "exact", threshold=2.0**octaves, offset=offset, **options)
 
     start = usual_price(weight, importance, bits, group_size, outlier_rate, where)
     span = {"lower": start - PRICE_OCTAVES, "upper": start + PRICE_OCTAVES}

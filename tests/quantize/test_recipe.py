@@ -27,7 +27,6 @@ GOOD = {
     "ssqr": {
         "bits": 8,
         "outlier_rate": 0.5,
-        "outlier_coding": "integer",
         "seed": 7,
         "rounding": "stochastic",
         "condition": 100.0,

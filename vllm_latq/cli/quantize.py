@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_latq import console
 from vllm_latq.errors import ConfigError
-from vllm_latq.format.config import GRIDS, OUTLIER_CODINGS
+from vllm_latq.format.config import GRIDS
 
 if TYPE_CHECKING:
     from vllm_latq.quantize.recipe import Recipe
@@ -100,11 +100,6 @@ def _add_recipe(command: argparse.ArgumentParser) -> None:
         "--outliers",
         choices=("saving", "overflow"),
         help="which weights ssqr keeps: those that cost most (default), or all that overflow, as in the paper",
-    )
-    recipe.add_argument(
-        "--outlier-coding",
-        choices=OUTLIER_CODINGS,
-        help="how ssqr stores them (default bfloat16, 32 bits; integer: 16)",
     )
     recipe.add_argument(
         "--without",

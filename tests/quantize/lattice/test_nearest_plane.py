@@ -142,8 +142,6 @@ def test_a_threshold_keeps_what_is_costly_wherever_it_lies():
     assert torch.equal(kept, cost > 0.05)
     assert (kept & ~beyond).any()
     assert (~kept & beyond).any()
-    kept = nearest_plane(weight, factor, scales, keep_overflow="integer", **options).outlier_mask
-    assert torch.equal(kept, (cost > 0.05) & beyond)
 
 
 def test_an_offset_moves_the_grid():

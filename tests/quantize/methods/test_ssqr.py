@@ -6,11 +6,9 @@ import pytest
 import torch
 from layers import heavy_tailed_layer
 
-from vllm_latq.format.packed import PackedWeight
-from vllm_latq.quantize.lattice.coordinate_descent import refine
 from vllm_latq.quantize.lattice.factor import factorize
 from vllm_latq.quantize.lattice.nearest_plane import nearest_plane
-from vllm_latq.quantize.lattice.scales import grid, group_scales
+from vllm_latq.quantize.lattice.scales import group_scales
 from vllm_latq.quantize.methods.ssqr import LARGEST_OCTAVES, RATE_TOLERANCE, ssqr, ssqr_by_saving
 
 FLOAT32_TOLERANCE = 1e-3
@@ -20,48 +18,6 @@ def run(weight, hessian, bits=3, group_size=-1, outlier_rate=0.01, keep="exact")
     factor = factorize(hessian)
     base = group_scales(weight, bits, group_size)
     return factor, base, ssqr(weight, factor, base, bits, group_size, outlier_rate, keep=keep)
-
-
-def lattice_points(rounding):
-    """bfloat16 of scale * z, scales and integers of every weight."""
-    scales = rounding.scales.repeat_interleave(rounding.group_width, 1)
-    return (rounding.z * scales).to(torch.bfloat16)
-
-
-@pytest.mark.parametrize("search", [ssqr, ssqr_by_saving])
-@pytest.mark.parametrize("sweeps", [0, 2])
-def test_outliers_as_integers_are_lattice_points_beyond_the_grid(search, sweeps):
-    weight, hessian = heavy_tailed_layer(96, 64)
-    factor = factorize(hessian)
-    low, high = grid(2)
-    base = () if search is ssqr_by_saving else (group_scales(weight, 2, 32),)
-    found = search(weight, factor, *base, 2, 32, 0.05, keep="integer").rounding
-    rate = 0.05 if search is ssqr_by_saving else None
-    found = refine(weight, factor, found, low, high, sweeps, rate, "integer")
-    mask = found.outlier_mask
-    assert 0.03 < found.outlier_rate <= 0.05
-    assert bool(((found.z < low) | (found.z > high)).eq(mask).all())
-    assert torch.equal(found.outlier_values[mask], lattice_points(found)[mask])
-    assert not found.outlier_values[~mask].any()
-    stored = PackedWeight.from_integers(found.z, found.scales.to(torch.bfloat16), 2, 32, mask)
-    assert torch.equal(stored.dequantize(), found.dequantized)
-    error = (found.dequantized - weight).double()
-    loss = ((error @ factor.hessian) * error).sum(1)
-    torch.testing.assert_close(loss, found.loss, rtol=FLOAT32_TOLERANCE, atol=0)
-    assert float(loss.sum()) <= float(found.bound.sum())
-
-
-@pytest.mark.parametrize("seed", [None, 1])
-def test_rounding_integers_to_bfloat16_is_part_of_their_bound(seed):
-    """One weight a row, hundreds of steps beyond the grid: the bound of the lattice alone does not hold."""
-    weight = 300 + torch.linspace(0, 8, 400)[:, None]
-    factor = factorize(torch.ones(1, 1))
-    scales = torch.ones(400, 1)
-    options = {"group_size": -1, "seed": seed}
-    found = nearest_plane(weight, factor, scales, *grid(4), "integer", **options)
-    assert found.outlier_mask.all()
-    assert bool((found.loss <= found.bound).all())
-    assert bool((found.loss > nearest_plane(weight, factor, scales, **options).bound).any())
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
