@@ -21,7 +21,7 @@ from vllm_latq.quantize.lattice.scales import SCALE_METHODS
 from vllm_latq.quantize.lattice.targets import TARGETS
 
 # Options a method does not read. Setting one would suggest an effect it does not have, so it is refused.
-_RECURSION = ("order", "damping", "block_size", "rounding", "condition", "target", "correction", "beam", "sweeps")
+_RECURSION = ("order", "damping", "block_size", "rounding", "target", "correction", "beam", "sweeps")
 _OUTLIERS = ("outlier_rate", "outliers")
 _GRID = ("bits", "group_size", "scales", "grid", *_OUTLIERS)
 UNUSED = {
@@ -30,7 +30,7 @@ UNUSED = {
     "ssqr": ("target_bits", "count", "without", "reduction"),
     "hptq": ("count", "without", "sweeps", *_GRID),
     "hrtn": ("count", "without", "reduction", *_GRID, *_RECURSION),
-    "latq": ("block_size", "rounding", "condition", "beam", "sweeps", "reduction", *_GRID),
+    "latq": ("block_size", "rounding", "beam", "sweeps", "reduction", *_GRID),
 }
 # Parts of latq that can be switched off, see `latq`: the model's one step, column and row scales, feedback between
 # outputs, and damping that charges for bits.
@@ -64,8 +64,6 @@ class Recipe:
             mid-rise then, and weights at most 3/4 of a step beyond the codes are clipped: 9/4 of the bound.
         order: rounding order: natural, act or min-pivot.
         damping: lambda relative to the mean diagonal of the Hessian.
-        condition: chooses the damping of each layer instead: the least that brings the condition number of the damped
-            Hessian down to this; None for a fixed damping.
         rounding: nearest, or stochastic: up with the fractional part as probability, drawn from `seed` and the layer's
             name.
         reduction: none or lll: hptq rounds on the reduced basis where that lowers the bound.
@@ -101,7 +99,6 @@ class Recipe:
     count: Literal["stored", "served"] = "stored"
     order: str = "act"
     damping: float = 0.01
-    condition: float | None = None
     rounding: str = "nearest"
     reduction: str = "none"
     scales: str | None = None
@@ -144,8 +141,6 @@ class Recipe:
         _check_number("outlier_rate", self.outlier_rate, 0.0, MAX_OUTLIER_RATE)
         _check_number("damping", self.damping, 0.0, math.inf)
         _check_number("correction", self.correction, 0.0, 1.0)
-        if self.condition is not None:
-            _check_number("condition", self.condition, 1.0, math.inf)
         if self.target_bits is not None:
             # A Huffman code takes at least a bit per weight; rANS does not.
             highest = MAX_TARGET_BITS if self.count == "stored" else MAX_SERVED_BITS
@@ -176,8 +171,6 @@ class Recipe:
                 instead = "set target_bits" if field.name == "bits" else "leave it out"
                 hint = f"{self.method} does not use {field.name}: {instead}."
                 raise _error(field.name, f"the default {field.default!r}", getattr(self, field.name), hint)
-        if self.condition is not None and self.damping != Recipe.damping:
-            raise _error("damping", f"the default {Recipe.damping}", self.damping, "condition chooses the damping.")
         self._check_combinations()
 
     def _check_combinations(self) -> None:

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 ORDERS = ("natural", "act", "min-pivot")
 MAX_DAMPING = 1.0
-# Far above the rounding errors of a float32 Hessian's eigenvalues, far below any damping that matters.
-MIN_DAMPING = 1e-6
 _PIVOT_BLOCK = 64
 _ASYMMETRY = 1e-3
 
@@ -155,24 +153,6 @@ def factorize(hessian: torch.Tensor, order: str = "act", damping: float = 0.01, 
                 "Its calibration activations are broken or far too correlated: calibrate on more and other text.",
             )
         current = min(current * 10, MAX_DAMPING)
-
-
-def damping_for_condition(hessian: torch.Tensor, condition: float, where: str = "") -> float:
-    """The least relative damping at which the condition number of H + lambda I is at most `condition`.
-
-    The bounds of Zhang et al. (Theorem 3.3 and Corollary 3.6; see bounds.py) grow with lambda in the outputs and shrink
-    with it in the weights: this is the smallest lambda that keeps the factorisation, and the weights, well conditioned.
-
-    Args:
-        hessian: [c, c], as in `factorize`.
-        condition: above 1.
-    """
-    eigenvalues = torch.linalg.eigvalsh(_checked(hessian, where))
-    if not len(eigenvalues):
-        return MIN_DAMPING
-    smallest, largest = max(float(eigenvalues[0]), 0.0), float(eigenvalues[-1])
-    ridge = (largest - condition * smallest) / (condition - 1)
-    return max(ridge / float(eigenvalues.mean()), MIN_DAMPING)
 
 
 def rounding_order(hessian: torch.Tensor, name: str) -> torch.Tensor:

@@ -19,7 +19,7 @@ from vllm_latq.format.coded import HuffmanWeight, Weight
 from vllm_latq.format.packed import PackedWeight
 from vllm_latq.format.served_size import served_bits
 from vllm_latq.quantize.lattice.coordinate_descent import refine
-from vllm_latq.quantize.lattice.factor import Factor, damping_for_condition, factorize, require_finite
+from vllm_latq.quantize.lattice.factor import Factor, factorize, require_finite
 from vllm_latq.quantize.lattice.fitted_scales import fitted_scales
 from vllm_latq.quantize.lattice.k_best_plane import plane_of_width
 from vllm_latq.quantize.lattice.nearest_plane import Rounding
@@ -116,8 +116,7 @@ def quantize_layer(
 
 def layer_factor(hessian: torch.Tensor, recipe: Recipe, where: str = "") -> Factor:
     """The lattice that a recipe rounds on; arguments and errors as in `factorize`."""
-    damping = recipe.damping if recipe.condition is None else damping_for_condition(hessian, recipe.condition, where)
-    factor = factorize(hessian, recipe.order, damping, where)
+    factor = factorize(hessian, recipe.order, recipe.damping, where)
     return factor if recipe.reduction == "none" else reduce_lattice(factor)
 
 

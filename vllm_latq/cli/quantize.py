@@ -71,9 +71,6 @@ def _add_recipe(command: argparse.ArgumentParser) -> None:
     )
     recipe.add_argument("--order", choices=("natural", "act", "min-pivot"), help="rounding order (default act)")
     recipe.add_argument("--damping", type=float, help="of the Hessian, relative to its mean diagonal (default 0.01)")
-    recipe.add_argument(
-        "--condition", type=float, help="choose each damping to bring the condition number down to this"
-    )
     recipe.add_argument("--rounding", choices=("nearest", "stochastic"), help="default nearest")
     recipe.add_argument("--beam", type=int, help="survivors per row of nearest plane, K-best (default 1)")
     recipe.add_argument("--sweeps", type=int, help="of coordinate descent after nearest plane (gptq, ssqr; default 0)")

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from vllm_latq.cli.main import main
-from vllm_latq.errors import ConfigError
 from vllm_latq.format.reader import CheckpointReader
-from vllm_latq.quantize.lattice.factor import MIN_DAMPING, damping_for_condition, factorize
+from vllm_latq.quantize.lattice.factor import factorize
 from vllm_latq.quantize.lattice.nearest_plane import nearest_plane
 from vllm_latq.quantize.methods.layer import quantize_layer
 from vllm_latq.quantize.recipe import Recipe
@@ -78,7 +77,7 @@ def test_layers_are_seeded_by_recipe_and_name(method):
 
 
 def test_from_the_command_line(mini_model: Path, calibration_text: Path, tmp_path: Path) -> None:
-    options = ["--method", "gptq", "--bits", "8", "--rounding", "stochastic", "--condition", "1000"]
+    options = ["--method", "gptq", "--bits", "8", "--rounding", "stochastic"]
     sizes = ["--num-samples", "4", "--seq-len", "64", "--calibration", str(calibration_text)]
     for name, seed in (("a", "7"), ("b", "7")):
         assert main(["quantize", str(mini_model), str(tmp_path / name), *options, *sizes, "--seed", seed]) == 0
@@ -87,23 +86,3 @@ def test_from_the_command_line(mini_model: Path, calibration_text: Path, tmp_pat
     assert first.config.recipe["rounding"] == "stochastic"
     layers = first.report()["layers"]
     assert all(record["error"] < record["bound"] for record in layers)
-    # Each layer has a damping of its own.
-    assert len({record["damping"] for record in layers}) > 8
-
-
-@pytest.mark.parametrize("condition", [10.0, 1000.0])
-def test_damping_brings_the_condition_number_down_to_what_was_asked(condition):
-    _, hessian = layer()
-    hessian[:, 3] = hessian[3] = 0
-    factor = factorize(hessian, damping=damping_for_condition(hessian, condition))
-    assert float(torch.linalg.cond(factor.hessian)) == pytest.approx(condition, rel=1e-3)
-
-
-def test_a_well_conditioned_hessian_is_hardly_damped():
-    assert damping_for_condition(torch.eye(8), 100.0) == MIN_DAMPING
-    assert damping_for_condition(torch.zeros(0, 0), 100.0) == MIN_DAMPING
-
-
-def test_condition_and_damping_exclude_each_other():
-    with pytest.raises(ConfigError, match="condition chooses the damping"):
-        Recipe("gptq", condition=100.0, damping=0.05)
