@@ -88,7 +88,7 @@ class Recipe:
             grid is clipped, its error fed back), or all that overflow the grid (the paper's).
         beam: survivors per row of nearest plane (K-best); of ssqr only where outliers are chosen by saving.
         sweeps: of coordinate descent after it, at most (gptq, ssqr).
-        without: parts of latq to switch off (`PARTS`), to see what each is worth.
+        without: parts of latq to switch off (`PARTS`), to see what each is worth; not an option of the command line.
     """
 
     method: str

@@ -98,12 +98,6 @@ def _add_recipe(command: argparse.ArgumentParser) -> None:
         choices=("saving", "overflow"),
         help="which weights ssqr keeps: those that cost most (default), or all that overflow, as in the paper",
     )
-    recipe.add_argument(
-        "--without",
-        nargs="+",
-        metavar="PART",
-        help="parts of latq to switch off: allocation, columns, rows, feedback, rate-damping",
-    )
     recipe.add_argument("--num-samples", type=int, help="calibration windows (default 256)")
     recipe.add_argument("--seq-len", type=int, help="tokens per calibration window (default 2048)")
     recipe.add_argument("--dtype", help="of the model meanwhile: auto (float32 on a CPU), float32, bfloat16, float16")
