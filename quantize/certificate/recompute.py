@@ -30,6 +30,7 @@ from vllm_latq.quantize.lattice.coordinate_descent import ROWS
 from vllm_latq.quantize.lattice.factor import Factor
 from vllm_latq.quantize.lattice.grams import LayerStatistics
 from vllm_latq.quantize.lattice.outliers import kept_excess
+from vllm_latq.quantize.lattice.reduction import reduce_lattice
 from vllm_latq.quantize.lattice.targets import corrected_target, measure_errors
 from vllm_latq.quantize.lattice.two_sided_plane import furthest
 from vllm_latq.quantize.machine.offload import placer
@@ -111,13 +112,14 @@ def worst_case(weight: Weight, factor: Factor, recipe: Recipe, moved: torch.Tens
 
     Args:
         weight: as stored.
-        factor: of the damped Hessian; a Huffman-coded weight is bounded on its reduced basis if it has one.
+        factor: of the damped Hessian; a weight that was rounded on a reduced basis is bounded there.
         recipe: its rounding, and what it clips or moves.
         moved: [r, c], the weight less what it was rounded from.
     """
     share = 0.25 if recipe.rounding == "nearest" else 1.0
     if isinstance(weight, HuffmanWeight):
-        lattice = factor if factor.reduction is None else factor.reduction.factor
+        reduction = reduce_lattice(factor) if recipe.reduction == "lll" else None
+        lattice = factor if reduction is None else reduction.factor
         return share * weight.shape[0] * float(weight.scale.double().square() * lattice.diagonal.sum().cpu()), 0.0
     assert isinstance(weight, PackedWeight)
     assert weight.scales is not None

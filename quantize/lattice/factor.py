@@ -14,14 +14,10 @@ All of it is computed in float64 on the device of H.
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 
 from vllm_latq.errors import ConfigError, NumericalError
-
-if TYPE_CHECKING:
-    from vllm_latq.quantize.lattice.reduction import Reduction
 
 ORDERS = ("natural", "act", "min-pivot")
 MAX_DAMPING = 1.0
@@ -40,7 +36,6 @@ class Factor:
         damping: relative damping that was used; larger than asked for if that one did not factorise.
         ridge: what was added to the diagonal: damping * mean(diag(H)).
         undamped: float64 [c, c], H in its original column order.
-        reduction: a better basis of the same lattice, for methods that can use one (see reduction.py).
     """
 
     order: torch.Tensor
@@ -49,7 +44,6 @@ class Factor:
     damping: float
     ridge: float
     undamped: torch.Tensor
-    reduction: "Reduction | None" = None
 
     @property
     def hessian(self) -> torch.Tensor:

@@ -64,10 +64,10 @@ class Reduction:
         return dataclasses.replace(rounding, z=integers.to(torch.int32))
 
 
-def reduce_lattice(factor: Factor) -> Factor:
-    """The factor with a `reduction`, if there is one with a smaller trace of D; else the factor itself."""
+def reduce_lattice(factor: Factor) -> Reduction | None:
+    """Return a reduced basis of the lattice of `factor`; None if LLL finds none with a smaller trace of D."""
     if not factor.diagonal.numel():
-        return factor
+        return None
     hessian = factor.hessian
     columns = rounding_order(hessian, "min-pivot").flip(0)
     basis = torch.linalg.cholesky(hessian[columns][:, columns], upper=True)
@@ -80,18 +80,18 @@ def reduce_lattice(factor: Factor) -> Factor:
     identity = torch.eye(len(transform), dtype=transform.dtype, device=transform.device)
     small = float(transform.abs().max()) < LARGEST_ENTRY and float(inverse.abs().max()) < LARGEST_ENTRY
     if not small or not torch.equal(transform @ inverse, identity):
-        return factor
+        return None
     gram = transform.T @ hessian @ transform
     gram = (gram + gram.T) / 2
     upper = inverse_factor(gram, 0.0)
     if upper is None:
-        return factor
+        return None
     diagonal = upper.diagonal().pow(-2)
     if float(diagonal.sum()) >= float(factor.diagonal.sum()):
-        return factor
+        return None
     order = torch.arange(len(gram), device=gram.device)
     on_basis = Factor(order, upper, diagonal, factor.damping, 0.0, gram)
-    return dataclasses.replace(factor, reduction=Reduction(transform, inverse, on_basis))
+    return Reduction(transform, inverse, on_basis)
 
 
 def lll(basis: np.ndarray) -> tuple[np.ndarray, int]:

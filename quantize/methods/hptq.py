@@ -19,6 +19,7 @@ from vllm_latq.format.tensors import SHAPE, tensor_specs
 from vllm_latq.quantize.lattice.factor import Factor
 from vllm_latq.quantize.lattice.k_best_plane import plane_of_width
 from vllm_latq.quantize.lattice.nearest_plane import Rounding
+from vllm_latq.quantize.lattice.reduction import Reduction
 from vllm_latq.quantize.lattice.search import sample_rows, search_target
 
 BITS_TOLERANCE = 0.005
@@ -62,17 +63,19 @@ def hptq(
     where: str = "",
     seed: int | None = None,
     beam: int = 1,
+    reduction: Reduction | None = None,
 ) -> HPTQResult:
     """Unclipped nearest plane with the finest single scale whose encoded bits lie in [target - 0.005, target].
 
     Args:
         weight: float32 or float64 [r, c].
-        factor: of the layer's Hessian; on its reduced basis if it has one.
+        factor: of the layer's Hessian.
         target_bits: stored bits per weight, everything counted; above 1, which is the least a Huffman code needs.
         block_size: columns per lazy batch.
         where: name of the layer, for errors.
         seed: of stochastic rounding, the same draws at every probe; None rounds to nearest.
         beam: survivors per row (see beam.py); not on a reduced basis.
+        reduction: a reduced basis of the lattice to round on (see reduction.py); None rounds on the original one.
 
     Raises:
         NumericalError: not even the coarsest scale meets the target.
@@ -81,8 +84,8 @@ def hptq(
     plane = plane_of_width(beam)
 
     def quantize(part: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, Rounding]:
-        if factor.reduction is not None:
-            rounding = factor.reduction.nearest_plane(part, scale, block_size, where, seed)
+        if reduction is not None:
+            rounding = reduction.nearest_plane(part, scale, block_size, where, seed)
         else:
             rounding = plane(part, factor, scale, block_size=block_size, where=where, seed=seed)
         return rounding.z, rounding

@@ -116,8 +116,7 @@ def quantize_layer(
 
 def layer_factor(hessian: torch.Tensor, recipe: Recipe, where: str = "") -> Factor:
     """The lattice that a recipe rounds on; arguments and errors as in `factorize`."""
-    factor = factorize(hessian, recipe.order, recipe.damping, where)
-    return factor if recipe.reduction == "none" else reduce_lattice(factor)
+    return factorize(hessian, recipe.order, recipe.damping, where)
 
 
 def _record(
@@ -240,6 +239,7 @@ def _hptq(weight: torch.Tensor, factor: Factor | None, recipe: Recipe, where: st
         where=where,
         seed=recipe.rounding_seed(where),
         beam=recipe.beam,
+        reduction=reduce_lattice(factor) if recipe.reduction == "lll" else None,
     )
     return _huffman(found)
 

@@ -52,7 +52,7 @@ def trace_table(
         if drawn:
             row["random"] = sum(_trace(damped[order][:, order]) for order in drawn) / len(drawn)
         if lll:
-            reduced = reduce_lattice(factors["act"]).reduction
+            reduced = reduce_lattice(factors["act"])
             row["lll"] = row["act"] if reduced is None else float(reduced.factor.diagonal.sum())
         rows.append(row)
     return rows
