@@ -3,7 +3,6 @@
 Invariant: an instance is valid; it states everything the result depends on besides model and calibration text.
 """
 
-import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -18,6 +17,7 @@ from vllm_latq.quantize.lattice.factor import ORDERS
 from vllm_latq.quantize.lattice.nearest_plane import ROUNDINGS
 from vllm_latq.quantize.lattice.reduction import REDUCTIONS
 from vllm_latq.quantize.lattice.scales import SCALE_METHODS
+from vllm_latq.quantize.lattice.stochastic import layer_seed
 from vllm_latq.quantize.lattice.targets import TARGETS
 
 # Options a method does not read. Setting one would suggest an effect it does not have, so it is refused.
@@ -245,7 +245,7 @@ class Recipe:
         """Seed of a layer's stochastic rounding, whatever was rounded before it; None where it rounds to nearest."""
         if self.rounding != "stochastic":
             return None
-        return int.from_bytes(hashlib.sha256(f"{self.seed} {layer}".encode()).digest()[:8], "big") >> 1
+        return layer_seed(self.seed, layer)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values of the fields that the method reads."""

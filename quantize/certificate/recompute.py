@@ -26,6 +26,7 @@ from vllm_latq.format.report import LayerReport
 from vllm_latq.quantize.allocation.model_lattice import DAMPED_AT_MOST, ModelLattice, behind_prefix, full_weight
 from vllm_latq.quantize.calibration.hessian import InputHessian
 from vllm_latq.quantize.calibration.stream import Stream, hessians_of
+from vllm_latq.quantize.lattice import stochastic
 from vllm_latq.quantize.lattice.coordinate_descent import ROWS
 from vllm_latq.quantize.lattice.factor import Factor
 from vllm_latq.quantize.lattice.grams import LayerStatistics
@@ -116,7 +117,7 @@ def worst_case(weight: Weight, factor: Factor, recipe: Recipe, moved: torch.Tens
         recipe: its rounding, and what it clips or moves.
         moved: [r, c], the weight less what it was rounded from.
     """
-    share = 0.25 if recipe.rounding == "nearest" else 1.0
+    share = 0.25 if recipe.rounding == "nearest" else stochastic.REACH**2
     if isinstance(weight, HuffmanWeight):
         reduction = reduce_lattice(factor) if recipe.reduction == "lll" else None
         lattice = factor if reduction is None else reduction.factor

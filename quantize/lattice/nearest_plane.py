@@ -25,6 +25,7 @@ from vllm_latq.errors import ConfigError, NumericalError
 from vllm_latq.format.config import WHOLE_ROW
 from vllm_latq.quantize.lattice.factor import Factor
 from vllm_latq.quantize.lattice.outliers import OUTLIER_DTYPE, Overflow, kept_excess, kept_value
+from vllm_latq.quantize.lattice.stochastic import REACH, Dither
 
 ROUNDINGS = ("nearest", "stochastic")
 
@@ -102,7 +103,7 @@ def nearest_plane(
             "exact"ly, rounded to bfloat16.
         block_size: columns per lazy batch; does not change the result beyond floating-point rounding.
         where: name of the layer, for errors.
-        seed: rounds up with the fractional part as probability, drawn from this seed; None rounds to nearest.
+        seed: of stochastic rounding (see stochastic.py); None rounds to nearest.
         threshold: with "exact", keep instead the weights whose clipped rounding would add more than this to the loss,
             D_t (w'_t - q_t)^2 > threshold, wherever their integers lie; the others are clipped.
         offset: of the lattice, in steps: weights are rounded to scale * (z + offset). A coset of the lattice has the
@@ -125,7 +126,7 @@ def nearest_plane(
         high=math.inf if high is None else high,
         clip=keep_overflow == "clip" and low is not None,
         offset=offset,
-        dither=None if seed is None else torch.Generator(weight.device).manual_seed(seed),
+        dither=None if seed is None else Dither(seed, weight.device),
         limit=None if threshold is None else (threshold / factor.diagonal).sqrt().to(weight.dtype),
         kept=torch.zeros(cols, rows, dtype=torch.bool, device=weight.device) if keep_overflow == "exact" else None,
     )
@@ -197,7 +198,7 @@ class _State:
     high: float
     clip: bool
     offset: float = 0.0
-    dither: torch.Generator | None = None
+    dither: Dither | None = None
     limit: torch.Tensor | None = None
     kept: torch.Tensor | None = None
 
@@ -222,8 +223,7 @@ class _State:
         if self.dither is None:
             integer.round_()
         else:
-            integer.add_(torch.rand(integer.shape, generator=self.dither, dtype=integer.dtype, device=integer.device))
-            integer.floor_()
+            self.dither.round_(integer)
         if self.outliers is not None and self.kept is not None:
             kept, outlier = self.kept[t], self.outliers[t]
             nearest = integer.clamp(self.low, self.high)
@@ -241,7 +241,7 @@ class _State:
     def finish(self, factor: Factor, where: str) -> Rounding:
         """Back to the original layout, with loss and bound."""
         cols, rows = self.residual.shape
-        reach = 0.5 if self.dither is None else 1.0
+        reach = 0.5 if self.dither is None else REACH
         loss, beyond = torch.zeros(2, rows, dtype=torch.float64, device=self.residual.device)
         bound = self.steps.weighted_squares(factor.diagonal, rows) * reach**2
         outside = (self.integers < self.low) | (self.integers > self.high)

@@ -7,6 +7,7 @@ import torch
 
 from vllm_latq.format.report import LayerReport
 from vllm_latq.format.served_size import served_bits
+from vllm_latq.quantize.lattice import stochastic
 from vllm_latq.quantize.lattice.grams import LayerStatistics
 from vllm_latq.quantize.lattice.targets import measure_errors
 from vllm_latq.quantize.methods.latq import Aim, InputLattice, LatqResult, OutputLattice
@@ -14,8 +15,8 @@ from vllm_latq.quantize.recipe import Recipe
 
 # The recursion runs in float32: a bound met with equality may be missed by its rounding.
 BOUND_SLACK = 1e-6
-# Bound to mean of the squared error of a step: (s/2)^2 to s^2/12, and s^2 to s^2/6.
-BOUND_TO_MEAN = {"nearest": 3, "stochastic": 6}
+# Ratio of the bound (s/2)^2 on the squared error of a step to its mean s^2/12; stochastic.py has its own.
+BOUND_TO_MEAN = {"nearest": 3, "stochastic": stochastic.BOUND_TO_MEAN}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -107,6 +107,7 @@ def recipes(bits: float, num_samples: int, seq_len: int, group_size: int = 128) 
         yield "hptq, original target", make("hptq", target_bits=bits, target="original", correction=0.5)
         yield "hptq, residual target", make("hptq", target_bits=bits, target="residual", correction=0.5)
         yield "hptq, LLL", make("hptq", target_bits=bits, reduction="lll")
+        yield "hptq, stochastic rounding", make("hptq", target_bits=bits, rounding="stochastic")
         yield "hptq, beam of 4", make("hptq", target_bits=bits, beam=4)
     yield "latq, nothing but rANS", make("latq", target_bits=bits, without=PARTS)
     for part in PARTS:

@@ -1,0 +1,33 @@
+"""Stochastic rounding: up with the fractional part as probability, so without bias.
+
+Zhang et al., "Provable Post-Training Quantization: Theoretical Analysis of OPTQ and Qronos", Theorem 4.7, bound the
+largest error of it over all outputs. A residual may be a whole step instead of half of one.
+
+Invariant: the draws of a layer depend on the recipe's seed and the layer's name, not on what was rounded before.
+"""
+
+import hashlib
+
+import torch
+
+# Largest residual, in steps; nearest rounding leaves at most 1/2.
+REACH = 1.0
+# Ratio of the bound s^2 on the squared error of a step to its mean s^2/6 over residuals that are uniform.
+BOUND_TO_MEAN = 6
+
+
+class Dither:
+    """The draws of one pass over a layer, one per weight, in rounding order."""
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self.generator = torch.Generator(device).manual_seed(seed)
+
+    def round_(self, values: torch.Tensor) -> torch.Tensor:
+        """Round `values` in place, each up with its fractional part as probability."""
+        draws = torch.rand(values.shape, generator=self.generator, dtype=values.dtype, device=values.device)
+        return values.add_(draws).floor_()
+
+
+def layer_seed(seed: int, layer: str) -> int:
+    """Return the seed of a layer's draws, from the recipe's seed and the layer's name."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {layer}".encode()).digest()[:8], "big") >> 1
