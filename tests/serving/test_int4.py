@@ -156,7 +156,7 @@ def test_the_order_of_codes_on_cpus_without_avx512() -> None:
 def test_what_is_behind_the_last_outlier_is_not_read() -> None:
     weight: Any = random_weight(LayerScheme("packed", 4, 32, True), 32, 64, seed=1)
     empty = CSR.from_mask(torch.zeros(32, 64, dtype=torch.bool), torch.zeros(32, 64))
-    none = replace(weight, outliers=empty, outlier_integers=None)
+    none = replace(weight, outliers=empty)
     first, second = operands(weight), operands(none, operands(weight).capacity)
     shapes = [
         {name: tensor.shape for name, tensor in made.tensors.items() if tensor is not None} for made in (first, second)

@@ -32,7 +32,6 @@ def cat_rows(weights: Sequence[PackedWeight]) -> PackedWeight:
         scales=_cat([weight.scales for weight in weights]),
         row_scales=_cat([weight.row_scales for weight in weights]),
         outliers=outliers,
-        outlier_integers=None,
     )
 
 
@@ -66,7 +65,6 @@ def take(weight: PackedWeight, rows: torch.Tensor, columns: tuple[int, int], whe
         scales=_take_scales(weight, rows, low, high, where),
         row_scales=_take_row_scales(weight, rows),
         outliers=outliers,
-        outlier_integers=None,
         column_scales=None if weight.column_scales is None else weight.column_scales[low:high].contiguous(),
     )
 
