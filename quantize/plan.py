@@ -1,32 +1,77 @@
-"""What a recipe will make of a model, from shapes alone: nothing is read but headers, nothing is computed."""
+"""Plan a run from shapes alone: what a recipe makes of a model, and the bytes that this needs. Nothing is computed.
+
+`needs` counts exactly the bytes listed here. A run also holds the libraries, intermediates of one batch and of one
+linear, what some models hand from block to block beside one stream of hidden states, and with target "residual" one
+more sum [c, r] per block.
+
+    memory  block        weights of the largest block, in the compute dtype
+            outside      weights outside the blocks, in the compute dtype: embeddings, norms and head. An untied head
+                         and the embeddings are not loaded at the same time
+            hessians     float32 [c, c] per input of the linears of one block: X^T X; two more sums of this shape where
+                         targets are corrected; latq then keeps X^T X of the original model, too. q, k and v share one
+                         input, and so do gate and up; all other linears count as if each had its own
+            gradients    float32 [r, r] per linear of that block (latq, and ssqr with a budget): the gram G of its
+                         output gradients, in diagonal blocks of at most LARGEST_BLOCK outputs
+            activations  num_samples * seq_len * hidden_size in the compute dtype, for each copy that waits: one; two
+                         where targets are corrected; the inputs of all blocks and the outputs of the last where
+                         gradients are needed. With --offload disk they wait on disk
+    disk    statistics   the tensors of all statistics files: one X^T X per input, and every G
+            checkpoint   the tensors of the checkpoint: the quantized linears, as planned, and all that stays as it is
+
+The block of `hessians` and `gradients` is the one whose sum is largest; the head is one more, if it is quantized.
+"""
 
 import math
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from vllm_latq.quantize.allocation.served_allocation import check_target_bits
+from vllm_latq.quantize.calibration.fisher import LARGEST_BLOCK
+from vllm_latq.quantize.calibration.windows import check_seq_len
 from vllm_latq.quantize.methods.record import totals
+from vllm_latq.quantize.model.anatomy import parts_outside
 from vllm_latq.quantize.model.decoder import Decoder
-from vllm_latq.quantize.model.selection import beside, matrices, quantized_linears
+from vllm_latq.quantize.model.loading import torch_device
+from vllm_latq.quantize.model.selection import beside, matrices, merged_with, quantized_linears
+from vllm_latq.quantize.model.shards import all_shard_linears, untouched_names
 from vllm_latq.quantize.recipe import Recipe
 
-# Of the totals: what only a run can measure.
+# Keys of the totals that only a run can measure.
 NOT_PLANNED = ("served_bits_per_weight", "error", "bound", "loss", "loss_bound")
 
 
-def plan(recipe: Recipe, source: str | Path) -> dict[str, Any]:
-    """Per linear: name, shape, expected stored bits per weight and bytes; their totals; and what is left as it is.
+def plan(
+    recipe: Recipe,
+    source: str | Path,
+    device: str | None = None,
+    offload: str = "cpu",
+    calibrated: bool = False,
+) -> dict[str, Any]:
+    """Return name, shape, expected stored bits per weight and bytes of each linear, their totals, and what a run needs.
 
     `unquantized` lists the matrices inside the blocks, and the head, that the recipe ignores or that are no linears;
-    `beside` the modules beside the language model.
+    `beside` the modules beside the language model; `needs` the bytes in memory and on disk, see above.
+
+    Args:
+        recipe: what to do.
+        source: model directory.
+        device: torch device of the run, which decides the compute dtype; None takes CUDA where there is one.
+        offload: where activations wait, "cpu" or "disk".
+        calibrated: whether a method that needs no calibration text is given one, to measure errors.
 
     Bits are exact for schemes without outliers, at the outlier rate for SSQR, and the target for entropy coding: of
     what is in memory where the recipe counts that.
     """
-    decoder = Decoder(source, "cpu")
+    decoder = Decoder(source, torch_device(device), recipe.compute_dtype)
     layers = []
     quantized = quantized_linears(decoder, recipe)
     check_target_bits(quantized.values(), recipe)
+    reads_text = recipe.needs_calibration or calibrated
+    if reads_text:
+        check_seq_len(decoder, recipe)
     for name, linear in quantized.items():
         rows, cols = linear.out_features, linear.in_features
         bits = recipe.planned_bits(rows, cols) / (rows * cols)
@@ -41,4 +86,65 @@ def plan(recipe: Recipe, source: str | Path) -> dict[str, Any]:
         {"name": name, "matrices": len(shapes), "weights": sum(map(math.prod, shapes))}
         for name, shapes in beside(decoder).items()
     ]
-    return {"recipe": recipe.to_dict(), "totals": summary, "layers": layers, "unquantized": left, "beside": others}
+    needs = _needs(decoder, recipe, quantized, reads_text)
+    activations = needs["memory"].pop("activations")
+    needs["disk" if offload == "disk" else "memory"]["activations"] = activations
+    needs["disk"]["checkpoint"] = summary["bytes"] + _untouched_bytes(decoder, quantized)
+    return {
+        "recipe": recipe.to_dict(),
+        "totals": summary,
+        "layers": layers,
+        "unquantized": left,
+        "beside": others,
+        "needs": needs,
+    }
+
+
+def _needs(
+    decoder: Decoder, recipe: Recipe, quantized: Mapping[str, nn.Linear], reads_text: bool
+) -> dict[str, dict[str, int]]:
+    """Return `needs` without the checkpoint, activations in memory."""
+    blocks = [decoder.model.get_submodule(decoder.block_name(index)) for index in range(len(decoder))]
+    outside = parts_outside(decoder.model, "", (decoder.anatomy.blocks, *decoder.anatomy.towers))
+    sees_loss = recipe.method == "latq" or recipe.budget is not None
+    corrected = recipe.target != "quantized"
+    grams = [_gram_bytes(linears) for linears in all_shard_linears(decoder, quantized)]
+    sums = 3 * corrected + (recipe.method == "latq" or not corrected)  # of each input
+    hessians, gradients = max(((sums * inputs, sees_loss * outputs) for inputs, outputs in grams), key=sum)
+    copies = len(decoder) + 1 if sees_loss else 1 + corrected
+    hidden = recipe.num_samples * recipe.seq_len * decoder.config.get_text_config().hidden_size
+    return {
+        "memory": {
+            "block": max(_nbytes(block.modules()) for block in blocks),
+            "outside": _nbytes(part for _, part in outside),
+            "hessians": reads_text * hessians,
+            "gradients": gradients,
+            "activations": reads_text * copies * hidden * decoder.dtype.itemsize,
+        },
+        "disk": {"statistics": sees_loss * sum(map(sum, grams))},
+    }
+
+
+def _nbytes(modules: Iterable[nn.Module]) -> int:
+    """Return the bytes of the modules' own parameters and buffers; a tensor that several modules share counts once."""
+    own = (tensor for one in modules for tensor in (*one.parameters(recurse=False), *one.buffers(recurse=False)))
+    return sum({id(tensor): tensor.nbytes for tensor in own}.values())
+
+
+def _gram_bytes(linears: Mapping[str, nn.Linear]) -> tuple[int, int]:
+    """Return the bytes of X^T X of the inputs of a shard's linears, and of G of their outputs."""
+    channels = {min([name, *merged_with(name, linears)]): linear.in_features for name, linear in linears.items()}
+    outputs = 0
+    for linear in linears.values():
+        whole, rest = divmod(linear.out_features, LARGEST_BLOCK)
+        outputs += whole * LARGEST_BLOCK**2 + rest**2
+    return 4 * sum(size**2 for size in channels.values()), 4 * outputs
+
+
+def _untouched_bytes(decoder: Decoder, quantized: Mapping[str, nn.Linear]) -> int:
+    """Return the bytes of the tensors that a checkpoint takes over as they are."""
+    size = 0
+    for shard, linears in enumerate(all_shard_linears(decoder, quantized)):
+        size += sum(decoder.store.get(name).nbytes for name in untouched_names(decoder, shard, linears))
+    decoder.store.close()
+    return size

@@ -18,11 +18,6 @@ def peak_memory() -> int:
     return peak or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def resident_memory() -> int:
-    """Resident size of this process now; its peak where /proc, or its line, is missing."""
-    return _status("VmRSS") or peak_memory()
-
-
 def _status(key: str) -> int | None:
     if not _STATUS.exists():
         return None

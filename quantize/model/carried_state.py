@@ -26,15 +26,11 @@ class HandedOn:
         names: of the arguments of blocks that are such mappings.
         beside: name of the argument that is what the block before returned beside hidden states; "" for none.
         place: moves what waits to where it does.
-
-    Attributes:
-        led: how many blocks, from the first on, were run for what they hand on alone.
     """
 
     def __init__(self, names: Iterable[str] = (), beside: str = "", place: Place = lambda tensor: tensor) -> None:
         self.mappings: dict[str, MutableMapping[Any, tuple[torch.Tensor, ...]]] = {name: UserDict() for name in names}
         self.beside = beside
-        self.led = 0
         self._place = place
         self._returned: dict[int, torch.Tensor] = {}  # by the block
         self._given: torch.Tensor | None = None
@@ -82,10 +78,6 @@ class HandedOn:
             waiting = [tensor.detach().to("cpu") for tensor in tensors]
             self._put(place, [tensor if tensor.data_ptr() in there else self._place(tensor) for tensor in waiting])
         self._waiting = {tensor.data_ptr() for _, tensors in self._entries() for tensor in tensors}
-
-    @property
-    def nbytes(self) -> int:
-        return sum({tensor.data_ptr(): tensor.nbytes for _, tensors in self._entries() for tensor in tensors}.values())
 
     def backward(self, gradient: torch.Tensor, run: Callable[..., torch.Tensor], *arguments: Any) -> None:
         """Run a block, and go back through it.
@@ -141,11 +133,9 @@ class Batch:
         hidden: [samples, tokens, hidden_size], with a further dimension in models of several streams.
         arguments: keyword arguments of each block's forward (masks, rotary embeddings), by block index.
         handed_on: what blocks hand on to later ones beside hidden states.
-        beside: bytes of arguments that wait where hidden states do.
     """
 
     tokens: int
     hidden: torch.Tensor
     arguments: list[dict[str, Any]]
     handed_on: HandedOn
-    beside: int = 0

@@ -126,13 +126,14 @@ class Decoder:
         with self._outside(self.anatomy.head or self.anatomy.blocks):
             for tokens in samples.split(batch_size):
                 recorders, argument = self._record(tokens.to(self.device))
-                beside = sum(recorder.place_slices(place, tokens.shape) for recorder in recorders)
+                for recorder in recorders:
+                    recorder.place_slices(place, tokens.shape)
                 arguments = [recorder.arguments for recorder in recorders]
                 if batches:
                     arguments = shared(arguments, batches[0].arguments)
                 names = {name for recorder in recorders for name in recorder.mappings}
                 hidden, handed_on = place(recorders[0].hidden.to("cpu")), HandedOn(names, argument, place)
-                batches.append(Batch(tokens.numel(), hidden, arguments, handed_on, beside))
+                batches.append(Batch(tokens.numel(), hidden, arguments, handed_on))
         return batches
 
     def _record(self, tokens: torch.Tensor) -> tuple[list[Recorder], str]:

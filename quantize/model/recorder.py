@@ -61,21 +61,15 @@ class Recorder(nn.Module):
         self.output = torch.full_like(self.hidden, torch.nan)
         return (self.output, self.beside)[: self.outputs] if self.outputs else self.output
 
-    def place_slices(self, place: Place, tokens: torch.Size) -> int:
+    def place_slices(self, place: Place, tokens: torch.Size) -> None:
         """Move arguments that are this block's part of a tensor of all tokens [n, tokens] to where hidden states wait.
 
         A view would keep those of all blocks in memory, on the device, until the last is done.
-
-        Returns:
-            Their bytes.
         """
-        placed = 0
         for name, value in self.arguments.items():
-            if isinstance(value, torch.Tensor) and value.dim() == 3 and value.shape[:2] == tokens:
-                part = value.nbytes if value.untyped_storage().nbytes() > value.nbytes else 0
-                self.arguments[name] = place(value.to("cpu", copy=True)) if part else value
-                placed += part
-        return placed
+            of_tokens = isinstance(value, torch.Tensor) and value.dim() == 3 and value.shape[:2] == tokens
+            if of_tokens and value.untyped_storage().nbytes() > value.nbytes:
+                self.arguments[name] = place(value.to("cpu", copy=True))
 
     def follows(self, before: "Recorder") -> bool:
         """Whether it was given what another returned, or a view of all of it."""

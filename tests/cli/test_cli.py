@@ -1,6 +1,7 @@
 """The `latq` command, run as a user would."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -66,7 +67,12 @@ def test_dry_run_computes_and_writes_nothing(
     planned = json.loads(capsys.readouterr().out)
     assert planned["totals"]["bits_per_weight"] == pytest.approx(3.125, abs=0.01)
     assert main(arguments) == 0
-    assert "model.layers.3.mlp.down_proj" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "model.layers.3.mlp.down_proj" in shown
+    for what, where, size in (("Hessians of the largest block", "memory", 3.1), ("activations", "memory", 536.9)):
+        assert re.search(rf"{what} +\S +{where} +\S +{size} ", shown)
+    assert main([*arguments, "--offload", "disk", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["needs"]["disk"]["activations"] == 256 * 2048 * 256 * 4
     assert not list(tmp_path.iterdir())
 
 
@@ -133,10 +139,7 @@ def test_bad_input_is_one_clear_line(
     assert not list(tmp_path.iterdir())
 
 
-def test_warnings_are_shown_once_wherever_they_come_from(
-    mini_model: Path, calibration_text: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A dry run looks at the linears twice, in two modules."""
+def test_a_dry_run_shows_warnings(mini_model: Path, calibration_text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     few = ["--num-samples", "2", "--seq-len", "64", "--calibration", str(calibration_text)]
     assert main(["quantize", str(mini_model), "out", "--method", "gptq", "--ignore", "q_proj", *few, "--dry-run"]) == 0
     lines = [line for line in capsys.readouterr().err.splitlines() if "vLLM merges them" in line]

@@ -18,6 +18,15 @@ if TYPE_CHECKING:
 DEFAULT_METHOD = "latq"
 DEFAULT_TARGET_BITS = 4.0
 INSTEAD = {"bits": "--target-bits", "target_bits": "--bits"}  # no method takes both
+NEEDS = {
+    "block": "weights of the largest block",
+    "outside": "weights of embeddings and head",
+    "hessians": "Hessians of the largest block",
+    "gradients": "grams of its output gradients",
+    "activations": "activations",
+    "statistics": "statistics of all linears",
+    "checkpoint": "the checkpoint",
+}
 EXAMPLES = """examples:
   latq quantize MODEL OUT --target-bits 3 --calibration wikitext2
   latq quantize MODEL OUT --method ssqr --bits 3 --outlier-rate 0.01 --calibration wikitext2
@@ -47,7 +56,7 @@ def add_command(commands: Any) -> None:
     )
     command.add_argument("--resume", action="store_true", help="go on with an interrupted run")
     command.add_argument(
-        "--dry-run", action="store_true", help="show shapes, bits, bytes; predict time and memory; write nothing"
+        "--dry-run", action="store_true", help="show shapes, bits, and bytes in memory and on disk; write nothing"
     )
     command.add_argument("--json", action="store_true", help="one JSON object per event (with --dry-run: the plan)")
 
@@ -199,19 +208,19 @@ def _show(planned: Mapping[str, Any]) -> None:
 
 
 def _dry_run(recipe: Any, source: Any, options: argparse.Namespace) -> int:
-    from vllm_latq.quantize.forecast.prediction import predict_run
     from vllm_latq.quantize.plan import plan
 
-    planned = plan(recipe, source)
-    predicted = predict_run(recipe, source, options.calibration, options.device).to_dict()
+    calibrated = options.calibration is not None
+    planned = plan(recipe, source, options.device, options.offload, calibrated)
     if options.json:
-        console.print_json({**planned, "prediction": predicted})
+        console.print_json(planned)
         return 0
     _show(planned)
-    stages = [
-        (name, f"{one['seconds']:.1f}", f"{one['memory'] / 1e6:,.0f}") for name, one in predicted["stages"].items()
+    needs = [
+        (NEEDS[name], place, f"{size / 1e6:,.1f}")
+        for place, sizes in planned["needs"].items()
+        for name, size in sizes.items()
+        if size
     ]
-    at_most, libraries = (f"{predicted[key] / 1e6:,.0f}" for key in ("peak_memory", "baseline"))
-    stages.append(("the run", f"{predicted['seconds']:.1f}", f"{at_most}, {libraries} of it libraries"))
-    console.print_table("what it would take", ("stage", "seconds", "MB at most"), stages)
+    console.print_table("what the run needs, from shapes", ("", "where", "MB"), needs)
     return 0

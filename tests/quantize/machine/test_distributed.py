@@ -17,7 +17,6 @@ from vllm_latq.format.reader import CheckpointReader
 from vllm_latq.format.verify import verify
 from vllm_latq.quantize.allocation.model_lattice import ModelLattice
 from vllm_latq.quantize.calibration.hessian import InputHessian
-from vllm_latq.quantize.forecast.prediction import predict_run
 from vllm_latq.quantize.machine.distributed import World
 from vllm_latq.quantize.model.decoder import Decoder
 from vllm_latq.quantize.pipeline import quantize_checkpoint
@@ -162,12 +161,6 @@ def test_statistics_are_where_all_processes_see_them(mini_model: Path, tmp_path:
     lattice = ModelLattice(decoder, quantized, LATQ, tmp_path / folder, SecondMachine(1, 2))
     with pytest.raises(ConfigError, match="a folder that all processes see, found nothing there for process 1"):
         lattice.collect(torch.zeros(2, 8, dtype=torch.int64), lambda hidden: hidden)
-
-
-def test_a_dry_run_is_of_one_process(mini_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="--dry-run: expected one process, found 2"):
-        predict_run(GPTQ, mini_model)
 
 
 def test_each_linear_goes_to_one_rank() -> None:

@@ -22,7 +22,6 @@ from vllm_latq.quantize.calibration.fisher import collect_statistics
 from vllm_latq.quantize.calibration.fisher_files import StatisticsFiles
 from vllm_latq.quantize.calibration.stream import Stream
 from vllm_latq.quantize.certificate.certificate import verify_certificate
-from vllm_latq.quantize.forecast.prediction import predict_run
 from vllm_latq.quantize.model.carried_state import HandedOn
 from vllm_latq.quantize.model.decoder import Decoder
 from vllm_latq.quantize.model.loading import load_model
@@ -59,6 +58,11 @@ FAMILIES = {
     },
     "zaya": {"num_hidden_layers": BLOCKS, "num_experts": 4, "router_hidden_size": 16, "sliding_window": None},
 }
+
+
+def waiting_bytes(handed_on: HandedOn) -> int:
+    """Return the bytes of what blocks have handed on, each tensor counted once."""
+    return sum({one.data_ptr(): one.nbytes for _, tensors in handed_on._entries() for one in tensors}.values())
 
 
 zaya = pytest.mark.skipif("zaya" not in CONFIG_MAPPING, reason="a transformers without Zaya")
@@ -129,8 +133,6 @@ def test_quantized_and_loaded_again(
     family: str, recipe: Recipe, random_model: Any, calibration_text: Path, tmp_path: Path
 ) -> None:
     source, model = random_model(family, f"shared-{family}", **FAMILIES[family])
-    if (family, recipe.method) != ("gemma4_text", "latq"):  # whose rehearsal has a test of its own
-        assert predict_run(recipe, source).seconds > 0
     quantize_checkpoint(recipe, source, tmp_path / "out", calibration=str(calibration_text))
     assert list(verify(tmp_path / "out")) == []
     assert list(verify_certificate(tmp_path / "out", source, str(calibration_text))) == []
@@ -165,7 +167,7 @@ def test_what_is_handed_on_without_a_gradient() -> None:
         handed_on.backward(torch.ones(2), block, weight)
         handed_on._gradients["seen", 1] = [torch.ones(2)]
     assert torch.equal(states.grad, torch.full((2,), 5.0))
-    assert handed_on.nbytes == 16
+    assert waiting_bytes(handed_on) == 16
     handed_on.take(1, (states, None))
     assert handed_on.arguments(2, {"seen": None}, torch.device("cpu")) == {"seen": None}
 
@@ -223,8 +225,7 @@ def test_nothing_waits_in_memory_that_need_not(random_model: Any) -> None:
         return tensor
 
     (batch,) = decoder.embed(TOKENS, len(TOKENS), place)
-    assert sum(placed) == batch.hidden.nbytes + batch.beside
-    assert batch.beside == BLOCKS * TOKENS.numel() * 16 * 4
+    assert sum(placed) == batch.hidden.nbytes + BLOCKS * TOKENS.numel() * 16 * 4
     for arguments in batch.arguments:
         part = arguments["per_layer_input"]
         assert part.untyped_storage().nbytes() == part.nbytes
@@ -249,7 +250,7 @@ def test_what_the_next_block_alone_reads_is_dropped_behind_it(random_model: Any)
             stream.advance(index, block)
         for batch in (*stream.batches, *(stream.originals or ())):
             # One for the next block; of its own the first is at rest.
-            assert batch.handed_on.nbytes == TOKENS.numel() * 16 * 4
+            assert waiting_bytes(batch.handed_on) == TOKENS.numel() * 16 * 4
 
 
 def test_it_waits_where_hidden_states_do(random_model: Any) -> None:
@@ -261,15 +262,16 @@ def test_it_waits_where_hidden_states_do(random_model: Any) -> None:
             batch.hidden = decoder.run(index, block, batch)
     # Two blocks choose tokens, three return what they were given.
     assert placed.count(torch.int32) == 2
-    assert batch.handed_on.nbytes == 2 * TOKENS.numel() * 5 * 4
+    assert waiting_bytes(batch.handed_on) == 2 * TOKENS.numel() * 5 * 4
 
 
 def test_embeddings_for_each_block_wait_with_several_streams(random_model: Any) -> None:
     """In Gemma 3n the streams come before the samples."""
     source, _ = random_model("gemma3n_text", "shared-gemma3n_text", **FAMILIES["gemma3n_text"])
-    (batch,) = Decoder(source, "cpu").embed(TOKENS, len(TOKENS))
+    placed: list[int] = []
+    (batch,) = Decoder(source, "cpu").embed(TOKENS, len(TOKENS), lambda one: placed.append(one.nbytes) or one)
     assert batch.hidden.shape[:3] == (4, *TOKENS.shape)
-    assert batch.beside == BLOCKS * TOKENS.numel() * 16 * 4
+    assert sum(placed) == batch.hidden.nbytes + BLOCKS * TOKENS.numel() * 16 * 4
 
 
 def test_a_linear_without_gradient_is_named(random_model: Any, tmp_path: Path) -> None:
@@ -278,14 +280,3 @@ def test_a_linear_without_gradient_is_named(random_model: Any, tmp_path: Path) -
     wanted = {name: decoder.linears(0)[name]}
     with pytest.raises(NumericalError, match=rf"{name}: expected a linear that the loss depends on"):
         collect_statistics(decoder, TOKENS, wanted, StatisticsFiles(tmp_path), SEED)
-
-
-def test_a_rehearsal_runs_what_hands_on(random_model: Any) -> None:
-    """The first block of a kind may hand on nothing, while a later one of that kind does."""
-    kinds = {"num_kv_shared_layers": 2, "num_hidden_layers": 5}
-    layers = {
-        "layer_types": ["full_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"]
-    }
-    source, _ = random_model("gemma4_text", "kinds", **FAMILIES["gemma4_text"] | kinds | layers)
-    for method in ({"method": "gptq", "bits": 4, "group_size": 16}, {"method": "latq", "target_bits": 3.5}):
-        assert predict_run(Recipe(**method, **SAMPLES), source).seconds > 0

@@ -15,7 +15,6 @@ from vllm_latq.format.reader import CheckpointReader
 from vllm_latq.format.verify import verify
 from vllm_latq.quantize.calibration.windows import calibration_samples, load_samples
 from vllm_latq.quantize.certificate.certificate import verify_certificate
-from vllm_latq.quantize.forecast.prediction import predict_run
 from vllm_latq.quantize.model.decoder import Decoder
 from vllm_latq.quantize.model.loading import load_model
 from vllm_latq.quantize.pipeline import quantize_checkpoint
@@ -119,7 +118,7 @@ def test_positions_behind_padding_are_counted(calibration_text: Path, tmp_path: 
         with pytest.raises(ConfigError, match=f"at most {positions}, the positions of the model"):
             calibration_samples(decoder, longer, str(calibration_text))
         with pytest.raises(ConfigError, match=f"at most {positions}, the positions of the model"):
-            predict_run(replace(longer, method="gptq", group_size=32), tmp_path / model_type)
+            plan(replace(longer, method="gptq", group_size=32), tmp_path / model_type)
 
 
 def test_blocks_that_need_each_others_outputs_are_refused(calibration_text: Path, tmp_path: Path) -> None:

@@ -1,0 +1,132 @@
+"""What a plan says a run needs is what a run then allocates or writes."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from vllm_latq.errors import ConfigError
+from vllm_latq.quantize.allocation.model_lattice import ModelLattice
+from vllm_latq.quantize.calibration import fisher as statistics
+from vllm_latq.quantize.calibration.hessian import InputHessian
+from vllm_latq.quantize.calibration.stream import Stream
+from vllm_latq.quantize.model.decoder import Decoder
+from vllm_latq.quantize.model.selection import quantized_linears
+from vllm_latq.quantize.model.shards import shard_weights
+from vllm_latq.quantize.pipeline import quantize_checkpoint
+from vllm_latq.quantize.plan import plan
+from vllm_latq.quantize.recipe import Recipe
+
+FEW = {"num_samples": 4, "seq_len": 32}
+GPTQ = Recipe("gptq", 4, group_size=16, **FEW)
+LATQ = Recipe("latq", target_bits=4.0, **FEW)
+
+
+@pytest.fixture(scope="module")
+def source(random_model: Any) -> Path:
+    """A model whose head is its embedding."""
+    directory, _ = random_model("qwen3", "planned", tie_word_embeddings=True)
+    return Path(directory)
+
+
+@pytest.fixture
+def tokens() -> torch.Tensor:
+    return torch.randint(3, 2048, (FEW["num_samples"], FEW["seq_len"]))
+
+
+def needs(recipe: Recipe, source: Path, **options: Any) -> dict[str, dict[str, int]]:
+    found: dict[str, dict[str, int]] = plan(recipe, source, "cpu", **options)["needs"]
+    return found
+
+
+def loaded(module: nn.Module) -> int:
+    """Return the bytes of a module's tensors that are in memory."""
+    tensors = {id(one): one for one in (*module.parameters(), *module.buffers()) if not one.is_meta}
+    return sum(one.nbytes for one in tensors.values())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_in_memory(dtype: str, source: Path) -> None:
+    memory = needs(replace(GPTQ, dtype=dtype), source)["memory"]
+    decoder = Decoder(source, "cpu", getattr(torch, dtype))
+    sizes = []
+    for index in range(len(decoder)):
+        with decoder.block(index) as block:
+            sizes.append(loaded(block))
+    assert memory["block"] == max(sizes)
+    with decoder.head():
+        assert memory["outside"] == loaded(decoder.model)
+
+
+@pytest.mark.parametrize("target", ["quantized", "original"])
+def test_hessians_and_activations(target: str, source: Path, tokens: torch.Tensor) -> None:
+    recipe = replace(GPTQ, target=target)
+    decoder, placed = Decoder(source, "cpu"), []
+
+    def place(hidden: torch.Tensor) -> torch.Tensor:
+        placed.append(hidden.nbytes)
+        return hidden
+
+    stream = Stream(decoder, tokens, target, place=place)
+    with shard_weights(decoder, 0) as block, torch.no_grad():
+        hessians = stream.inputs(0, block, decoder.linears(0))
+    memory = needs(recipe, source)["memory"]
+    assert memory["hessians"] == sum(part.nbytes for hessian in hessians for part in sums(hessian))
+    assert memory["gradients"] == 0
+    assert memory["activations"] == sum(placed)
+
+
+def sums(hessian: InputHessian) -> list[torch.Tensor]:
+    return [hessian.matrix, *(hessian.drift.sums if hessian.drift else [])]
+
+
+@pytest.mark.parametrize("widest", [4096, 48])
+def test_statistics_of_the_whole_model(
+    widest: int, source: Path, tokens: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With gradients of all outputs together, and in several diagonal blocks."""
+    monkeypatch.setattr(statistics, "LARGEST_BLOCK", widest)
+    monkeypatch.setattr("vllm_latq.quantize.plan.LARGEST_BLOCK", widest)
+    recipe, decoder, placed = replace(LATQ, ignore=()), Decoder(source, "cpu"), []
+
+    def place(hidden: torch.Tensor) -> torch.Tensor:
+        placed.append(hidden.nbytes)
+        return hidden
+
+    model = ModelLattice(decoder, quantized_linears(decoder, recipe), recipe, tmp_path / "statistics")
+    model.collect(tokens, place)
+    planned = needs(recipe, source, offload="disk")
+    files = sorted((tmp_path / "statistics").iterdir())
+    assert len(files) == len(decoder) + 1
+    assert planned["disk"]["statistics"] == sum(map(tensor_bytes, files))
+    assert planned["memory"]["hessians"] + planned["memory"]["gradients"] == max(map(tensor_bytes, files))
+    assert "activations" not in planned["memory"]
+    assert planned["disk"]["activations"] == sum(placed)
+
+
+def tensor_bytes(path: Path) -> int:
+    """Return the bytes of a safetensors file apart from its header, whose length its first 8 bytes hold."""
+    with path.open("rb") as file:
+        header = int.from_bytes(file.read(8), "little")
+    return path.stat().st_size - 8 - header
+
+
+@pytest.mark.parametrize("ignore", [("lm_head",), ()], ids=["head-as-it-is", "head-quantized"])
+def test_checkpoint(ignore: tuple[str, ...], source: Path, tmp_path: Path) -> None:
+    recipe = Recipe("rtn", 4, group_size=16, ignore=ignore, **FEW)
+    quantize_checkpoint(recipe, source, tmp_path / "out", device="cpu")
+    tensors = [one for path in (tmp_path / "out").glob("*.safetensors") for one in load_file(path).values()]
+    found = needs(recipe, source)
+    assert found["disk"] == {"statistics": 0, "checkpoint": sum(one.nbytes for one in tensors)}
+    assert found["memory"]["hessians"] == found["memory"]["activations"] == 0
+    measured = needs(recipe, source, calibrated=True)["memory"]
+    assert measured["hessians"] > 0 < measured["activations"]
+
+
+def test_windows_longer_than_the_model(source: Path) -> None:
+    with pytest.raises(ConfigError, match="seq_len: expected at most"):
+        needs(replace(GPTQ, seq_len=1 << 20), source)
