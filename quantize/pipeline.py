@@ -56,7 +56,8 @@ def quantize_checkpoint(
         resume: go on with `destination.partial` of an interrupted run.
         offload: where activations wait, "cpu" or "disk" (a mapped file in `destination.partial`).
         on_event: called with plain dicts: one "start", one "layer" per linear, one "block" per block, one "done";
-            where the whole model is looked at, a "stage" before and after each part of it, and one "plan".
+            where the whole model is looked at, a "stage" before and after each part of it, and one "plan". "stage"
+            and "block" hold `seconds_left` of their stage: None before its first part is measured.
 
     Returns:
         The report, as stored in the checkpoint.

@@ -10,7 +10,7 @@ more sum [c, r] per block.
             hessians     float32 [c, c] per input of the linears of one block: X^T X; two more sums of this shape where
                          targets are corrected; latq then keeps X^T X of the original model, too. q, k and v share one
                          input, and so do gate and up; all other linears count as if each had its own
-            gradients    float32 [r, r] per linear of that block (latq, and ssqr with a budget): the gram G of its
+            gradients    float32 [r, r] per linear of that block (latq): the gram G of its
                          output gradients, in diagonal blocks of at most LARGEST_BLOCK outputs
             activations  num_samples * seq_len * hidden_size in the compute dtype, for each copy that waits: one; two
                          where targets are corrected; the inputs of all blocks and the outputs of the last where
@@ -106,7 +106,7 @@ def _needs(
     """Return `needs` without the checkpoint, activations in memory."""
     blocks = [decoder.model.get_submodule(decoder.block_name(index)) for index in range(len(decoder))]
     outside = parts_outside(decoder.model, "", (decoder.anatomy.blocks, *decoder.anatomy.towers))
-    sees_loss = recipe.method == "latq" or recipe.budget is not None
+    sees_loss = recipe.method == "latq"
     corrected = recipe.target != "quantized"
     grams = [_gram_bytes(linears) for linears in all_shard_linears(decoder, quantized)]
     sums = 3 * corrected + (recipe.method == "latq" or not corrected)  # of each input

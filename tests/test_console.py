@@ -6,7 +6,7 @@ import json
 import pytest
 from rich.console import Console
 
-from vllm_latq.console import JsonEvents, ProgressDisplay, claim, print_table
+from vllm_latq.console import JsonEvents, ProgressDisplay, WarnOnce, claim, print_table
 
 LAYER = {
     "event": "layer", "name": "model.layers.0.[bold]q", "shape": [4, 8], "bits": 3.5, "served_bits": 3.6,
@@ -15,13 +15,13 @@ LAYER = {
 }  # fmt: skip
 EVENTS = [
     {"event": "start", "blocks": 2, "linears": 4, "samples": None},
-    {"event": "stage", "stage": "statistics", "done": 0, "parts": 5},
-    {"event": "stage", "stage": "statistics", "done": 4, "parts": 5},
-    {"event": "stage", "stage": "allocation", "done": 2, "parts": 2},
+    {"event": "stage", "stage": "statistics, forward", "done": 0, "parts": 5, "seconds_left": None},
+    {"event": "stage", "stage": "statistics, forward", "done": 4, "parts": 5, "seconds_left": 3723.4},
+    {"event": "stage", "stage": "allocation", "done": 2, "parts": 2, "seconds_left": 0.0},
     {"event": "plan", "bits": {"model.layers.0.self_attn.[i]q_proj": 2.35, "model.layers.1.mlp.down_proj": 6.8294}},
     LAYER,
-    {"event": "block", "block": 0, "linears": 1, "resumed": False},
-    {"event": "block", "block": 1, "linears": 3, "resumed": True},
+    {"event": "block", "block": 0, "linears": 1, "resumed": False, "seconds_left": 59.2},
+    {"event": "block", "block": 1, "linears": 3, "resumed": True, "seconds_left": 0.0},
     {
         "event": "done",
         "destination": "[out]",
@@ -44,11 +44,13 @@ def shown(terminal: bool) -> str:
 
 def test_plain_lines_where_there_is_no_terminal() -> None:
     lines = shown(False).splitlines()
-    assert lines[:3] == ["statistics 0/5", "statistics 4/5", "allocation 2/2"]
+    assert lines[:3] == ["statistics, forward 0/5", "statistics, forward 4/5  1:02:04 left", "allocation 2/2"]
     plan = "from 2.350 bits (model.layers.0.self_attn.[i]q_proj) to 6.829 (model.layers.1.mlp.down_proj)"
     assert lines[3] == plan
     assert lines[4].startswith("model.layers.0.[bold]q  4x8  3.500 bits (3.600 served)  outliers 1.00%")
     assert lines[4].endswith("bound 4 (holds)  0.50 s  outlier rate 2%")
+    assert lines[5] == "block 1/2  0:01:00 left"
+    assert lines[6] == "block 1: taken from the interrupted run"
     assert "\x1b" not in "".join(lines)
     assert lines[-1].startswith("[out]: 3.5000 bits per weight, 100 bytes, - bits in memory while served")
     assert "second-order loss on the calibration text 0.001 nats per token; it predicts" in lines[-1]
@@ -61,8 +63,24 @@ def test_a_bound_comes_with_what_is_claimed_of_it() -> None:
 
 def test_bar_on_a_terminal() -> None:
     text = shown(True)
-    for part in ("statistics", "4/5", "block 2/2", "4/4", "model.layers.0.[bold]q", "error/bound 0.25", "GiB"):
+    for part in (
+        "statistics, forward",
+        "4/5",
+        "1:02:04 left",
+        "block 2/2",
+        "4/4",
+        "model.layers.0.[bold]q",
+        "error/bound 0.25",
+        "GiB",
+    ):
         assert part in text
+
+
+def test_a_warning_is_shown_once(capsys: pytest.CaptureFixture[str]) -> None:
+    warn = WarnOnce(speaks=True)
+    for message in ("one", "other", "one"):
+        warn(message)
+    assert capsys.readouterr().err.splitlines() == ["latq: warning: one", "latq: warning: other"]
 
 
 def test_json_lines(capsys: pytest.CaptureFixture[str]) -> None:

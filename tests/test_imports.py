@@ -14,7 +14,7 @@ OURS = "vllm_latq"
 # Files at the root of a folder are named without their suffix.
 KERNELS = ("errors", "layout", "configs", "device", "decode", "experts", "entropy", "bench", "dev")
 QUANTIZE = (
-    "machine", "lattice", "recipe", "model", "calibration", "methods", "allocation", "evaluation", "runs", "forecast",
+    "machine", "lattice", "recipe", "model", "calibration", "methods", "allocation", "evaluation", "runs",
     "certificate", "plan", "pipeline", "studies",
 )  # fmt: skip
 RUNTIME = ("__init__", "plugin", "errors", "memory", "console", "coding", "format", "models", "serving", "integrations")

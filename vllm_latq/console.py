@@ -2,9 +2,11 @@
 
 import io
 import json
+import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 from rich.console import Console
@@ -15,7 +17,6 @@ from rich.progress import (
     TaskID,
     TextColumn,
     TimeElapsedColumn,
-    TimeRemainingColumn,
 )
 from rich.table import Table
 from rich.text import Text
@@ -43,6 +44,11 @@ def claim(bound: float | None, holds: bool | None) -> str:
     """A bound and whether it holds, which is None where it is not claimed: weights were clipped."""
     said = {True: "holds", False: "VIOLATED", None: "not claimed"}[holds]
     return "-" if bound is None else f"{number(bound)} ({said})"
+
+
+def time_left(seconds: float | None) -> str:
+    """Return the time that a stage still takes, as hours:minutes:seconds; empty if unknown, or if nothing is left."""
+    return f"{timedelta(seconds=math.ceil(seconds))} left" if seconds else ""
 
 
 def prediction(loss: float, bound: float | None) -> str:
@@ -112,7 +118,7 @@ class ProgressDisplay:
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
-            TimeRemainingColumn(),
+            TextColumn("{task.fields[left]}", markup=False),
             TextColumn("{task.fields[status]}", markup=False),
             console=self.console,
             disable=not self.console.is_terminal,
@@ -132,15 +138,16 @@ class ProgressDisplay:
 
     def _start(self, event: Mapping[str, Any]) -> None:
         self.blocks = event["blocks"]
-        self.task = self.progress.add_task(f"block 0/{self.blocks}", total=event["linears"], status="")
+        self.task = self.progress.add_task(f"block 0/{self.blocks}", total=event["linears"], status="", left="")
 
     def _stage(self, event: Mapping[str, Any]) -> None:
         stage, done, parts = event["stage"], event["done"], event["parts"]
         if stage not in self.stages:
-            self.stages[stage] = self.progress.add_task(stage, total=parts, status="")
-        self.progress.update(self.stages[stage], completed=done, visible=done < parts)
+            self.stages[stage] = self.progress.add_task(stage, total=parts, status="", left="")
+        left = time_left(event["seconds_left"])
+        self.progress.update(self.stages[stage], completed=done, visible=done < parts, left=left)
         if not self.console.is_terminal:
-            self.console.print(f"{stage} {done}/{parts}", highlight=False)
+            self.console.print(f"{stage} {done}/{parts}  {left}".rstrip(), highlight=False)
 
     def _plan(self, event: Mapping[str, Any]) -> None:
         planned = sorted((value, name) for name, value in event["bits"].items())
@@ -166,7 +173,10 @@ class ProgressDisplay:
 
     def _block(self, event: Mapping[str, Any]) -> None:
         # The last shard is not a block: it holds the head and the embeddings.
-        self.progress.update(self.task, description=f"block {min(event['block'] + 1, self.blocks)}/{self.blocks}")
+        block, left = f"block {min(event['block'] + 1, self.blocks)}/{self.blocks}", time_left(event["seconds_left"])
+        self.progress.update(self.task, description=block, left=left)
+        if left and not self.console.is_terminal:
+            self.console.print(f"{block}  {left}", highlight=False)
         if event["resumed"]:
             self.console.print(f"block {event['block']}: taken from the interrupted run", highlight=False)
             self.progress.advance(self.task, event["linears"])

@@ -21,7 +21,7 @@ from vllm_latq.errors import ConfigError
 from vllm_latq.quantize.allocation.served_allocation import allocate_served, served_curves, served_lattices
 from vllm_latq.quantize.allocation.stored_allocation import allocate, rate_curve
 from vllm_latq.quantize.calibration.experts import expert_stacks
-from vllm_latq.quantize.calibration.fisher import Progress, collect_statistics, unseen
+from vllm_latq.quantize.calibration.fisher import Progress, Stages, collect_statistics, unseen, unseen_stages
 from vllm_latq.quantize.calibration.fisher_files import StatisticsFiles
 from vllm_latq.quantize.calibration.hessian import InputHessian
 from vllm_latq.quantize.lattice.factor import require_finite
@@ -76,13 +76,13 @@ class ModelLattice:
         every = range(len(self.decoder) + 1)
         return [shard for shard in every if shard_linears(self.decoder, self.quantized, shard)]
 
-    def collect(self, samples: torch.Tensor, place: Place, progress: Progress = unseen) -> None:
+    def collect(self, samples: torch.Tensor, place: Place, stages: Stages = unseen_stages) -> None:
         """Collect the statistics, unless an interrupted run left them all."""
         files, shards = StatisticsFiles(self.folder), self.shards
         self._require_everywhere(self.folder.parent.is_dir)
         if not self.world.from_first(lambda: files.complete(shards)):
             run = (self.decoder, samples, self.quantized, files, self.recipe.seed)
-            collect_statistics(*run, place, self.world, progress)
+            collect_statistics(*run, place, self.world, stages)
         self._require_everywhere(lambda: files.complete(shards))
 
     def _require_everywhere(self, there: Callable[[], bool]) -> None:
@@ -169,9 +169,9 @@ class ModelLattice:
             return served_curves(weights, inputs, outputs, target)
         return {name: rate_curve(weight, inputs, outputs[name], target) for name, weight in weights.items()}
 
-    def share_out(self, inputs: Sequence[Prices], target: float | None = None) -> dict[str, Share]:
-        """A target (None: the recipe's), shared out over the linears of some inputs: layer name -> its share."""
-        target = target or self.recipe.target_bits
+    def share_out(self, inputs: Sequence[Prices]) -> dict[str, Share]:
+        """Share the recipe's target out over the linears of all inputs: layer name -> its share."""
+        target = self.recipe.target_bits
         assert target is not None
         if self.recipe.count == "served":
             return allocate_served(inputs, expert_stacks(self.decoder.model, self.quantized), target)

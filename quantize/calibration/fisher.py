@@ -42,12 +42,18 @@ LARGEST_BLOCK = 4096
 # each of a vocabulary of 150,000.
 TOKENS_PER_GRADIENT = 2048
 
-# Told how many parts of a piece of work are done, of how many.
+# Takes how many parts of a stage are done, of how many; and the progress of a stage, by its name.
 Progress = Callable[[int, int], None]
+Stages = Callable[[str], Progress]
 
 
 def unseen(_done: int, _parts: int) -> None:
     """Progress that nobody is told of."""
+
+
+def unseen_stages(_stage: str) -> Progress:
+    """Stages that nobody is told of."""
+    return unseen
 
 
 def collect_statistics(
@@ -58,7 +64,7 @@ def collect_statistics(
     seed: int,
     place: Place = lambda hidden: hidden,
     world: World = ALONE,
-    progress: Progress = unseen,
+    stages: Stages = unseen_stages,
 ) -> None:
     """Run the model forward and backward once, and write the statistics of the wanted linears.
 
@@ -71,7 +77,8 @@ def collect_statistics(
         place: moves hidden states to where they wait, the inputs of all blocks and the last one's outputs at once;
             gradients take the place of the latter.
         world: the processes that share the run.
-        progress: told of each block that was passed, forward or backward, and of the head.
+        stages: gives the progress of three stages, whose parts take unlike times: all blocks forward, the head, all
+            blocks backward.
 
     Raises:
         NumericalError: activations or gradients that are not finite, or a linear that was never called.
@@ -79,22 +86,24 @@ def collect_statistics(
     windows = world.split(torch.arange(len(samples)))
     batches = decoder.embed(samples[windows], max(1, TOKENS_PER_GRADIENT // samples.shape[1]), place)
     inputs = [[batch.hidden for batch in batches]]
-    parts = 2 * len(decoder) + 1
-    progress(0, parts)
+    forward, head, backward = map(stages, ("statistics, forward", "statistics, head", "statistics, backward"))
+    forward(0, len(decoder))
     for index in range(len(decoder)):
         with decoder.block(index) as block, torch.no_grad():
             inputs.append([place(decoder.run(index, block, batch)) for batch in batches])
         for batch, hidden in zip(batches, inputs[-1], strict=True):
             batch.hidden = hidden
         return_freed_memory()
-        progress(index + 1, parts)
+        forward(index + 1, len(decoder))
     gradients = inputs.pop()
+    head(0, 1)
     head_gradients(decoder, gradients, wanted, files, label_seeds(seed, windows.tolist()), world)
+    head(1, 1)
     for index in reversed(range(len(decoder))):
-        progress(parts - 1 - index, parts)
+        backward(len(decoder) - 1 - index, len(decoder))
         return_freed_memory()
         block_gradients(decoder, index, batches, inputs.pop(), gradients, wanted, files, world)
-    progress(parts, parts)
+    backward(len(decoder), len(decoder))
 
 
 def label_seeds(seed: int, windows: Iterable[int]) -> list[int]:

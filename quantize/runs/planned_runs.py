@@ -28,6 +28,7 @@ from vllm_latq.quantize.lattice.targets import Drift
 from vllm_latq.quantize.machine.offload import Place
 from vllm_latq.quantize.methods.latq import InputLattice, OutputLattice, aimed, latq
 from vllm_latq.quantize.methods.record import layer_record
+from vllm_latq.quantize.runs.progress import seconds_left
 from vllm_latq.quantize.runs.run import Quantized, Run
 
 
@@ -56,14 +57,23 @@ class WholeModelRun(Run):
         """Collect the statistics that an interrupted run did not leave, and allocate the bits."""
         assert samples is not None
         self.model = ModelLattice(self.decoder, self.quantized, self.recipe, self.writer.scratch, self.world)
-        self.model.collect(samples, place, self.progress("statistics"))
+        self.model.collect(samples, place, self.progress)
         self.allocation = self.model.allocation(self.progress("allocation"))
         self.emit({"event": "plan", "bits": {name: share.bits for name, share in self.allocation.items()}})
         return Stream(self.decoder, None) if self.recipe.target == "quantized" else super().prepare(samples, place)
 
     def progress(self, stage: str) -> Progress:
-        """Return a function that emits how much of a stage is done."""
-        return lambda done, parts: self.emit({"event": "stage", "stage": stage, "done": done, "parts": parts})
+        """Return a function that emits how much of a stage is done, and the seconds that the rest of it takes."""
+        started = time.perf_counter()
+
+        def emit(done: int, parts: int) -> None:
+            nonlocal started
+            now = time.perf_counter()
+            started = started if done else now
+            left = seconds_left(now - started, done, parts - done)
+            self.emit({"event": "stage", "stage": stage, "done": done, "parts": parts, "seconds_left": left})
+
+        return emit
 
     def _quantize(
         self, shard: int, block: nn.Module, linears: Mapping[str, nn.Linear], stream: Stream

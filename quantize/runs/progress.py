@@ -1,4 +1,4 @@
-"""How far an interrupted or running quantization is, from what it has put on disk: `latq inspect OUT.partial`.
+"""How far an interrupted or running quantization is, from its files (`latq inspect OUT.partial`) or its own clock.
 
 Invariant: only finished shards are counted; reading never disturbs the run that writes beside it.
 """
@@ -10,6 +10,20 @@ from vllm_latq.errors import CheckpointError
 from vllm_latq.format.files import read_json
 from vllm_latq.format.report import finite_number, layer_reports
 from vllm_latq.quantize.runs.writer import STATE_FILE
+
+
+def seconds_left(seconds: float, done: int, left: int) -> float | None:
+    """Return the seconds that the rest of a stage takes if each of its parts takes the mean of the finished ones.
+
+    Args:
+        seconds: what the finished parts took together.
+        done: number of finished parts.
+        left: number of parts that are not finished.
+
+    Returns:
+        None before the first part is finished: nothing was measured then.
+    """
+    return seconds / done * left if done else None
 
 
 def is_partial(directory: str | Path) -> bool:

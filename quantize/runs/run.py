@@ -8,6 +8,7 @@ Invariant: what the next block sees is computed with the weights that were writt
 back, goes on exactly where an uninterrupted one would be.
 """
 
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, TypeVar
@@ -37,6 +38,7 @@ from vllm_latq.quantize.model.shards import (
     untouched_tensors,
 )
 from vllm_latq.quantize.recipe import Recipe
+from vllm_latq.quantize.runs.progress import seconds_left
 from vllm_latq.quantize.runs.writer import CheckpointWriter
 
 Listener = Callable[[Mapping[str, Any]], None]
@@ -70,12 +72,24 @@ class Run:
         """Quantize everything: a shard per block, and one for the rest."""
         stream = self.prepare(samples, place)
         shards = all_shard_linears(self.decoder, self.quantized)
+        seconds, quantized = 0.0, 0
         for shard, linears in enumerate(shards):
-            self._shard(shard, linears, stream, advance=any(shards[shard + 1 :]))
+            started = time.perf_counter()
+            resumed = self._shard(shard, linears, stream, advance=any(shards[shard + 1 :]))
+            if linears and not resumed:
+                seconds, quantized = seconds + time.perf_counter() - started, quantized + 1
+            # The last shard is not a block: its head takes another time.
+            left = seconds_left(seconds, quantized, sum(map(bool, shards[shard + 1 : -1])))
+            done = {"block": shard, "linears": len(linears), "resumed": resumed, "seconds_left": left}
+            self.emit({"event": "block", **done})
             return_freed_memory()
 
-    def _shard(self, shard: int, linears: Mapping[str, nn.Linear], stream: Stream, advance: bool) -> None:
-        """Quantize, or read back, the linears of one shard, and carry the activations past its block if needed."""
+    def _shard(self, shard: int, linears: Mapping[str, nn.Linear], stream: Stream, advance: bool) -> bool:
+        """Quantize, or read back, the linears of one shard, and carry the activations past its block if needed.
+
+        Returns:
+            Whether they were read back.
+        """
         earlier = self.world.from_first(lambda: self.writer.records(shard))
         tensors = untouched_tensors(self.decoder, shard, linears) if earlier is None else {}
         if linears or (advance and stream):
@@ -97,7 +111,7 @@ class Run:
         if earlier is None:
             self.world.from_first(lambda: self.writer.add(shard, tensors, {"layers": records}))
         self.layers.extend(records)
-        self.emit({"event": "block", "block": shard, "linears": len(records), "resumed": earlier is not None})
+        return earlier is not None
 
     def _quantize(
         self, shard: int, block: nn.Module, linears: Mapping[str, nn.Linear], stream: Stream

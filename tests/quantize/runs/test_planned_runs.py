@@ -106,15 +106,27 @@ def test_an_interrupted_run_resumes_to_the_same_bytes(two_blocks: Path, calibrat
     options = {"calibration": str(calibration_text)}
     checkpoint = tmp_path / "whole"
     stages: dict[str, list[tuple[int, int]]] = {}
+    left: list[tuple[str, int | None, float | None]] = []
 
     def note(event: Mapping[str, Any]) -> None:
         if event["event"] == "stage":
             stages.setdefault(event["stage"], []).append((event["done"], event["parts"]))
+        if event["event"] in ("stage", "block"):
+            left.append((event["event"], event.get("done"), event["seconds_left"]))
 
     quantize_checkpoint(recipe, two_blocks, checkpoint, on_event=note, **options)
     # Two blocks forward, the head, two blocks backward; then two blocks, twice.
-    assert stages.pop("statistics") == [(done, 5) for done in range(6)]
-    assert stages == {"allocation": [(0, 4), (1, 4), (2, 4), (2, 4), (3, 4), (4, 4)]}
+    assert stages == {
+        "statistics, forward": [(0, 2), (1, 2), (2, 2)],
+        "statistics, head": [(0, 1), (1, 1)],
+        "statistics, backward": [(0, 2), (1, 2), (2, 2)],
+        "allocation": [(0, 4), (1, 4), (2, 4), (2, 4), (3, 4), (4, 4)],
+    }
+    # Nothing is said before the first part of a stage is done; of the last nothing is left. The head is the last shard.
+    assert all((seconds is None) == (kind == "stage" and done == 0) for kind, done, seconds in left)
+    blocks = [seconds for kind, _, seconds in left if kind == "block"]
+    assert blocks[0]
+    assert blocks[1:] == [0.0, 0.0]
     with pytest.raises(InterruptionError):
         quantize_checkpoint(recipe, two_blocks, tmp_path / "again", on_event=interrupt, **options)
     stages.clear()

@@ -1,4 +1,4 @@
-"""What `latq inspect OUT.partial` shows of a run that is still going."""
+"""What `latq inspect OUT.partial` shows of a run that is still going, and the time that a run has left."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ import torch
 
 from vllm_latq.cli.main import main
 from vllm_latq.errors import CheckpointError
-from vllm_latq.quantize.runs.progress import is_partial, partial_progress
+from vllm_latq.quantize.runs.progress import is_partial, partial_progress, seconds_left
 from vllm_latq.quantize.runs.writer import CheckpointWriter
 
 RECORD = {"name": "layers.0.up", "bits": 4.0, "error": 0.5, "bound": 1.5, "relative_error": 0.01}
@@ -28,6 +28,12 @@ def test_finished_shards_are_counted(partial: Path) -> None:
     assert (progress["shards_done"], progress["shards"], progress["bytes"]) == (1, 3, 20)
     assert progress["recipe"] == {"method": "rtn"}
     assert [layer["name"] for layer in progress["layers"]] == ["layers.0.up"]
+
+
+def test_time_left_is_the_mean_of_finished_parts_times_the_parts_left() -> None:
+    assert seconds_left(0.5, done=0, left=4) is None
+    assert seconds_left(30.0, done=2, left=3) == 45.0
+    assert seconds_left(30.0, done=2, left=0) == 0.0
 
 
 def test_command(partial: Path, capsys: pytest.CaptureFixture[str]) -> None:
