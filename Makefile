@@ -6,7 +6,7 @@ export HF_HUB_OFFLINE ?= 1
 export VLLM_NO_USAGE_STATS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: venv test lint demo emulated compilers release fuzz soak api clean
+.PHONY: venv test lint demo coverage emulated compilers release fuzz soak api clean
 
 # Seconds of coverage-guided fuzzing.
 FUZZ_SECONDS ?= 3600
@@ -37,6 +37,16 @@ test: lint
 	TRITON_INTERPRET=1 $(PYTEST) $(BY_TEST) tests/kernels -m 'kernel or interpreter'
 	EMULATED_GPU=sm_90 $(PYTEST) $(EMULATED_TESTS)
 	$(PYTEST) tests -m 'not kernel and not interpreter and not soak'
+
+# Which lines the tests execute: a table, and build/coverage/index.html. Lines inside `@triton.jit` functions count as
+# missed, because Triton's interpreter executes copies of them.
+COVER := --cov --cov-append --cov-report=
+coverage: venv
+	$(BIN)/coverage erase
+	TRITON_INTERPRET=1 $(PYTEST) $(BY_TEST) tests/kernels -m 'kernel or interpreter' $(COVER)
+	$(PYTEST) tests -m 'not kernel and not interpreter and not soak' $(COVER)
+	$(BIN)/coverage html --quiet
+	$(BIN)/coverage report
 
 # All tests of the kernels as they are compiled for each architecture, on a pretended GPU: minutes for each.
 emulated: venv
