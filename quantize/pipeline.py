@@ -21,7 +21,7 @@ from vllm_latq.quantize.calibration.windows import calibration_samples, sizes
 from vllm_latq.quantize.machine.distributed import World
 from vllm_latq.quantize.machine.offload import placer
 from vllm_latq.quantize.model.decoder import Decoder
-from vllm_latq.quantize.model.loading import torch_device
+from vllm_latq.quantize.model.loading import compute_dtype, torch_device
 from vllm_latq.quantize.model.selection import (
     ignored_modules,
     quantized_linears,
@@ -68,7 +68,7 @@ def quantize_checkpoint(
     world = World.join(torch_device(device))
     emit = on_event if on_event and world.first else (lambda event: None)
     try:
-        decoder = Decoder(source, world.device, recipe.compute_dtype)
+        decoder = Decoder(source, world.device, compute_dtype(recipe.dtype))
         return _quantize_checkpoint(recipe, decoder, Path(destination), calibration, resume, emit, world, offload)
     finally:
         world.leave()

@@ -28,13 +28,14 @@ from typing import Any
 
 from torch import nn
 
+from vllm_latq.format.tensors import tensor_specs
 from vllm_latq.quantize.allocation.served_allocation import check_target_bits
 from vllm_latq.quantize.calibration.fisher import LARGEST_BLOCK
 from vllm_latq.quantize.calibration.windows import check_seq_len
 from vllm_latq.quantize.methods.record import totals
 from vllm_latq.quantize.model.anatomy import parts_outside
 from vllm_latq.quantize.model.decoder import Decoder
-from vllm_latq.quantize.model.loading import torch_device
+from vllm_latq.quantize.model.loading import compute_dtype, torch_device
 from vllm_latq.quantize.model.selection import beside, matrices, merged_with, quantized_linears
 from vllm_latq.quantize.model.shards import all_shard_linears, untouched_names
 from vllm_latq.quantize.recipe import Recipe
@@ -65,7 +66,7 @@ def plan(
     Bits are exact for schemes without outliers, at the outlier rate for SSQR, and the target for entropy coding: of
     what is in memory where the recipe counts that.
     """
-    decoder = Decoder(source, torch_device(device), recipe.compute_dtype)
+    decoder = Decoder(source, torch_device(device), compute_dtype(recipe.dtype))
     layers = []
     quantized = quantized_linears(decoder, recipe)
     check_target_bits(quantized.values(), recipe)
@@ -74,7 +75,7 @@ def plan(
         check_seq_len(decoder, recipe)
     for name, linear in quantized.items():
         rows, cols = linear.out_features, linear.in_features
-        bits = recipe.planned_bits(rows, cols) / (rows * cols)
+        bits = planned_bits(recipe, rows, cols) / (rows * cols)
         layers.append({"name": name, "shape": [rows, cols], "bits": bits, "bytes": round(bits * rows * cols / 8)})
     summary = {key: value for key, value in totals(layers).items() if key not in NOT_PLANNED}
     left = [
@@ -98,6 +99,17 @@ def plan(
         "beside": others,
         "needs": needs,
     }
+
+
+def planned_bits(recipe: Recipe, rows: int, cols: int) -> float:
+    """Return the stored bits of a linear [rows, cols].
+
+    The target for entropy-coded methods; for the others exact, except that outliers count at their rate.
+    """
+    if recipe.target_bits is not None:
+        return recipe.target_bits * rows * cols
+    outliers = recipe.outlier_rate * rows * cols
+    return sum(spec.bits(outliers) for spec in tensor_specs(recipe.scheme, rows, cols).values())
 
 
 def _needs(

@@ -1,26 +1,20 @@
 """The recipe of a quantization run.
 
-Invariant: an instance is valid; it states everything the result depends on besides model and calibration text.
+Invariant: an instance is valid; it states everything the result depends on besides model and calibration text. This
+module imports no torch, so that `latq --help` takes its choices and defaults from here.
 """
 
+import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
-import torch
-
 from vllm_latq.errors import ConfigError
 from vllm_latq.format.config import GRIDS, SUPPORTED_BITS, WHOLE_ROW, LayerScheme
-from vllm_latq.format.tensors import tensor_specs
-from vllm_latq.quantize.lattice.factor import ORDERS
-from vllm_latq.quantize.lattice.nearest_plane import ROUNDINGS
-from vllm_latq.quantize.lattice.reduction import REDUCTIONS
-from vllm_latq.quantize.lattice.scales import SCALE_METHODS
-from vllm_latq.quantize.lattice.stochastic import layer_seed
-from vllm_latq.quantize.lattice.targets import TARGETS
+from vllm_latq.quantize.lattice.choices import ORDERS, REDUCTIONS, ROUNDINGS, SCALE_METHODS, TARGETS
 
-# Options a method does not read. Setting one would suggest an effect it does not have, so it is refused.
+# Fields that a method does not read. Setting one would suggest an effect it does not have, so it is refused.
 _RECURSION = ("order", "damping", "block_size", "rounding", "target", "correction", "beam", "sweeps")
 _OUTLIERS = ("outlier_rate", "outliers")
 _GRID = ("bits", "group_size", "scales", "grid", *_OUTLIERS)
@@ -32,19 +26,31 @@ UNUSED = {
     "hrtn": ("count", "without", "reduction", *_GRID, *_RECURSION),
     "latq": ("block_size", "rounding", "beam", "sweeps", "reduction", *_GRID),
 }
-# Parts of latq that can be switched off, see `latq`: the model's one step, column and row scales, feedback between
-# outputs, and damping that charges for bits.
+# Parts of latq that a study can switch off, see `methods.latq`: the model's one step, column and row scales, feedback
+# between outputs, and damping that charges for bits.
 PARTS = ("allocation", "columns", "rows", "feedback", "rate-damping")
 METHODS = tuple(UNUSED)
 HUFFMAN_METHODS = ("hptq", "hrtn")
 CODED_METHODS = (*HUFFMAN_METHODS, "latq")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-OUTLIER_CHOICES = ("overflow", "saving")
-COUNTS = ("stored", "served")
+# What each field that is a choice may be.
+CHOICES: Mapping[str, tuple[Any, ...]] = {
+    "method": METHODS,
+    "bits": SUPPORTED_BITS,
+    "count": ("stored", "served"),
+    "order": ORDERS,
+    "rounding": ROUNDINGS,
+    "reduction": REDUCTIONS,
+    "scales": (*SCALE_METHODS, "fitted"),
+    "grid": GRIDS,
+    "target": TARGETS,
+    "outliers": ("saving", "overflow"),
+    "dtype": DTYPES,
+}
 MAX_OUTLIER_RATE = 0.5
 MAX_TARGET_BITS = 16.0
 MAX_SERVED_BITS = 9.0  # codes have at most 8
-MAX_SEED = 2**64
+MAX_SEED = 2**64  # torch draws with seeds below
 
 
 @dataclass(frozen=True)
@@ -53,42 +59,43 @@ class Recipe:
 
     Attributes:
         method: rtn (round to nearest), gptq (clipped), ssqr (with sparse outliers), hptq (unclipped, one scale,
-            Huffman-coded), hrtn (the same by plain rounding) or latq (against the loss of the whole model,
-            one step for all layers, entropy-coded; unclipped where stored bits are counted).
+            Huffman-coded), hrtn (the same by plain rounding) or latq (against the loss of the whole model, one step
+            for all layers, entropy-coded; unclipped where stored bits are counted).
         bits: code width of rtn, gptq and ssqr: 2, 3, 4 or 8.
         group_size: input channels per scale, -1 for the whole row.
         outlier_rate: share of the weights that ssqr may keep as outliers, in (0, 0.5].
         target_bits: average bits per weight, of each layer (hptq, hrtn) or of the model (latq), in (1, 16].
-        count: which bits these are (latq): stored, or served, in memory while the model runs, which is what decoding
-            reads: codes of 2, 3, 4 or 8 bits, and about 18 for each integer beyond them (32 of 8); at most 9. Grids are
-            mid-rise then, and weights at most 3/4 of a step beyond the codes are clipped: 9/4 of the bound.
+        count: what target_bits measures (latq): stored, the checkpoint's files; or served, the memory that decoding
+            reads: codes of 2, 3, 4 or 8 bits, and about 18 bits for each integer beyond them (32 for 8-bit codes); at
+            most 9. With served, grids are mid-rise and weights at most 3/4 of a step beyond the codes are clipped,
+            which makes the bound 9/4 as high.
         order: rounding order: natural, act or min-pivot.
         damping: lambda relative to the mean diagonal of the Hessian.
         rounding: nearest, or stochastic: up with the fractional part as probability, drawn from `seed` and the layer's
             name.
-        reduction: none or lll: hptq rounds on the reduced basis where that lowers the bound.
+        reduction: none, or lll: hptq rounds on the reduced basis where that lowers the bound.
         scales: absmax, mse (for gptq of the errors' cubes), signed (mse, with the sign that suits the group), or
-            fitted: signed, and for gptq to the errors that the recursion makes with them, for ssqr together with the
-            outliers that are chosen by saving. None for what suits the method: fitted for those outliers, else mse.
-        grid: of packed weights, midtread (the multiples of the scale, zero among them) or midrise (those and half a
-            scale, symmetric around zero: the better one for dense weights in 2 bits).
-        target: what a layer's output should be: quantized (of its own weights, on the inputs that the quantized prefix
-            gives it), original (of the original model), or residual (the same, and what a block adds last to the
-            residual stream brings that to where it is in the original model).
-        correction: share of the way to the corrected weights that the other two targets go, in (0, 1].
+            fitted: signed, and for gptq fitted to the errors that the recursion makes with them, for ssqr together
+            with the outliers that are chosen by saving. None chooses: fitted for those outliers, otherwise mse.
+        grid: grid of packed weights: midtread (multiples of the scale, zero among them) or midrise (shifted by half a
+            scale, symmetric around zero: better for dense weights in 2 bits).
+        target: the output that a quantized layer should match: quantized (its own weights on the inputs that the
+            quantized prefix gives it), original (the original model's), or residual (as original; the last linear of
+            a block also cancels the error in the residual stream).
+        correction: share of the way to the corrected weights that targets original and residual go, in (0, 1].
         num_samples: calibration sequences.
         seq_len: tokens in each.
-        dtype: that the model computes with while it is quantized, its weights included: auto (float32 on a CPU, the
-            model's own elsewhere), float32, bfloat16 or float16. Hessians are float32 sums, the algorithms compute
-            in float32 and float64, whatever it is.
-        seed: picks the calibration sequences; of stochastic rounding, and of the labels that latq draws.
-        ignore: what stays unquantized: linears by name or ending, modules by name.
-        block_size: columns per lazy batch of the recursion; a matter of speed.
-        outliers: which weights ssqr keeps: those whose rounding would cost most ("saving"; what else lies beyond the
-            grid is clipped, its error fed back), or all that overflow the grid (the paper's).
-        beam: survivors per row of nearest plane (K-best); of ssqr only where outliers are chosen by saving.
-        sweeps: of coordinate descent after it, at most (gptq, ssqr).
-        without: parts of latq to switch off (`PARTS`), to see what each is worth; not an option of the command line.
+        dtype: dtype of the model while it is quantized, weights included: auto (float32 on a CPU, the model's own
+            elsewhere), float32, bfloat16 or float16. Hessians are always float32 sums; the algorithms compute in
+            float32 and float64.
+        seed: seed for the calibration sequences, stochastic rounding, and the labels that latq draws.
+        ignore: linears (names or dotted suffixes) and modules (names) that stay unquantized.
+        block_size: columns per lazy batch of the recursion; changes speed only.
+        outliers: weights that ssqr keeps: those whose rounding would cost most ("saving"; others beyond the grid are
+            clipped and their errors fed back), or all that overflow the grid ("overflow", the paper's).
+        beam: roundings per row that nearest plane keeps (K-best); for ssqr only where outliers are chosen by saving.
+        sweeps: maximum coordinate-descent sweeps after nearest plane (gptq, ssqr).
+        without: parts of latq to switch off (`PARTS`), for studies of what each is worth.
     """
 
     method: str
@@ -117,19 +124,33 @@ class Recipe:
     without: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        _check_choice("method", self.method, METHODS)
-        _check_choice("count", self.count, COUNTS)
-        _check_choice("order", self.order, ORDERS)
-        _check_choice("reduction", self.reduction, REDUCTIONS)
-        _check_choice("rounding", self.rounding, ROUNDINGS)
-        _check_choice("target", self.target, TARGETS)
-        _check_choice("dtype", self.dtype, DTYPES)
-        _check_choice("outliers", self.outliers, OUTLIER_CHOICES)
-        _check_choice("grid", self.grid, GRIDS)
+        for name, choices in CHOICES.items():
+            if name != "scales":
+                _check_choice(name, getattr(self, name), choices)
         if "scales" not in UNUSED[self.method]:
             self._settle_scales()
-        if type(self.bits) is not int or self.bits not in SUPPORTED_BITS:
-            raise _error("bits", f"one of {', '.join(map(str, SUPPORTED_BITS))}", self.bits)
+        self._check_numbers()
+        self._check_target_bits()
+        object.__setattr__(self, "ignore", _names("ignore", self.ignore))
+        object.__setattr__(self, "without", _names("without", self.without))
+        if not set(self.without) <= set(PARTS):
+            raise _error("without", f"names among {', '.join(PARTS)}", list(self.without))
+        self._check_unused()
+        self._check_rounding()
+        self._check_targets()
+
+    def _settle_scales(self) -> None:
+        """Choose the scales that suit the method, where none are given."""
+        together = self.clips_by_price
+        if self.scales is None:
+            object.__setattr__(self, "scales", "fitted" if together else "mse")
+        _check_choice("scales", self.scales, SCALE_METHODS if self.method == "rtn" else CHOICES["scales"])
+        if self.method == "ssqr" and (self.scales == "fitted") != together:
+            hint = "Leave them out, or say outliers overflow: outliers by saving are chosen together with scales."
+            hint += " Earlier versions took others: their checkpoints load, but have no certificate."
+            raise _error("scales", "fitted" if together else ", ".join(SCALE_METHODS), self.scales, hint)
+
+    def _check_numbers(self) -> None:
         if self.group_size != WHOLE_ROW:
             _check_integer("group_size", self.group_size, 1, "-1 (whole row) or a positive integer")
         for name in ("num_samples", "seq_len", "block_size", "beam"):
@@ -141,6 +162,8 @@ class Recipe:
         _check_number("outlier_rate", self.outlier_rate, 0.0, MAX_OUTLIER_RATE)
         _check_number("damping", self.damping, 0.0, math.inf)
         _check_number("correction", self.correction, 0.0, 1.0)
+
+    def _check_target_bits(self) -> None:
         if self.target_bits is not None:
             # A Huffman code takes at least a bit per weight; rANS does not.
             highest = MAX_TARGET_BITS if self.count == "stored" else MAX_SERVED_BITS
@@ -148,22 +171,6 @@ class Recipe:
         elif self.method in CODED_METHODS:
             hint = f"{self.method} searches for the step that meets it."
             raise _error("target_bits", "average bits per weight, at most 16", None, hint)
-        object.__setattr__(self, "ignore", _names("ignore", self.ignore))
-        object.__setattr__(self, "without", _names("without", self.without))
-        self._check_unused()
-        if not set(self.without) <= set(PARTS):
-            raise _error("without", f"names among {', '.join(PARTS)}", list(self.without))
-
-    def _settle_scales(self) -> None:
-        """The scales that suit the method, where none are given."""
-        together = self.clips_by_price
-        if self.scales is None:
-            object.__setattr__(self, "scales", "fitted" if together else "mse")
-        _check_choice("scales", self.scales, SCALE_METHODS if self.method == "rtn" else (*SCALE_METHODS, "fitted"))
-        if self.method == "ssqr" and (self.scales == "fitted") != together:
-            hint = "Leave them out, or say outliers overflow: outliers by saving are chosen together with scales."
-            hint += " Earlier versions took others: their checkpoints load, but have no certificate."
-            raise _error("scales", "fitted" if together else ", ".join(SCALE_METHODS), self.scales, hint)
 
     def _check_unused(self) -> None:
         for field in fields(self):
@@ -171,9 +178,8 @@ class Recipe:
                 instead = "set target_bits" if field.name == "bits" else "leave it out"
                 hint = f"{self.method} does not use {field.name}: {instead}."
                 raise _error(field.name, f"the default {field.default!r}", getattr(self, field.name), hint)
-        self._check_combinations()
 
-    def _check_combinations(self) -> None:
+    def _check_rounding(self) -> None:
         if self.rounding == "stochastic" and (self.beam > 1 or self.sweeps):
             raise _error("rounding", "nearest", self.rounding, "A beam and sweeps choose where this draws.")
         if self.method == "ssqr" and self.beam > 1 and self.outliers != "saving":
@@ -182,6 +188,8 @@ class Recipe:
             raise _error("reduction", "none", self.reduction, "A reduced basis is rounded on by nearest plane only.")
         if self.grid == "midrise" and self.scales == "signed":
             raise _error("scales", "scales without signs", self.scales, "A mid-rise grid is the same on both sides.")
+
+    def _check_targets(self) -> None:
         if self.count == "served" and {"allocation", "columns", "rows"} & set(self.without):
             raise _error("without", "feedback, rate-damping", list(self.without), "Served bits are met by the others.")
         if self.target == "quantized" and self.correction != 1.0:
@@ -194,29 +202,12 @@ class Recipe:
             return LayerScheme("rans", grid="midrise" if self.count == "served" else "midtread")
         if self.method in HUFFMAN_METHODS:
             return LayerScheme("huffman")
-        return LayerScheme("packed", self.bits, self.group_size, self.method == "ssqr", self.grid)
+        return LayerScheme("packed", self.bits, self.group_size, self.method == "ssqr", grid=self.grid)
 
     @property
     def offset(self) -> float:
-        """Of the grid, in steps."""
+        """Offset of the grid, in steps."""
         return 0.5 if self.grid == "midrise" else 0.0
-
-    def planned_bits(self, rows: int, cols: int) -> float:
-        """Stored bits of a linear [rows, cols]: exact but for outliers, which are counted at their rate, evenly strewn;
-        the target of entropy-coded methods.
-        """
-        if self.target_bits is not None:
-            return self.target_bits * rows * cols
-        outliers = self.outlier_rate * rows * cols
-        return sum(spec.bits(outliers) for spec in tensor_specs(self.scheme, rows, cols).values())
-
-    @property
-    def compute_dtype(self) -> torch.dtype | None:
-        """`dtype` for a `Decoder`, which chooses itself if this is None."""
-        if self.dtype == "auto":
-            return None
-        dtype: torch.dtype = getattr(torch, self.dtype)
-        return dtype
 
     @property
     def needs_calibration(self) -> bool:
@@ -229,32 +220,33 @@ class Recipe:
         return self.method == "ssqr" and self.outliers == "saving"
 
     @property
-    def leaves_cells(self) -> bool:
-        """Whether residuals on the grid may be beyond half a step, so that the bound has to count them.
+    def may_exceed_half_step(self) -> bool:
+        """Whether residuals on the grid may exceed half a step, so that the bound has to count them.
 
-        A beam's may, too, where nothing is clipped, but its cheapest survivor costs no more than nearest plane may.
+        A beam's residuals may, too, where nothing is clipped, but its cheapest survivor costs no more than nearest
+        plane may.
         """
         return self.sweeps > 0 or (self.beam > 1 and (self.method == "gptq" or self.clips_by_price))
 
     @property
-    def voids_bounds(self) -> bool:
+    def bound_ignores_clipping(self) -> bool:
         """Whether weights may be clipped that the bound does not count."""
-        return self.method == "gptq" and not self.leaves_cells
+        return self.method == "gptq" and not self.may_exceed_half_step
 
     def rounding_seed(self, layer: str) -> int | None:
-        """Seed of a layer's stochastic rounding, whatever was rounded before it; None where it rounds to nearest."""
+        """Return the seed of a layer's stochastic rounding, the same for every run; None for rounding to nearest."""
         if self.rounding != "stochastic":
             return None
-        return layer_seed(self.seed, layer)
+        return int.from_bytes(hashlib.sha256(f"{self.seed} {layer}".encode()).digest()[:8], "big") >> 1
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values of the fields that the method reads."""
+        """Return the fields that the method reads, as plain JSON values."""
         values = {**asdict(self), "ignore": list(self.ignore), "without": list(self.without)}
         return {name: value for name, value in values.items() if name not in UNUSED[self.method]}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Recipe":
-        """Inverse of `to_dict`; fields may be left out, unknown keys are refused with ConfigError."""
+        """Return the recipe of a dict that `to_dict` made; fields may be left out, ConfigError refuses unknown keys."""
         if not isinstance(values, Mapping):
             raise ConfigError("recipe", "an object", type(values).__name__)
         known = {field.name for field in fields(cls)}
@@ -270,13 +262,13 @@ def _error(field: str, expected: str, found: Any, hint: str = "") -> ConfigError
     return ConfigError(f"recipe.{field}", expected, "nothing" if found is None else repr(found), hint)
 
 
-def _check_choice(field: str, value: Any, choices: tuple[str, ...]) -> None:
-    if not isinstance(value, str) or value not in choices:
-        raise _error(field, f"one of {', '.join(choices)}", value)
+def _check_choice(field: str, value: Any, choices: tuple[Any, ...]) -> None:
+    # A bool is an int to Python, and a mistake here.
+    if type(value) is not type(choices[0]) or value not in choices:
+        raise _error(field, f"one of {', '.join(map(str, choices))}", value)
 
 
 def _check_integer(field: str, value: Any, low: int, expected: str = "") -> None:
-    # bool is an int to Python, and a mistake here.
     if type(value) is not int or value < low:
         raise _error(field, expected or f"an integer of at least {low}", value)
 

@@ -1,4 +1,4 @@
-"""What the commands show: tables, and the progress of a quantization as a live bar, plain lines or JSON lines."""
+"""Output of the commands: tables, and the progress of a quantization as a live bar, plain lines or JSON lines."""
 
 import io
 import json
@@ -26,22 +26,22 @@ from vllm_latq.memory import peak_memory
 
 
 def print_json(value: Any) -> None:
-    """One JSON document on standard output."""
+    """Print one JSON document on standard output."""
     print(json.dumps(value, indent=2))
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """A number with a few significant digits; a dash for None."""
+    """Return a number with a few significant digits; a dash for None."""
     return "-" if value is None else f"{value:.{digits}g}"
 
 
 def bits(value: float | None) -> str:
-    """Bits per weight; a dash for None."""
+    """Return bits per weight with three decimals; a dash for None."""
     return "-" if value is None else f"{value:.3f}"
 
 
 def claim(bound: float | None, holds: bool | None) -> str:
-    """A bound and whether it holds, which is None where it is not claimed: weights were clipped."""
+    """Return a bound and whether it holds; `holds` is None where it is not claimed because weights were clipped."""
     said = {True: "holds", False: "VIOLATED", None: "not claimed"}[holds]
     return "-" if bound is None else f"{number(bound)} ({said})"
 
@@ -52,14 +52,14 @@ def time_left(seconds: float | None) -> str:
 
 
 def prediction(loss: float, bound: float | None) -> str:
-    """What a checkpoint's report says of the whole model: the second-order loss on the calibration text, its bound."""
+    """Return the sentence about the whole model: its second-order loss on the calibration text, and the bound."""
     limit = "" if bound is None else f", at most {number(bound)}"
     said = f"second-order loss on the calibration text {number(loss)} nats per token{limit}"
     return f"{said}; it predicts the KL divergence, too low where that text is short"
 
 
 def prepare_streams() -> None:
-    """Output that was closed goes nowhere; names that cannot be encoded are shown escaped."""
+    """Send output to a closed stream nowhere, and show characters that cannot be encoded escaped."""
     sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -67,24 +67,24 @@ def prepare_streams() -> None:
 
 
 class WarnOnce:
-    """In place of `warnings.showwarning`: a warning, however often and wherever it is raised, is shown once.
+    """A replacement for `warnings.showwarning` that shows each warning once, wherever it is raised.
 
     Args:
-        speaks: False shows none.
+        enabled: False shows none.
     """
 
-    def __init__(self, speaks: bool) -> None:
-        self.speaks = speaks
+    def __init__(self, enabled: bool) -> None:
+        self.enabled = enabled
         self._shown: set[str] = set()
 
     def __call__(self, message: Warning | str, *_: Any, **__: Any) -> None:
-        if self.speaks and str(message) not in self._shown:
+        if self.enabled and str(message) not in self._shown:
             self._shown.add(str(message))
             print(f"latq: warning: {message}", file=sys.stderr)
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table whose first column is text and whose others are right-aligned."""
+    """Print a table whose first column is text and whose others are right-aligned."""
     # Names come from files: as Text they are not markup, and `printable` takes their control characters.
     table = Table(title=Text(printable(title)))
     for index, column in enumerate(columns):

@@ -61,6 +61,20 @@ class UnsupportedShapeError(LatqError):
     """A matrix shape that the chosen scheme or kernel cannot handle."""
 
 
+class UsageError(LatqError):
+    """Options of the command line that do not go together.
+
+    Args:
+        sentence: which option, what is wrong with it and what to do.
+    """
+
+    def __init__(self, sentence: str) -> None:
+        ValueError.__init__(self, sentence)
+
+    def __reduce__(self) -> tuple[type, tuple[str]]:
+        return type(self), (str(self),)
+
+
 def summary(error: BaseException) -> str:
     """An error of another library in one line."""
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"

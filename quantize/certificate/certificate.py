@@ -27,7 +27,7 @@ from vllm_latq.quantize.calibration.windows import calibration_samples
 from vllm_latq.quantize.certificate.recompute import layer_by_layer, whole_model
 from vllm_latq.quantize.methods.record import totals
 from vllm_latq.quantize.model.decoder import Decoder
-from vllm_latq.quantize.model.loading import torch_device
+from vllm_latq.quantize.model.loading import compute_dtype, torch_device
 from vllm_latq.quantize.model.meta_model import model_config
 from vllm_latq.quantize.model.selection import quantized_linears
 from vllm_latq.quantize.model.shards import untouched_names
@@ -68,7 +68,7 @@ def verify_certificate(
         raise ConfigError("tolerance", "a number between 0 and 1", repr(tolerance))
     reader = CheckpointReader(checkpoint)
     recipe = Recipe.from_dict(reader.config.recipe)
-    decoder = Decoder(model, torch_device(device), recipe.compute_dtype)
+    decoder = Decoder(model, torch_device(device), compute_dtype(recipe.dtype))
     if calibration is None:
         raise ConfigError("calibration", "the calibration text of the checkpoint", "none", "Errors are measured on it.")
     samples = calibration_samples(decoder, recipe, calibration)
@@ -173,7 +173,7 @@ class _Certificate:
             limit = found.loss_bound if on_loss else found.bound
             hint = "The guarantee that the report claims does not hold for these weights."
             yield CheckpointError(f"{where}.bound_holds", f"a {what} below {_text(limit)}", _text(value), hint)
-        if claim.bound_holds is None and found.bound_holds is not None and not self.recipe.voids_bounds:
+        if claim.bound_holds is None and found.bound_holds is not None and not self.recipe.bound_ignores_clipping:
             yield CheckpointError(f"{where}.bound_holds", "a claim, as the bound omits nothing", "null", _HINT)
         if claim.bound_holds is False:
             yield CheckpointError(f"{where}.bound_holds", "true or null", "false", "Its quantizer broke its guarantee.")

@@ -128,15 +128,15 @@ def worst_case(weight: Weight, factor: Factor, recipe: Recipe, moved: torch.Tens
     cells = weight.scales.to(per_column).square() * share
     width = weight.cols // cells.shape[1]
     bound, beyond = float((cells @ per_column.reshape(cells.shape[1], -1).sum(1)).sum()), 0.0
-    if recipe.leaves_cells or recipe.clips_by_price:
+    if recipe.may_exceed_half_step or recipe.clips_by_price:
         for start in range(0, len(moved), ROWS):
             rows = slice(start, start + ROWS)
             residuals = factor.residuals(moved[rows])
             excess = residuals.square() - cells[rows].repeat_interleave(width, 1) * per_column
-            if not recipe.leaves_cells:
+            if not recipe.may_exceed_half_step:
                 excess.masked_fill_(~_past_an_end(weight, rows, residuals), 0)
             beyond += float(excess.clamp_(min=0).sum())
-    if weight.outliers is not None and not recipe.leaves_cells:
+    if weight.outliers is not None and not recipe.may_exceed_half_step:
         for at, cols, values in weight.outliers.bands():
             excess = kept_excess(values, weight.scales[at, cols // width], math.sqrt(share))
             bound += float(per_column[cols.to(per_column.device)] @ excess.to(per_column.device))

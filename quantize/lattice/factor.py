@@ -18,8 +18,8 @@ from functools import cached_property
 import torch
 
 from vllm_latq.errors import ConfigError, NumericalError
+from vllm_latq.quantize.lattice.choices import ORDERS
 
-ORDERS = ("natural", "act", "min-pivot")
 MAX_DAMPING = 1.0
 _PIVOT_BLOCK = 64
 _ASYMMETRY = 1e-3

@@ -27,8 +27,6 @@ from vllm_latq.quantize.lattice.factor import Factor
 from vllm_latq.quantize.lattice.outliers import OUTLIER_DTYPE, Overflow, kept_excess, kept_value
 from vllm_latq.quantize.lattice.stochastic import REACH, Dither
 
-ROUNDINGS = ("nearest", "stochastic")
-
 
 @dataclass(frozen=True)
 class Rounding:

@@ -22,7 +22,6 @@ from vllm_latq.errors import NumericalError
 from vllm_latq.quantize.lattice.factor import Factor, inverse_factor, rounding_order
 from vllm_latq.quantize.lattice.nearest_plane import Rounding, nearest_plane
 
-REDUCTIONS = ("none", "lll")
 # Below 1, so that rounding errors cannot exchange two columns for ever.
 DELTA = 0.999
 # Above 1/2, for the same reason.

@@ -10,10 +10,10 @@ import torch
 
 from vllm_latq.errors import ConfigError, NumericalError
 from vllm_latq.format.config import LayerScheme
+from vllm_latq.quantize.lattice.choices import SCALE_METHODS
 from vllm_latq.quantize.lattice.factor import require_finite
 
 SCALE_DTYPE = torch.bfloat16
-SCALE_METHODS = ("mse", "absmax", "signed")
 SHRINK_STEPS = 100
 # What a search may multiply scales by: they must stay finite then, with every integer.
 _HEADROOM = 8

@@ -6,8 +6,6 @@ largest error of it over all outputs. A residual may be a whole step instead of 
 Invariant: the draws of a layer depend on the recipe's seed and the layer's name, not on what was rounded before.
 """
 
-import hashlib
-
 import torch
 
 # Largest residual, in steps; nearest rounding leaves at most 1/2.
@@ -26,8 +24,3 @@ class Dither:
         """Round `values` in place, each up with its fractional part as probability."""
         draws = torch.rand(values.shape, generator=self.generator, dtype=values.dtype, device=values.device)
         return values.add_(draws).floor_()
-
-
-def layer_seed(seed: int, layer: str) -> int:
-    """Return the seed of a layer's draws, from the recipe's seed and the layer's name."""
-    return int.from_bytes(hashlib.sha256(f"{seed} {layer}".encode()).digest()[:8], "big") >> 1

@@ -22,7 +22,6 @@ import torch
 
 from vllm_latq.quantize.lattice.factor import Factor, require_finite
 
-TARGETS = ("quantized", "original", "residual")
 _ROWS_AT_ONCE = 1024
 
 

@@ -185,7 +185,7 @@ def _gptq(weight: torch.Tensor, factor: Factor | None, recipe: Recipe, where: st
     rounding = refine(weight, factor, rounding, low, high, recipe.sweeps)
     stored = _packed(rounding.z, rounding.scales, recipe)
     dequantized = rounding.dequantized.to(torch.float32)
-    clipped = int(rounding.outlier_mask.sum()) if recipe.voids_bounds else 0
+    clipped = int(rounding.outlier_mask.sum()) if recipe.bound_ignores_clipping else 0
     return _Quantized(stored, dequantized, *_bound(rounding), clipped=clipped)
 
 

@@ -91,6 +91,14 @@ def load_tokenizer(directory: str | Path) -> "PreTrainedTokenizerBase":
     return tokenizer
 
 
+def compute_dtype(name: str) -> torch.dtype | None:
+    """Return the torch dtype that one of the recipe's `DTYPES` names; None for "auto", where a `Decoder` chooses."""
+    if name == "auto":
+        return None
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
 def load_model(
     path: str | Path, device: str | None, dtype: str = "auto"
 ) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":

@@ -15,7 +15,8 @@ from vllm_latq.console import print_table
 from vllm_latq.errors import LatqError
 from vllm_latq.quantize.calibration.stream import model_hessians
 from vllm_latq.quantize.calibration.windows import calibration_samples
-from vllm_latq.quantize.lattice.factor import ORDERS, factorize, inverse_factor
+from vllm_latq.quantize.lattice.choices import ORDERS
+from vllm_latq.quantize.lattice.factor import factorize, inverse_factor
 from vllm_latq.quantize.lattice.reduction import reduce_lattice
 from vllm_latq.quantize.model.decoder import Decoder
 from vllm_latq.quantize.model.loading import model_directory, torch_device

@@ -101,15 +101,21 @@ def test_the_head_is_quantized_if_asked_for(
     [
         (["quantize", "nowhere", "out", "--method", "rtn"], "expected a model directory or a hub name"),
         (["quantize", "MODEL", "out", "--method", "rtn", "--bits", "5"], "--bits: expected one of"),
-        (["quantize", "MODEL", "out", "--bits", "4"], "It is for rtn, gptq, ssqr. For latq say --target-bits."),
-        (["quantize", "MODEL", "out", "--method", "ssqr", "--target-bits", "3"], "latq. For ssqr say --bits."),
+        (
+            ["quantize", "MODEL", "out", "--bits", "4"],
+            "--bits does not apply to --method latq; use --target-bits (--bits is for rtn",
+        ),
+        (
+            ["quantize", "MODEL", "out", "--method", "ssqr", "--target-bits", "3"],
+            "not apply to --method ssqr; use --bits (--target-bits is for hptq, hrtn, latq)",
+        ),
         (["quantize", "MODEL", "out", "--method", "rtn", "--ignore", "nosuch"], "--ignore: expected names of linears"),
         (["quantize", "MODEL", "out", "--method", "hptq"], "--target-bits: expected"),
-        (["quantize", "MODEL", "out", "--lm-head", "--ignore", "lm_head"], "Leave one of them out"),
+        (["quantize", "MODEL", "out", "--lm-head", "--ignore", "lm_head"], "give only one of them"),
         (["eval", "MODEL", "--text", "x", "--limit", "3"], "--limit"),
         (
             ["eval", "MODEL", "--tasks", "arc_easy", "--seq-len", "64"],
-            "--seq-len: expected --text or --dataset with it",
+            "--seq-len requires --text or --dataset",
         ),
         (["eval", "MODEL", "--tasks", "arc_easy", "--batch-size", "0"], "batch_size: expected at least 1, found 0"),
         (["verify", "MODEL", "--tolerance", "0.1"], "--tolerance"),
@@ -122,7 +128,7 @@ def test_the_head_is_quantized_if_asked_for(
         (["verify", "MODEL"], "expected a `quantization_config`, found none"),
         (["inspect", "nowhere"], "expected a model directory, found no such directory"),
         (["inspect", "MODEL/config.json"], "expected a model directory, found a file"),
-        (["eval", "MODEL"], "expected --text, --dataset or --tasks"),
+        (["eval", "MODEL"], "eval requires --text, --dataset or --tasks"),
         (["eval", "nowhere", "--text", "x"], "nowhere"),
     ],
 )
@@ -139,6 +145,7 @@ def test_bad_input_is_one_clear_line(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.filterwarnings("default")
 def test_a_dry_run_shows_warnings(mini_model: Path, calibration_text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     few = ["--num-samples", "2", "--seq-len", "64", "--calibration", str(calibration_text)]
     assert main(["quantize", str(mini_model), "out", "--method", "gptq", "--ignore", "q_proj", *few, "--dry-run"]) == 0
@@ -148,7 +155,7 @@ def test_a_dry_run_shows_warnings(mini_model: Path, calibration_text: Path, caps
 
 @pytest.mark.parametrize(
     ("last", "said"),
-    [("block", "finished blocks are kept: go on with --resume"), ("done", "the checkpoint is complete")],
+    [("block", "finished blocks are kept: continue with --resume"), ("done", "the checkpoint is complete")],
 )
 def test_interrupted_by_the_keyboard(
     last: str, said: str, mini_model: Path, calibration_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,

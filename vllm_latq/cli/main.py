@@ -15,32 +15,31 @@ from typing import Any
 import vllm_latq
 from vllm_latq import console
 from vllm_latq.cli import quantize as cli_quantize
-from vllm_latq.errors import ConfigError, LatqError
+from vllm_latq.errors import LatqError, UsageError
 
-# How long a process that torchrun started leaves it to the first one to report an error of all. It is spent only where
-# the error is this process's own: else torchrun ends it, seconds later on a crowded machine, when the first one ends.
-SECONDS_TO_SPEAK = 30.0
+# How long the other processes of torchrun wait for the first one to report an error that all of them meet. torchrun
+# ends them when the first one ends; only an error that no other process meets is reported after this time.
+ERROR_REPORT_GRACE_SECONDS = 30.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit status."""
+    """Run one command and return its exit status."""
     options = build_parser().parse_args(arguments)
-    warnings.showwarning = console.WarnOnce(_speaks())
+    warnings.showwarning = console.WarnOnce(_is_reporting_rank())
     console.prepare_streams()
     try:
         status: int = options.run(options)
         sys.stdout.flush()  # what cannot be written fails here, and not at exit
         return status
     except LatqError as error:
-        if not _speaks():
-            # The first process meets the same error, says it and ends, upon which torchrun ends this one.
-            time.sleep(SECONDS_TO_SPEAK)
+        if not _is_reporting_rank():
+            time.sleep(ERROR_REPORT_GRACE_SECONDS)
         print(f"latq: {error}", file=sys.stderr)
         return 1
     except OSError as error:
         if error.errno not in (errno.EPIPE, errno.ENOSPC):
             raise
-        # Whoever read the output has had enough, or there is no room for it. What is buffered must not fail at exit.
+        # The reader of the output is gone, or the disk is full. Buffered output must not fail again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if error.errno == errno.ENOSPC:
             print(f"latq: {error}", file=sys.stderr)
@@ -51,6 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of `latq` and all its commands."""
     parser = argparse.ArgumentParser(prog="latq", description="Lattice quantization with an error guarantee.")
     parser.add_argument("--version", action="version", version=f"vllm-latq {vllm_latq.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -66,24 +66,26 @@ def _add_verify(commands: Any) -> None:
     command = commands.add_parser("verify", help="check every invariant of a checkpoint")
     command.set_defaults(run=_verify)
     command.add_argument("checkpoint", metavar="CKPT")
-    certificate = command.add_argument_group("certificate: recompute the errors and bounds that the report claims")
-    certificate.add_argument("--certificate", action="store_true", help="needs --model and the same --calibration")
+    certificate = command.add_argument_group("certificate: the errors and bounds that the report claims")
+    certificate.add_argument(
+        "--certificate", action="store_true", help="recompute them; requires --model and the --calibration of the run"
+    )
     certificate.add_argument("--model", help="the original model, directory or hub name")
-    certificate.add_argument("--calibration", help="what `latq quantize` was given")
-    certificate.add_argument("--tolerance", type=float, help="relative, of each number (default 0.01)")
+    certificate.add_argument("--calibration", help="the calibration text that `latq quantize` was given")
+    certificate.add_argument("--tolerance", type=float, help="relative tolerance of each number (default 0.01)")
     certificate.add_argument("--device", help="torch device (default: cuda where there is one)")
     command.add_argument("--json", action="store_true")
 
 
 def _add_inspect(commands: Any) -> None:
-    command = commands.add_parser("inspect", help="show what a checkpoint, or OUT.partial of a run, holds")
+    command = commands.add_parser("inspect", help="show the layers of a checkpoint, or of the OUT.partial of a run")
     command.set_defaults(run=_inspect)
     command.add_argument("checkpoint", metavar="CKPT")
     command.add_argument("--json", action="store_true")
 
 
 def _add_report(commands: Any) -> None:
-    command = commands.add_parser("report", help="write a page with plots of what a checkpoint holds and lost")
+    command = commands.add_parser("report", help="write a page with plots: sizes, errors and bounds of a checkpoint")
     command.set_defaults(run=_report)
     command.add_argument("checkpoint", metavar="CKPT")
     command.add_argument("-o", "--output", default="report.html", help="HTML file to write (default report.html)")
@@ -98,15 +100,15 @@ def _add_eval(commands: Any) -> None:
     text.add_argument("--dataset", help="wikitext2, c4, or a hub dataset org/name[:config]")
     command.add_argument("--tasks", nargs="+", help="lm-eval tasks, zero-shot")
     command.add_argument("--include-path", help="folder with further lm-eval task definitions")
-    command.add_argument("--limit", type=float, help="documents per task")
+    command.add_argument("--limit", type=float, help="documents per task (a fraction below 1: share of them)")
     command.add_argument("--baseline", help="original model: adds KL divergence and top-1 agreement")
     command.add_argument("--seq-len", type=int, help="tokens per window of the text (default 2048)")
     command.add_argument(
-        "--batch-size", type=int, help="windows of the text (default 1), requests of tasks (default 8)"
+        "--batch-size", type=int, help="windows of text per forward pass (default 1); for tasks, requests (default 8)"
     )
     command.add_argument("--device", help="torch device (default: cuda where there is one)")
     command.add_argument(
-        "--dtype", default="auto", help="float32, bfloat16, float16 or auto: float32 on a CPU, else as stored"
+        "--dtype", default="auto", help="float32, bfloat16, float16 or auto (float32 on a CPU, otherwise as stored)"
     )
     command.add_argument("--json", action="store_true")
 
@@ -116,7 +118,7 @@ def _verify(options: argparse.Namespace) -> int:
 
     for name in ("model", "calibration", "tolerance", "device"):
         if not options.certificate and getattr(options, name) is not None:
-            raise ConfigError(f"--{name}", "--certificate with it", "none", "Else nothing is recomputed.")
+            raise UsageError(f"--{name} requires --certificate")
     problems = [str(problem) for problem in verify(options.checkpoint)]
     if options.certificate and not problems:
         problems = [str(problem) for problem in _certificate(options)]
@@ -138,7 +140,7 @@ def _certificate(options: argparse.Namespace) -> Iterator[LatqError]:
     from vllm_latq.quantize.model.loading import model_directory
 
     if options.model is None:
-        raise ConfigError("--model", "the original model", "none", "Its weights are what the errors are measured from.")
+        raise UsageError("--certificate requires --model, the original model: errors are measured from its weights")
     model = model_directory(options.model)
     given = {"tolerance": options.tolerance} if options.tolerance is not None else {}
     return verify_certificate(options.checkpoint, model, options.calibration, device=options.device, **given)
@@ -210,47 +212,13 @@ def _report(options: argparse.Namespace) -> int:
 
 def _eval(options: argparse.Namespace) -> int:
     source = options.text or options.dataset
-    if source is None and not options.tasks:
-        raise ConfigError("eval", "--text, --dataset or --tasks", "none of them")
-    for name in ("baseline", "seq_len"):
-        if getattr(options, name) is not None and source is None:
-            raise ConfigError(f"--{name.replace('_', '-')}", "--text or --dataset with it", "none")
-    for name in ("limit", "include_path"):
-        if getattr(options, name) is not None and not options.tasks:
-            raise ConfigError(f"--{name.replace('_', '-')}", "--tasks with it", "none")
-    batch = {"batch_size": options.batch_size} if options.batch_size is not None else {}
-    window = {"seq_len": options.seq_len} if options.seq_len is not None else {}
-    result: dict[str, Any] = {}
-    if source is not None:
-        from vllm_latq.quantize.evaluation.evaluate import evaluate
-
-        evaluation = evaluate(
-            options.model,
-            source,
-            baseline=options.baseline,
-            device=options.device,
-            dtype=options.dtype,
-            **batch,
-            **window,
-        )
-        result |= evaluation.to_dict()
-    if options.tasks:
-        from vllm_latq.quantize.evaluation.tasks import run_tasks
-
-        result["tasks"] = run_tasks(
-            options.model,
-            options.tasks,
-            limit=options.limit,
-            include_path=options.include_path,
-            device=options.device,
-            dtype=options.dtype,
-            **batch,
-        )
+    _check_eval(options, source)
+    text = _perplexity(options, source) if source is not None else {}
+    tasks = _tasks(options) if options.tasks else {}
     if options.json:
-        console.print_json(result)
+        console.print_json(text | ({"tasks": tasks} if options.tasks else {}))
         return 0
-    tasks = result.pop("tasks", {})
-    rows = [(name, console.number(value, 6)) for name, value in result.items()]
+    rows = [(name, console.number(value, 6)) for name, value in text.items()]
     rows += [
         (f"{task} {metric}", console.number(value, 4))
         for task, metrics in tasks.items()
@@ -261,8 +229,40 @@ def _eval(options: argparse.Namespace) -> int:
     return 0
 
 
-def _speaks() -> bool:
-    """Whether this process reports: of those that torchrun starts, the first."""
+def _check_eval(options: argparse.Namespace, source: str | None) -> None:
+    """Raise UsageError if there is nothing to evaluate on, or an option that nothing reads."""
+    if source is None and not options.tasks:
+        raise UsageError("eval requires --text, --dataset or --tasks")
+    for name in ("baseline", "seq_len"):
+        if getattr(options, name) is not None and source is None:
+            raise UsageError(f"--{name.replace('_', '-')} requires --text or --dataset")
+    for name in ("limit", "include_path"):
+        if getattr(options, name) is not None and not options.tasks:
+            raise UsageError(f"--{name.replace('_', '-')} requires --tasks")
+
+
+def _perplexity(options: argparse.Namespace, source: str) -> dict[str, Any]:
+    """Return what `evaluate` measures on the text; options that are not given keep its defaults."""
+    from vllm_latq.quantize.evaluation.evaluate import evaluate
+
+    given = {name: value for name in ("seq_len", "batch_size") if (value := getattr(options, name)) is not None}
+    found = evaluate(
+        options.model, source, baseline=options.baseline, device=options.device, dtype=options.dtype, **given
+    )
+    return found.to_dict()
+
+
+def _tasks(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the metrics of lm-eval's tasks."""
+    from vllm_latq.quantize.evaluation.tasks import run_tasks
+
+    given = {"batch_size": options.batch_size} if options.batch_size is not None else {}
+    shared = {"device": options.device, "dtype": options.dtype, **given}
+    return run_tasks(options.model, options.tasks, limit=options.limit, include_path=options.include_path, **shared)
+
+
+def _is_reporting_rank() -> bool:
+    """Whether this process reports errors and warnings: the first of those that torchrun starts."""
     return os.environ.get("RANK", "0") == "0"
 
 

@@ -1,23 +1,51 @@
 """The command `latq quantize`: its options, and what it shows.
 
-Invariant: defaults of the recipe live in Recipe alone; an option that is not given is not passed on.
+Invariant: choices and defaults come from `Recipe`; an option that is not given is not passed on.
 """
 
 import argparse
 from collections.abc import Mapping
+from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm_latq import console
-from vllm_latq.errors import ConfigError
-from vllm_latq.format.config import GRIDS
-
-if TYPE_CHECKING:
-    from vllm_latq.quantize.recipe import Recipe
+from vllm_latq.errors import ConfigError, UsageError
+from vllm_latq.format.config import SUPPORTED_BITS
+from vllm_latq.quantize.recipe import CHOICES, METHODS, UNUSED, Recipe
 
 DEFAULT_METHOD = "latq"
 DEFAULT_TARGET_BITS = 4.0
 INSTEAD = {"bits": "--target-bits", "target_bits": "--bits"}  # no method takes both
+EXAMPLES = """examples:
+  latq quantize MODEL OUT --target-bits 3 --calibration wikitext2
+  latq quantize MODEL OUT --method ssqr --bits 3 --outlier-rate 0.01 --calibration wikitext2
+  latq quantize MODEL OUT --method hptq --target-bits 3.125 --calibration text.txt --num-samples 256 --seq-len 2048
+  latq quantize MODEL OUT --method gptq --bits 4 --group-size 128 --calibration wikitext2 --dry-run"""
+# Field of the recipe -> what its option does. Choices, defaults and methods are added from the recipe.
+HELP = {
+    "bits": f"bits per weight: {', '.join(map(str, SUPPORTED_BITS))}",
+    "group_size": "input channels per scale, -1 for a whole row",
+    "outlier_rate": "share of the weights to keep as outliers",
+    "target_bits": f"average bits per weight: of the model (latq; {DEFAULT_TARGET_BITS:g} by default), of each layer",
+    "count": "what --target-bits measures: the checkpoint's files, or memory while it is served",
+    "order": "order in which columns are rounded",
+    "damping": "Hessian damping, as a fraction of its mean diagonal",
+    "rounding": "how to round: to the nearest integer, or up with the fractional part as probability",
+    "beam": "roundings of every row that nearest plane keeps alive (K-best)",
+    "sweeps": "maximum coordinate-descent sweeps after nearest plane",
+    "reduction": "basis reduction before rounding",
+    "scales": "how group scales are chosen; fitted (gptq, ssqr) fits them to the errors of the recursion",
+    "grid": "midtread grids hold zero; midrise grids are shifted by half a step (better in 2 bits)",
+    "target": "layer outputs to match: of the quantized inputs, the original model's, or those and the residual stream",
+    "correction": "share of the correction that --target makes",
+    "outliers": "weights to keep: those whose rounding costs most, or all that overflow the grid (the paper's)",
+    "num_samples": "calibration windows",
+    "seq_len": "tokens per calibration window",
+    "dtype": "compute dtype while quantizing; auto: float32 on a CPU, otherwise the model's own",
+    "seed": "random seed for calibration windows, stochastic rounding and latq's sampled labels",
+}
+
 NEEDS = {
     "block": "weights of the largest block",
     "outside": "weights of embeddings and head",
@@ -27,11 +55,6 @@ NEEDS = {
     "statistics": "statistics of all linears",
     "checkpoint": "the checkpoint",
 }
-EXAMPLES = """examples:
-  latq quantize MODEL OUT --target-bits 3 --calibration wikitext2
-  latq quantize MODEL OUT --method ssqr --bits 3 --outlier-rate 0.01 --calibration wikitext2
-  latq quantize MODEL OUT --method hptq --target-bits 3.125 --calibration text.txt --num-samples 256 --seq-len 2048
-  latq quantize MODEL OUT --method gptq --bits 4 --group-size 128 --calibration wikitext2 --dry-run"""
 
 
 def add_command(commands: Any) -> None:
@@ -48,103 +71,72 @@ def add_command(commands: Any) -> None:
     _add_recipe(command)
     command.add_argument(
         "--calibration",
-        help="text file, documents in .jsonl, .csv or .parquet, wikitext2, c4, hub dataset org/name[:config], folder",
+        help="text file; documents in .jsonl, .csv or .parquet; wikitext2; c4; hub dataset org/name[:config]; folder",
     )
     command.add_argument("--device", help="torch device (default: cuda where there is one)")
     command.add_argument(
         "--offload", choices=("cpu", "disk"), default="cpu", help="where activations wait (default cpu)"
     )
-    command.add_argument("--resume", action="store_true", help="go on with an interrupted run")
-    command.add_argument(
-        "--dry-run", action="store_true", help="show shapes, bits, and bytes in memory and on disk; write nothing"
-    )
-    command.add_argument("--json", action="store_true", help="one JSON object per event (with --dry-run: the plan)")
+    command.add_argument("--resume", action="store_true", help="continue an interrupted run")
+    command.add_argument("--dry-run", action="store_true", help="show shapes, bits, bytes and needs; write nothing")
+    command.add_argument("--json", action="store_true", help="print one JSON object per event (--dry-run: the plan)")
 
 
 def _add_recipe(command: argparse.ArgumentParser) -> None:
-    recipe = command.add_argument_group("recipe", argument_default=argparse.SUPPRESS)
-    methods = ("latq", "ssqr", "hptq", "gptq", "rtn", "hrtn")
-    recipe.add_argument("--method", default=DEFAULT_METHOD, choices=methods, help=f"default {DEFAULT_METHOD}")
-    recipe.add_argument("--bits", type=int, help="code width: 2, 3, 4 or 8 (rtn, gptq, ssqr; default 4)")
-    recipe.add_argument("--group-size", type=int, help="input channels per scale, -1 for a whole row (default 128)")
-    recipe.add_argument("--outlier-rate", type=float, help="share of weights kept as outliers (ssqr; default 0.01)")
-    recipe.add_argument(
-        "--target-bits",
-        type=float,
-        help="bits per weight to meet, of the model (latq; default 4) or of each layer",
+    group = command.add_argument_group("recipe", argument_default=argparse.SUPPRESS)
+    methods = sorted(METHODS, key=lambda method: method != DEFAULT_METHOD)
+    group.add_argument(
+        "--method", default=DEFAULT_METHOD, choices=methods, help=f"quantization method (default {DEFAULT_METHOD})"
     )
-    recipe.add_argument(
-        "--count",
-        choices=("stored", "served"),
-        help="which bits --target-bits are (latq): of the files (default), or of memory while served",
+    defaults = {field.name: field.default for field in fields(Recipe)}
+    for name, text in HELP.items():
+        default = defaults[name]
+        shown = [] if default in (None, MISSING) else [f"default {default}"]
+        takers = _takers(name)
+        if len(takers) < len(METHODS):
+            shown.insert(0, ", ".join(takers))
+        note = f" ({'; '.join(shown)})" if shown else ""
+        choices = CHOICES.get(name) if name != "bits" else None  # `Recipe` refuses others, without a page of usage
+        kind = float if name == "target_bits" else type(default) if default is not None else str
+        group.add_argument(_option(name), type=kind, choices=choices, help=f"{text}{note}")
+    group.add_argument(
+        "--lm-head", action="store_true", help="quantize the head too, separately from an embedding it is tied to"
     )
-    recipe.add_argument("--order", choices=("natural", "act", "min-pivot"), help="rounding order (default act)")
-    recipe.add_argument("--damping", type=float, help="of the Hessian, relative to its mean diagonal (default 0.01)")
-    recipe.add_argument("--rounding", choices=("nearest", "stochastic"), help="default nearest")
-    recipe.add_argument("--beam", type=int, help="survivors per row of nearest plane, K-best (default 1)")
-    recipe.add_argument("--sweeps", type=int, help="of coordinate descent after nearest plane (gptq, ssqr; default 0)")
-    recipe.add_argument(
-        "--reduction", choices=("none", "lll"), help="of the lattice before rounding (hptq; default none)"
-    )
-    recipe.add_argument(
-        "--scales",
-        choices=("absmax", "mse", "signed", "fitted"),
-        help="of the groups (default mse): signed not of mid-rise grids, fitted of gptq and, always, of ssqr by saving",
-    )
-    recipe.add_argument(
-        "--grid",
-        choices=GRIDS,
-        help="of packed methods (default midtread; midrise: better for dense weights in 2 bits)",
-    )
-    recipe.add_argument(
-        "--target",
-        choices=("quantized", "original", "residual"),
-        help="whose layer outputs to match (default quantized), or those and the residual stream",
-    )
-    recipe.add_argument("--correction", type=float, help="share of the correction that --target makes (default 1)")
-    recipe.add_argument(
-        "--outliers",
-        choices=("saving", "overflow"),
-        help="which weights ssqr keeps: those that cost most (default), or all that overflow, as in the paper",
-    )
-    recipe.add_argument("--num-samples", type=int, help="calibration windows (default 256)")
-    recipe.add_argument("--seq-len", type=int, help="tokens per calibration window (default 2048)")
-    recipe.add_argument("--dtype", help="of the model meanwhile: auto (float32 on a CPU), float32, bfloat16, float16")
-    recipe.add_argument(
-        "--seed", type=int, help="of the choice of windows, of stochastic rounding and of latq's labels (default 0)"
-    )
-    recipe.add_argument(
-        "--lm-head", action="store_true", help="quantize the head, too, apart from an embedding that it is tied to"
-    )
-    recipe.add_argument(
+    group.add_argument(
         "--ignore",
         nargs="*",
         action="extend",
-        help="linears (names or endings) and modules (names) to leave alone, beside lm_head",
+        help="linears (full names, or dotted suffixes) and modules (full names) to leave unquantized, besides lm_head",
     )
 
 
-def _recipe(options: argparse.Namespace) -> "Recipe":
-    """The recipe of the options that were given; raises ConfigError, which names them."""
-    from vllm_latq.quantize.recipe import UNUSED, Recipe
+def _takers(field: str) -> list[str]:
+    """Return the methods that read a field of the recipe."""
+    return [method for method, unused in UNUSED.items() if field not in unused]
 
+
+def _recipe(options: argparse.Namespace) -> Recipe:
+    """Return the recipe of the options that were given; raises ConfigError, which names the option."""
     names = Recipe.__dataclass_fields__.keys()
     given = {name: value for name, value in vars(options).items() if name in names}
-    for name, value in given.items():
+    for name in given:
         if name in UNUSED[options.method]:
-            methods = ", ".join(method for method, unused in UNUSED.items() if name not in unused)
-            instead = f" For {options.method} say {INSTEAD[name]}." if name in INSTEAD else ""
-            expected, hint = f"no such option with --method {options.method}", f"It is for {methods}.{instead}"
-            raise ConfigError(_option(name), expected, str(value), hint)
-    if hasattr(options, "lm_head") and "lm_head" in given.get("ignore", []):
-        raise ConfigError(
-            "--ignore", "no lm_head with --lm-head, which quantizes it", "lm_head", "Leave one of them out."
-        )
-    others = [name for name in given.get("ignore", []) if name != "lm_head"]
-    given["ignore"] = others if hasattr(options, "lm_head") else [*others, "lm_head"]
+            instead = f"use {INSTEAD[name]}" if name in INSTEAD else "leave it out"
+            problem = f"{_option(name)} does not apply to --method {options.method}"
+            raise UsageError(f"{problem}; {instead} ({_option(name)} is for {', '.join(_takers(name))})")
+    given["ignore"] = _ignored(options, given.get("ignore", []))
     if given["method"] == DEFAULT_METHOD:
         given.setdefault("target_bits", DEFAULT_TARGET_BITS)
     return Recipe(**given)
+
+
+def _ignored(options: argparse.Namespace, named: list[str]) -> list[str]:
+    """Return what stays unquantized: what --ignore names, and the head unless --lm-head is given."""
+    if not hasattr(options, "lm_head"):
+        return [*(name for name in named if name != "lm_head"), "lm_head"]
+    if "lm_head" in named:
+        raise UsageError("--lm-head quantizes the head and --ignore lm_head leaves it: give only one of them")
+    return named
 
 
 def _option(field: str) -> str:
@@ -169,7 +161,7 @@ def _run(options: argparse.Namespace) -> int:
     source = model_directory(options.model)
     if options.dry_run:
         return _dry_run(recipe, source, options)
-    made = Path(options.destination) / "config.json"  # it appears with the rest, at the very end
+    made = Path(options.destination) / "config.json"  # written last, with the directory's final name
     before = made.exists()
     try:
         with console.JsonEvents() if options.json else console.ProgressDisplay() as display:
@@ -185,13 +177,13 @@ def _run(options: argparse.Namespace) -> int:
             )
     except KeyboardInterrupt:
         complete = made.exists() and not before
-        done = "the checkpoint is complete" if complete else "finished blocks are kept: go on with --resume"
+        done = "the checkpoint is complete" if complete else "finished blocks are kept: continue with --resume"
         raise KeyboardInterrupt(done) from None
     return 0
 
 
 def _show(planned: Mapping[str, Any]) -> None:
-    """What a recipe would make of a model: `quantize.plan.plan`'s answer."""
+    """Print what a recipe would make of a model: the answer of `quantize.plan.plan`."""
     rows = [
         (layer["name"], f"{layer['shape'][0]}x{layer['shape'][1]}", f"{layer['bits']:.3f}", f"{layer['bytes']:,}")
         for layer in planned["layers"]
@@ -202,9 +194,9 @@ def _show(planned: Mapping[str, Any]) -> None:
     title = f"{planned['recipe']['method']}: what would be quantized" + (", in memory" if served else "")
     console.print_table(title, ("linear", "shape", "bits", "bytes"), rows)
     for left in planned["unquantized"]:
-        print(f"stays as it is: {left['name']}  {'x'.join(map(str, left['shape']))}")
+        print(f"unquantized: {left['name']}  {'x'.join(map(str, left['shape']))}")
     for module in planned["beside"]:
-        print(f"stays as it is: {module['name']}  {module['matrices']} matrices, {module['weights']:,} weights")
+        print(f"unquantized: {module['name']}  {module['matrices']} matrices, {module['weights']:,} weights")
 
 
 def _dry_run(recipe: Any, source: Any, options: argparse.Namespace) -> int:

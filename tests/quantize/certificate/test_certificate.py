@@ -109,7 +109,7 @@ def test_from_the_command_line(
     assert main([*command, "--calibration", str(calibration_text)]) == 1
     assert "--model: expected the original model, found none" in capsys.readouterr().err
     assert main(["verify", str(certified("rtn")), "--model", str(two_blocks)]) == 1
-    assert "expected --certificate with it" in capsys.readouterr().err
+    assert "requires --certificate" in capsys.readouterr().err
 
 
 def test_changed_report_is_named_by_layer_and_field(

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_latq.errors import ConfigError, NumericalError
-from vllm_latq.quantize.lattice.factor import MAX_DAMPING, ORDERS, factorize, rounding_order
+from vllm_latq.quantize.lattice.choices import ORDERS
+from vllm_latq.quantize.lattice.factor import MAX_DAMPING, factorize, rounding_order
 
 FLOAT64_TOLERANCE = 1e-10
 SIZES = [1, 2, 33, 63, 150]

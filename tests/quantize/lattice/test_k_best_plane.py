@@ -10,7 +10,8 @@ from layers import heavy_tailed_layer
 
 from vllm_latq.errors import ConfigError, NumericalError
 from vllm_latq.quantize.lattice import k_best_plane as beam
-from vllm_latq.quantize.lattice.factor import ORDERS, Factor, factorize
+from vllm_latq.quantize.lattice.choices import ORDERS
+from vllm_latq.quantize.lattice.factor import Factor, factorize
 from vllm_latq.quantize.lattice.k_best_plane import k_best_plane
 from vllm_latq.quantize.lattice.nearest_plane import Rounding, nearest_plane
 from vllm_latq.quantize.lattice.scales import grid, group_scales

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_latq.errors import ConfigError, NumericalError
-from vllm_latq.quantize.lattice.factor import ORDERS, Factor, factorize
+from vllm_latq.quantize.lattice.choices import ORDERS
+from vllm_latq.quantize.lattice.factor import Factor, factorize
 from vllm_latq.quantize.lattice.nearest_plane import Rounding, nearest_plane
 
 FLOAT64_TOLERANCE = 1e-10

@@ -5,7 +5,8 @@ import torch
 from babai import babai
 from obq import best_free_weights, obq
 
-from vllm_latq.quantize.lattice.factor import ORDERS, factorize
+from vllm_latq.quantize.lattice.choices import ORDERS
+from vllm_latq.quantize.lattice.factor import factorize
 from vllm_latq.quantize.lattice.nearest_plane import nearest_plane
 
 FLOAT64_TOLERANCE = 1e-9

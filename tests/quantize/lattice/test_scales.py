@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from vllm_latq.errors import ConfigError, NumericalError, UnsupportedShapeError
 from vllm_latq.quantize.lattice import scales
-from vllm_latq.quantize.lattice.scales import SCALE_METHODS, SHRINK_STEPS, SMALLEST_SHRINK, grid, group_scales
+from vllm_latq.quantize.lattice.choices import SCALE_METHODS
+from vllm_latq.quantize.lattice.scales import SHRINK_STEPS, SMALLEST_SHRINK, grid, group_scales
 
 FLOAT32_TOLERANCE = 1e-6
 

@@ -11,7 +11,8 @@ import torch
 from vllm_latq.errors import ConfigError, NumericalError
 from vllm_latq.format.reader import CheckpointReader
 from vllm_latq.quantize.calibration.hessian import HessianCollector, recording
-from vllm_latq.quantize.lattice.factor import ORDERS, factorize
+from vllm_latq.quantize.lattice.choices import ORDERS
+from vllm_latq.quantize.lattice.factor import factorize
 from vllm_latq.quantize.lattice.nearest_plane import nearest_plane
 from vllm_latq.quantize.lattice.targets import Drift, corrected_target, output_energy, output_error
 from vllm_latq.quantize.methods.layer import quantize_layer

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from vllm_latq.quantize.lattice.factor import ORDERS
+from vllm_latq.quantize.lattice.choices import ORDERS
 from vllm_latq.quantize.studies.orders import by_kind, main, trace_table
 
 
