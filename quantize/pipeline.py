@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 import vllm_latq
 from vllm_latq.format.config import CheckpointConfig
@@ -19,7 +18,7 @@ from vllm_latq.format.reader import REPORT_FILE
 from vllm_latq.quantize.allocation.served_allocation import check_target_bits
 from vllm_latq.quantize.calibration.windows import calibration_samples, sizes
 from vllm_latq.quantize.machine.distributed import World
-from vllm_latq.quantize.machine.offload import placer
+from vllm_latq.quantize.machine.offload import Place, placer
 from vllm_latq.quantize.model.decoder import Decoder
 from vllm_latq.quantize.model.loading import compute_dtype, torch_device
 from vllm_latq.quantize.model.selection import (
@@ -28,8 +27,9 @@ from vllm_latq.quantize.model.selection import (
 )
 from vllm_latq.quantize.recipe import Recipe
 from vllm_latq.quantize.runs.card import model_card
-from vllm_latq.quantize.runs.planned_runs import WholeModelRun
-from vllm_latq.quantize.runs.run import Listener, Run
+from vllm_latq.quantize.runs.layerwise import LayerwiseQuantizer
+from vllm_latq.quantize.runs.run import Listener, Run, Session
+from vllm_latq.quantize.runs.whole_model import plan_whole_model
 from vllm_latq.quantize.runs.writer import CheckpointWriter, free_destination
 
 
@@ -53,7 +53,7 @@ def quantize_checkpoint(
             the finished blocks.
         calibration: text file or dataset name, see `load_samples`; not needed by methods without a Hessian.
         device: torch device; None takes CUDA where there is one.
-        resume: go on with `destination.partial` of an interrupted run.
+        resume: continue `destination.partial` of an interrupted run.
         offload: where activations wait, "cpu" or "disk" (a mapped file in `destination.partial`).
         on_event: called with plain dicts: one "start", one "layer" per linear, one "block" per block, one "done";
             where the whole model is looked at, a "stage" before and after each part of it, and one "plan". "stage"
@@ -65,33 +65,34 @@ def quantize_checkpoint(
     Raises:
         LatqError: anything wrong with recipe, model, calibration data or destination.
     """
-    world = World.join(torch_device(device))
+    world, started = World.join(torch_device(device)), time.perf_counter()
     emit = on_event if on_event and world.first else (lambda event: None)
     try:
         decoder = Decoder(source, world.device, compute_dtype(recipe.dtype))
-        return _quantize_checkpoint(recipe, decoder, Path(destination), calibration, resume, emit, world, offload)
+        quantized = quantized_linears(decoder, recipe)
+        check_target_bits(quantized.values(), recipe)
+        # Before data are read, which takes a while.
+        world.from_first(lambda: free_destination(destination, resume))
+        samples = calibration_samples(decoder, recipe, calibration)
+        if samples is not None:
+            world.split(samples)  # where they are too few, before anything is written
+        identity = _identity(recipe, decoder, calibration, samples)
+        # The other ranks get a copy, which they do not write with.
+        writer = world.from_first(lambda: CheckpointWriter(Path(destination), len(decoder) + 1, identity, resume))
+        try:
+            return _run(Session(recipe, decoder, quantized, writer, emit, world), samples, offload, started)
+        finally:
+            writer.close()
     finally:
         world.leave()
 
 
-def _quantize_checkpoint(
-    recipe: Recipe,
-    decoder: Decoder,
-    destination: Path,
-    calibration: str | None,
-    resume: bool,
-    emit: Listener,
-    world: World,
-    offload: str,
+def _identity(
+    recipe: Recipe, decoder: Decoder, calibration: str | None, samples: torch.Tensor | None
 ) -> dict[str, Any]:
-    started, source = time.perf_counter(), decoder.source
-    quantized = quantized_linears(decoder, recipe)
-    check_target_bits(quantized.values(), recipe)
-    world.from_first(lambda: free_destination(destination, resume))  # before data are read, which takes a while
-    samples = calibration_samples(decoder, recipe, calibration)
-    if samples is not None:
-        world.split(samples)  # where they are too few, before anything is written
-    identity = {
+    """Return what a run's result depends on: a run with another identity cannot be resumed."""
+    source = decoder.source
+    return {
         "recipe": recipe.to_dict(),
         "source": str(source.resolve()),
         "config": hashlib.sha256((source / "config.json").read_bytes()).hexdigest(),
@@ -100,45 +101,41 @@ def _quantize_checkpoint(
         "tokens": None if samples is None else hashlib.sha256(samples.cpu().numpy().tobytes()).hexdigest(),
         "version": vllm_latq.__version__,
     }
-    # The other ranks get a copy, which they do not write with.
-    writer = world.from_first(lambda: CheckpointWriter(destination, len(decoder) + 1, identity, resume))
-    try:
-        return _write(recipe, decoder, quantized, samples, writer, emit, world, offload, started)
-    finally:
-        writer.close()
 
 
-def _write(
-    recipe: Recipe,
-    decoder: Decoder,
-    quantized: dict[str, nn.Linear],
-    samples: torch.Tensor | None,
-    writer: CheckpointWriter,
-    emit: Listener,
-    world: World,
-    offload: str,
-    started: float,
-) -> dict[str, Any]:
-    destination = writer.destination
+def _run(session: Session, samples: torch.Tensor | None, offload: str, started: float) -> dict[str, Any]:
+    """Quantize every part of the model, and turn `destination.partial` into the checkpoint; return the report."""
+    recipe, decoder, writer, emit = session.recipe, session.decoder, session.writer, session.emit
+    world, destination = session.world, str(writer.destination)
     if writer.complete:
         world.from_first(writer.seal)
-        report = read_json(destination / REPORT_FILE)
-        emit({"event": "done", "destination": str(destination), **report["totals"]})
+        report = read_json(writer.destination / REPORT_FILE)
+        emit({"event": "done", "destination": destination, **report["totals"]})
         return report
-    emit({"event": "start", "blocks": len(decoder), "linears": len(quantized), "samples": sizes(samples)})
-    run = (WholeModelRun if recipe.method == "latq" else Run)(decoder, recipe, quantized, writer, emit, world)
-    run.blocks(samples, placer(offload, writer.partial))
+    emit({"event": "start", "blocks": len(decoder), "linears": len(session.quantized), "samples": sizes(samples)})
+    run = _planned(session, samples, placer(offload, writer.partial))
+    run.parts()
     report = run.report(samples, time.perf_counter() - started)
     _warn_of_excess(recipe, report["totals"])
     config = CheckpointConfig(recipe.scheme, ignored_modules(decoder, recipe), recipe=recipe.to_dict())
-    card, untied = model_card(decoder.source, recipe, report), decoder.unties(quantized)
+    card, untied = model_card(decoder.source, recipe, report), decoder.unties(session.quantized)
     world.from_first(lambda: writer.finish(decoder.source, config, report, card, untied))
-    emit({"event": "done", "destination": str(destination), **report["totals"]})
+    emit({"event": "done", "destination": destination, **report["totals"]})
     return report
 
 
+def _planned(session: Session, samples: torch.Tensor | None, place: Place) -> Run:
+    """Return the run, with everything that comes before the first part done."""
+    if session.recipe.method != "latq" or samples is None:
+        return Run(session, LayerwiseQuantizer(session), session.stream(samples, place))
+    quantizer = plan_whole_model(session, samples, place)
+    # With its own targets, nothing passes through the quantized blocks.
+    passing = None if session.recipe.target == "quantized" else samples
+    return Run(session, quantizer, session.stream(passing, place))
+
+
 def _warn_of_excess(recipe: Recipe, totals: dict[str, Any]) -> None:
-    """Of more served bits than were asked for, where not even damping lets every layer meet its share."""
+    """Warn of more served bits than were asked for, where not even damping lets every layer meet its share."""
     target, found = recipe.target_bits, totals["served_bits_per_weight"]
     if recipe.method == "latq" and recipe.count == "served" and target is not None and found > target:
         warnings.warn(

@@ -36,8 +36,8 @@ from vllm_latq.quantize.methods.record import totals
 from vllm_latq.quantize.model.anatomy import parts_outside
 from vllm_latq.quantize.model.decoder import Decoder
 from vllm_latq.quantize.model.loading import compute_dtype, torch_device
+from vllm_latq.quantize.model.parts import model_parts
 from vllm_latq.quantize.model.selection import beside, matrices, merged_with, quantized_linears
-from vllm_latq.quantize.model.shards import all_shard_linears, untouched_names
 from vllm_latq.quantize.recipe import Recipe
 
 # Keys of the totals that only a run can measure.
@@ -120,7 +120,7 @@ def _needs(
     outside = parts_outside(decoder.model, "", (decoder.anatomy.blocks, *decoder.anatomy.towers))
     sees_loss = recipe.method == "latq"
     corrected = recipe.target != "quantized"
-    grams = [_gram_bytes(linears) for linears in all_shard_linears(decoder, quantized)]
+    grams = [_gram_bytes(part.linears) for part in model_parts(decoder, quantized)]
     sums = 3 * corrected + (recipe.method == "latq" or not corrected)  # of each input
     hessians, gradients = max(((sums * inputs, sees_loss * outputs) for inputs, outputs in grams), key=sum)
     copies = len(decoder) + 1 if sees_loss else 1 + corrected
@@ -144,7 +144,7 @@ def _nbytes(modules: Iterable[nn.Module]) -> int:
 
 
 def _gram_bytes(linears: Mapping[str, nn.Linear]) -> tuple[int, int]:
-    """Return the bytes of X^T X of the inputs of a shard's linears, and of G of their outputs."""
+    """Return the bytes of X^T X of the inputs of a part's linears, and of G of their outputs."""
     channels = {min([name, *merged_with(name, linears)]): linear.in_features for name, linear in linears.items()}
     outputs = 0
     for linear in linears.values():
@@ -156,7 +156,7 @@ def _gram_bytes(linears: Mapping[str, nn.Linear]) -> tuple[int, int]:
 def _untouched_bytes(decoder: Decoder, quantized: Mapping[str, nn.Linear]) -> int:
     """Return the bytes of the tensors that a checkpoint takes over as they are."""
     size = 0
-    for shard, linears in enumerate(all_shard_linears(decoder, quantized)):
-        size += sum(decoder.store.get(name).nbytes for name in untouched_names(decoder, shard, linears))
+    for part in model_parts(decoder, quantized):
+        size += sum(decoder.store.get(name).nbytes for name in part.untouched_names())
     decoder.store.close()
     return size

@@ -32,7 +32,7 @@ class LatqError(ValueError):
         self.where, self.expected, self.found, self.hint = where, expected, found, hint
         super().__init__(f"{where}: expected {expected}, found {found}." + (f" {hint}" if hint else ""))
 
-    def __reduce__(self) -> tuple[type, tuple[str, str, str, str]]:
+    def __reduce__(self) -> tuple[type, tuple[str, ...]]:
         # Worker processes pickle exceptions: rebuild from the four parts, not from the joined message.
         return type(self), (self.where, self.expected, self.found, self.hint)
 
@@ -71,7 +71,7 @@ class UsageError(LatqError):
     def __init__(self, sentence: str) -> None:
         ValueError.__init__(self, sentence)
 
-    def __reduce__(self) -> tuple[type, tuple[str]]:
+    def __reduce__(self) -> tuple[type, tuple[str, ...]]:
         return type(self), (str(self),)
 
 

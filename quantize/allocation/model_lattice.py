@@ -10,7 +10,7 @@ checkpoint get the same, and so do the processes that share a run.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,7 +21,7 @@ from vllm_latq.errors import ConfigError
 from vllm_latq.quantize.allocation.served_allocation import allocate_served, served_curves, served_lattices
 from vllm_latq.quantize.allocation.stored_allocation import allocate, rate_curve
 from vllm_latq.quantize.calibration.experts import expert_stacks
-from vllm_latq.quantize.calibration.fisher import Progress, Stages, collect_statistics, unseen, unseen_stages
+from vllm_latq.quantize.calibration.fisher import Progress, Stages, collect_statistics, ignore_progress, ignore_stages
 from vllm_latq.quantize.calibration.fisher_files import StatisticsFiles
 from vllm_latq.quantize.calibration.hessian import InputHessian
 from vllm_latq.quantize.lattice.factor import require_finite
@@ -38,8 +38,8 @@ from vllm_latq.quantize.methods.latq import (
     rate_aware_damping,
 )
 from vllm_latq.quantize.model.decoder import Decoder
+from vllm_latq.quantize.model.parts import Part, model_parts
 from vllm_latq.quantize.model.selection import unreached
-from vllm_latq.quantize.model.shards import shard_linears, shard_weights
 from vllm_latq.quantize.recipe import Recipe
 
 # Enough for any lattice that was seen, twice over: next to nothing is fed back between inputs then.
@@ -50,6 +50,17 @@ InputGroup = tuple[dict[str, torch.Tensor], dict[str, LayerStatistics]]
 T = TypeVar("T")
 # Names of the linears that read one input -> a RateCurve, or where served bits are counted a ServedCurve per width.
 Prices = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class _Priced:
+    """The prices of the linears of one input; without prices, the names of the linears that nothing reaches.
+
+    Every process gets these from all others before one of them raises an error.
+    """
+
+    prices: Prices
+    unreached: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -70,20 +81,19 @@ class ModelLattice:
     folder: Path
     world: World = ALONE
 
-    @property
-    def shards(self) -> list[int]:
-        """Those with something to quantize; the head is shard `len(decoder)`."""
-        every = range(len(self.decoder) + 1)
-        return [shard for shard in every if shard_linears(self.decoder, self.quantized, shard)]
+    @cached_property
+    def parts(self) -> list[Part]:
+        """The parts of the model with something to quantize."""
+        return [part for part in model_parts(self.decoder, self.quantized) if part.linears]
 
-    def collect(self, samples: torch.Tensor, place: Place, stages: Stages = unseen_stages) -> None:
+    def collect(self, samples: torch.Tensor, place: Place, stages: Stages = ignore_stages) -> None:
         """Collect the statistics, unless an interrupted run left them all."""
-        files, shards = StatisticsFiles(self.folder), self.shards
+        files, parts = StatisticsFiles(self.folder), [part.index for part in self.parts]
         self._require_everywhere(self.folder.parent.is_dir)
-        if not self.world.from_first(lambda: files.complete(shards)):
+        if not self.world.from_first(lambda: files.complete(parts)):
             run = (self.decoder, samples, self.quantized, files, self.recipe.seed)
             collect_statistics(*run, place, self.world, stages)
-        self._require_everywhere(lambda: files.complete(shards))
+        self._require_everywhere(lambda: files.complete(parts))
 
     def _require_everywhere(self, there: Callable[[], bool]) -> None:
         """Raise ConfigError on all processes if one does not see in the folder what is there."""
@@ -95,49 +105,53 @@ class ModelLattice:
 
         self.world.gather(check)
 
-    def groups(self, shard: int) -> list[dict[str, LayerStatistics]]:
-        """The statistics of a shard's linears, those of one input together."""
-        names = list(shard_linears(self.decoder, self.quantized, shard))
-        statistics = StatisticsFiles(self.folder).read(shard) if names else {}
-        leaders = dict.fromkeys(statistics[name].group for name in names)
-        return [{name: statistics[name] for name in names if statistics[name].group == leader} for leader in leaders]
+    def groups(self, part: Part) -> list[dict[str, LayerStatistics]]:
+        """Return the statistics of a part's linears, with the linears of one input together."""
+        statistics = StatisticsFiles(self.folder).read(part.index) if part.linears else {}
+        leaders = dict.fromkeys(statistics[name].leader for name in part.linears)
+        return [
+            {name: statistics[name] for name in part.linears if statistics[name].leader == leader} for leader in leaders
+        ]
 
-    def inputs(self, shard: int) -> Iterator[InputGroup]:
-        """Weights and statistics of a shard's linears, one input after the other, where the model computes."""
-        linears = shard_linears(self.decoder, self.quantized, shard)
-        with shard_weights(self.decoder, shard):
-            for members in self.groups(shard):
-                yield {name: full_weight(linears[name]) for name in members}, self.moved(members)
+    def inputs(self, part: Part) -> Iterator[InputGroup]:
+        """Yield weights and statistics of a part's linears, one input after the other, on the model's device."""
+        with part.weights():
+            for members in self.groups(part):
+                yield {name: full_weight(part.linears[name]) for name in members}, self.on_device(members)
 
-    def moved(self, members: Mapping[str, LayerStatistics]) -> dict[str, LayerStatistics]:
-        """Statistics where the model computes."""
+    def on_device(self, members: Mapping[str, LayerStatistics]) -> dict[str, LayerStatistics]:
+        """Return statistics on the device of the model."""
         return {name: layer.to(self.decoder.device) for name, layer in members.items()}
 
     def of_inputs(
-        self, make: Callable[[dict[str, torch.Tensor], dict[str, LayerStatistics]], T], progress: Progress = unseen
+        self,
+        make: Callable[[dict[str, torch.Tensor], dict[str, LayerStatistics]], T],
+        progress: Progress = ignore_progress,
     ) -> list[T]:
-        """What `make` makes of the weights and statistics of every input, in the model's order; the processes share
-        the shards, and all get everything; each one's progress is that of its own."""
-        mine = self.shards[self.world.rank :: self.world.size]
+        """Return `make(weights, statistics)` of every input, in the model's order.
+
+        The processes share the parts, and all get everything; the progress of each is that of its own parts.
+        """
+        mine = self.parts[self.world.rank :: self.world.size]
 
         def make_mine() -> dict[int, list[T]]:
             made = {}
-            for done, shard in enumerate(mine):
+            for done, part in enumerate(mine):
                 progress(done, len(mine))
-                made[shard] = [make(*group) for group in self.inputs(shard)]
+                made[part.index] = [make(*group) for group in self.inputs(part)]
             progress(len(mine), len(mine))
             return made
 
-        made = {shard: of_shard for part in self.world.gather(make_mine) for shard, of_shard in part.items()}
-        return [one for shard in self.shards for one in made[shard]]
+        made = {index: of_part for share in self.world.gather(make_mine) for index, of_part in share.items()}
+        return [one for part in self.parts for one in made[part.index]]
 
     @property
     def allocations(self) -> int:
-        """How many are made: damping goes by the step, and the step by what damped lattices take."""
+        """Number of allocations made: damping depends on the step, and the step on the bits of damped lattices."""
         return 1 if "rate-damping" in self.recipe.without else 2
 
-    def allocation(self, progress: Progress = unseen) -> dict[str, Share]:
-        """Layer name -> what it gets of the model's bits."""
+    def allocation(self, progress: Progress = ignore_progress) -> dict[str, Share]:
+        """Return linear -> its share of the model's bits."""
         step, shares = None, {}
         for round_ in range(self.allocations):
 
@@ -145,24 +159,23 @@ class ModelLattice:
                 progress(before * parts + done, self.allocations * parts)
 
             priced = self.of_inputs(partial(self._priced, step=step), advance)
-            if names := [name for one in priced if isinstance(one, list) for name in one]:
+            if names := [name for one in priced for name in one.unreached]:
                 raise unreached(names, self.quantized, "activations and gradients of the loss")
-            shares = self.share_out([one for one in priced if not isinstance(one, list)])
+            shares = self.share_out([one.prices for one in priced])
             step = next(iter(shares.values())).step
         return shares
 
     def _priced(
         self, weights: Mapping[str, torch.Tensor], members: Mapping[str, LayerStatistics], step: float | None
-    ) -> Prices | list[str]:
-        """Of the linears of one input, or the names of those that are not reached."""
-        if names := [name for name, layer in members.items() if not layer.reached]:
-            return names
-        return self.price(weights, *self.lattices(weights, members, step))
+    ) -> _Priced:
+        if names := tuple(name for name, layer in members.items() if not layer.reached):
+            return _Priced({}, names)
+        return _Priced(self.price(weights, *self.lattices(weights, members, step)))
 
     def price(
         self, weights: Mapping[str, torch.Tensor], inputs: InputLattice, outputs: Mapping[str, OutputLattice]
     ) -> Prices:
-        """What the linears of one input would take at some steps."""
+        """Return the bits that the linears of one input would take at some steps."""
         target = self.recipe.target_bits
         assert target is not None
         if self.recipe.count == "served":
@@ -170,7 +183,7 @@ class ModelLattice:
         return {name: rate_curve(weight, inputs, outputs[name], target) for name, weight in weights.items()}
 
     def share_out(self, inputs: Sequence[Prices]) -> dict[str, Share]:
-        """Share the recipe's target out over the linears of all inputs: layer name -> its share."""
+        """Share the recipe's target out over the linears of all inputs; return linear -> its share."""
         target = self.recipe.target_bits
         assert target is not None
         if self.recipe.count == "served":
@@ -185,13 +198,13 @@ class ModelLattice:
         outputs: dict[str, OutputLattice],
         share: Share,
     ) -> tuple[InputLattice, dict[str, OutputLattice]]:
-        """The lattices with the steps that the linears of one input, which have one share, are rounded with."""
+        """Return the lattices with the steps that the linears of one input are rounded with; they have one share."""
         return (inputs, outputs) if share.width is None else served_lattices(weights, inputs, outputs, share)
 
     def lattices(
         self, weights: Mapping[str, torch.Tensor], members: Mapping[str, LayerStatistics], step: float | None
     ) -> tuple[InputLattice, dict[str, OutputLattice]]:
-        """Both sides of the lattices of one input's linears; no step, no damping that depends on it."""
+        """Return both sides of the lattices of one input's linears; without a step, damping does not depend on it."""
         order, without, damping = self.recipe.order, self.recipe.without, self.recipe.damping
         outputs = {name: output_lattice(layer, order, without, name) for name, layer in members.items()}
         leader, first = next(iter(members.items()))
@@ -200,30 +213,29 @@ class ModelLattice:
         return input_lattice(first, order, damping, without, leader), outputs
 
     def damped(self, inputs: InputLattice, members: Mapping[str, LayerStatistics], times: int) -> InputLattice:
-        """The lattice of an input whose damping is quadrupled so many times."""
+        """Return the lattice of an input with its damping quadrupled `times` times."""
         leader, first = next(iter(members.items()))
         damping = inputs.factor.damping * 4.0**times
         return input_lattice(first, self.recipe.order, damping, self.recipe.without, leader)
 
 
-def behind_prefix(
-    members: Mapping[str, LayerStatistics], seen: Mapping[str, InputHessian]
+def after_prefix(
+    members: Mapping[str, LayerStatistics], hessian: InputHessian | None
 ) -> tuple[dict[str, LayerStatistics], Drift | None]:
-    """The statistics of the linears of one input, with what the quantized prefix gives for it, and how far that is from
-    the original model's, means over tokens; as they were, and None, where it was not seen.
+    """Return the statistics of the linears of one input on what the quantized prefix gives, and the drift from the
+    original model's input, means over tokens. Without a Hessian after the prefix they are unchanged, and None.
 
     Raises:
         NumericalError: the original model's activations are not finite.
     """
-    hessian = seen.get(next(iter(members)))
     if hessian is None or hessian.drift is None:
         return dict(members), None
     inputs, drift = hessian.matrix / hessian.tokens, hessian.drift.mean(hessian.tokens)
     for part in drift.sums:
-        require_finite(part, "drift of the activations", hessian.linears[0])
+        require_finite(part, "drift of the activations", hessian.shared.leader)
     return {name: replace(layer, inputs=inputs) for name, layer in members.items()}, drift
 
 
 def full_weight(linear: nn.Linear) -> torch.Tensor:
-    """What is quantized: the weight in float32, [r, c]."""
+    """Return the weight to quantize, in float32, [r, c]."""
     return linear.weight.detach().to(torch.float32)

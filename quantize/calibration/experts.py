@@ -19,10 +19,11 @@ from torch import nn
 
 from vllm_latq.models.experts import Expert, Experts
 from vllm_latq.quantize.calibration.hessian import HessianCollector, InputHessian
+from vllm_latq.quantize.lattice.grams import SharedInput
 
 
 def expert_stacks(model: nn.Module, linears: Mapping[str, nn.Linear]) -> dict[str, str]:
-    """Name of each linear of an expert -> name of the stack that it is served in, with those of all experts.
+    """Return linear of an expert -> name of the stack that it is served in, together with the other experts'.
 
     Args:
         model: with `Experts` in it.
@@ -57,33 +58,52 @@ def complete_experts(
     Returns:
         The Hessians, with those of experts that no token reached.
     """
-    experts = [expert for module in block.modules() if isinstance(module, Experts) for expert in module]
-    if not experts:
-        return hessians
-    names = {linear: name for name, linear in linears.items()}
-    known = {name: hessian for hessian in hessians for name in hessian.linears}
-    starved: dict[Expert, list[list[str]]] = {}
-    for expert in experts:
-        assert isinstance(expert, Expert)
-        for group in expert.inputs.values():
-            chosen = [names[linear] for linear in group if linear in names]
-            if chosen and (chosen[0] not in known or known[chosen[0]].tokens < group[0].in_features):
-                starved.setdefault(expert, []).append(chosen)
+    known = {name: hessian for hessian in hessians for name in hessian.shared.names}
+    starved = _starved_inputs(block, linears, known)
     if not starved:
         return hessians
     collector = HessianCollector()
-    wanted = {name: linears[name] for groups in starved.values() for group in groups for name in group}
+    wanted = {name: linears[name] for inputs in starved.values() for shared in inputs for name in shared.names}
     with _fed_everything(block, list(starved), collector, wanted):
         run()
-    everything = {name: hessian for hessian in reduce(collector.hessians) for name in hessian.linears}
+    everything = {name: hessian for hessian in reduce(collector.hessians) for name in hessian.shared.names}
     added = []
-    for reading in (reading for groups in starved.values() for reading in groups):
-        routed, full = known.get(reading[0]), everything[reading[0]]
-        if routed is None:
-            routed = InputHessian(reading, torch.zeros_like(full.matrix))
-            added.append(routed)
-        _complete(routed, full)
+    for inputs in starved.values():
+        for shared in inputs:
+            routed, full = known.get(shared.leader), everything[shared.leader]
+            if routed is None:
+                routed = InputHessian(shared, torch.zeros_like(full.matrix))
+                added.append(routed)
+            _complete(routed, full)
     return hessians + added
+
+
+def _starved_inputs(
+    block: nn.Module, linears: Mapping[str, nn.Linear], known: Mapping[str, InputHessian]
+) -> dict[Expert, list[SharedInput]]:
+    """Return the inputs of each expert that fewer tokens reach than they have channels; experts with none are left out.
+
+    Args:
+        block: a decoder block.
+        linears: name -> linear of everything in it that is quantized.
+        known: linear -> the Hessian of its input, from routed tokens.
+    """
+    names = {linear: name for name, linear in linears.items()}
+    starved: dict[Expert, list[SharedInput]] = {}
+    for expert in _experts_of(block):
+        for group in expert.inputs.values():
+            chosen = tuple(names[linear] for linear in group if linear in names)
+            if chosen and (chosen[0] not in known or known[chosen[0]].tokens < group[0].in_features):
+                starved.setdefault(expert, []).append(SharedInput(chosen))
+    return starved
+
+
+def _experts_of(block: nn.Module) -> Iterator[Expert]:
+    """Yield every expert in a block."""
+    for layer in block.modules():
+        for expert in layer if isinstance(layer, Experts) else ():
+            assert isinstance(expert, Expert)
+            yield expert
 
 
 def complete_gradients(
@@ -106,16 +126,22 @@ def complete_gradients(
     for layer in (module for module in block.modules() if isinstance(module, Experts)):
         for leaf, _ in layer[0].named_children():
             alike = [names[linear] for expert in layer if (linear := expert.get_submodule(leaf)) in names]
-            reached = [name for name in alike if name in routed]
-            if not reached:
-                continue
-            tokens = sum(routed[name] for name in reached)
-            mean = [sum(parts[1:], parts[0]) / tokens for parts in zip(*(grams[name] for name in reached), strict=True)]
-            for name in alike:
-                missing = counted[name] - routed.get(name, 0)
-                if missing:
-                    own = grams.get(name) or [torch.zeros_like(part) for part in mean]
-                    grams[name] = [one + missing * part for one, part in zip(own, mean, strict=True)]
+            _complete_alike(alike, grams, routed, counted)
+
+
+def _complete_alike(
+    alike: list[str], grams: dict[str, list[torch.Tensor]], routed: Mapping[str, int], counted: Mapping[str, int]
+) -> None:
+    """Do what `complete_gradients` does for one linear of every expert of a layer, by their names."""
+    reached = [name for name in alike if name in routed]
+    if not reached:
+        return
+    tokens = sum(routed[name] for name in reached)
+    mean = [sum(parts[1:], parts[0]) / tokens for parts in zip(*(grams[name] for name in reached), strict=True)]
+    for name in alike:
+        if missing := counted[name] - routed.get(name, 0):
+            own = grams.get(name) or [torch.zeros_like(part) for part in mean]
+            grams[name] = [one + missing * part for one, part in zip(own, mean, strict=True)]
 
 
 def _complete(routed: InputHessian, full: InputHessian) -> None:

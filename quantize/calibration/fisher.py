@@ -1,4 +1,4 @@
-"""What the loss of the whole model sees of each linear: the grams of its inputs and of its output gradients.
+"""The grams of the inputs and the output gradients of each linear.
 
     forward:   tokens -> block 0 -> block 1 -> ... -> head       inputs of every block are kept
     labels are drawn from the model's own distribution; then
@@ -8,8 +8,9 @@ Several processes have a share of the tokens each, and the grams of all.
 
     H = E[x x^T],  x: input of a linear;   G = E[g g^T],  g: gradient of the log-likelihood with respect to its output
 
-An expert's H is a mean over the tokens that are routed to it; its G is one over all tokens, with g = 0 for the others,
-so that (1/2) tr(G E H E^T) is nats per token for every linear. What few tokens reach is completed, see `routing`.
+An expert's H is a mean over the tokens that are routed to it. Its G is a mean over all tokens, with g = 0 for the
+others, so that (1/2) tr(G E H E^T) is nats per token for every linear. Experts that few tokens reach are completed, see
+`experts`.
 
 With labels from the model itself, G (x) H is the Kronecker-factored Fisher matrix, whose half is the curvature of the
 KL divergence from the original model (Martens and Grosse, 2015). Everything refers to the unquantized model.
@@ -35,6 +36,7 @@ from vllm_latq.quantize.machine.distributed import ALONE, World
 from vllm_latq.quantize.machine.offload import Place, return_freed_memory
 from vllm_latq.quantize.model.carried_state import Batch
 from vllm_latq.quantize.model.decoder import Decoder
+from vllm_latq.quantize.model.parts import Part, model_parts
 
 # Outputs whose gradients are correlated with each other; wider layers get a block-diagonal G. 64 MB per block.
 LARGEST_BLOCK = 4096
@@ -47,13 +49,13 @@ Progress = Callable[[int, int], None]
 Stages = Callable[[str], Progress]
 
 
-def unseen(_done: int, _parts: int) -> None:
-    """Progress that nobody is told of."""
+def ignore_progress(_done: int, _parts: int) -> None:
+    """Ignore progress."""
 
 
-def unseen_stages(_stage: str) -> Progress:
-    """Stages that nobody is told of."""
-    return unseen
+def ignore_stages(_stage: str) -> Progress:
+    """Ignore stages."""
+    return ignore_progress
 
 
 def collect_statistics(
@@ -64,7 +66,7 @@ def collect_statistics(
     seed: int,
     place: Place = lambda hidden: hidden,
     world: World = ALONE,
-    stages: Stages = unseen_stages,
+    stages: Stages = ignore_stages,
 ) -> None:
     """Run the model forward and backward once, and write the statistics of the wanted linears.
 
@@ -85,48 +87,44 @@ def collect_statistics(
     """
     windows = world.split(torch.arange(len(samples)))
     batches = decoder.embed(samples[windows], max(1, TOKENS_PER_GRADIENT // samples.shape[1]), place)
+    *blocks, head = model_parts(decoder, wanted)
     inputs = [[batch.hidden for batch in batches]]
-    forward, head, backward = map(stages, ("statistics, forward", "statistics, head", "statistics, backward"))
-    forward(0, len(decoder))
-    for index in range(len(decoder)):
-        with decoder.block(index) as block, torch.no_grad():
-            inputs.append([place(decoder.run(index, block, batch)) for batch in batches])
+    forward, at_head, backward = map(stages, ("statistics, forward", "statistics, head", "statistics, backward"))
+    forward(0, len(blocks))
+    for part in blocks:
+        with part.weights() as block, torch.no_grad():
+            inputs.append([place(part.run(block, batch)) for batch in batches])
         for batch, hidden in zip(batches, inputs[-1], strict=True):
             batch.hidden = hidden
         return_freed_memory()
-        forward(index + 1, len(decoder))
+        forward(part.index + 1, len(blocks))
     gradients = inputs.pop()
-    head(0, 1)
-    head_gradients(decoder, gradients, wanted, files, label_seeds(seed, windows.tolist()), world)
-    head(1, 1)
-    for index in reversed(range(len(decoder))):
-        backward(len(decoder) - 1 - index, len(decoder))
+    at_head(0, 1)
+    head_gradients(head, gradients, files, label_seeds(seed, windows.tolist()), world)
+    at_head(1, 1)
+    for part in reversed(blocks):
+        backward(len(blocks) - 1 - part.index, len(blocks))
         return_freed_memory()
-        block_gradients(decoder, index, batches, inputs.pop(), gradients, wanted, files, world)
-    backward(len(decoder), len(decoder))
+        block_gradients(part, batches, inputs.pop(), gradients, files, world)
+    backward(len(blocks), len(blocks))
 
 
 def label_seeds(seed: int, windows: Iterable[int]) -> list[int]:
-    """Of the labels of each window, from its index among those of all processes, whichever batch it is in."""
+    """Return a seed for the labels of each window, from its index among the windows of all processes."""
     # A digest, because torch's generator on the CPU takes the low 32 bits only.
     digests = (hashlib.sha256(f"{seed} {window}".encode()).digest() for window in windows)
     return [int.from_bytes(digest[:8], "big") >> 1 for digest in digests]
 
 
 def head_gradients(
-    decoder: Decoder,
-    hidden: list[torch.Tensor],
-    wanted: Mapping[str, nn.Linear],
-    files: StatisticsFiles,
-    seeds: Sequence[int],
-    world: World = ALONE,
+    part: Part, hidden: list[torch.Tensor], files: StatisticsFiles, seeds: Sequence[int], world: World = ALONE
 ) -> None:
     """Turn the last hidden states into the gradients of labels' log-likelihood, drawn with a seed for each window."""
-    linears = {name: linear for name, linear in decoder.head_linears.items() if name in wanted}
+    device = part.decoder.device
     windows = tokens = 0
-    with decoder.head() as head, _watching(linears, world) as grams:
+    with part.weights() as head, _watching(part.linears, world) as grams:
         for waiting in hidden:
-            states = waiting.to(decoder.device).detach().requires_grad_(True)
+            states = waiting.to(device).detach().requires_grad_(True)
             logits = head(states).float()
             drawn_with = seeds[windows : windows + len(logits)]
             labels = torch.stack([_draw(*each) for each in zip(logits.detach(), drawn_with, strict=True)])
@@ -134,7 +132,7 @@ def head_gradients(
             waiting.copy_(_gradient(states))
             windows += len(logits)
             tokens += labels.numel()
-    _finish(files, len(decoder), grams, linears, grams.reduce(tokens))
+    _finish(files, part, grams, grams.reduce(tokens))
 
 
 def _draw(logits: torch.Tensor, seed: int) -> torch.Tensor:
@@ -144,33 +142,31 @@ def _draw(logits: torch.Tensor, seed: int) -> torch.Tensor:
 
 
 def block_gradients(
-    decoder: Decoder,
-    index: int,
+    part: Part,
     batches: list[Batch],
     hidden: list[torch.Tensor],
     gradients: list[torch.Tensor],
-    wanted: Mapping[str, nn.Linear],
     files: StatisticsFiles,
     world: World = ALONE,
 ) -> None:
-    """Turn the gradients of the hidden states behind a block into those of the hidden states before it, in place."""
-    linears = {name: linear for name, linear in decoder.linears(index).items() if name in wanted}
-    with decoder.block(index) as block:
-        with _watching(linears, world) as grams:
-            for batch, states, behind in zip(batches, hidden, gradients, strict=True):
+    """Turn the gradients of the hidden states after a block into those of the hidden states before it, in place."""
+    decoder = part.decoder
+    with part.weights() as block:
+        with _watching(part.linears, world) as grams:
+            for batch, states, after in zip(batches, hidden, gradients, strict=True):
                 # Detached: the gradient must not live as long as the states, which are kept for the whole block.
                 states = states.to(decoder.device).detach().requires_grad_(True)
-                batch.handed_on.backward(behind.to(decoder.device), decoder.forward, index, block, states, batch)
-                behind.copy_(_gradient(states))
+                batch.handed_on.backward(after.to(decoder.device), decoder.forward, part.index, block, states, batch)
+                after.copy_(_gradient(states))
 
         def pass_all() -> None:
             for batch, states in zip(batches, hidden, strict=True):
-                decoder.run(index, block, replace(batch, hidden=states))
+                part.run(block, replace(batch, hidden=states))
 
         total = grams.reduce(sum(batch.tokens for batch in batches))
         with torch.no_grad():
-            grams.complete(block, linears, pass_all)
-    _finish(files, index, grams, linears, total)
+            grams.complete(block, part.linears, pass_all)
+    _finish(files, part, grams, total)
 
 
 def _gradient(states: torch.Tensor) -> torch.Tensor:
@@ -193,7 +189,7 @@ class _Grams:
         self.world = world
 
     def reduce(self, tokens: int) -> int:
-        """Sum over the processes, of which this saw so many tokens; how many all of them saw."""
+        """Sum over the processes; `tokens` is what this one saw. Return how many tokens all of them saw."""
         self.inputs.hessians = reduce_hessians(self.world, self.inputs.hessians)
         parts = {(name, index): part for name, parts in self.outputs.items() for index, part in enumerate(parts)}
         self.outputs = {}
@@ -202,14 +198,16 @@ class _Grams:
         return sum(self.world.gather(lambda: tokens))
 
     def complete(self, block: nn.Module, linears: Mapping[str, nn.Linear], run: Callable[[], None]) -> None:
-        """Add to those of experts with fewer tokens than channels; `run` passes all tokens through the block."""
-        routed = {name: hessian.tokens for hessian in self.inputs.hessians for name in hessian.linears}
+        """Complete experts with fewer tokens than channels; `run` passes all tokens through the block."""
+        routed = {name: hessian.tokens for hessian in self.inputs.hessians for name in hessian.shared.names}
         reduce = partial(reduce_hessians, self.world)
         self.inputs.hessians = complete_experts(block, linears, self.inputs.hessians, run, reduce)
-        counted = {name: hessian.tokens for hessian in self.inputs.hessians for name in hessian.linears}
+        counted = {name: hessian.tokens for hessian in self.inputs.hessians for name in hessian.shared.names}
         complete_gradients(block, linears, self.outputs, routed, counted)
 
     def hook(self, name: str) -> Callable[[nn.Module, object, torch.Tensor], None]:
+        """Return a forward hook that adds the gradients at the output of a linear to its grams."""
+
         def add(gradient: torch.Tensor) -> None:
             rows = gradient.reshape(-1, gradient.shape[-1]).to(torch.float32)
             blocks = rows.split(LARGEST_BLOCK, 1)
@@ -237,26 +235,30 @@ def _watching(linears: Mapping[str, nn.Linear], world: World) -> Iterator[_Grams
             handle.remove()
 
 
-def _finish(files: StatisticsFiles, block: int, grams: _Grams, linears: Mapping[str, nn.Linear], total: int) -> None:
-    """Means over tokens, of which there are `total`, checked and written."""
-    statistics = {}
-    called = [name for hessian in grams.inputs.hessians for name in hessian.linears]
+def _finish(files: StatisticsFiles, part: Part, grams: _Grams, total: int) -> None:
+    """Turn the sums into means over tokens, of which there are `total`, check and write them."""
+    called = [name for hessian in grams.inputs.hessians for name in hessian.shared.names]
     if unmoved := [name for name in called if name not in grams.outputs]:
         hint = f"Leave it out, with --ignore {unmoved[0]}"
         raise NumericalError(unmoved[0], "a linear that the loss depends on", "no gradient", hint)
+    statistics = {}
     for hessian in grams.inputs.hessians:
-        tokens = hessian.tokens
-        for name in hessian.linears:
+        for name in hessian.shared.names:
             outputs = [gram / total for gram in grams.outputs[name]]
-            mean = hessian.matrix / tokens
-            statistics[name] = LayerStatistics(mean, outputs, tokens, hessian.linears[0], hessian.note)
-            for what, gram in (("activations", statistics[name].inputs), *(("gradients", one) for one in outputs)):
-                if not torch.isfinite(gram).all():
-                    hint = "The model overflows on this text, or its weights are damaged."
-                    raise NumericalError(name, f"finite calibration {what}", "NaN or infinity", hint)
-    missing = sorted(linears.keys() - statistics.keys())
-    if missing:
+            mean, leader = hessian.matrix / hessian.tokens, hessian.shared.leader
+            statistics[name] = LayerStatistics(mean, outputs, hessian.tokens, leader, hessian.note)
+            _require_finite(name, statistics[name])
+    if missing := sorted(part.linears.keys() - statistics.keys()):
         hint = f"Its block does not call it on this text: leave it out, with --ignore {missing[0]}"
         raise NumericalError(missing[0], "a linear that is called while the model runs", "no call", hint)
     if statistics:
-        grams.world.from_first(lambda: None if files.path(block).exists() else files.write(block, statistics))
+        index = part.index
+        grams.world.from_first(lambda: None if files.path(index).exists() else files.write(index, statistics))
+
+
+def _require_finite(name: str, statistics: LayerStatistics) -> None:
+    """Raise NumericalError if activations or gradients of a linear are not finite."""
+    for what, gram in (("activations", statistics.inputs), *(("gradients", gram) for gram in statistics.outputs)):
+        if not torch.isfinite(gram).all():
+            hint = "The model overflows on this text, or its weights are damaged."
+            raise NumericalError(name, f"finite calibration {what}", "NaN or infinity", hint)

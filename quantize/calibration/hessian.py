@@ -1,7 +1,7 @@
 """Hessians X^T X of a block's linears, accumulated while the block runs: one per shared input.
 
-Invariant: linears that are called with the same tensor (q/k/v, gate/up; in latent attention not one after the other)
-share one accumulator.
+Invariant: linears that are called with the same tensor (q/k/v, gate/up) share one accumulator. In latent attention the
+up-projections read a different tensor.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from vllm_latq.quantize.lattice.grams import SharedInput
 from vllm_latq.quantize.lattice.targets import Drift
 from vllm_latq.quantize.machine.distributed import World
 
@@ -22,14 +23,14 @@ class InputHessian:
     """X^T X of one input.
 
     Attributes:
-        linears: names of the linears that read this input, in call order.
+        shared: the linears that read this input.
         matrix: float32 [c, c], the sum over all tokens seen.
         tokens: number of tokens seen.
-        drift: how far this input is from the original model's; None where that one is not followed.
-        note: what the records of these linears say about it; empty if nothing.
+        drift: how far this input is from the original model's; None where the original model is not run.
+        note: what the records of these linears say about the input; empty if nothing.
     """
 
-    linears: list[str]
+    shared: SharedInput
     matrix: torch.Tensor
     tokens: int = 0
     drift: Drift | None = None
@@ -46,7 +47,7 @@ class InputHessian:
             self.drift.add(rows, _rows(original))
 
     def add_residual(self, inputs: torch.Tensor, missed: torch.Tensor) -> None:
-        """Accumulate what the residual stream misses behind these inputs [..., c], which were added: [..., r]."""
+        """Accumulate what the residual stream misses, [..., r], after inputs [..., c] that `add` has seen."""
         assert self.drift is not None
         self.drift.add_residual(_rows(inputs), _rows(missed.to(inputs.device)))
 
@@ -72,7 +73,7 @@ class HessianCollector:
     _stop_at: str | None = None
 
     def of(self, name: str) -> InputHessian:
-        """The Hessian of a linear that was called."""
+        """Return the Hessian of a linear that was called."""
         return self._by_linear[name]
 
     def stop_early(self) -> None:
@@ -115,7 +116,8 @@ class HessianCollector:
             shared = hessian if known is not None and known() is inputs else None
             if name not in self._by_linear:
                 self._by_linear[name] = shared or self._new(inputs)
-                self._by_linear[name].linears.append(name)
+                own = self._by_linear[name]
+                own.shared = SharedInput((*own.shared.names, name))
             own = self._by_linear[name]
             if shared is not own:
                 own.add(inputs, original)
@@ -129,7 +131,7 @@ class HessianCollector:
 
     def _new(self, inputs: torch.Tensor) -> InputHessian:
         size = inputs.shape[-1]
-        hessian = InputHessian([], torch.zeros(size, size, dtype=torch.float32, device=inputs.device))
+        hessian = InputHessian(SharedInput(()), torch.zeros(size, size, dtype=torch.float32, device=inputs.device))
         self.hessians.append(hessian)
         return hessian
 
@@ -170,17 +172,17 @@ def _rows(inputs: torch.Tensor) -> torch.Tensor:
 
 
 def reduce_hessians(world: World, hessians: list[InputHessian]) -> list[InputHessian]:
-    """Sum the Hessians of all ranks, in place; those of linears that only other ranks' tokens reached are added."""
+    """Sum Hessians over all ranks, in place; inputs that only other ranks' tokens reached are added."""
     if world.size == 1:
         return hessians
-    own = {tuple(hessian.linears): hessian for hessian in hessians}
-    matrices = world.sum({linears: hessian.matrix for linears, hessian in own.items()})
-    counts = world.gather(lambda: {linears: hessian.tokens for linears, hessian in own.items()})
+    own = {hessian.shared: hessian for hessian in hessians}
+    matrices = world.sum({shared: hessian.matrix for shared, hessian in own.items()})
+    counts = world.gather(lambda: {shared: hessian.tokens for shared, hessian in own.items()})
     reduced = []
-    for linears, matrix in matrices.items():
-        hessian = own.get(linears) or InputHessian(list(linears), matrix)
+    for shared, matrix in matrices.items():
+        hessian = own.get(shared) or InputHessian(shared, matrix)
         if hessian.drift is not None:
             for part in hessian.drift.sums:
                 dist.all_reduce(part)
-        reduced.append(replace(hessian, tokens=sum(rank.get(linears, 0) for rank in counts)))
+        reduced.append(replace(hessian, tokens=sum(rank.get(shared, 0) for rank in counts)))
     return reduced

@@ -1,4 +1,4 @@
-"""The calibration text on its way through the blocks: what each linear is fed, and what the next block will see.
+"""The calibration text on its way through the blocks: the input of each linear, and what the next block will see.
 
     hidden:    after the blocks quantized so far           -> Y, the inputs that the quantized model will have
     original:  after the same blocks with their own weights -> X, kept only for corrected targets
@@ -6,9 +6,10 @@
 Invariant: inputs are always seen with the block's own weights in place; `advance` runs with those that were written.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -18,10 +19,12 @@ from vllm_latq.models.experts import Experts
 from vllm_latq.quantize.calibration.experts import complete_experts
 from vllm_latq.quantize.calibration.hessian import HessianCollector, InputHessian, recording, reduce_hessians
 from vllm_latq.quantize.calibration.last_writer import LastWriter, last_writer
+from vllm_latq.quantize.lattice.grams import SharedInput
 from vllm_latq.quantize.machine.distributed import ALONE, World
 from vllm_latq.quantize.machine.offload import Place
 from vllm_latq.quantize.model.carried_state import Batch
 from vllm_latq.quantize.model.decoder import Decoder
+from vllm_latq.quantize.model.parts import Part, model_parts
 
 # Tokens that pass through a block at a time: enough to keep the matmuls busy, small beside the block itself. On a CPU
 # few enough for intermediates that the allocator keeps: gptq on a model of 3.7M parameters took 14.0 s of one core,
@@ -62,98 +65,118 @@ class Stream:
     def __bool__(self) -> bool:
         return bool(self.batches)
 
-    def inputs(self, shard: int, block: nn.Module, linears: Mapping[str, nn.Linear]) -> list[InputHessian]:
-        """Hessians of the linears' inputs; carries the original stream past the block."""
+    def inputs(self, part: Part, module: nn.Module) -> list[InputHessian]:
+        """Return the Hessians of the inputs of a part's linears, and carry the original stream past the part."""
         if not self.batches:
-            return [InputHessian([name], torch.empty(0)) for name in linears]
-        collector, routed = HessianCollector(), any(isinstance(module, Experts) for module in block.modules())
-        writer = self._last_writer(shard, block, linears)
-        last = {writer.name: linears[writer.name]} if writer else {}
+            return [InputHessian(SharedInput((name,)), torch.empty(0)) for name in part.linears]
+        collector, routed = HessianCollector(), any(isinstance(one, Experts) for one in module.modules())
+        writer = self._last_writer(part, module)
+        last = {writer.name: part.linears[writer.name]} if writer else {}
         for position, batch in enumerate(self.batches):
-            seen = self._original(position, shard, block, linears)
-            with collector.watching(linears, seen), recording(last) as inputs:
-                behind = self._run(shard, block, batch)
+            seen = self._original(position, part, module, part.linears)
+            with collector.watching(part.linears, seen), recording(last) as inputs:
+                after = part.run(module, batch)
             if writer:
                 assert self.originals is not None
-                away = self.originals[position].hidden.float() - behind.float()
+                away = self.originals[position].hidden.float() - after.float()
                 collector.of(writer.name).add_residual(inputs[writer.name], away / writer.factor)
             elif not routed and position == 0:
                 collector.stop_early()
-        hessians = reduce_hessians(self.world, collector.hessians)
-        hessians = complete_experts(
-            block, linears, hessians, lambda: self._all(shard, block), partial(reduce_hessians, self.world)
-        )
-        reached = {name for hessian in hessians for name in hessian.linears}
-        if missed := [name for name in linears if name not in reached]:
+        reduce = partial(reduce_hessians, self.world)
+        hessians = reduce(collector.hessians)
+        hessians = complete_experts(module, part.linears, hessians, lambda: self._all(part, module), reduce)
+        reached = {name for hessian in hessians for name in hessian.shared.names}
+        if missed := [name for name in part.linears if name not in reached]:
             hint = f"Its block does not call it on this text: leave it out, with --ignore {missed[0]}"
-            raise CalibrationError(missed[0], "a linear that calibration tokens reach", "one that none reached", hint)
+            raise CalibrationError(missed[0], "calibration tokens that reach this linear", "none", hint)
         return hessians
 
-    def skip(self, shard: int, block: nn.Module) -> None:
-        """Carry the original stream past a block whose inputs need not be seen again."""
+    def skip(self, part: Part, module: nn.Module) -> None:
+        """Carry the original stream past a part whose inputs need not be seen again."""
         for position in range(len(self.batches)):
-            self._original(position, shard, block, {})
+            self._original(position, part, module, {})
 
-    def advance(self, shard: int, block: nn.Module) -> None:
+    def advance(self, part: Part, module: nn.Module) -> None:
         """Carry the quantized stream past a block that holds its quantized weights."""
         for batch in self.batches:
-            batch.hidden.copy_(self._run(shard, block, batch))
-            batch.arguments[shard] = {}
+            batch.hidden.copy_(part.run(module, batch))
+            batch.arguments[part.index] = {}
         for batch in (*self.batches, *(self.originals or ())):
-            batch.handed_on.forget(shard)
+            batch.handed_on.forget(part.index)
 
-    def _last_writer(self, shard: int, block: nn.Module, linears: Mapping[str, nn.Linear]) -> LastWriter | None:
-        if self.target != "residual" or shard == len(self.decoder) or not linears:
+    def _last_writer(self, part: Part, module: nn.Module) -> LastWriter | None:
+        if self.target != "residual" or part.is_head or not part.linears:
             return None
-        # Found by the first process for all: it is a matter of a tolerance.
-        return self.world.from_first(lambda: last_writer(linears, lambda: self._run(shard, block, self.batches[0])))
+        # The first process finds it for all of them: the answer depends on a tolerance.
+        return self.world.from_first(lambda: last_writer(part.linears, lambda: part.run(module, self.batches[0])))
 
-    def _all(self, shard: int, block: nn.Module) -> None:
+    def _all(self, part: Part, module: nn.Module) -> None:
         for batch in self.batches:
-            self._run(shard, block, batch)
+            part.run(module, batch)
 
     def _original(
-        self, position: int, shard: int, block: nn.Module, linears: Mapping[str, nn.Linear]
+        self, position: int, part: Part, module: nn.Module, linears: Mapping[str, nn.Linear]
     ) -> dict[str, torch.Tensor] | None:
-        """One batch of the original stream past the block: what each linear was fed, None without that stream."""
+        """Carry one batch of the original stream past a part; return each linear's input, None without that stream."""
         if self.originals is None:
             return None
         batch = self.originals[position]
         with recording(linears) as seen:
-            batch.hidden.copy_(self._run(shard, block, batch))
+            batch.hidden.copy_(part.run(module, batch))
         return seen
 
-    def _run(self, shard: int, block: nn.Module, batch: Batch) -> torch.Tensor:
-        if shard < len(self.decoder):
-            return self.decoder.run(shard, block, batch)
-        # Nothing follows the head: its logits are not kept.
-        block(batch.hidden.to(self.decoder.device))
-        return batch.hidden
+
+class Visit(NamedTuple):
+    """One part of a model on the walk over all of them.
+
+    Attributes:
+        part: the part.
+        module: its module, with the weights in memory; None where nothing is quantized and nothing passes.
+        advances: whether the stream is carried past the part afterwards.
+    """
+
+    part: Part
+    module: nn.Module | None
+    advances: bool
 
 
-def hessians_of(
-    stream: Stream, shard: int, block: nn.Module, linears: Mapping[str, nn.Linear]
-) -> dict[str, InputHessian]:
-    """Linear -> the Hessian of its input; none where nothing passes through the blocks."""
-    hessians = stream.inputs(shard, block, linears) if stream else []
-    return {name: hessian for hessian in hessians for name in hessian.linears}
+def walk(parts: Sequence[Part], stream: Stream) -> Iterator[Visit]:
+    """Visit every part in order, and carry the stream past a part if a later one has linears.
+
+    The weights of a module are in memory until the next part is asked for, and the stream passes the weights that the
+    module has then.
+    """
+    for part in parts:
+        advances = bool(stream) and any(later.linears for later in parts[part.index + 1 :])
+        if not (part.linears or advances):
+            yield Visit(part, None, False)
+            continue
+        with part.weights() as module, torch.no_grad():
+            yield Visit(part, module, advances)
+            if advances:
+                stream.advance(part, module)
+
+
+def hessians_of(stream: Stream, part: Part, module: nn.Module) -> dict[str, InputHessian]:
+    """Return linear -> the Hessian of its input; empty where nothing passes through the blocks."""
+    hessians = stream.inputs(part, module) if stream else []
+    return {name: hessian for hessian in hessians for name in hessian.shared.names}
 
 
 def samples_per_batch(device: torch.device, tokens: int) -> int:
-    """How many samples of so many tokens pass through a block at a time."""
+    """Return how many samples of so many tokens pass through a block at a time."""
     return max(1, (TOKENS_PER_CPU_BATCH if device.type == "cpu" else TOKENS_PER_BATCH) // tokens)
 
 
 def model_hessians(decoder: Decoder, samples: torch.Tensor) -> Iterator[InputHessian]:
-    """The Hessian of every input of a model's blocks, nothing quantized.
+    """Yield the Hessian of every input of a model's blocks, nothing quantized.
 
     Args:
         decoder: the model.
         samples: token ids int64 [n, tokens].
     """
     stream = Stream(decoder, samples)
-    for index in range(len(decoder)):
-        with decoder.block(index) as block, torch.no_grad():
-            yield from stream.inputs(index, block, decoder.linears(index))
-            if index + 1 < len(decoder):
-                stream.advance(index, block)
+    linears = [name for index in range(len(decoder)) for name in decoder.linears(index)]
+    for part, module, _ in walk(model_parts(decoder, linears)[:-1], stream):
+        if module is not None:
+            yield from stream.inputs(part, module)

@@ -29,8 +29,8 @@ from vllm_latq.quantize.methods.record import totals
 from vllm_latq.quantize.model.decoder import Decoder
 from vllm_latq.quantize.model.loading import compute_dtype, torch_device
 from vllm_latq.quantize.model.meta_model import model_config
+from vllm_latq.quantize.model.parts import model_parts
 from vllm_latq.quantize.model.selection import quantized_linears
-from vllm_latq.quantize.model.shards import untouched_names
 from vllm_latq.quantize.recipe import Recipe
 
 # Relative. On one machine the numbers agree to the last digits; another device adds up activations in another order,
@@ -119,8 +119,8 @@ class _Certificate:
                 yield CheckpointError(
                     f"{config}: {key}", f"the model's {ours.get(key)!r}", repr(theirs.get(key)), _HINT
                 )
-        shards, quantized = range(len(self.decoder) + 1), self.reader.shapes
-        untouched = {name for shard in shards for name in untouched_names(self.decoder, shard, quantized)}
+        quantized = self.reader.shapes
+        untouched = {name for part in model_parts(self.decoder, quantized) for name in part.untouched_names()}
         stored = set(self.reader.store.names())
         for name in quantized:
             stored -= {f"{name}.{suffix}" for suffix in self.reader.weight(name).to_tensors()}

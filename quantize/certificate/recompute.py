@@ -1,8 +1,8 @@
 """What a report should say of stored weights, from the original model, the calibration text and the recipe alone.
 
-    layer_by_layer  the text passes through the blocks as in run.py, with the stored weights in place of a quantizer:
+    layer_by_layer  the text passes through the blocks as in a run, with the stored weights in place of a quantizer:
                     the Hessian of each input, its factor, and from them the errors and the worst case
-    whole_model     for latq: statistics of the original model as in whole_model.py; from them the model's step, by
+    whole_model     for latq: statistics of the original model as in runs/whole_model.py; from them the model's step, by
                     allocating the bits anew, the damping that this step asks for, both lattices, and from them the
                     loss, the errors and their worst cases
 
@@ -23,9 +23,9 @@ from vllm_latq.format.coded import HuffmanWeight, RansWeight, Weight
 from vllm_latq.format.packed import PackedWeight
 from vllm_latq.format.reader import CheckpointReader
 from vllm_latq.format.report import LayerReport
-from vllm_latq.quantize.allocation.model_lattice import DAMPED_AT_MOST, ModelLattice, behind_prefix, full_weight
+from vllm_latq.quantize.allocation.model_lattice import DAMPED_AT_MOST, ModelLattice, after_prefix, full_weight
 from vllm_latq.quantize.calibration.hessian import InputHessian
-from vllm_latq.quantize.calibration.stream import Stream, hessians_of
+from vllm_latq.quantize.calibration.stream import Stream, hessians_of, walk
 from vllm_latq.quantize.lattice import stochastic
 from vllm_latq.quantize.lattice.coordinate_descent import ROWS
 from vllm_latq.quantize.lattice.factor import Factor
@@ -39,8 +39,8 @@ from vllm_latq.quantize.methods.latq import Aim, InputLattice, OutputLattice, ai
 from vllm_latq.quantize.methods.layer import layer_factor
 from vllm_latq.quantize.methods.record import bound_holds, expected_by_both, expected_error
 from vllm_latq.quantize.model.decoder import Decoder
+from vllm_latq.quantize.model.parts import model_parts
 from vllm_latq.quantize.model.selection import quantized_linears
-from vllm_latq.quantize.model.shards import all_shard_linears, shard_weights
 from vllm_latq.quantize.recipe import Recipe
 
 
@@ -49,32 +49,17 @@ def layer_by_layer(
 ) -> Iterator[LayerReport]:
     """The records of every linear, in the order of the model; `samples` int64 [n, tokens]."""
     stream = Stream(decoder, samples, recipe.target)
-    for shard, block, linears in _shards(reader, decoder, stream):
-        for hessian in stream.inputs(shard, block, linears):
+    for part, module, _ in walk(model_parts(decoder, reader.shapes), stream):
+        if module is None:
+            continue
+        for hessian in stream.inputs(part, module):
             factor = None
             if recipe.needs_calibration:
-                factor = layer_factor(hessian.matrix, recipe, hessian.linears[0])
-            for name in hessian.linears:
-                stored, linear = reader.weight(name), linears[name]
+                factor = layer_factor(hessian.matrix, recipe, hessian.shared.leader)
+            for name in hessian.shared.names:
+                stored, linear = reader.weight(name), part.linears[name]
                 yield _measured(name, linear, stored, hessian, factor, recipe)
                 linear.weight.copy_(stored.dequantize())
-
-
-def _shards(
-    reader: CheckpointReader, decoder: Decoder, stream: Stream
-) -> Iterator[tuple[int, nn.Module, dict[str, nn.Linear]]]:
-    """Shard, its block with weights in memory, and its quantized linears; one after the other, until none is left.
-
-    What passes through the blocks sees the weights that are in a block when the next one is asked for.
-    """
-    shards = all_shard_linears(decoder, reader.shapes)
-    for shard, linears in enumerate(shards):
-        advance = bool(stream) and any(shards[shard + 1 :])
-        if linears or advance:
-            with shard_weights(decoder, shard) as block, torch.no_grad():
-                yield shard, block, linears
-                if advance:
-                    stream.advance(shard, block)
 
 
 def _measured(
@@ -85,7 +70,7 @@ def _measured(
         target = corrected_target(weight, factor, hessian.drift, recipe.correction)
     gram = hessian.matrix if factor is None else factor.undamped
     quantized = stored.dequantize().to(weight.device)
-    errors = measure_errors(quantized, weight, target, gram, hessian.drift, hessian.linears[0])
+    errors = measure_errors(quantized, weight, target, gram, hessian.drift, hessian.shared.leader)
     bound = expected = None
     if factor is not None:
         bound, beyond = worst_case(stored, factor, recipe, quantized - target)
@@ -173,12 +158,14 @@ def whole_model(
         model.collect(samples, placer("disk", Path(folder)))
         shares = model.allocation()
         stream = Stream(decoder, None if recipe.target == "quantized" else samples, recipe.target)
-        for shard, block, linears in _shards(reader, decoder, stream):
-            seen = hessians_of(stream, shard, block, linears)
-            for group in model.groups(shard):
-                weights = {name: full_weight(linears[name]) for name in group}
-                members, drift = behind_prefix(model.moved(group), seen)
+        for part, module, _ in walk(model_parts(decoder, reader.shapes), stream):
+            if module is None:
+                continue
+            seen = hessians_of(stream, part, module)
+            for group in model.groups(part):
+                weights = {name: full_weight(part.linears[name]) for name in group}
                 leader = next(iter(group))
+                members, drift = after_prefix(model.on_device(group), seen.get(leader))
                 inputs, outputs = model.lattices(weights, members, shares[leader].step)
                 if recipe.count == "served" and (times := _quadrupled(inputs.factor.damping, claimed_damping(leader))):
                     inputs = model.damped(inputs, members, times)
@@ -187,7 +174,7 @@ def whole_model(
                     assert isinstance(stored, RansWeight)
                     yield _measured_on_loss(name, aim, stored, members[name], inputs, outputs[name], recipe, width)
                     if stream:
-                        linears[name].weight.copy_(stored.dequantize())
+                        part.linears[name].weight.copy_(stored.dequantize())
 
 
 def _quadrupled(damping: float, claimed: float | None) -> int:

@@ -1,8 +1,27 @@
-"""The Gram matrices of one linear: of its inputs (H) and of the gradients at its outputs (G)."""
+"""The Gram matrices of linears: of their inputs (H) and of the gradients at their outputs (G)."""
 
 from dataclasses import dataclass, replace
 
 import torch
+
+
+@dataclass(frozen=True)
+class SharedInput:
+    """The linears that read one input: they share its Hessian, its factor and its order.
+
+    Attributes:
+        names: names of the linears, in the order in which the block first calls them.
+    """
+
+    names: tuple[str, ...]
+
+    @property
+    def leader(self) -> str:
+        """The first linear, which names the input in messages."""
+        return self.names[0]
+
+    def __len__(self) -> int:
+        return len(self.names)
 
 
 @dataclass(frozen=True)
@@ -12,22 +31,23 @@ class LayerStatistics:
     Attributes:
         inputs: float32 [c, c], E[x x^T].
         outputs: float32 [b, b] each, the diagonal blocks of E[g g^T] that cover the r outputs in order; nats^2.
-        tokens: number of tokens that reach it.
-        group: name of the first linear that reads the same input.
-        note: what its record says about them; empty if nothing.
+        tokens: number of tokens that reach the linear.
+        leader: name of the first linear that reads the same input (`SharedInput.leader`).
+        note: what the record of the linear says about these statistics; empty if nothing.
     """
 
     inputs: torch.Tensor
     outputs: list[torch.Tensor]
     tokens: int
-    group: str
+    leader: str
     note: str = ""
 
     @property
     def reached(self) -> bool:
-        """Whether anything but zeros came to it, and back from the loss."""
+        """Whether nonzero inputs came to the linear, and nonzero gradients back from the loss."""
         return float(self.inputs.diagonal().max()) != 0 and any(float(g.diagonal().max()) != 0 for g in self.outputs)
 
     def to(self, device: torch.device) -> "LayerStatistics":
+        """Return the same statistics with their tensors on `device`."""
         outputs = [gram.to(device) for gram in self.outputs]
         return replace(self, inputs=self.inputs.to(device), outputs=outputs)

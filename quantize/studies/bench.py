@@ -145,7 +145,7 @@ class Bench:
             write_dense(model, {}, self.source)
         # Linear -> X^T X of its inputs, all in memory.
         inputs = model_hessians(self.decoder, samples)
-        self.hessians = {name: hessian.matrix for hessian in inputs for name in hessian.linears}
+        self.hessians = {name: hessian.matrix for hessian in inputs for name in hessian.shared.names}
 
     def ours(self, setting: str, recipe: Recipe, bits: int) -> Row:
         """Quantize with this package, and measure."""

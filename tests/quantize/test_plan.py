@@ -15,8 +15,8 @@ from vllm_latq.quantize.calibration import fisher as statistics
 from vllm_latq.quantize.calibration.hessian import InputHessian
 from vllm_latq.quantize.calibration.stream import Stream
 from vllm_latq.quantize.model.decoder import Decoder
+from vllm_latq.quantize.model.parts import model_parts
 from vllm_latq.quantize.model.selection import quantized_linears
-from vllm_latq.quantize.model.shards import shard_weights
 from vllm_latq.quantize.pipeline import quantize_checkpoint
 from vllm_latq.quantize.plan import plan
 from vllm_latq.quantize.recipe import Recipe
@@ -72,8 +72,9 @@ def test_hessians_and_activations(target: str, source: Path, tokens: torch.Tenso
         return hidden
 
     stream = Stream(decoder, tokens, target, place=place)
-    with shard_weights(decoder, 0) as block, torch.no_grad():
-        hessians = stream.inputs(0, block, decoder.linears(0))
+    part = model_parts(decoder, decoder.linears(0))[0]
+    with part.weights() as block, torch.no_grad():
+        hessians = stream.inputs(part, block)
     memory = needs(recipe, source)["memory"]
     assert memory["hessians"] == sum(part.nbytes for hessian in hessians for part in sums(hessian))
     assert memory["gradients"] == 0

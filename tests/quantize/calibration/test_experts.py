@@ -15,6 +15,7 @@ from vllm_latq.format.verify import verify
 from vllm_latq.models.experts import split_experts
 from vllm_latq.quantize.calibration.stream import Stream
 from vllm_latq.quantize.model.decoder import Decoder
+from vllm_latq.quantize.model.parts import model_parts
 from vllm_latq.quantize.pipeline import quantize_checkpoint
 from vllm_latq.quantize.recipe import Recipe
 
@@ -79,11 +80,12 @@ def test_hessians_are_those_of_routed_tokens(random_model: Any) -> None:
         model(samples)
     hidden, index = seen[0]
     decoder = Decoder(directory, "cpu")
-    with decoder.block(0) as block:
-        hessians = Stream(decoder, samples).inputs(0, block, decoder.linears(0))
+    part = model_parts(decoder, decoder.linears(0))[0]
+    with part.weights() as block:
+        hessians = Stream(decoder, samples).inputs(part, block)
     for expert in range(4):
-        (found,) = (h for h in hessians if f"model.layers.0.block_sparse_moe.experts.{expert}.w1" in h.linears)
-        assert [name.rpartition(".")[2] for name in found.linears] == ["w1", "w3"]
+        (found,) = (h for h in hessians if f"model.layers.0.block_sparse_moe.experts.{expert}.w1" in h.shared.names)
+        assert [name.rpartition(".")[2] for name in found.shared.names] == ["w1", "w3"]
         routed = hidden[(index == expert).any(1)]
         assert len(routed) >= 32
         assert found.note == ""
@@ -107,15 +109,16 @@ def test_inputs_weighed_by_the_router(repeats: int, random_model: Any) -> None:
     assert len(everything) == samples.numel()
     decoder, noted = Decoder(directory, "cpu"), 0
     assert decoder.anatomy.base == "model"
-    with decoder.block(0) as block:
-        hessians = Stream(decoder, samples).inputs(0, block, decoder.linears(0))
+    part = model_parts(decoder, decoder.linears(0))[0]
+    with part.weights() as block:
+        hessians = Stream(decoder, samples).inputs(part, block)
         own = block.feed_forward.experts(hidden)
         cotangent = torch.randn_like(own)
         (own_gradient,) = torch.autograd.grad(own, hidden, cotangent)
         (gradient,) = torch.autograd.grad(fused(hidden), hidden, cotangent)
     torch.testing.assert_close(own_gradient, gradient)
     for expert in range(4):
-        (found,) = (h for h in hessians if f"model.layers.0.feed_forward.experts.{expert}.gate_proj" in h.linears)
+        (found,) = (h for h in hessians if f"model.layers.0.feed_forward.experts.{expert}.gate_proj" in h.shared.names)
         routed = given[expert][given[expert].any(-1)]
         missing = max(0, 32 - len(routed))
         expected = routed.T @ routed + missing / len(everything) * everything.T @ everything

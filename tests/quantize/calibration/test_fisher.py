@@ -56,7 +56,7 @@ def test_grams_are_those_of_one_backward_pass(
 
 
 def test_linears_of_one_input_share_it(collected: StatisticsFiles) -> None:
-    groups = {name: layer.group.split(".")[-1] for name, layer in collected.read(0).items()}
+    groups = {name: layer.leader.split(".")[-1] for name, layer in collected.read(0).items()}
     by_leaf = {name.split(".")[-1]: group for name, group in groups.items()}
     assert by_leaf == {
         **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "q_proj"),

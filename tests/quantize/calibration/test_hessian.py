@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from vllm_latq.quantize.calibration.hessian import HessianCollector, InputHessian
+from vllm_latq.quantize.lattice.grams import SharedInput
 
 # 999 products of up to about 10 are added in float32.
 RELATIVE_TOLERANCE = 1e-5
@@ -12,7 +13,7 @@ RELATIVE_TOLERANCE = 1e-5
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_gram_is_that_of_the_inputs_in_float32(dtype):
     inputs = torch.randn(3, 333, 65, generator=torch.Generator().manual_seed(0)).to(dtype)
-    hessian = InputHessian(["layer"], torch.zeros(65, 65))
+    hessian = InputHessian(SharedInput(("layer",)), torch.zeros(65, 65))
     before = torch.get_float32_matmul_precision()
     for part in inputs:
         hessian.add(part)
@@ -39,7 +40,7 @@ def test_later_passes_end_at_the_input_of_the_last_linear():
                 collector.stop_early()
     assert len(finished) == len(batches) + 1
     for ended, expected in zip(collectors[1].hessians, collectors[0].hessians, strict=True):
-        assert ended.linears == expected.linears
+        assert ended.shared == expected.shared
         assert ended.tokens == expected.tokens == 21
         assert torch.equal(ended.matrix, expected.matrix)
 
@@ -54,7 +55,7 @@ def test_an_input_is_shared_whatever_is_called_between():
             between(first(x))
             second(x)
             later(x.add_(1))
-    assert [hessian.linears for hessian in collector.hessians] == [["a", "c"], ["b"], ["d"]]
+    assert [hessian.shared.names for hessian in collector.hessians] == [("a", "c"), ("b",), ("d",)]
     assert [hessian.tokens for hessian in collector.hessians] == [6, 6, 6]
 
 
@@ -77,7 +78,7 @@ def test_passes_stay_whole_where_a_linear_is_not_always_called():
             x = first(torch.ones(2, 5))
             second(x) if both else x
         collector.stop_early()
-    assert [hessian.linears for hessian in collector.hessians] == [["first"], ["second"]]
+    assert [hessian.shared.names for hessian in collector.hessians] == [("first",), ("second",)]
 
 
 def test_passes_stay_whole_where_a_linear_is_called_twice():

@@ -13,6 +13,7 @@ from vllm_latq.quantize.calibration.stream import Stream
 from vllm_latq.quantize.calibration.windows import load_samples
 from vllm_latq.quantize.evaluation.evaluate import evaluate
 from vllm_latq.quantize.model.decoder import Decoder
+from vllm_latq.quantize.model.parts import model_parts
 from vllm_latq.quantize.pipeline import quantize_checkpoint
 from vllm_latq.quantize.recipe import Recipe
 
@@ -98,13 +99,14 @@ def test_the_stream_asks_for_what_the_block_misses(
     decoder = Decoder(directory, "cpu")
     stream = Stream(decoder, samples, "residual")
     with torch.no_grad():
-        with decoder.block(0) as block:
-            stream.inputs(0, block, decoder.linears(0))
-            decoder.linears(0)[blunt].weight.mul_(0.5)
-            stream.advance(0, block)
-        with decoder.block(1) as block:
-            hessians = stream.inputs(1, block, decoder.linears(1))
-    drifts = {linear: hessian.drift for hessian in hessians for linear in hessian.linears}
+        first, second = model_parts(decoder, [*decoder.linears(0), *decoder.linears(1)])[:2]
+        with first.weights() as block:
+            stream.inputs(first, block)
+            first.linears[blunt].weight.mul_(0.5)
+            stream.advance(first, block)
+        with second.weights() as block:
+            hessians = stream.inputs(second, block)
+    drifts = {linear: hessian.drift for hessian in hessians for linear in hessian.shared.names}
     residual = drifts[name].residual
     assert (residual - expected).norm() < 1e-3 * expected.norm()
     assert float(drifts[name].missed) == pytest.approx(float(missed.square().sum()), rel=1e-3)

@@ -300,7 +300,7 @@ def test_damping_that_was_raised_is_confirmed_and_no_other(
 def test_a_target_that_damping_cannot_meet_is_missed_with_a_warning(
     two_blocks: Path, calibration_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vllm_latq.quantize.allocation.model_lattice.DAMPED_AT_MOST", 0)
+    monkeypatch.setattr("vllm_latq.quantize.runs.whole_model.DAMPED_AT_MOST", 0)
     few = FEW | {"without": ("rate-damping",), "damping": 1e-6}
     recipe = Recipe("latq", target_bits=2.45, count="served", **few)
     with pytest.warns(UserWarning, match=r"target_bits: \d+\.\d+ served bits per weight, more than 2\.45: the notes"):

@@ -168,7 +168,7 @@ def test_collector_pairs_the_inputs_of_both_streams():
         originals.append(original.reshape(-1, 6))
         inputs.append(hidden.reshape(-1, 6))
     shared, alone = collector.hessians
-    assert (shared.linears, alone.linears, alone.tokens) == (["q", "k"], ["o"], 30)
+    assert (shared.shared.names, alone.shared.names, alone.tokens) == (("q", "k"), ("o",), 30)
     for found, x, y in (
         (alone, torch.cat(originals), torch.cat(inputs)),
         (shared, torch.cat(originals).tanh(), torch.cat(inputs).tanh()),

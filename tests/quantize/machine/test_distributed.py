@@ -17,6 +17,7 @@ from vllm_latq.format.reader import CheckpointReader
 from vllm_latq.format.verify import verify
 from vllm_latq.quantize.allocation.model_lattice import ModelLattice
 from vllm_latq.quantize.calibration.hessian import InputHessian
+from vllm_latq.quantize.lattice.grams import SharedInput
 from vllm_latq.quantize.machine.distributed import World
 from vllm_latq.quantize.model.decoder import Decoder
 from vllm_latq.quantize.pipeline import quantize_checkpoint
@@ -164,16 +165,20 @@ def test_statistics_are_where_all_processes_see_them(mini_model: Path, tmp_path:
 
 
 def test_each_linear_goes_to_one_rank() -> None:
-    work = [InputHessian([f"linear{index}"], torch.empty(size, size)) for index, size in enumerate((5, 1, 3, 3, 2, 8))]
+    work = [
+        InputHessian(SharedInput((f"linear{index}",)), torch.empty(size, size))
+        for index, size in enumerate((5, 1, 3, 3, 2, 8))
+    ]
 
     def effort(hessian: InputHessian) -> int:
         return hessian.matrix.numel()
 
     for size in (1, 2, 3, 9):
         shares = [World(rank, size).mine(work, effort) for rank in range(size)]
-        assert sorted(hessian.linears[0] for share in shares for hessian in share) == sorted(h.linears[0] for h in work)
+        leaders = sorted(hessian.shared.leader for share in shares for hessian in share)
+        assert leaders == sorted(hessian.shared.leader for hessian in work)
     heaviest = World(0, 2).mine(work, effort)
-    assert [hessian.linears for hessian in heaviest] == [["linear5"]], "8 x 8 outweighs the rest"
+    assert [hessian.shared.names for hessian in heaviest] == [("linear5",)], "8 x 8 outweighs the rest"
 
 
 def test_samples_are_split() -> None:

@@ -29,7 +29,7 @@ def layers(mini_model: Path, calibration_text: Path) -> list[tuple[torch.Tensor,
     """Weight and Hessian of four linears of the bundled model's second block."""
     decoder = Decoder(mini_model, "cpu")
     samples = calibration_samples(decoder, Recipe("gptq", num_samples=32, seq_len=128), str(calibration_text))
-    hessians = {name: found.matrix for found in model_hessians(decoder, samples) for name in found.linears}
+    hessians = {name: found.matrix for found in model_hessians(decoder, samples) for name in found.shared.names}
 
     def chosen() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         with decoder.block(1):

@@ -25,6 +25,7 @@ from vllm_latq.quantize.certificate.certificate import verify_certificate
 from vllm_latq.quantize.model.carried_state import HandedOn
 from vllm_latq.quantize.model.decoder import Decoder
 from vllm_latq.quantize.model.loading import load_model
+from vllm_latq.quantize.model.parts import Part, model_parts
 from vllm_latq.quantize.model.recorder import Recorder, check_recorded, record
 from vllm_latq.quantize.model.selection import never_quantized
 from vllm_latq.quantize.pipeline import quantize_checkpoint
@@ -93,18 +94,23 @@ def test_walked_forward_and_backward(family: str, random_model: Any, tmp_path: P
                 assert float((found - reference).norm()) <= 1e-3 * float(reference.norm()), name
 
 
+def blocks_of(decoder: Decoder) -> list[Part]:
+    """Return the blocks of a model, with all their linears."""
+    return model_parts(decoder, [name for index in range(len(decoder)) for name in decoder.linears(index)])[:-1]
+
+
 def test_each_stream_has_its_own(random_model: Any) -> None:
     """The original model's blocks read what its own handed on, those of the quantized one what theirs did."""
     source, model = random_model("gemma4_text", "streams", **FAMILIES["gemma4_text"])
     decoder = Decoder(source, "cpu")
     (original,) = walk_blocks(decoder, TOKENS, len(TOKENS))
     stream = Stream(decoder, TOKENS, "original")
-    for index in range(BLOCKS):
-        with decoder.block(index) as block, torch.no_grad():
-            stream.inputs(index, block, decoder.linears(index))
-            for linear in decoder.linears(index).values():
+    for part in blocks_of(decoder):
+        with part.weights() as block, torch.no_grad():
+            stream.inputs(part, block)
+            for linear in part.linears.values():
                 linear.weight.mul_(0.9)
-            stream.advance(index, block)
+            stream.advance(part, block)
     assert stream.originals is not None
     assert torch.equal(torch.cat([batch.hidden for batch in stream.originals]), original)
     with torch.no_grad():
@@ -244,10 +250,10 @@ def test_what_the_next_block_alone_reads_is_dropped_behind_it(random_model: Any)
     source, _ = random_model("zaya", "shared-zaya", **FAMILIES["zaya"])
     decoder = Decoder(source, "cpu")
     stream = Stream(decoder, TOKENS, "original")
-    for index in range(BLOCKS):
-        with decoder.block(index) as block, torch.no_grad():
-            stream.inputs(index, block, decoder.linears(index))
-            stream.advance(index, block)
+    for part in blocks_of(decoder):
+        with part.weights() as block, torch.no_grad():
+            stream.inputs(part, block)
+            stream.advance(part, block)
         for batch in (*stream.batches, *(stream.originals or ())):
             # One for the next block; of its own the first is at rest.
             assert waiting_bytes(batch.handed_on) == TOKENS.numel() * 16 * 4

@@ -46,7 +46,7 @@ def test_hessians_are_shared_and_right(random_model: Any) -> None:
     with decoder.block(0) as block, collector.watching(decoder.linears(0)):
         for batch in batches:
             decoder.run(0, block, batch)
-    groups = [tuple(name.rpartition(".")[2] for name in hessian.linears) for hessian in collector.hessians]
+    groups = [tuple(name.rpartition(".")[2] for name in hessian.shared.names) for hessian in collector.hessians]
     assert groups == [("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",)]
     assert {hessian.tokens for hessian in collector.hessians} == {80}
     inputs = seen[0].reshape(-1, 48).double()
