@@ -78,7 +78,7 @@ fuzz: venv
 	mkdir -p $(CORPUS)
 	scratch=$$(mktemp -d); trap 'rm -rf $$scratch' EXIT; end=$$(($$(date +%s) + $(FUZZ_SECONDS))); \
 	while left=$$(($$end - $$(date +%s))); [ $$left -gt 0 ]; do \
-		TMPDIR=$$scratch $(BIN)/python tests/helpers/fuzz_coverage.py \
+		TMPDIR=$$scratch PYTHONPATH=tests $(BIN)/python tests/programs/fuzz_coverage.py \
 			-runs=20000 -max_total_time=$$left $(CORPUS) || exit 1; \
 	done
 

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from hypothesis import settings
-from random_models import RandomModels
 from safetensors.torch import load_file, save_file
 
+from helpers.random_models import RandomModels
 from vllm_latq.coding.huffman.encoder import encode
 from vllm_latq.format.coded import HuffmanWeight, RansWeight, Weight, octave_eighths
 from vllm_latq.format.config import CheckpointConfig, LayerScheme

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-import warm_vllm
-from engine_probe import NO_EXPERTS, OLD_VLLM
+
+from helpers import warm_vllm
+from helpers.engine_probe import NO_EXPERTS, OLD_VLLM
+from helpers.programs import program
 
 EXAMPLES = Path(__file__).parents[1] / "serving_examples"
-FORKED_WORKERS = Path(__file__).with_name("helpers") / "forked_workers.py"
 PROMPT = "The following example shows how to"
 SCHEME = "ssqr 3 bits, 1%"
 VLLM_SCHEME = "marlin 4 bits"
@@ -24,10 +25,10 @@ SMALL = ["--enforce-eager", "--kv-cache-memory-bytes", "33554432"]
 def test_offline_batch(processes: int, ssqr_checkpoint: Path) -> None:
     """On one process, and tensor-parallel on two."""
     prompts = [PROMPT, "import os\n"]
-    arguments = ["--prompt", prompts[0], "--prompt", prompts[1], "--max-tokens", "6", *SMALL]
+    arguments = [str(EXAMPLES / "offline_batch.py"), str(ssqr_checkpoint)]
+    arguments += ["--prompt", prompts[0], "--prompt", prompts[1], "--max-tokens", "6", *SMALL]
     arguments += ["--tensor-parallel-size", str(processes)]
-    program = str(EXAMPLES / "offline_batch.py")
-    status, printed = warm_vllm.run(FORKED_WORKERS, program, str(ssqr_checkpoint), *arguments, **warm_vllm.QUICK)
+    status, printed = warm_vllm.run(program("forked_workers.py"), *arguments, **warm_vllm.QUICK)
     assert status == 0, printed[-6000:]
     answers = [line for line in printed.splitlines() if line.startswith(tuple(f"{prompt!r} -> " for prompt in prompts))]
     assert len(answers) == 2

@@ -6,6 +6,8 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from helpers.programs import run_program
+
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = {"vllm_latq": "vllm_latq", "quantize": "vllm_latq.quantize", "kernels": "vllm_latq.kernels"}
 # What only developers need: programs that emulate a GPU, audit machine code, and compare quantizers.
@@ -52,8 +54,7 @@ def test_any_module_can_be_imported_first() -> None:
         if not name.startswith(("vllm_latq.integrations.vllm.", "vllm_latq.quantize.studies.peer_"))
     ]
     assert len(modules) > 130
-    program = Path(__file__).parent / "helpers" / "import_first.py"
-    done = subprocess.run([sys.executable, program, *modules], capture_output=True, text=True, check=True)
+    done = run_program("import_first.py", *modules, check=True)
     assert done.stdout == "", done.stdout
 
 

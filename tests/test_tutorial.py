@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import forked
 import pytest
+
+from helpers import forked
 
 EXAMPLES = Path(__file__).parents[1] / "serving_examples"
 TEXT = (EXAMPLES / "TUTORIAL.md").read_text()

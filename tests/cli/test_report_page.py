@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_checkpoints import SCHEMES, SHAPES, write_tiny_checkpoint
 
+from helpers.checkpoints import SCHEMES, SHAPES, write_tiny_checkpoint
 from vllm_latq.cli.inspect import inspect_checkpoint
 from vllm_latq.cli.main import main
 from vllm_latq.cli.report_page import _view, report_page

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from format_reader import fingerprint, matrices, matrix, read_file
 from safetensors.torch import save_file
-from tiny_checkpoints import SCHEMES, tiny_weight, write_tiny_checkpoint
 
+from helpers.checkpoints import SCHEMES, tiny_weight, write_tiny_checkpoint
+from helpers.format_reader import fingerprint, matrices, matrix, read_file
 from vllm_latq.format.config import LayerScheme
 from vllm_latq.format.reader import CheckpointReader, checkpoint_fingerprint
 

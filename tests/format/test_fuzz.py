@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from fuzz_target import Weights, bounded_memory, check_directory, check_tensors, read_weights
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tiny_checkpoints import SCHEMES, SHAPES, tiny_weight, write_tiny_checkpoint
 
+from helpers.checkpoints import SCHEMES, SHAPES, tiny_weight, write_tiny_checkpoint
+from helpers.fuzz_target import Weights, bounded_memory, check_directory, check_tensors, read_weights
 from vllm_latq.format.coded import weight_from_tensors
 
 ENCODINGS = tuple(SCHEMES)

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_checkpoints import SCHEMES, list_twice, write_tiny_checkpoint
 
+from helpers.checkpoints import SCHEMES, list_twice, write_tiny_checkpoint
 from vllm_latq.cli.inspect import inspect_checkpoint
 from vllm_latq.errors import LatqError, printable
 from vllm_latq.format.files import TensorStore, read_json

@@ -1,28 +1,16 @@
-"""Runs vLLM engines, one after another, in a process of its own and prints what they generated, as one JSON line.
+"""Ask vLLM engines, in a process of their own, what they generate, and compare two answers."""
 
-    python engine_probe.py '[{"model": ..., "engine": {LLM arguments}, "reload": [checkpoints], "adapter": path,
-                             "images": [...], "fails": bool, "layouts": bool, "pooling": bool, "tokens": n}, ...]'
-
-A process of its own keeps thread binding, distributed state and compilation caches out of the tests, which start it by
-`probe` and compare what it found by `assert_same`.
-"""
-
-import gc
 import json
-import multiprocessing
-import os
-import sys
-from functools import partial
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
-import warm_vllm
 from packaging.version import Version
-from quick_interpreter import patch_once_per_launch
 
-# Tests are written for 0.32 and run with 0.25, too; what that one cannot do says what it lacks. Without any, the tests
-# beside those of engines can still be collected.
+from helpers import warm_vllm
+from helpers.programs import program
+
+# The tests are written for vLLM 0.32 and run with 0.25, too; a test that 0.25 cannot pass is skipped with the reason.
+# Without vLLM, the other tests of the same files can still be collected.
 OLD_VLLM = any(Version(found.version) < Version("0.32") for found in metadata.distributions(name="vllm"))
 NO_EXPERTS = "the CPU build of vLLM 0.25 has no operator that chooses experts"
 RESULT = "ENGINE-PROBE "
@@ -42,14 +30,15 @@ ENGINE = {
 
 
 def probe(jobs: list[dict[str, Any]], **environment: str) -> list[list[Any]]:
-    """Run this file on the jobs; what it printed is shown if it fails."""
-    status, printed = warm_vllm.run(Path(__file__), json.dumps(jobs, default=str), **warm_vllm.QUICK, **environment)
+    """Return what `programs/run_engines.py` answers to the jobs; what it printed is shown if it fails."""
+    path, asked = program("run_engines.py"), json.dumps(jobs, default=str)
+    status, printed = warm_vllm.run(path, asked, **warm_vllm.QUICK, **environment)
     assert status == 0, printed[-6000:]
     return json.loads(next(line for line in printed.splitlines() if line.startswith(RESULT)).removeprefix(RESULT))
 
 
 def assert_same(got: list[dict[str, Any]], expected: list[dict[str, Any]], tolerance: float) -> None:
-    """Equal tokens, and log-probabilities within `tolerance` of each other."""
+    """Assert equal tokens, and log-probabilities within `tolerance` of each other."""
     assert len(got) == len(expected) > 0
     for ours, theirs in zip(got, expected, strict=True):
         assert ours["tokens"] == theirs["tokens"]
@@ -58,110 +47,3 @@ def assert_same(got: list[dict[str, Any]], expected: list[dict[str, Any]], toler
             assert len(common) >= 4  # the fifth may tie
             for token in common:
                 assert abs(position[token] - reference[token]) <= tolerance
-
-
-def generate(llm: Any, adapter: str | None = None, prompts: Any = None, tokens: int = TOKENS) -> list[dict[str, Any]]:
-    """Greedy token ids for each prompt and, at each of them, the log-probabilities of the 5 likeliest tokens."""
-    from vllm import SamplingParams
-    from vllm.lora.request import LoRARequest
-
-    parameters = SamplingParams(temperature=0, max_tokens=tokens, logprobs=5, ignore_eos=True)
-    request = adapter and LoRARequest("adapter", 1, adapter)
-    prompts = prompts or [{"prompt_token_ids": ids} for ids in PROMPTS]
-    outputs = llm.generate(prompts, parameters, use_tqdm=False, lora_request=request)
-    return [
-        {
-            "prompt": list(output.prompt_token_ids),
-            "tokens": list(output.outputs[0].token_ids),
-            "logprobs": [
-                {str(token): entry.logprob for token, entry in position.items()}
-                for position in output.outputs[0].logprobs
-            ],
-        }
-        for output in outputs
-    ]
-
-
-def embed(llm: Any) -> list[list[list[float]]]:
-    """The normalized hidden state of every token of each prompt, by an engine of the pooling runner."""
-    prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
-    outputs = llm.encode(prompts, pooling_task="token_embed", use_tqdm=False)
-    return [output.outputs.data.tolist() for output in outputs]
-
-
-def layouts(model: Any) -> list[str]:
-    """Those that its quantized linears multiply in."""
-    methods = (getattr(module, "quant_method", None) for module in model.modules())
-    return sorted({method.layout for method in methods if hasattr(method, "layout")})
-
-
-def make_room(worker: Any) -> None:
-    """What a worker that is not the first of a pipeline receives is put where, on a CPU, vLLM 0.32 makes no room."""
-    runner = worker.model_runner
-    sizes = {"batch_size": runner.max_num_tokens, "dtype": runner.model_config.dtype, "device": runner.device}
-    runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(**sizes)
-
-
-def pictures(prompts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Prompts with an image each, of the numbers given."""
-    import numpy as np
-    from PIL import Image
-
-    return [
-        {"prompt": prompt["text"], "multi_modal_data": {"image": Image.fromarray(np.array(prompt["image"], "uint8"))}}
-        for prompt in prompts
-    ]
-
-
-def spare_imports() -> None:
-    """What vLLM does in processes that import everything anew, it does in forked ones, or in this one."""
-    from vllm.model_executor.models import registry
-    from vllm.v1.executor import multiproc_executor
-
-    # Workers are spawned on a CPU for the sake of bound threads, and models inspected apart for the sake of CUDA.
-    multiproc_executor.get_mp_context = partial(multiprocessing.get_context, "fork")
-    registry._run_in_subprocess = lambda function: function()
-    # Garbage is collected many times per engine; what has been imported need not be searched each time.
-    gc.freeze()
-    gc.unfreeze = lambda: None
-
-
-def run(job: dict[str, Any]) -> Any:
-    """Generations of a model and of each checkpoint then loaded into the running engine; the error where one is due.
-
-    States instead of generations where the job is `pooling`; where it names a LoRA adapter, generations with it before
-    those without. Behind them, where the job asks for it: those of prompts with images; the layouts in that engine.
-    """
-    from vllm import LLM
-    from vllm.distributed import cleanup_dist_env_and_memory
-
-    try:
-        pooling = {"runner": "pooling", "pooler_config": {"task": "token_embed"}} if job.get("pooling") else {}
-        answer = embed if pooling else partial(generate, tokens=job.get("tokens", TOKENS))
-        llm = LLM(job["model"], **(ENGINE | pooling | job.get("engine", {})))
-        if job.get("engine", {}).get("pipeline_parallel_size"):
-            llm.collective_rpc(make_room)
-        adapter = job.get("adapter")
-        results = [answer(llm)] if adapter is None else [answer(llm, adapter), answer(llm)]
-        for path in job.get("reload", []):
-            llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
-            results.append(answer(llm))
-        if job.get("images"):
-            results.append(generate(llm, prompts=pictures(job["images"])))
-        if job.get("layouts"):
-            results.append(llm.apply_model(layouts)[0])
-        del llm
-    except Exception as error:
-        if not job.get("fails"):
-            raise
-        return f"{type(error).__name__}: {error}"
-    finally:
-        cleanup_dist_env_and_memory()
-    return results
-
-
-if __name__ == "__main__":
-    spare_imports()
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        patch_once_per_launch()
-    print("\n" + RESULT + json.dumps([run(job) for job in json.loads(sys.argv[1])]), flush=True)

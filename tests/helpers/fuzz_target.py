@@ -5,8 +5,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from tiny_checkpoints import SHAPES
 
+from helpers.checkpoints import SHAPES
 from vllm_latq.cli.inspect import inspect_checkpoint
 from vllm_latq.errors import LatqError
 from vllm_latq.format.coded import weight_from_tensors

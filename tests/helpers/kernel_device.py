@@ -10,8 +10,9 @@ from contextlib import contextmanager
 from unittest.mock import patch
 
 import torch
-from pretend_gpu import host, pretend_gpu
-from quick_interpreter import patch_once_per_launch
+
+from helpers.pretend_gpu import host, pretend_gpu
+from helpers.quick_interpreter import patch_once_per_launch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 EMULATED = os.environ.get("EMULATED_GPU")

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from random_weights import random_weight
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
+from helpers.builders import random_weight
 from vllm_latq.format.coded import RansWeight
 from vllm_latq.format.config import LayerScheme
 from vllm_latq.format.packed import PackedWeight

@@ -1,8 +1,8 @@
 """The weights of several experts as the kernels take them."""
 
 import torch
-from kernel_device import DEVICE
 
+from helpers.kernel_device import DEVICE
 from vllm_latq.kernels.layout.weight import KernelWeight, prepare, stack_weights
 
 

@@ -6,11 +6,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import engine_probe
 import pytest
-from engine_probe import probe
-from lora_adapter import RANK, write_adapter
 from safetensors.torch import load_file, save_file
+
+from helpers import engine_probe
+from helpers.engine_probe import probe
+from helpers.lora_adapter import RANK, write_adapter
 
 # Both sides multiply by the same float32 numbers; vLLM packs the dense ones for another matmul.
 LOGPROB_TOLERANCE = 2e-4

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from encoders import random_encoder
-from engine_probe import NO_EXPERTS, OLD_VLLM, PROMPTS, probe
-from logprobs import assert_agrees
 from transformers import AutoModel, AutoModelForCausalLM
 
+from helpers.encoders import random_encoder
+from helpers.engine_probe import NO_EXPERTS, OLD_VLLM, PROMPTS, probe
+from helpers.logprobs import assert_agrees
 from vllm_latq.quantize.pipeline import quantize_checkpoint
 from vllm_latq.quantize.recipe import Recipe
 from vllm_latq.serving.layouts.int4 import INTERLEAVED

@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_probe import OLD_VLLM, probe
-from logprobs import assert_agrees
-from multimodal import random_multimodal, save_image_processor
 from PIL import Image
 from transformers import AutoModelForMultimodalLM, Idefics3Processor
 
+from helpers.engine_probe import OLD_VLLM, probe
+from helpers.logprobs import assert_agrees
+from helpers.multimodal import random_multimodal, save_image_processor
 from vllm_latq.quantize.pipeline import quantize_checkpoint
 from vllm_latq.quantize.recipe import Recipe
 

@@ -14,12 +14,12 @@ import pytest
 import torch
 import vllm.model_executor.layers.fused_moe.config as moe_config
 import vllm.model_executor.parameter as vllm_parameter
-from random_weights import RANS, random_weight
 from torch.nn import functional
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers import fused_moe
 from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
 
+from helpers.builders import RANS, random_weight
 from vllm_latq.errors import CheckpointError, ConfigError, UnsupportedModelError, UnsupportedShapeError
 from vllm_latq.format.coded import Weight
 from vllm_latq.format.config import CheckpointConfig, LayerScheme

@@ -14,7 +14,6 @@ import vllm.model_executor.layers.linear as vllm_linear_layers
 import vllm.model_executor.layers.mamba.mamba_mixer2 as vllm_mamba
 import vllm.model_executor.layers.vocab_parallel_embedding as vllm_vocab
 import vllm.model_executor.parameter as vllm_parameter
-from random_weights import RANS, RANS_MIDRISE, random_weight
 from transformers import FalconConfig, GPTNeoXConfig, Llama4TextConfig, LlamaConfig
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.linear import (
@@ -28,6 +27,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.models.falcon import FalconModel
 from vllm.model_executor.models.llama4 import Llama4ForCausalLM
 
+from helpers.builders import RANS, RANS_MIDRISE, random_weight
 from vllm_latq.errors import CheckpointError, UnsupportedShapeError
 from vllm_latq.format.config import CheckpointConfig, LayerScheme
 from vllm_latq.integrations.vllm.config import LatqConfig

@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 import openai
 import pytest
 import torch
-import warm_vllm
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from helpers import warm_vllm
 
 EXAMPLES = Path(__file__).parents[2] / "serving_examples"
 PROMPTS = [list(range(5, 45)), [90, 17, 300, 2000, 45]]

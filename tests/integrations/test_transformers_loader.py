@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_checkpoints import list_twice
 from transformers import AutoModelForCausalLM
 
+from helpers.checkpoints import list_twice
 from vllm_latq.errors import CheckpointError, ConfigError
 from vllm_latq.integrations.transformers import LatqLinear
 

@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from kernel_device import DEVICE, INTERPRETED, RUNNABLE
 
+from helpers.kernel_device import DEVICE, INTERPRETED, RUNNABLE
 from vllm_latq.kernels.dev.reference import dequantize_reference
 from vllm_latq.kernels.layout.codes import codes_to_stream
 from vllm_latq.kernels.layout.weight import KernelWeight, prepare

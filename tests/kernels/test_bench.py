@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from kernel_device import emulated_gpu
-from pretend_gpu import DEVICE as PRETENDED
 
+from helpers.kernel_device import emulated_gpu
+from helpers.pretend_gpu import DEVICE as PRETENDED
 from vllm_latq.kernels.bench import peers
 from vllm_latq.kernels.bench.bench import (
     environment,

@@ -16,7 +16,7 @@ from functools import partial
 import torch, triton
 from torch._subclasses.fake_tensor import FakeTensorMode
 from triton import knobs
-from dry_launch import empty, launched, on_gpu, pretend_driver
+from helpers.dry_launch import empty, launched, on_gpu, pretend_driver
 from vllm_latq.kernels.bench.compile_pool import CompilePool, kernels_of
 from vllm_latq.kernels.configs import decode_config
 from vllm_latq.kernels.decode.prefill import launch_dequantize

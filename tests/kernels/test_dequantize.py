@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from kernel_device import DEVICE
 
+from helpers.kernel_device import DEVICE
 from vllm_latq.kernels.decode import prefill as module
 from vllm_latq.kernels.decode.dispatch import ssqr_matmul
 from vllm_latq.kernels.decode.prefill import dequantize, launch_dequantize, prefill_matmul

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_device import emulated_gpu
-from pretend_gpu import DEVICE
 from triton.backends.compiler import GPUTarget
 
+from helpers.kernel_device import emulated_gpu
+from helpers.pretend_gpu import DEVICE
 from vllm_latq.coding.huffman.encoder import encode as huffman_encode
 from vllm_latq.coding.rans.stream import encode as rans_encode
 from vllm_latq.kernels.bench import cases

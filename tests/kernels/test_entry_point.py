@@ -14,9 +14,9 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from kernel_device import DEVICE
-from recorded import RecordedKernel, RecordedOperators
 
+from helpers.kernel_device import DEVICE
+from helpers.recorded import RecordedKernel, RecordedOperators
 from vllm_latq.kernels.configs import FUSED_LAUNCHES, GATHER_ROWS, SIMT, DecodeConfig, decode_config, max_decode_rows
 from vllm_latq.kernels.decode import dispatch, ssqr
 from vllm_latq.kernels.decode import prefill as dequantize

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_device import ARCH, DEVICE
-from mixtures import EXPERTS, HIDDEN, Mixture, routing
-from random_weights import RANS
-from recorded import RecordedKernel, RecordedOperators
-from stacks import stack_of_experts
 
+from helpers.builders import RANS
+from helpers.kernel_device import ARCH, DEVICE
+from helpers.mixtures import EXPERTS, HIDDEN, Mixture, routing
+from helpers.recorded import RecordedKernel, RecordedOperators
+from helpers.stacks import stack_of_experts
 from vllm_latq.format.config import LayerScheme
 from vllm_latq.kernels.decode import dispatch
 from vllm_latq.kernels.decode.prefill import prefill_matmul

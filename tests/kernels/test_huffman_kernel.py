@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from kernel_device import DEVICE
 
+from helpers.kernel_device import DEVICE
 from vllm_latq.coding.huffman.encoder import encode
 from vllm_latq.kernels.dev.reference import huffman_reference
 from vllm_latq.kernels.entropy.huffman import decode_huffman, lookup_table

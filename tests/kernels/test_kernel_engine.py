@@ -3,9 +3,9 @@
 from typing import Any
 
 import pytest
-from engine_probe import NO_EXPERTS, OLD_VLLM, assert_same, probe
-from lora_adapter import RANK, write_adapter
 
+from helpers.engine_probe import NO_EXPERTS, OLD_VLLM, assert_same, probe
+from helpers.lora_adapter import RANK, write_adapter
 from vllm_latq.format.config import CheckpointConfig, LayerScheme
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.engine, pytest.mark.xdist_group("engine")]

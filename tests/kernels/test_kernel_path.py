@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 import torch._dynamo.testing
-from kernel_device import ARCH, DEVICE, EMULATED
 
+from helpers.kernel_device import ARCH, DEVICE, EMULATED
 from vllm_latq.coding.huffman.encoder import encode
 from vllm_latq.errors import CheckpointError
 from vllm_latq.format.coded import HuffmanWeight

@@ -24,7 +24,7 @@ from collections import defaultdict
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from triton import knobs
-from dry_launch import empty, on_gpu, pretend_driver
+from helpers.dry_launch import empty, on_gpu, pretend_driver
 from vllm_latq.kernels.configs import GATHER_ROWS, SIMT, decode_config
 from vllm_latq.kernels.decode.prefill import launch_dequantize
 from vllm_latq.kernels.experts.grouped import activate, combine, gather, grouped_matmul

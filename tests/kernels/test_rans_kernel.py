@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 import torch
-from kernel_device import DEVICE
 
+from helpers.kernel_device import DEVICE
 from vllm_latq.coding.rans import encoder as rans_coder
 from vllm_latq.coding.rans.decoder import decoding_table
 from vllm_latq.coding.rans.stream import RansStream, decode_stream, encode

@@ -4,9 +4,9 @@ from dataclasses import fields
 
 import pytest
 import torch
-from kernel_device import DEVICE, EMULATED
-from stacks import stack_of_experts
 
+from helpers.kernel_device import DEVICE, EMULATED
+from helpers.stacks import stack_of_experts
 from vllm_latq.kernels.errors import KernelInputError
 from vllm_latq.kernels.experts.grouped import ACTIVATIONS, COLUMNS, activate, combine, gather
 from vllm_latq.kernels.experts.routing import Routing, batch_size, route

@@ -7,8 +7,8 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from kernel_device import DEVICE, EMULATED, INTERPRETED
 
+from helpers.kernel_device import DEVICE, EMULATED, INTERPRETED
 from vllm_latq.kernels.configs import GATHER_ROWS, SIMT, DecodeConfig, decode_config
 from vllm_latq.kernels.decode.dispatch import padded_columns, ssqr_matmul
 from vllm_latq.kernels.decode.simt import launch_simt

@@ -6,10 +6,10 @@ from functools import cache
 import pytest
 import torch
 import torch._dynamo.testing
-from mixtures import EXPERTS, HIDDEN, Mixture, routing
-from random_weights import RANS, RANS_MIDRISE, random_weight
 from torch.nn import functional
 
+from helpers.builders import RANS, RANS_MIDRISE, random_weight
+from helpers.mixtures import EXPERTS, HIDDEN, Mixture, routing
 from vllm_latq.format.config import LayerScheme
 from vllm_latq.serving import experts as expert_op
 from vllm_latq.serving.experts import by_all, by_expert

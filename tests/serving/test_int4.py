@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from mixtures import Mixture, routing
-from random_weights import random_weight
 
+from helpers.builders import random_weight
+from helpers.mixtures import Mixture, routing
 from vllm_latq.errors import CheckpointError
 from vllm_latq.format.config import LayerScheme
 from vllm_latq.format.csr import CSR

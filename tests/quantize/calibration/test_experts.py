@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from mixtures import never_choose
 from transformers import AutoModelForCausalLM
 
+from helpers.mixtures import never_choose
 from vllm_latq.errors import ConfigError, UnsupportedModelError
 from vllm_latq.format.reader import CheckpointReader
 from vllm_latq.format.verify import verify

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from drawn import one_backward_pass
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from helpers.drawn import one_backward_pass
 from vllm_latq.quantize.calibration.fisher import collect_statistics
 from vllm_latq.quantize.calibration.fisher_files import StatisticsFiles
 from vllm_latq.quantize.calibration.windows import load_samples

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from layers import heavy_tailed_layer
 from safetensors.torch import load_file, save_file
 
+from helpers.builders import heavy_tailed_layer
 from vllm_latq.cli.main import main
 from vllm_latq.coding.packing import pack_codes
 from vllm_latq.errors import CheckpointError, ConfigError

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from bounds import l2_bounds, projection_constant, stochastic_bounds, trace_bounds
 
+from helpers.bounds import l2_bounds, projection_constant, stochastic_bounds, trace_bounds
 from vllm_latq.quantize.lattice.factor import factorize
 from vllm_latq.quantize.lattice.nearest_plane import Rounding, nearest_plane
 

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from layers import heavy_tailed_layer
 
+from helpers.builders import heavy_tailed_layer
 from vllm_latq.quantize.lattice.coordinate_descent import refine
 from vllm_latq.quantize.lattice.factor import Factor, factorize
 from vllm_latq.quantize.lattice.nearest_plane import Rounding, nearest_plane

@@ -6,8 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layers import heavy_tailed_layer
 
+from helpers.builders import heavy_tailed_layer
 from vllm_latq.errors import ConfigError, NumericalError
 from vllm_latq.quantize.lattice import k_best_plane as beam
 from vllm_latq.quantize.lattice.choices import ORDERS

@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
-from babai import babai
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.babai import babai
 from vllm_latq.errors import ConfigError, NumericalError
 from vllm_latq.quantize.lattice.choices import ORDERS
 from vllm_latq.quantize.lattice.factor import Factor, factorize

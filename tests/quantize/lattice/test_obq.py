@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from babai import babai
-from obq import best_free_weights, obq
 
+from helpers.babai import babai
+from helpers.obq import best_free_weights, obq
 from vllm_latq.quantize.lattice.choices import ORDERS
 from vllm_latq.quantize.lattice.factor import factorize
 from vllm_latq.quantize.lattice.nearest_plane import nearest_plane

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from pretend_gpu import DEVICE, OnGpu, pretend_gpu
 from safetensors.torch import load_file
 
+from helpers.pretend_gpu import DEVICE, OnGpu, pretend_gpu
 from vllm_latq.quantize.certificate.certificate import verify_certificate
 from vllm_latq.quantize.evaluation.evaluate import evaluate
 from vllm_latq.quantize.pipeline import quantize_checkpoint

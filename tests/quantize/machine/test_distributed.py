@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import forked
 import pytest
 import torch
 
+from helpers import forked
 from vllm_latq.errors import ConfigError
 from vllm_latq.format.reader import CheckpointReader
 from vllm_latq.format.verify import verify

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from layers import heavy_tailed_layer
 
+from helpers.builders import heavy_tailed_layer
 from vllm_latq.coding.huffman.encoder import encode
 from vllm_latq.errors import NumericalError
 from vllm_latq.format.coded import HuffmanWeight

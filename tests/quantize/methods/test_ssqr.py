@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-from layers import heavy_tailed_layer
 
+from helpers.builders import heavy_tailed_layer
 from vllm_latq.quantize.lattice.factor import factorize
 from vllm_latq.quantize.lattice.nearest_plane import nearest_plane
 from vllm_latq.quantize.lattice.scales import group_scales

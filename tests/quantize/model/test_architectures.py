@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, initialization
 from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1Model, FalconH1PreTrainedModel
-from walk import walk
 
+from helpers.walk import walk
 from vllm_latq.errors import CheckpointError, LatqError, UnsupportedModelError
 from vllm_latq.format.reader import CheckpointReader
 from vllm_latq.format.verify import verify

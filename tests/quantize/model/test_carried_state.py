@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from drawn import one_backward_pass
-from mixtures import into_fused
 from torch import nn
 from transformers import CONFIG_MAPPING
-from walk import walk, walk_blocks
 
+from helpers.drawn import one_backward_pass
+from helpers.mixtures import into_fused
+from helpers.walk import walk, walk_blocks
 from vllm_latq.errors import NumericalError, UnsupportedModelError
 from vllm_latq.format.reader import CheckpointReader
 from vllm_latq.format.verify import verify

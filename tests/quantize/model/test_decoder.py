@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
-from walk import walk
 
+from helpers.walk import walk
 from vllm_latq.errors import CheckpointError, NumericalError, UnsupportedModelError
 from vllm_latq.quantize.calibration.hessian import HessianCollector
 from vllm_latq.quantize.model.decoder import Decoder

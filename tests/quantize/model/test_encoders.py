@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from encoders import VOCABULARY, random_encoder
 from transformers import AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoTokenizer
-from walk import walk_blocks
 
+from helpers.encoders import VOCABULARY, random_encoder
+from helpers.walk import walk_blocks
 from vllm_latq.errors import CalibrationError, CheckpointError, ConfigError, UnsupportedModelError
 from vllm_latq.format.reader import CheckpointReader
 from vllm_latq.format.verify import verify

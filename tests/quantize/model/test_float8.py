@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from float8 import in_float8
-from mixtures import fuse_experts
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
-from walk import walk
 
+from helpers.float8 import in_float8
+from helpers.mixtures import fuse_experts
+from helpers.walk import walk
 from vllm_latq.errors import LatqError, NumericalError, UnsupportedModelError
 from vllm_latq.format.verify import verify
 from vllm_latq.quantize.certificate.certificate import verify_certificate

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from multimodal import random_multimodal
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForMultimodalLM
-from walk import walk
 
+from helpers.multimodal import random_multimodal
+from helpers.walk import walk
 from vllm_latq.errors import LatqError, NumericalError, UnsupportedModelError
 from vllm_latq.format.reader import CheckpointReader
 from vllm_latq.format.verify import verify

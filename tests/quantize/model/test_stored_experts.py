@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from mixtures import fuse_experts, into_fused
-from multimodal import random_multimodal
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
 from transformers.models.granitemoe import modeling_granitemoe
-from walk import walk
 
+from helpers.mixtures import fuse_experts, into_fused
+from helpers.multimodal import random_multimodal
+from helpers.walk import walk
 from vllm_latq.errors import NumericalError, UnsupportedModelError
 from vllm_latq.format.files import TensorStore
 from vllm_latq.format.reader import CheckpointReader

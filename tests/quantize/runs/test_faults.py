@@ -7,10 +7,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import forked
 import pytest
 from safetensors.torch import save_file
 
+from helpers import forked
 from vllm_latq.errors import CheckpointError, ConfigError, LatqError
 from vllm_latq.format.files import TensorStore
 from vllm_latq.quantize.pipeline import quantize_checkpoint

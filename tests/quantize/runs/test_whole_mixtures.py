@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from drawn import drawn_labels
-from mixtures import never_choose
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from helpers.drawn import drawn_labels
+from helpers.mixtures import never_choose
 from vllm_latq.format.reader import CheckpointReader
 from vllm_latq.format.served_size import best_bits, served_bits
 from vllm_latq.format.verify import verify

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from float8 import in_float8
 
+from helpers.float8 import in_float8
 from vllm_latq.errors import ConfigError
 from vllm_latq.format.files import TensorStore
 from vllm_latq.quantize.evaluation.evaluate import evaluate

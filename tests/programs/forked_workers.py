@@ -3,9 +3,9 @@
 import runpy
 import sys
 
-from engine_probe import spare_imports
+from helpers.warm_vllm import fork_workers
 
 if __name__ == "__main__":
-    spare_imports()
+    fork_workers()
     sys.argv = sys.argv[1:]
     runpy.run_path(sys.argv[0], run_name="__main__")

@@ -1,4 +1,4 @@
-"""Coverage-guided fuzzing of the reader with atheris; options are libFuzzer's: `-runs=20000 CORPUS`.
+"""Fuzz the reader with atheris, guided by coverage; options are libFuzzer's: `-runs=20000 CORPUS`.
 
 The input says which file of which tiny checkpoint is damaged, where, and with which bytes. A finding is any exception
 but an error of ours, weights that changed without a complaint, memory beyond the limit, or no answer in 20 seconds.
@@ -12,8 +12,8 @@ from pathlib import Path
 import atheris
 
 with atheris.instrument_imports(include=["vllm_latq"]):
-    from fuzz_target import check_directory, read_weights
-    from tiny_checkpoints import SCHEMES, write_tiny_checkpoint
+    from helpers.checkpoints import SCHEMES, write_tiny_checkpoint
+    from helpers.fuzz_target import check_directory, read_weights
 
 ROOT = Path(tempfile.mkdtemp(prefix="latq-fuzz-"))
 SAMPLES = [write_tiny_checkpoint(ROOT / encoding, encoding) for encoding in SCHEMES]

@@ -1,0 +1,1 @@
+"""Code that several files of tests share; programs that tests start are in `tests/programs/`."""

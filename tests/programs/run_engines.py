@@ -1,0 +1,112 @@
+"""Runs vLLM engines, one after another, in a process of its own and prints what they generated, as one JSON line.
+
+    python run_engines.py '[{"model": ..., "engine": {LLM arguments}, "reload": [checkpoints], "adapter": path,
+                            "images": [...], "fails": bool, "layouts": bool, "pooling": bool, "tokens": n}, ...]'
+
+A process of its own keeps thread binding, distributed state and compilation caches out of the tests, which start it by
+`helpers.engine_probe.probe`.
+"""
+
+import json
+import os
+import sys
+from functools import partial
+from typing import Any
+
+from helpers.engine_probe import ENGINE, PROMPTS, RESULT, TOKENS
+from helpers.quick_interpreter import patch_once_per_launch
+from helpers.warm_vllm import fork_workers
+
+
+def generate(llm: Any, adapter: str | None = None, prompts: Any = None, tokens: int = TOKENS) -> list[dict[str, Any]]:
+    """Greedy token ids for each prompt and, at each of them, the log-probabilities of the 5 likeliest tokens."""
+    from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    parameters = SamplingParams(temperature=0, max_tokens=tokens, logprobs=5, ignore_eos=True)
+    request = adapter and LoRARequest("adapter", 1, adapter)
+    prompts = prompts or [{"prompt_token_ids": ids} for ids in PROMPTS]
+    outputs = llm.generate(prompts, parameters, use_tqdm=False, lora_request=request)
+    return [
+        {
+            "prompt": list(output.prompt_token_ids),
+            "tokens": list(output.outputs[0].token_ids),
+            "logprobs": [
+                {str(token): entry.logprob for token, entry in position.items()}
+                for position in output.outputs[0].logprobs
+            ],
+        }
+        for output in outputs
+    ]
+
+
+def embed(llm: Any) -> list[list[list[float]]]:
+    """The normalized hidden state of every token of each prompt, by an engine of the pooling runner."""
+    prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
+    outputs = llm.encode(prompts, pooling_task="token_embed", use_tqdm=False)
+    return [output.outputs.data.tolist() for output in outputs]
+
+
+def layouts(model: Any) -> list[str]:
+    """Those that its quantized linears multiply in."""
+    methods = (getattr(module, "quant_method", None) for module in model.modules())
+    return sorted({method.layout for method in methods if hasattr(method, "layout")})
+
+
+def make_room(worker: Any) -> None:
+    """What a worker that is not the first of a pipeline receives is put where, on a CPU, vLLM 0.32 makes no room."""
+    runner = worker.model_runner
+    sizes = {"batch_size": runner.max_num_tokens, "dtype": runner.model_config.dtype, "device": runner.device}
+    runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(**sizes)
+
+
+def pictures(prompts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Prompts with an image each, of the numbers given."""
+    import numpy as np
+    from PIL import Image
+
+    return [
+        {"prompt": prompt["text"], "multi_modal_data": {"image": Image.fromarray(np.array(prompt["image"], "uint8"))}}
+        for prompt in prompts
+    ]
+
+
+def run(job: dict[str, Any]) -> Any:
+    """Generations of a model and of each checkpoint then loaded into the running engine; the error where one is due.
+
+    States instead of generations where the job is `pooling`; where it names a LoRA adapter, generations with it before
+    those without. Behind them, where the job asks for it: those of prompts with images; the layouts in that engine.
+    """
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    try:
+        pooling = {"runner": "pooling", "pooler_config": {"task": "token_embed"}} if job.get("pooling") else {}
+        answer = embed if pooling else partial(generate, tokens=job.get("tokens", TOKENS))
+        llm = LLM(job["model"], **(ENGINE | pooling | job.get("engine", {})))
+        if job.get("engine", {}).get("pipeline_parallel_size"):
+            llm.collective_rpc(make_room)
+        adapter = job.get("adapter")
+        results = [answer(llm)] if adapter is None else [answer(llm, adapter), answer(llm)]
+        for path in job.get("reload", []):
+            llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
+            results.append(answer(llm))
+        if job.get("images"):
+            results.append(generate(llm, prompts=pictures(job["images"])))
+        if job.get("layouts"):
+            results.append(llm.apply_model(layouts)[0])
+        del llm
+    except Exception as error:
+        if not job.get("fails"):
+            raise
+        return f"{type(error).__name__}: {error}"
+    finally:
+        cleanup_dist_env_and_memory()
+    return results
+
+
+if __name__ == "__main__":
+    fork_workers()
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        patch_once_per_launch()
+    print("\n" + RESULT + json.dumps([run(job) for job in json.loads(sys.argv[1])]), flush=True)
