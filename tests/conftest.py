@@ -4,18 +4,16 @@ import json
 import re
 import shutil
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import settings
 from safetensors.torch import load_file, save_file
 
+from helpers.checkpoints import CheckpointMaker, CheckpointPair, dense_twin
 from helpers.random_models import RandomModels
-from vllm_latq.coding.huffman.encoder import encode
-from vllm_latq.format.coded import HuffmanWeight, RansWeight, Weight, octave_eighths
 from vllm_latq.format.config import CheckpointConfig, LayerScheme
-from vllm_latq.format.packed import PackedWeight
 
 settings.register_profile("fuzz", max_examples=20_000, derandomize=False)  # make fuzz: other examples every time
 settings.register_profile("test", derandomize=True, deadline=None)  # else every run tests the same
@@ -118,90 +116,6 @@ def _quantized(recipe: object, model: Path, text: Path, factory: pytest.TempPath
     return destination
 
 
-class CheckpointPair(NamedTuple):
-    """A quantized checkpoint and an unquantized one (float32) with the dequantized weights."""
-
-    latq: Path
-    dense: Path
-
-
-class CheckpointMaker:
-    """Writes quantized variants of the bundled model beside their dense twins, by plain rounding to nearest.
-
-    Args:
-        source: model directory with one safetensors file.
-        directory: where the checkpoints go.
-    """
-
-    def __init__(self, source: Path, directory: Path) -> None:
-        self.source, self.directory = source, directory
-
-    def __call__(self, name: str, config: CheckpointConfig, noise_seed: int | None = None) -> CheckpointPair:
-        """Quantize every linear that `config` does not ignore. An `lm_head` to be quantized is untied first.
-
-        Args:
-            name: of the directories.
-            config: scheme, ignore list and overrides.
-            noise_seed: adds a little noise to the weights first, to get another model of the same shape.
-        """
-        pair = CheckpointPair(self.directory / f"{name}-latq", self.directory / f"{name}-dense")
-        tensors = load_file(self.source / "model.safetensors")
-        tied = config.is_ignored("lm_head") and "lm_head.weight" not in tensors
-        if not tied:
-            tensors.setdefault("lm_head.weight", tensors["model.embed_tokens.weight"].clone())
-        stored, dense = {}, {}
-        generator = None if noise_seed is None else torch.Generator().manual_seed(noise_seed)
-        for key, tensor in tensors.items():
-            module, original = key.removesuffix(".weight"), tensor.float()
-            scheme = config.scheme_for(module)
-            if generator is not None and tensor.ndim == 2:
-                original += 0.1 * original.std() * torch.randn(original.shape, generator=generator)
-            if scheme is None or tensor.ndim != 2 or module.endswith("embed_tokens"):
-                stored[key], dense[key] = tensor, tensor.float()
-                continue
-            weight = round_to_nearest(original, scheme)
-            stored |= {f"{module}.{suffix}": value.contiguous() for suffix, value in weight.to_tensors().items()}
-            dense[key] = weight.dequantize()
-        self._write(pair.latq, stored, {"quantization_config": config.to_dict(), "tie_word_embeddings": tied})
-        self._write(pair.dense, dense, {"dtype": "float32", "tie_word_embeddings": tied})
-        return pair
-
-    def _write(self, directory: Path, tensors: dict[str, torch.Tensor], changes: dict[str, Any]) -> None:
-        directory.mkdir()
-        for file in self.source.iterdir():
-            if file.name not in ("config.json", "model.safetensors"):
-                shutil.copy(file, directory)
-        config = json.loads((self.source / "config.json").read_text()) | changes
-        (directory / "config.json").write_text(json.dumps(config))
-        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-
-
-def round_to_nearest(weight: torch.Tensor, scheme: LayerScheme) -> Weight:
-    """Quantize float32 [rows, cols]; a scheme with outliers keeps the largest 1%, the rest goes on absmax scales."""
-    if scheme.encoding == "huffman":
-        scale = weight.std() / 3
-        return HuffmanWeight(scale.reshape(1), encode((weight / scale).round().to(torch.int32)))
-    if scheme.encoding == "rans":
-        scale = (weight.std() / 3).reshape(1)
-        # Over two octaves; equal for matrices of one input, as merged layers need them.
-        rows, cols = ((torch.arange(size) * 7 % 17 - 8).to(torch.int8) for size in weight.shape)
-        scales = scale * octave_eighths(rows)[:, None] * octave_eighths(cols)
-        midrise = scheme.grid == "midrise"
-        integers = (weight / scales - 0.5 * midrise).round().to(torch.int32)
-        return RansWeight.from_integers(integers, scale, rows, cols, midrise)
-    mask = weight.abs() > weight.abs().flatten().kthvalue(int(0.99 * weight.numel())).values
-    inliers = weight.masked_fill(mask, 0) if scheme.outliers else weight
-    grouped = inliers.view(weight.shape[0], scheme.groups(weight.shape[1]), -1)
-    half = 1 << (scheme.bits - 1)
-    scales = (grouped.abs().amax(-1) / (half - 1)).clamp(min=1e-6).to(torch.bfloat16)
-    steps = scales.float().repeat_interleave(grouped.shape[2], 1)
-    midrise = scheme.grid == "midrise"
-    offset = 0.5 * midrise
-    integers = (weight / steps - offset).round().clamp(-half, half - 1).to(torch.int32)
-    outliers = (mask, weight - offset * steps) if scheme.outliers else (None, None)
-    return PackedWeight.from_integers(integers, scales, scheme.bits, scheme.group_size, *outliers, midrise)
-
-
 @pytest.fixture(scope="session")
 def make_checkpoint(mini_model: Path, tmp_path_factory: pytest.TempPathFactory) -> CheckpointMaker:
     return CheckpointMaker(mini_model, tmp_path_factory.mktemp("checkpoints"))
@@ -276,24 +190,6 @@ def biased_pair(mini_model: Path, tmp_path_factory: pytest.TempPathFactory) -> C
 @pytest.fixture(scope="session")
 def random_model(mini_model: Path, tmp_path_factory: pytest.TempPathFactory) -> RandomModels:
     return RandomModels(tmp_path_factory.mktemp("random"), mini_model)
-
-
-def dense_twin(checkpoint: Path, target: Path) -> Path:
-    """An unquantized float32 model with the dequantized weights of a checkpoint."""
-    from vllm_latq.format.reader import CheckpointReader
-
-    shutil.copytree(checkpoint, target, ignore=shutil.ignore_patterns("*.safetensors*", "latq_report.json"))
-    config = json.loads((target / "config.json").read_text())
-    del config["quantization_config"]
-    (target / "config.json").write_text(json.dumps(config | {"dtype": "float32"}))
-    reader = CheckpointReader(checkpoint)
-    dense = {f"{module}.weight": reader.weight(module).dequantize() for module in reader.shapes}
-    for name in reader.store.names():
-        module, _, leaf = name.rpartition(".")
-        if module not in reader.shapes or leaf == "bias":
-            dense[name] = reader.store.get(name).float()
-    save_file(dense, target / "model.safetensors", metadata={"format": "pt"})
-    return target
 
 
 @pytest.fixture(scope="session")

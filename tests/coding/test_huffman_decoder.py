@@ -6,15 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from helpers.builders import gaussian_integers
 from vllm_latq.coding.huffman import encoder as huffman
 from vllm_latq.coding.huffman.decoder import decode_stream
 from vllm_latq.errors import CheckpointError
-
-
-def gaussian(shape: tuple[int, int], deviation: float, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return (torch.randn(shape, generator=generator) * deviation).round().to(torch.int32)
-
 
 # Several rows to a chunk, one, several chunks to a row; the last ones full, short, and a single weight.
 SHAPES = [(1, 1), (5, 1), (33, 63), (7, 500), (8, 512), (9, 512), (3, 1024), (3, 1025), (2, 2500), (64, 300)]
@@ -23,14 +18,14 @@ SHAPES = [(1, 1), (5, 1), (33, 63), (7, 500), (8, 512), (9, 512), (3, 1024), (3,
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("deviation", [0.0, 3.0, 400.0])
 def test_returns_what_was_encoded(shape: tuple[int, int], deviation: float) -> None:
-    integers = gaussian(shape, deviation)
+    integers = gaussian_integers(shape, deviation)
     decoded = decode_stream(huffman.encode(integers), "layer.stream")
     assert decoded.dtype == torch.int32
     assert torch.equal(decoded, integers)
 
 
 def test_escapes_carry_any_integer() -> None:
-    integers = gaussian((20, 300), 2.0)
+    integers = gaussian_integers((20, 300), 2.0)
     integers[3, 7], integers[19, 299], integers[0, 0] = 2**31 - 1, -(2**31), 10**6
     encoded = huffman.encode(integers)
     assert encoded.table.lengths[encoded.table.escape] > 0
@@ -39,7 +34,7 @@ def test_escapes_carry_any_integer() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_corrupt_stream_is_refused_or_decodes(seed: int) -> None:
-    integers = gaussian((20, 300), 3.0)
+    integers = gaussian_integers((20, 300), 3.0)
     encoded = huffman.encode(integers)
     generator = torch.Generator().manual_seed(seed)
     stream = torch.randint(-(2**31), 2**31 - 1, encoded.stream.shape, generator=generator, dtype=torch.int32)
@@ -59,7 +54,7 @@ def test_bits_that_no_code_begins_with_are_refused() -> None:
 
 
 def test_chunk_that_ends_elsewhere_is_refused() -> None:
-    encoded = huffman.encode(gaussian((40, 300), 3.0))
+    encoded = huffman.encode(gaussian_integers((40, 300), 3.0))
     bits = encoded.chunk_bits.to(torch.int32)
     bits[2, 0], bits[3, 0] = bits[2, 0] + 1, bits[3, 0] - 1
     damaged = dataclasses.replace(encoded, chunk_bits=bits.to(torch.uint16))

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.builders import gaussian_integers
 from vllm_latq.coding.huffman import decoder as huffman_decode
 from vllm_latq.coding.huffman import encoder as huffman
 from vllm_latq.coding.huffman.decoder import decode_stream
@@ -17,14 +18,10 @@ from vllm_latq.errors import CheckpointError
 SHAPES = [(1, 1), (1, 5000), (3, 33), (63, 63), (40, 1024), (5, 1500), (17, 500)]
 
 
-def gaussian(shape: tuple[int, int], spread: float = 2.0, seed: int = 0) -> torch.Tensor:
-    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * spread).round().to(torch.int32)
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("spread", [0.0, 0.3, 2.0, 400.0])
 def test_round_trip_and_size(shape: tuple[int, int], spread: float) -> None:
-    integers = gaussian(shape, spread)
+    integers = gaussian_integers(shape, spread)
     encoded = huffman.encode(integers)
     assert torch.equal(decode_stream(encoded, "stream"), integers)
     assert encoded.storage_bits() == huffman.encoded_bits(integers)
@@ -32,7 +29,7 @@ def test_round_trip_and_size(shape: tuple[int, int], spread: float) -> None:
 
 @pytest.mark.parametrize("shape", [(40, 1024), (63, 63), (5, 1500), (9, 4100)])
 def test_slabs_change_nothing(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    integers = gaussian(shape, 3.0)
+    integers = gaussian_integers(shape, 3.0)
     integers[0, 0], integers[-1, -1], integers[1, 5:8] = 10**6, -(10**9), 2**31 - 1
     whole = huffman.encode(integers)
     monkeypatch.setattr(huffman, "_SLAB_WEIGHTS", 5000)
@@ -58,7 +55,7 @@ def test_tables_at_the_ends_of_int32(center: int) -> None:
 
 
 def test_far_integers_are_escaped() -> None:
-    integers = gaussian((64, 256))
+    integers = gaussian_integers((64, 256), 2.0)
     integers[0, 0], integers[63, 255] = 2**31 - 1, -(2**31)
     encoded = huffman.encode(integers)
     assert torch.equal(decode_stream(encoded, "stream"), integers)
@@ -107,7 +104,7 @@ def test_length_limit_on_fibonacci_counts() -> None:
 
 
 def test_close_to_entropy() -> None:
-    integers = gaussian((512, 1024), 3.0)
+    integers = gaussian_integers((512, 1024), 3.0)
     _, counts = integers.unique(return_counts=True)
     p = counts.double() / integers.numel()
     entropy = float(-(p * p.log2()).sum())
@@ -121,7 +118,7 @@ def test_codes_match_the_definition() -> None:
 
 
 def test_chunks_decode_alone() -> None:
-    integers = gaussian((6, 2500))
+    integers = gaussian_integers((6, 2500), 2.0)
     encoded = huffman.encode(integers)
     bits = "".join(format(word & 0xFFFFFFFF, "032b") for word in encoded.stream.tolist())
     codes = {
@@ -142,7 +139,7 @@ def test_chunks_decode_alone() -> None:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_corrupt_stream_is_refused_or_decodes(seed: int) -> None:
-    integers = gaussian((20, 300))
+    integers = gaussian_integers((20, 300), 2.0)
     encoded = huffman.encode(integers)
     generator = torch.Generator().manual_seed(seed)
     stream = encoded.stream.clone()

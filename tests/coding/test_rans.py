@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from helpers.builders import gaussian_integers
 from vllm_latq.coding.huffman import encoder as huffman
 from vllm_latq.coding.rans import decoder as rans_decoder
 from vllm_latq.coding.rans import stream as rans
@@ -19,11 +20,6 @@ from vllm_latq.errors import CheckpointError
 
 # Several rows to a chunk, one, several chunks to a row; the last ones full, short, and a single weight.
 SHAPES = [(1, 1), (1, 4097), (5000, 1), (3, 33), (63, 65), (2, 4096), (9, 500), (2, 8300)]
-
-
-def gaussian(shape: tuple[int, int], deviation: float, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return (torch.randn(shape, generator=generator) * deviation).round().to(torch.int32)
 
 
 def classes(rows: int, cols: int, octaves: float) -> torch.Tensor:
@@ -35,7 +31,7 @@ def classes(rows: int, cols: int, octaves: float) -> torch.Tensor:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("deviation", [0.0, 0.3, 3.0, 400.0])
 def test_round_trip(shape: tuple[int, int], deviation: float) -> None:
-    integers = gaussian(shape, deviation)
+    integers = gaussian_integers(shape, deviation)
     encoded = rans.encode(integers)
     decoded = rans.decode_stream(encoded, "layer.stream")
     assert decoded.dtype == torch.int32
@@ -47,7 +43,7 @@ def test_round_trip(shape: tuple[int, int], deviation: float) -> None:
 @pytest.mark.parametrize("shape", [(63, 400), (7, 8300)])
 def test_slabs_change_nothing(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rans_decoder, "_SLAB_CHUNKS", 2)
-    integers = gaussian(shape, 3.0)
+    integers = gaussian_integers(shape, 3.0)
     integers[0, 0], integers[-1, -1], integers[1, 5:8] = 10**6, -(10**9), 2**31 - 1
     assert torch.equal(rans.decode_stream(rans.encode(integers), "layer.stream"), integers)
 
@@ -71,11 +67,11 @@ def test_zeros_take_no_payload() -> None:
 
 
 def test_far_integers_are_escaped() -> None:
-    integers = gaussian((64, 256), 2.0)
+    integers = gaussian_integers((64, 256), 2.0)
     integers[0, 0], integers[63, 255], integers[3, 3] = 2**31 - 1, -(2**31), 10**6
     encoded = rans.encode(integers)
     assert torch.equal(rans.decode_stream(encoded, "layer.stream"), integers)
-    assert encoded.storage_bits() < rans.encode(gaussian((64, 256), 2.0)).storage_bits() + 1000
+    assert encoded.storage_bits() < rans.encode(gaussian_integers((64, 256), 2.0)).storage_bits() + 1000
 
 
 @pytest.mark.parametrize("center", [-(2**31), 2**31 - 1])
@@ -187,7 +183,7 @@ def test_trained_layers_are_coded_near_the_entropy_of_their_classes(mini_model: 
 
 
 def test_corrupt_streams_are_refused() -> None:
-    integers = gaussian((40, 300), 3.0)
+    integers = gaussian_integers((40, 300), 3.0)
     encoded = rans.encode(integers)
     for seed in range(8):
         generator = torch.Generator().manual_seed(seed)
@@ -199,7 +195,7 @@ def test_corrupt_streams_are_refused() -> None:
 
 
 def test_another_state_at_the_right_end_is_refused() -> None:
-    encoded = rans.encode(gaussian((4, 40), 3.0))
+    encoded = rans.encode(gaussian_integers((4, 40), 3.0))
     for bit in range(16):  # of the last word that is read: all others are where they were
         halves = encoded.stream.numpy().copy().view(np.uint16)
         halves[int(encoded.chunk_words) - 1] ^= 1 << bit
@@ -209,7 +205,7 @@ def test_another_state_at_the_right_end_is_refused() -> None:
 
 
 def test_chunk_that_ends_elsewhere_is_refused() -> None:
-    encoded = rans.encode(gaussian((40, 300), 3.0))
+    encoded = rans.encode(gaussian_integers((40, 300), 3.0))
     words = encoded.chunk_words.to(torch.int32)
     words[1, 0], words[2, 0] = words[1, 0] + 1, words[2, 0] - 1
     damaged = dataclasses.replace(encoded, chunk_words=words.to(torch.uint16))

@@ -16,7 +16,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from helpers.checkpoints import SCHEMES, SHAPES, tiny_weight, write_tiny_checkpoint
+from helpers.builders import tiny_weight
+from helpers.checkpoints import SCHEMES, SHAPES, write_tiny_checkpoint
 from helpers.fuzz_target import Weights, bounded_memory, check_directory, check_tensors, read_weights
 from vllm_latq.format.coded import weight_from_tensors
 

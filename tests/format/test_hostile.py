@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
-from helpers.checkpoints import SCHEMES, list_twice, write_tiny_checkpoint
+from helpers.checkpoints import SCHEMES, edit_json, edit_tensor, list_twice, problems, write_tiny_checkpoint
 from vllm_latq.cli.inspect import inspect_checkpoint
 from vllm_latq.errors import LatqError, printable
 from vllm_latq.format.files import TensorStore, read_json
 from vllm_latq.format.reader import CheckpointReader
-from vllm_latq.format.verify import verify
 
 ENCODINGS = tuple(SCHEMES)
 SHARD, INDEX, REPORT = "model-00001-of-00002.safetensors", "model.safetensors.index.json", "latq_report.json"
@@ -26,26 +25,6 @@ SHARD, INDEX, REPORT = "model-00001-of-00002.safetensors", "model.safetensors.in
 @pytest.fixture
 def tiny(tmp_path: Path) -> Callable[[str], Path]:
     return lambda encoding: write_tiny_checkpoint(tmp_path / encoding, encoding)
-
-
-def problems(path: Path) -> str:
-    found = list(verify(path))
-    assert all(isinstance(problem, LatqError) for problem in found)
-    return "\n".join(map(str, found))
-
-
-def edit_tensor(path: Path, name: str, tensor: torch.Tensor | None) -> None:
-    for shard in path.glob("*.safetensors"):
-        tensors = load_file(shard)
-        if name in tensors:
-            tensors = {**tensors, name: tensor} if tensor is not None else tensors
-            save_file({key: value for key, value in tensors.items() if (key, tensor) != (name, None)}, shard)
-
-
-def edit_json(path: Path, edit: Callable[[Any], None]) -> None:
-    value = json.loads(path.read_text())
-    edit(value)
-    path.write_text(json.dumps(value))
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)

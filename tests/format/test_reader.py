@@ -3,12 +3,12 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from helpers.checkpoints import edit_json, edit_tensor, problems
 from vllm_latq.cli.inspect import inspect_checkpoint
 from vllm_latq.errors import CheckpointError, ConfigError
 from vllm_latq.format.files import INDEX_FILE, SINGLE_FILE
@@ -20,25 +20,6 @@ from vllm_latq.format.verify import verify
 def damaged(ssqr_checkpoint: Path, tmp_path: Path) -> Path:
     """A copy that a test may damage."""
     return Path(shutil.copytree(ssqr_checkpoint, tmp_path / "copy"))
-
-
-def problems(path: Path) -> str:
-    return "\n".join(str(problem) for problem in verify(path))
-
-
-def edit_json(path: Path, **changes: Any) -> None:
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-
-
-def edit_shard(directory: Path, name: str, tensor: torch.Tensor | None) -> None:
-    index = json.loads((directory / "model.safetensors.index.json").read_text())
-    path = directory / index["weight_map"][name]
-    tensors = load_file(path)
-    if tensor is None:
-        del tensors[name]
-    else:
-        tensors[name] = tensor
-    save_file(tensors, path)
 
 
 def test_fresh_checkpoints_are_valid(ssqr_checkpoint: Path, hptq_checkpoint: Path) -> None:
@@ -85,8 +66,7 @@ def test_broken_json(damaged: Path, text: str) -> None:
 
 
 def test_unknown_config_key(damaged: Path) -> None:
-    config = json.loads((damaged / "config.json").read_text())
-    edit_json(damaged / "config.json", quantization_config={**config["quantization_config"], "zeros": 1})
+    edit_json(damaged / "config.json", lambda config: config["quantization_config"].update(zeros=1))
     with pytest.raises(ConfigError, match="unknown zeros"):
         CheckpointReader(damaged)
 
@@ -105,14 +85,13 @@ def test_truncated_shard(damaged: Path, keep: int) -> None:
 
 def test_index_that_leaves_the_directory(damaged: Path) -> None:
     index = damaged / "model.safetensors.index.json"
-    weight_map = json.loads(index.read_text())["weight_map"]
-    name = next(iter(weight_map))
-    edit_json(index, weight_map={**weight_map, name: "../elsewhere.safetensors"})
+    name = next(iter(json.loads(index.read_text())["weight_map"]))
+    edit_json(index, lambda value: value["weight_map"].update({name: "../elsewhere.safetensors"}))
     assert "expected file names without a folder" in problems(damaged)
 
 
 def test_index_of_a_tensor_that_is_not_there(damaged: Path) -> None:
-    edit_shard(damaged, "model.layers.0.mlp.up_proj.scales", None)
+    edit_tensor(damaged, "model.layers.0.mlp.up_proj.scales", None)
     assert "model.layers.0.mlp.up_proj.scales" in problems(damaged)
 
 
@@ -121,7 +100,7 @@ def test_flipped_bit_changes_the_fingerprint(damaged: Path) -> None:
     reader = CheckpointReader(damaged)
     tensor = reader.store.get(name).clone()
     tensor[0, 0] ^= 1
-    edit_shard(damaged, name, tensor)
+    edit_tensor(damaged, name, tensor)
     assert "fingerprint: expected sha256:" in problems(damaged)
 
 
@@ -129,17 +108,17 @@ def test_flipped_bit_changes_the_fingerprint(damaged: Path) -> None:
 def test_changed_config_changes_the_fingerprint(change: dict[str, object], damaged: Path) -> None:
     """The same tensors would be read as other weights, or not at all."""
     path = damaged / "config.json"
-    config = json.loads(path.read_text())["quantization_config"]
-    edit_json(path, quantization_config={**config, **change})
+    original = path.read_text()
+    edit_json(path, lambda config: config["quantization_config"].update(change))
     assert "fingerprint: expected sha256:" in problems(damaged)
-    edit_json(path, quantization_config={**config, "recipe": {"seed": 7}})
+    path.write_text(original)
+    edit_json(path, lambda config: config["quantization_config"].update(recipe={"seed": 7}))
     assert problems(damaged) == ""
 
 
 def test_report_that_lists_more_than_is_stored(damaged: Path) -> None:
-    report = json.loads((damaged / "latq_report.json").read_text())
-    report["layers"].append({**report["layers"][0], "name": "model.layers.9.mlp.up_proj"})
-    (damaged / "latq_report.json").write_text(json.dumps(report))
+    more = {"name": "model.layers.9.mlp.up_proj"}
+    edit_json(damaged / "latq_report.json", lambda report: report["layers"].append(report["layers"][0] | more))
     assert "found no model.layers.9.mlp.up_proj" in problems(damaged)
 
 

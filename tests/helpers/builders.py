@@ -1,9 +1,14 @@
-"""Random weights of any scheme, with the cases that cutting and decoding must get right."""
+"""Random weights of every scheme and shape, the only place in the tests where they are made.
+
+Tests of single kernels prepare their layers in tests/kernels/conftest.py; whole checkpoints are in `checkpoints`.
+"""
+
+from functools import cache
 
 import torch
 
 from vllm_latq.coding.huffman.encoder import encode
-from vllm_latq.format.coded import HuffmanWeight, RansWeight, Weight
+from vllm_latq.format.coded import HuffmanWeight, RansWeight, Weight, octave_eighths
 from vllm_latq.format.config import LayerScheme
 from vllm_latq.format.packed import PackedWeight
 
@@ -11,33 +16,177 @@ RANS = LayerScheme("rans")
 RANS_MIDRISE = LayerScheme("rans", grid="midrise")
 
 
-def random_weight(scheme: LayerScheme, rows: int, cols: int, seed: int) -> Weight:
-    """Random weights with an empty and a full row of outliers."""
+def poisoned(
+    shape: int | tuple[int, ...],
+    *more: int,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> torch.Tensor:
+    """Return, in place of `torch.empty`, a tensor of NaN, or of an integer that no index may be."""
+    sizes = (shape, *more) if isinstance(shape, int) else shape
+    return torch.full(sizes, float("nan") if dtype.is_floating_point else 2**31 - 1, dtype=dtype, device=device)
+
+
+def gaussian_integers(shape: tuple[int, int], deviation: float, seed: int = 0) -> torch.Tensor:
+    """Return rounded Gaussian numbers, int32 of the given shape."""
     generator = torch.Generator().manual_seed(seed)
-    if scheme.encoding != "packed":
-        integers = (torch.randn(rows, cols, generator=generator) * 3).round().to(torch.int32)
-        integers[-1] = 20 + torch.arange(cols, dtype=torch.int32) % 23
-        if scheme.encoding == "rans":
-            exponents = ((torch.arange(size) * 7 % 17 - 8).to(torch.int8) for size in (rows, cols))
-            scale = torch.rand(1, generator=generator) + 0.1
-            return RansWeight.from_integers(integers, scale, *exponents, scheme.grid == "midrise")
-        return HuffmanWeight(torch.rand(1, generator=generator) + 0.1, encode(integers))
-    half, midrise = 1 << (scheme.bits - 1), scheme.grid == "midrise"
-    integers = torch.randint(-half, half, (rows, cols), generator=generator, dtype=torch.int32)
-    scales = (torch.rand(rows, scheme.groups(cols), generator=generator) + 0.1).bfloat16()
-    if not scheme.outliers:
-        return PackedWeight.from_integers(integers, scales, scheme.bits, scheme.group_size, midrise=midrise)
-    mask = torch.rand(rows, cols, generator=generator) < 0.03
-    mask[0], mask[-1] = False, True
-    values = torch.randn(rows, cols, generator=generator)
-    return PackedWeight.from_integers(integers, scales, scheme.bits, scheme.group_size, mask, values, midrise)
+    return (torch.randn(shape, generator=generator) * deviation).round().to(torch.int32)
 
 
 def heavy_tailed_layer(rows: int, cols: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weight float32 [rows, cols] and the Hessian float32 [cols, cols] of correlated inputs."""
+    """Return a layer as hard to quantize as trained ones, with heavy tails and correlated inputs.
+
+    Returns:
+        Its weight, float32 [rows, cols], and the Hessian of its inputs, float32 [cols, cols].
+    """
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(rows, cols, generator=generator)
     weight *= 0.02 * (1 + 3 * torch.rand(rows, cols, generator=generator).pow(12))
     inputs = torch.randn(3 * cols, cols, generator=generator)
     inputs = inputs + 0.5 * inputs.roll(1, 1) + 0.3 * inputs[:, :1]
     return weight, inputs.T @ inputs
+
+
+def packed_weight(
+    bits: int,
+    group_size: int,
+    rows: int,
+    cols: int,
+    rate: float | None,
+    seed: int = 0,
+    midrise: bool = False,
+    edges: bool = False,
+) -> PackedWeight:
+    """Return a packed weight of random codes; the scales of every third row are negative.
+
+    Args:
+        bits: of a code.
+        group_size: columns that share a scale; -1 for one scale per row.
+        rows: of the weight.
+        cols: of the weight.
+        rate: share of outliers; None for a weight that has no outlier arrays, 0 for one whose arrays are empty.
+        seed: of all random numbers.
+        midrise: codes stand for halves between integers.
+        edges: the first row has no outlier, the last nothing else.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    half = 1 << (bits - 1)
+    integers = torch.randint(-half, half, (rows, cols), generator=generator, dtype=torch.int32)
+    groups = 1 if group_size == -1 else cols // group_size
+    scales = (torch.rand(rows, groups, generator=generator) + 0.1).bfloat16()
+    scales[::3] *= -1
+    if rate is None:
+        return PackedWeight.from_integers(integers, scales, bits, group_size, midrise=midrise)
+    mask = torch.rand(rows, cols, generator=generator) < rate
+    if edges:
+        mask[0], mask[-1] = False, True
+    values = torch.randn(rows, cols, generator=generator)
+    return PackedWeight.from_integers(integers, scales, bits, group_size, mask, values, midrise)
+
+
+def integer_outlier_weight(scheme: LayerScheme, rows: int, cols: int, seed: int) -> PackedWeight:
+    """Return a packed weight whose outliers are integers beyond its codes, with an empty and a full row of them."""
+    generator = torch.Generator().manual_seed(seed)
+    half = 1 << (scheme.bits - 1)
+    integers = torch.randint(-half, half, (rows, cols), generator=generator, dtype=torch.int32)
+    scales = (torch.rand(rows, scheme.groups(cols), generator=generator) + 0.1).bfloat16()
+    mask = torch.rand(rows, cols, generator=generator) < 0.03
+    mask[0], mask[-1] = False, True
+    integers[mask] = torch.where(integers[mask] < 0, integers[mask] - half, integers[mask] + half)
+    midrise = scheme.grid == "midrise"
+    return PackedWeight.from_integers(integers, scales, scheme.bits, scheme.group_size, mask, None, midrise)
+
+
+def coded_weight(scheme: LayerScheme, rows: int, cols: int, seed: int) -> HuffmanWeight | RansWeight:
+    """Return a coded weight of Gaussian integers, the last row of which needs more than 4 bits."""
+    generator = torch.Generator().manual_seed(seed)
+    integers = (torch.randn(rows, cols, generator=generator) * 3).round().to(torch.int32)
+    integers[-1] = 20 + torch.arange(cols, dtype=torch.int32) % 23
+    scale = torch.rand(1, generator=generator) + 0.1
+    if scheme.encoding == "huffman":
+        return HuffmanWeight(scale, encode(integers))
+    return RansWeight.from_integers(integers, scale, *two_octaves(rows, cols), scheme.grid == "midrise")
+
+
+def two_octaves(*sizes: int) -> tuple[torch.Tensor, ...]:
+    """Return exponents of the scales of rows or columns, int8, over two octaves; equal for equal sizes."""
+    return tuple((torch.arange(size) * 7 % 17 - 8).to(torch.int8) for size in sizes)
+
+
+def random_weight(scheme: LayerScheme, rows: int, cols: int, seed: int) -> Weight:
+    """Return a random weight of any scheme; one with outliers has an empty and a full row of them."""
+    if scheme.encoding != "packed":
+        return coded_weight(scheme, rows, cols, seed)
+    if scheme.outlier_coding == "integer":
+        return integer_outlier_weight(scheme, rows, cols, seed)
+    rate = 0.03 if scheme.outliers else None
+    return packed_weight(
+        scheme.bits, scheme.group_size, rows, cols, rate, seed, scheme.grid == "midrise", edges=scheme.outliers
+    )
+
+
+@cache
+def tiny_weight(scheme: LayerScheme, shape: tuple[int, int], seed: int) -> Weight:
+    """Return a random weight for a tiny checkpoint; a tenth are outliers where the scheme has them."""
+    generator = torch.Generator().manual_seed(seed)
+    integers = (2 * torch.randn(shape, generator=generator)).round().to(torch.int32)
+    if scheme.encoding == "huffman":
+        integers[0, 0] = 2**24 + 1  # coded with ESCAPE; float32 cannot hold it
+        return HuffmanWeight(torch.tensor([0.01]), encode(integers))
+    if scheme.encoding == "rans":
+        integers = (integers * torch.linspace(0.1, 3, shape[1])).round().to(torch.int32)
+        integers[-1, -1], integers[0, 0] = 2**24 + 1, 2**31 - 1  # coded with ESCAPE; float32 cannot hold them
+        rows, cols = (torch.randint(-9, 9, (size,), generator=generator).to(torch.int8) for size in shape)
+        return RansWeight.from_integers(integers, torch.tensor([0.01]), rows, cols, scheme.grid == "midrise")
+    half = 1 << (scheme.bits - 1)
+    mask = torch.rand(shape, generator=generator) < 0.1
+    if scheme.outlier_coding == "integer":
+        integers[0, 0] = -301  # takes a second entry; bfloat16 cannot hold it
+        mask = (integers < -half) | (integers >= half)
+    values = torch.randn(shape, generator=generator)
+    scales = (torch.rand(shape[0], scheme.groups(shape[1]), generator=generator) + 0.1).to(torch.bfloat16)
+    outliers = (mask, values) if scheme.outliers else (None, None)
+    if scheme.outlier_coding == "integer":
+        outliers = (mask, None)
+    else:
+        integers = integers.clamp(-half, half - 1)
+    return PackedWeight.from_integers(
+        integers, scales, scheme.bits, scheme.group_size, *outliers, scheme.grid == "midrise"
+    )
+
+
+def round_to_nearest(weight: torch.Tensor, scheme: LayerScheme) -> Weight:
+    """Quantize a weight by rounding to nearest on scales of the largest magnitude in each group.
+
+    A scheme with outliers keeps the largest 1% as they are.
+
+    Args:
+        weight: float32 [rows, cols].
+        scheme: any.
+    """
+    if scheme.encoding == "huffman":
+        scale = weight.std() / 3
+        return HuffmanWeight(scale.reshape(1), encode((weight / scale).round().to(torch.int32)))
+    if scheme.encoding == "rans":
+        scale = (weight.std() / 3).reshape(1)
+        # Equal for matrices of one input, as merged layers need them.
+        rows, cols = two_octaves(*weight.shape)
+        scales = scale * octave_eighths(rows)[:, None] * octave_eighths(cols)
+        midrise = scheme.grid == "midrise"
+        integers = (weight / scales - 0.5 * midrise).round().to(torch.int32)
+        return RansWeight.from_integers(integers, scale, rows, cols, midrise)
+    mask = weight.abs() > weight.abs().flatten().kthvalue(int(0.99 * weight.numel())).values
+    inliers = weight.masked_fill(mask, 0) if scheme.outliers else weight
+    grouped = inliers.view(weight.shape[0], scheme.groups(weight.shape[1]), -1)
+    half = 1 << (scheme.bits - 1)
+    scales = (grouped.abs().amax(-1) / (half - 1)).clamp(min=1e-6).to(torch.bfloat16)
+    steps = scales.float().repeat_interleave(grouped.shape[2], 1)
+    midrise = scheme.grid == "midrise"
+    offset = 0.5 * midrise
+    if scheme.outlier_coding == "integer":
+        integers = (weight / steps - offset).round().to(torch.int32)
+        overflow = (integers < -half) | (integers >= half)
+        return PackedWeight.from_integers(integers, scales, scheme.bits, scheme.group_size, overflow, None, midrise)
+    integers = (weight / steps - offset).round().clamp(-half, half - 1).to(torch.int32)
+    outliers = (mask, weight - offset * steps) if scheme.outliers else (None, None)
+    return PackedWeight.from_integers(integers, scales, scheme.bits, scheme.group_size, *outliers, midrise)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from triton.backends.compiler import GPUTarget
 
+from helpers.builders import poisoned
 from helpers.kernel_device import emulated_gpu
 from helpers.pretend_gpu import DEVICE
 from vllm_latq.coding.huffman.encoder import encode as huffman_encode
@@ -323,12 +324,6 @@ GROUPED = [
     ("sm_90", 2, 40, 2, 512, 8, torch.float16, 64),
     ("sm_90", 3, 1, 3, 2048, None, torch.bfloat16, -1),
 ]
-
-
-def poisoned(shape: Any, *more: int, dtype: torch.dtype | None = None, **options: Any) -> torch.Tensor:
-    """In place of `torch.empty`: NaN, or a number that no index may be."""
-    shape = (shape, *more) if isinstance(shape, int) else shape
-    return torch.full(shape, float("nan") if dtype.is_floating_point else 2**31 - 1, dtype=dtype)
 
 
 @pytest.mark.parametrize(("arch", "bits", "tokens", "k", "cols", "size", "dtype", "group_size"), GROUPED)

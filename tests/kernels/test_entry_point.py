@@ -54,13 +54,13 @@ def poisoned_allocations() -> Iterator[None]:
     """Poison and fence what `torch.empty` makes; check the fences at the end."""
     allocate, made = torch.empty, []
 
-    def poisoned(*shape: int, **options: Any) -> torch.Tensor:
+    def allocate_fenced(*shape: int, **options: Any) -> torch.Tensor:
         tensor, whole = fenced(allocate, *shape, **options)
         made.append(whole)
         return tensor
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "empty", poisoned)
+        patch.setattr(torch, "empty", allocate_fenced)
         yield
     assert made
     for whole in made:

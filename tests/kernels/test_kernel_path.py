@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 
+from helpers.builders import packed_weight
 from helpers.kernel_device import ARCH, DEVICE, EMULATED
 from vllm_latq.coding.huffman.encoder import encode
 from vllm_latq.errors import CheckpointError
@@ -38,17 +39,7 @@ def packed(
     bits: int, group_size: int, rows: int, cols: int, rate: float | None, seed: int = 0, midrise: bool = False
 ) -> PackedWeight:
     """Random packed weight where kernels run; `rate` None has no outlier arrays, 0 has empty ones."""
-    generator = torch.Generator().manual_seed(seed)
-    half = 1 << (bits - 1)
-    integers = torch.randint(-half, half, (rows, cols), generator=generator, dtype=torch.int32)
-    groups = 1 if group_size == -1 else cols // group_size
-    scales = (torch.rand(rows, groups, generator=generator) * 0.1 + 0.01).bfloat16()
-    scales[::3] *= -1
-    if rate is None:
-        return PackedWeight.from_integers(integers, scales, bits, group_size, midrise=midrise).to(DEVICE)
-    mask = torch.rand(rows, cols, generator=generator) < rate
-    values = torch.randn(rows, cols, generator=generator)
-    return PackedWeight.from_integers(integers, scales, bits, group_size, mask, values, midrise).to(DEVICE)
+    return packed_weight(bits, group_size, rows, cols, rate, seed, midrise).to(DEVICE)
 
 
 def decoded(rows: int, cols: int, seed: int = 0, midrise: bool = False, bits: int = 2) -> PackedWeight:

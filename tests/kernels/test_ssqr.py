@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from helpers.builders import poisoned
 from helpers.kernel_device import DEVICE, EMULATED, INTERPRETED
 from vllm_latq.kernels.configs import GATHER_ROWS, SIMT, DecodeConfig, decode_config
 from vllm_latq.kernels.decode.dispatch import padded_columns, ssqr_matmul
@@ -23,10 +24,6 @@ pytestmark = pytest.mark.kernel
 FLOAT32_TOLERANCE = 4e-6 if INTERPRETED else 2e-5
 
 
-def poisoned(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.full(shape, float("nan"), dtype=dtype, device=DEVICE)
-
-
 def run(
     layer: Any, m: int, dtype: torch.dtype, parts: int = 1, config: DecodeConfig | None = None, ranges: int = 1
 ) -> None:
@@ -34,11 +31,11 @@ def run(
     weight = layer.weight
     config = config or decode_config(m, weight.bits, weight.arch, weight.group_size)
     x = torch.randn(m, weight.cols, generator=torch.Generator().manual_seed(m)).to(dtype)
-    y = poisoned(m, weight.rows)
-    partials = poisoned(parts * weight.padded_rows * config.max_rows) if parts > 1 else None
+    y = poisoned(m, weight.rows, device=DEVICE)
+    partials = poisoned(parts * weight.padded_rows * config.max_rows, device=DEVICE) if parts > 1 else None
     transposed = None
     if weight.entries is not None and m > GATHER_ROWS:
-        transposed = poisoned(weight.cols, config.outlier_rows(m, ranges), dtype=dtype)
+        transposed = poisoned(weight.cols, config.outlier_rows(m, ranges), dtype=dtype, device=DEVICE)
     for _ in range(2 if parts > 1 else 1):  # the second launch finds the tickets as the first one left them
         y.fill_(float("nan"))
         if config.kernel == "simt":
@@ -179,7 +176,7 @@ def test_shares_of_transposed_activations_are_all_of_them(writers: int, parts: i
     """What the writers leave, before anybody looks whether a share is missing, and writes all of it again."""
     m, rows, cols = 5, 8, 1000
     x = torch.randn(m, cols).bfloat16()
-    transposed = poisoned(cols + 1, rows, dtype=torch.bfloat16)
+    transposed = poisoned(cols + 1, rows, dtype=torch.bfloat16, device=DEVICE)
     counter = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     with torch.cuda.device_of(transposed):
         write_shares[(5, parts)](x.to(DEVICE), cols, transposed, counter, m, cols, writers, ROWS=rows, PIECE=32)
@@ -192,7 +189,7 @@ def test_large_activations_do_not_lose_the_weights(make_layer) -> None:
     """All-positive activations make the bias term large; it leaves group by group, before it can swamp the sum."""
     layer = make_layer(2, 64, 1024, outliers=0.0)
     x = torch.full((1, 1024), 100.0, dtype=torch.bfloat16)
-    y = poisoned(1, 64)
+    y = poisoned(1, 64, device=DEVICE)
     launch_ssqr(x.to(DEVICE), layer.weight, y, None, None, decode_config(1, 2, layer.weight.arch), 1)
     expected = matmul_reference(x, layer.dense)
     assert (y.cpu() - expected).abs().max() <= 2e-5 * expected.abs().max()

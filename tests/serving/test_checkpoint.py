@@ -4,29 +4,13 @@ import pytest
 import torch
 import torch._dynamo.testing
 
+from helpers.builders import packed_weight
 from vllm_latq.format.packed import PackedWeight, pack_integers
 from vllm_latq.serving.layouts import checkpoint as dense_path
 from vllm_latq.serving.layouts.checkpoint import SMALLEST_CAPACITY, dense_arguments, dequantize, outlier_capacity
 from vllm_latq.serving.linear import CHECKPOINT, linear
 
 CASES = [(2, 32, 33, 64), (3, 21, 500, 63), (4, -1, 1, 33), (8, 1, 5, 1), (3, 32, 64, 96)]
-
-
-def random_weight(
-    bits: int, group_size: int, rows: int, cols: int, outliers: bool, midrise: bool = False
-) -> PackedWeight:
-    generator = torch.Generator().manual_seed(rows * cols + bits)
-    half = 1 << (bits - 1)
-    integers = torch.randint(-half, half, (rows, cols), generator=generator, dtype=torch.int32)
-    groups = 1 if group_size == -1 else cols // group_size
-    scales = (torch.rand(rows, groups, generator=generator) + 0.1).bfloat16()
-    scales[::3] *= -1
-    if not outliers:
-        return PackedWeight.from_integers(integers, scales, bits, group_size, midrise=midrise)
-    mask = torch.rand(rows, cols, generator=generator) < 0.05
-    mask[-1] = True
-    values = 5 * torch.randn(rows, cols, generator=generator)
-    return PackedWeight.from_integers(integers, scales, bits, group_size, mask, values, midrise)
 
 
 def row_scaled_weight(midrise: bool = False) -> PackedWeight:
@@ -47,7 +31,8 @@ def run(weight: PackedWeight, x: torch.Tensor) -> torch.Tensor:
 def test_equals_the_dense_product(
     bits: int, group_size: int, rows: int, cols: int, midrise: bool, outliers: bool, dtype: torch.dtype
 ) -> None:
-    weight = random_weight(bits, group_size, rows, cols, outliers, midrise)
+    rate = 0.05 if outliers else None
+    weight = packed_weight(bits, group_size, rows, cols, rate, midrise=midrise, edges=outliers)
     x = torch.randn(2, 3, cols).to(dtype)
     expected = torch.nn.functional.linear(x, weight.dequantize(dtype))
     torch.testing.assert_close(run(weight, x), expected, rtol=0, atol=0)
@@ -67,7 +52,7 @@ def test_row_scales_scale_outliers_too(midrise: bool, dtype: torch.dtype) -> Non
 
 @pytest.mark.parametrize("block", [1, 100, 10_000])
 def test_blocks_of_rows_change_nothing(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = random_weight(3, 21, 37, 63, True)
+    weight = packed_weight(3, 21, 37, 63, 0.05)
     monkeypatch.setattr(dense_path, "CPU_BLOCK_WEIGHTS", block)
     tensors, constants = dense_arguments(weight)
     got = dequantize(**tensors, **constants)
@@ -75,7 +60,7 @@ def test_blocks_of_rows_change_nothing(block: int, monkeypatch: pytest.MonkeyPat
 
 
 def test_empty_batch() -> None:
-    weight = random_weight(4, 32, 8, 64, True)
+    weight = packed_weight(4, 32, 8, 64, 0.05)
     assert run(weight, torch.empty(0, 64)).shape == (0, 8)
 
 
@@ -88,14 +73,14 @@ def test_capacity_has_headroom_and_wastes_at_most_a_quarter() -> None:
 
 
 def test_padding_does_not_change_the_result() -> None:
-    weight = random_weight(4, 32, 8, 64, True)
+    weight = packed_weight(4, 32, 8, 64, 0.05)
     made = (dense_arguments(weight, capacity) for capacity in (weight.outliers.nnz, 10_000))
     short, long = (dequantize(**tensors, **constants) for tensors, constants in made)
     torch.testing.assert_close(short, long, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
-    "weight", [random_weight(3, 32, 5, 64, True, midrise=True), row_scaled_weight()], ids=["scales", "rows"]
+    "weight", [packed_weight(3, 32, 5, 64, 0.05, midrise=True), row_scaled_weight()], ids=["scales", "rows"]
 )
 def test_registration(weight: PackedWeight) -> None:
     """Schema, fake implementation and dispatch agree (torch's own checks)."""

@@ -3,27 +3,16 @@
 import pytest
 import torch
 
+from helpers.builders import packed_weight
 from vllm_latq.errors import UnsupportedShapeError
-from vllm_latq.format.packed import PackedWeight, pack_integers
+from vllm_latq.format.packed import pack_integers
 from vllm_latq.serving.sharding import ZERO_ROW, cat_rows, take
-
-
-def packed(rows: int, cols: int, bits: int, group_size: int, seed: int = 0, midrise: bool = False) -> PackedWeight:
-    generator = torch.Generator().manual_seed(seed)
-    half = 1 << (bits - 1)
-    integers = torch.randint(-half, half, (rows, cols), generator=generator, dtype=torch.int32)
-    groups = 1 if group_size == -1 else cols // group_size
-    scales = (torch.rand(rows, groups, generator=generator) + 0.1).bfloat16()
-    mask = torch.rand(rows, cols, generator=generator) < 0.1
-    return PackedWeight.from_integers(
-        integers, scales, bits, group_size, mask, torch.randn(rows, cols, generator=generator), midrise
-    )
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize(("cols", "group_size", "columns"), [(63, 9, (9, 54)), (33, -1, (1, 33)), (96, 32, (32, 96))])
 def test_take_equals_dense_indexing(bits: int, cols: int, group_size: int, columns: tuple[int, int]) -> None:
-    weight = packed(7, cols, bits, group_size, midrise=bits == 2)
+    weight = packed_weight(bits, group_size, 7, cols, 0.1, midrise=bits == 2)
     rows = torch.tensor([5, 5, 0, 6])
     taken = take(weight, rows, columns)
     assert taken.shape == (4, columns[1] - columns[0])
@@ -32,21 +21,21 @@ def test_take_equals_dense_indexing(bits: int, cols: int, group_size: int, colum
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_zero_rows_are_zero(bits: int) -> None:
-    weight = packed(3, 33, bits, 11, midrise=bits == 2)
+    weight = packed_weight(bits, 11, 3, 33, 0.1, midrise=bits == 2)
     dense = take(weight, torch.tensor([ZERO_ROW, 2, ZERO_ROW]), (0, 33)).dequantize()
     assert not dense[[0, 2]].any()
     torch.testing.assert_close(dense[1], weight.dequantize()[2], rtol=0, atol=0)
 
 
 def test_taken_tensors_are_copies() -> None:
-    weight = packed(3, 32, 4, 32)
+    weight = packed_weight(4, 32, 3, 32, 0.1)
     taken = take(weight, torch.arange(3), (0, 32))
     assert taken.qweight.data_ptr() != weight.qweight.data_ptr()
 
 
 def test_cut_group_is_refused() -> None:
     with pytest.raises(UnsupportedShapeError, match="whole groups of 32, found channels 16 to 48"):
-        take(packed(2, 64, 4, 32), torch.arange(2), (16, 48), "model.layers.0.mlp.down_proj")
+        take(packed_weight(4, 32, 2, 64, 0.1), torch.arange(2), (16, 48), "model.layers.0.mlp.down_proj")
 
 
 def test_rows_that_are_not_there_are_zero_on_any_grid() -> None:
@@ -58,7 +47,7 @@ def test_rows_that_are_not_there_are_zero_on_any_grid() -> None:
 
 
 def test_cat_rows_equals_dense_cat() -> None:
-    parts = [packed(rows, 64, 3, 32, seed=rows) for rows in (1, 5, 2)]
+    parts = [packed_weight(3, 32, rows, 64, 0.1, seed=rows) for rows in (1, 5, 2)]
     expected = torch.cat([part.dequantize() for part in parts])
     torch.testing.assert_close(cat_rows(parts).dequantize(), expected, rtol=0, atol=0)
 
