@@ -44,9 +44,9 @@ def test_lm_eval_latq(ssqr_checkpoint: Path, tasks_folder: Path, capsys: pytest.
 
 
 def decode_latency(*arguments: str) -> str:
-    """What the script prints on a tiny model: the times of a CPU say nothing, but they are times per token."""
+    """Return what the script prints on a tiny model. The times of a CPU mean nothing, but they are times per token."""
     engine = {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 25, "max_num_batched_tokens": 256}
-    arguments += ("--batch", "1", "2", "--new-tokens", "4", "--engine", json.dumps(engine))
+    arguments += ("--batch", "1", "2", "--new-tokens", "32", "--engine", json.dumps(engine))
     status, printed = warm_vllm.run(EXAMPLES / "decode_latency.py", *arguments, **warm_vllm.QUICK)
     assert status == 0, printed[-6000:]
     return printed
@@ -56,7 +56,9 @@ def assert_times(times: dict[str, float], spread: dict[str, list[float]]) -> Non
     assert set(times) == set(spread) == {"1", "2"}
     for batch, seconds in times.items():
         fastest, slowest = spread[batch]
-        assert -60 < fastest <= seconds <= slowest < 60  # of so few tokens a difference may be less than nothing
+        assert fastest <= seconds <= slowest
+        # 31 more tokens than the run whose time is taken off: a single run may be disturbed, half of five are not.
+        assert 0 < seconds < 60
 
 
 def test_time_per_token() -> None:

@@ -33,17 +33,32 @@ def test_escapes_carry_any_integer() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_corrupt_stream_is_refused_or_decodes(seed: int) -> None:
-    integers = gaussian_integers((20, 300), 3.0)
-    encoded = huffman.encode(integers)
+def test_random_bits_are_refused(seed: int) -> None:
+    """No chunk of a random stream ends where it should."""
+    encoded = huffman.encode(gaussian_integers((20, 300), 3.0))
     generator = torch.Generator().manual_seed(seed)
     stream = torch.randint(-(2**31), 2**31 - 1, encoded.stream.shape, generator=generator, dtype=torch.int32)
-    try:
-        decoded = decode_stream(dataclasses.replace(encoded, stream=stream), "layer.stream")
-    except CheckpointError as error:
-        assert "layer.stream: expected chunk" in str(error)  # noqa: PT017
-    else:
-        assert decoded.shape == integers.shape
+    with pytest.raises(CheckpointError, match=r"layer\.stream: expected chunk 0 to end at bit \d+, found bit"):
+        decode_stream(dataclasses.replace(encoded, stream=stream), "layer.stream")
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_flipped_bits_that_move_the_end_of_a_chunk_are_refused(seed: int) -> None:
+    encoded = huffman.encode(gaussian_integers((20, 300), 2.0))
+    generator = torch.Generator().manual_seed(seed)
+    stream = encoded.stream.clone()
+    stream[torch.randint(0, stream.numel(), (5,), generator=generator)] ^= 0x5A5A5A5A
+    with pytest.raises(CheckpointError, match=r"layer\.stream: expected chunk \d to end at bit \d+, found bit"):
+        decode_stream(dataclasses.replace(encoded, stream=stream), "layer.stream")
+
+
+def test_other_codes_of_the_same_lengths_decode_to_other_integers() -> None:
+    """Nothing in the stream itself can tell: the fingerprint of the checkpoint does."""
+    integers = torch.arange(6000, dtype=torch.int32).reshape(20, 300) % 4
+    encoded = huffman.encode(integers)
+    assert encoded.table.lengths.tolist() == [2, 2, 2, 2, 0], "every pair of bits is the code of an integer"
+    decoded = decode_stream(dataclasses.replace(encoded, stream=~encoded.stream), "layer.stream")
+    assert torch.equal(decoded, 3 - integers)
 
 
 def test_bits_that_no_code_begins_with_are_refused() -> None:

@@ -1,6 +1,5 @@
-"""Huffman coding: lossless, optimal, honest about its size, and safe on corrupt streams."""
+"""Huffman coding: lossless, optimal, and of the size that it states. Damaged streams: test_huffman_decoder.py."""
 
-import dataclasses
 import heapq
 
 import numpy as np
@@ -13,7 +12,6 @@ from helpers.builders import gaussian_integers
 from vllm_latq.coding.huffman import decoder as huffman_decode
 from vllm_latq.coding.huffman import encoder as huffman
 from vllm_latq.coding.huffman.decoder import decode_stream
-from vllm_latq.errors import CheckpointError
 
 SHAPES = [(1, 1), (1, 5000), (3, 33), (63, 63), (40, 1024), (5, 1500), (17, 500)]
 
@@ -135,18 +133,3 @@ def test_chunks_decode_alone() -> None:
             found.append(codes[prefix] + encoded.table.first_symbol)
             prefix = ""
     assert found == integers[4, 1024:2048].tolist()
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_corrupt_stream_is_refused_or_decodes(seed: int) -> None:
-    integers = gaussian_integers((20, 300), 2.0)
-    encoded = huffman.encode(integers)
-    generator = torch.Generator().manual_seed(seed)
-    stream = encoded.stream.clone()
-    stream[torch.randint(0, stream.numel(), (5,), generator=generator)] ^= 0x5A5A5A5A
-    damaged = dataclasses.replace(encoded, stream=stream)
-    try:
-        decoded = decode_stream(damaged, "stream")
-    except CheckpointError:
-        decoded = None  # the flipped bits moved the end of a chunk, and it was noticed
-    assert decoded is None or (decoded.shape == integers.shape and not torch.equal(decoded, integers))

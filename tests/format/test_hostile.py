@@ -74,11 +74,25 @@ def test_tensor_name_that_could_forge_a_line_of_the_fingerprint(tiny: Callable[[
     assert "expected tensor names of printable characters without blanks" in problems(path)
 
 
-@pytest.mark.parametrize("file", ["../secret.safetensors", "/etc/passwd", "..", "", ".", "a\0b", "x" * 300, "a/b"])
-def test_index_entry_outside_the_directory(tiny: Callable[[str], Path], file: str) -> None:
+NO_FOLDER = "model.safetensors.index.json: expected file names without a folder, found"
+NOT_A_FILE = "expected a safetensors file, found not a regular file"
+
+
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        *((name, f"{NO_FOLDER} '{name}'") for name in ("../secret.safetensors", "/etc/passwd", ".", "a/b")),
+        ("..", f"/..: {NOT_A_FILE}"),
+        ("", f"/packed: {NOT_A_FILE}"),
+        ("a\0b", r"/a\x00b: expected a safetensors file, found"),
+        ("x" * 300, "File name too long"),
+    ],
+    ids=["sibling", "absolute", "itself", "folder", "parent", "empty", "zero byte", "long"],
+)
+def test_index_entry_outside_the_directory(tiny: Callable[[str], Path], file: str, message: str) -> None:
     path = tiny("packed")
     edit_json(path / INDEX, lambda index: index["weight_map"].update(dict.fromkeys(index["weight_map"], file)))
-    assert problems(path)
+    assert message in problems(path)
 
 
 def test_link_that_leads_out_of_the_directory(tiny: Callable[[str], Path], tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 """Ask vLLM engines, in a process of their own, what they generate, and compare two answers."""
 
 import json
+import math
 from importlib import metadata
+from itertools import combinations
 from typing import Any
 
 from packaging.version import Version
@@ -47,3 +49,16 @@ def assert_same(got: list[dict[str, Any]], expected: list[dict[str, Any]], toler
             assert len(common) >= 4  # the fifth may tie
             for token in common:
                 assert abs(position[token] - reference[token]) <= tolerance
+
+
+def assert_plausible(answers: list[dict[str, Any]]) -> None:
+    """Assert greedy tokens and log-probabilities of a working model, where there is no reference to compare with."""
+    assert len(answers) == len(PROMPTS)
+    for answer in answers:
+        assert len(answer["tokens"]) == len(answer["logprobs"]) == TOKENS
+        for token, position in zip(answer["tokens"], answer["logprobs"], strict=True):
+            assert position[str(token)] == max(position.values()), "greedy"
+            assert sum(math.exp(logprob) for logprob in position.values()) <= 1 + 1e-5
+            assert all(math.isfinite(logprob) for logprob in position.values())
+    first = [answer["logprobs"][0] for answer in answers]
+    assert all(one != other for one, other in combinations(first, 2)), "each prompt has an answer of its own"

@@ -1,9 +1,7 @@
 """A model larger than the address space that its quantization may take; loading it whole fails there."""
 
 import json
-import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,35 +9,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from helpers.programs import run_program
 from vllm_latq.format.verify import verify
 
 # 16 blocks of 2.4 M weights in float32, in files of two blocks: 155 MB.
 BLOCKS, PER_FILE, HIDDEN, INTERMEDIATE, VOCABULARY = 16, 2, 512, 1024, 2048
 SHARE = 0.7
-# Whatever is loaded the first time it is used is there before the limit is set: a first model goes through, a tiny one.
-LIMITED = """
-import resource, sys
-from pathlib import Path
-import torch
-from vllm_latq.errors import CheckpointError
-from vllm_latq.quantize.model.loading import load_model
-from vllm_latq.quantize.pipeline import quantize_checkpoint
-from vllm_latq.quantize.recipe import Recipe
-
-first, model, out, text, more = sys.argv[1:]
-torch.set_num_threads(1)
-recipe = Recipe("gptq", 4, group_size=64, scales="absmax", num_samples=4, seq_len=32)
-load_model(first, "cpu")
-quantize_checkpoint(recipe, first, out + "-first", calibration=text, offload="disk")
-status = Path("/proc/self/status").read_text().splitlines()
-(now,) = (int(line.split()[1]) * 1024 for line in status if line.startswith("VmSize"))
-resource.setrlimit(resource.RLIMIT_AS, (now + int(more), now + int(more)))
-try:
-    load_model(model, "cpu")
-except CheckpointError as error:
-    print(error)
-quantize_checkpoint(recipe, model, out, calibration=text, offload="disk")
-"""
 
 
 def write_model(directory: Path, tokenizer: Path, blocks: int) -> int:
@@ -79,17 +54,19 @@ def write_model(directory: Path, tokenizer: Path, blocks: int) -> int:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits and /proc are Linux's")
-def test_a_model_larger_than_the_address_space(mini_model: Path, calibration_text: Path, tmp_path: Path) -> None:
+def test_a_model_larger_than_the_address_space(
+    mini_model: Path, calibration_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Beyond what libraries take, the process may map 0.7 times the model's bytes."""
     write_model(tmp_path / "first", mini_model, 1)
     size = write_model(tmp_path / "large", mini_model, BLOCKS)
     # An arena per thread would reserve 64 MB of addresses each. Without a fixed threshold it is chance whether freed
     # tensors stay mapped: the peak was 70 to 137 MB then, and is 87 MB so.
-    environment = os.environ | {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
-    environment |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
+    for name, value in {**environment, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}.items():
+        monkeypatch.setenv(name, value)
     arguments = [tmp_path / "first", tmp_path / "large", tmp_path / "out", calibration_text, int(SHARE * size)]
-    command = [sys.executable, "-W", "ignore", "-c", LIMITED, *map(str, arguments)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = run_program("quantize_in_small_address_space.py", *arguments, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "Cannot allocate memory" in done.stdout
     assert list(verify(tmp_path / "out")) == []

@@ -1,13 +1,12 @@
 """Activations on disk: the same checkpoint, nothing left behind; a model larger than the memory it is quantized in."""
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from helpers.programs import run_program
 from vllm_latq.errors import ConfigError
 from vllm_latq.quantize.machine.offload import placer
 from vllm_latq.quantize.pipeline import quantize_checkpoint
@@ -21,16 +20,6 @@ RECIPES = {
 # 16 blocks of 2.6 M weights in float32.
 LARGE = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 16}
 HEADS = {"head_dim": 128, "num_key_value_heads": 4}
-PEAK = """
-import resource, sys
-from vllm_latq.quantize.model.decoder import Decoder
-from vllm_latq.quantize.pipeline import quantize_checkpoint
-from vllm_latq.quantize.recipe import Recipe
-Decoder(sys.argv[1], "cpu")
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-quantize_checkpoint(Recipe("rtn", 4, group_size=64), sys.argv[1], sys.argv[2])
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
-"""
 
 
 @pytest.mark.parametrize("method", RECIPES)
@@ -68,8 +57,6 @@ def test_memory_of_a_block_not_of_the_model(random_model: Any, tmp_path: Path) -
     directory, model = random_model("llama", "large", **LARGE, **HEADS)
     size = sum(parameter.numel() * 4 for parameter in model.parameters())
     assert size > 160e6
-    done = subprocess.run(
-        [sys.executable, "-c", PEAK, str(directory), str(tmp_path / "out")], capture_output=True, text=True, timeout=300
-    )
+    done = run_program("peak_of_rtn.py", directory, tmp_path / "out", timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     assert int(done.stdout.split()[-1]) < size / 3

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from helpers.programs import program, run_program
 from vllm_latq.errors import CheckpointError, ConfigError
 from vllm_latq.format.config import CheckpointConfig, LayerScheme
 from vllm_latq.format.reader import CheckpointReader, TensorStore, checkpoint_fingerprint
@@ -91,23 +92,14 @@ def test_a_run_that_got_nowhere_is_in_nobody_s_way(tmp_path: Path, source: Path)
     assert not (tmp_path / "out.partial").exists()
 
 
-WORKING = """
-import sys, time
-from vllm_latq.quantize.runs.writer import CheckpointWriter
-writer = CheckpointWriter(sys.argv[1], 2, {"recipe": {"bits": 4}, "source": "model"}, resume=True)
-print("ready", flush=True)
-time.sleep(float(sys.argv[2]))
-"""
-
-
 def lets_others_in(out: Path) -> bool:
     """Whether another process may go on with a run; in this one, a lock would not be in the way."""
-    return subprocess.run([sys.executable, "-c", WORKING, str(out), "0"], capture_output=True).returncode == 0
+    return run_program("hold_run.py", out, 0).returncode == 0
 
 
 @pytest.mark.parametrize("resume", [False, True])
 def test_two_processes_do_not_work_in_one_directory(resume: bool, tmp_path: Path, source: Path) -> None:
-    command = [sys.executable, "-c", WORKING, str(tmp_path / "out"), "600"]
+    command = [sys.executable, program("hold_run.py"), tmp_path / "out", "600"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
         try:
             assert other.stdout is not None
