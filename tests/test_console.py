@@ -42,7 +42,7 @@ def shown(terminal: bool) -> str:
     return text.getvalue()
 
 
-def test_plain_lines_where_there_is_no_terminal() -> None:
+def test_plain_lines_without_a_terminal() -> None:
     lines = shown(False).splitlines()
     assert lines[:3] == ["statistics, forward 0/5", "statistics, forward 4/5  1:02:04 left", "allocation 2/2"]
     plan = "from 2.350 bits (model.layers.0.self_attn.[i]q_proj) to 6.829 (model.layers.1.mlp.down_proj)"
@@ -56,12 +56,12 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
     assert "second-order loss on the calibration text 0.001 nats per token; it predicts" in lines[-1]
 
 
-def test_a_bound_comes_with_what_is_claimed_of_it() -> None:
+def test_bound_is_shown_with_its_claim() -> None:
     assert [claim(2.0, holds) for holds in (True, False, None)] == ["2 (holds)", "2 (VIOLATED)", "2 (not claimed)"]
     assert claim(None, None) == "-"
 
 
-def test_bar_on_a_terminal() -> None:
+def test_progress_bar_on_a_terminal() -> None:
     text = shown(True)
     for part in (
         "statistics, forward",

@@ -75,7 +75,7 @@ def has_int4_product() -> bool:
 
 
 @pytest.mark.engine
-def test_decode_latency(tmp_path: Path) -> None:
+def test_decode_latency_of_several_schemes(tmp_path: Path) -> None:
     """All engines start together and are measured in turn; a scheme that cannot run is reported and left out."""
     results, schemes = tmp_path / "times.json", ["bf16", VLLM_SCHEME, SCHEME]
     printed = decode_latency("--shape", "tiny", "--schemes", *schemes, "--together", "--json", str(results))

@@ -8,7 +8,7 @@ from vllm_latq import memory
 
 
 @pytest.mark.parametrize("status", [None, "Name:\tpython\nThreads:\t1\n"])
-def test_where_proc_does_not_say_the_peak_comes_from_the_system(
+def test_peak_comes_from_getrusage_where_proc_lacks_it(
     status: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = memory.peak_memory()

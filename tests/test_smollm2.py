@@ -65,7 +65,7 @@ def stored(llama: LlamaForCausalLM, mini_model: Path, tmp_path: Path) -> Path:
     return tmp_path / "model.gguf"
 
 
-def test_a_gguf_file_becomes_the_model_that_it_was_made_of(
+def test_gguf_round_trip_restores_the_model(
     stored: Path, llama: LlamaForCausalLM, mini_model: Path, tmp_path: Path
 ) -> None:
     SAVE(stored, tmp_path / "model")

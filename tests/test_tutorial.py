@@ -35,7 +35,7 @@ def answer(folder: Path) -> str:
 
 
 @pytest.mark.long
-def test_commands(random_model: Any, evaluation_text: Path, tmp_path: Path) -> None:
+def test_commands_of_the_tutorial(random_model: Any, evaluation_text: Path, tmp_path: Path) -> None:
     model, _ = random_model(
         "qwen3", "tutorial", hidden_size=128, intermediate_size=128, head_dim=32, max_position_embeddings=2048
     )
@@ -58,6 +58,6 @@ def test_commands(random_model: Any, evaluation_text: Path, tmp_path: Path) -> N
     assert (tmp_path / "report.html").stat().st_size > 10_000
 
 
-def test_named_files_exist() -> None:
+def test_files_named_in_the_tutorial_exist() -> None:
     for name in re.findall(r"`([\w.]+\.(?:py|service|yaml))`", TEXT):
         assert (EXAMPLES / name).exists(), name

@@ -85,7 +85,7 @@ def test_dry_run_computes_and_writes_nothing(
         (["--ignore", "up_proj", "--lm-head", "--ignore", "down_proj"], ["up_proj", "down_proj"]),
     ],
 )
-def test_the_head_is_quantized_if_asked_for(
+def test_head_is_quantized_on_request(
     options: list[str], ignored: list[str], mini_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["quantize", str(mini_model), "out", "--method", "rtn", *options, "--dry-run", "--json"]) == 0
@@ -157,7 +157,7 @@ def test_a_dry_run_shows_warnings(mini_model: Path, calibration_text: Path, caps
     ("last", "said"),
     [("block", "finished blocks are kept: continue with --resume"), ("done", "the checkpoint is complete")],
 )
-def test_interrupted_by_the_keyboard(
+def test_keyboard_interrupt_stops_with_one_line(
     last: str, said: str, mini_model: Path, calibration_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
@@ -186,7 +186,7 @@ def test_interrupted_by_the_keyboard(
     assert main(["verify", str(tmp_path / "out")]) == 0
 
 
-def test_interrupted_before_what_is_there_was_looked_at(
+def test_interrupt_before_the_directory_was_read(
     mini_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupt(*_: Any, **__: Any) -> None:
@@ -198,7 +198,7 @@ def test_interrupted_before_what_is_there_was_looked_at(
     assert "complete" not in capsys.readouterr().err
 
 
-def test_output_that_was_closed(tmp_path: Path, mini_model: Path) -> None:
+def test_closed_standard_output(tmp_path: Path, mini_model: Path) -> None:
     command = f"{sys.executable} -m vllm_latq.cli.main quantize {mini_model} {tmp_path / 'out'} --method rtn --json >&-"
     assert subprocess.run(command, shell=True, check=False, timeout=120).returncode == 0
     for of_it in ("inspect", "verify"):

@@ -62,7 +62,7 @@ def assert_inert(page: Page) -> None:
 
 
 @pytest.mark.parametrize("encoding", SCHEMES)
-def test_page_is_inert_and_shows_every_layer(tmp_path: Path, encoding: str) -> None:
+def test_page_shows_every_layer_and_runs_no_script(tmp_path: Path, encoding: str) -> None:
     text = report_page(write_tiny_checkpoint(tmp_path / encoding, encoding))
     page = Page(text)
     assert_inert(page)
@@ -91,7 +91,7 @@ def test_hostile_names_recipe_and_report_stay_text(tmp_path: Path) -> None:
     assert hostile in page.text
 
 
-def test_notes_and_the_prediction_are_shown(tmp_path: Path) -> None:
+def test_notes_and_prediction_are_shown(tmp_path: Path) -> None:
     path = write_tiny_checkpoint(tmp_path / "rans", "rans")
     report = json.loads((path / "latq_report.json").read_text())
     report["layers"][0]["note"] = "3 routed tokens"
@@ -122,7 +122,7 @@ def rename_layer(path: Path, old: str, new: str) -> None:
     (path / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_tiny_checkpoint(tmp_path / "packed", "packed")
     assert main(["report", str(path), "-o", str(tmp_path / "page.html")]) == 0
     assert (tmp_path / "page.html").read_text().startswith("<!DOCTYPE html>")
@@ -132,7 +132,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(path)]) == 1
 
 
-def test_negative_scales_are_counted_by_their_size() -> None:
+def test_negative_scales_are_counted_by_magnitude() -> None:
     scales = torch.tensor([[-0.25], [0.25]], dtype=torch.bfloat16)
     weight = PackedWeight.from_integers(torch.zeros(2, 8, dtype=torch.int32), scales, 2, -1)
     assert _view("mirrored", weight, None).scales.max() == 2

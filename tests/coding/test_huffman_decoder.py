@@ -17,14 +17,14 @@ SHAPES = [(1, 1), (5, 1), (33, 63), (7, 500), (8, 512), (9, 512), (3, 1024), (3,
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("deviation", [0.0, 3.0, 400.0])
-def test_returns_what_was_encoded(shape: tuple[int, int], deviation: float) -> None:
+def test_decoding_returns_the_encoded_integers(shape: tuple[int, int], deviation: float) -> None:
     integers = gaussian_integers(shape, deviation)
     decoded = decode_stream(huffman.encode(integers), "layer.stream")
     assert decoded.dtype == torch.int32
     assert torch.equal(decoded, integers)
 
 
-def test_escapes_carry_any_integer() -> None:
+def test_escaped_integers_decode_exactly() -> None:
     integers = gaussian_integers((20, 300), 2.0)
     integers[3, 7], integers[19, 299], integers[0, 0] = 2**31 - 1, -(2**31), 10**6
     encoded = huffman.encode(integers)
@@ -61,14 +61,14 @@ def test_other_codes_of_the_same_lengths_decode_to_other_integers() -> None:
     assert torch.equal(decoded, 3 - integers)
 
 
-def test_bits_that_no_code_begins_with_are_refused() -> None:
+def test_stream_with_an_unused_code_is_refused() -> None:
     table = huffman.HuffmanTable(0, np.array([1], dtype=np.uint8))  # ESCAPE alone, coded as 0
     damaged = huffman.HuffmanStream(table, torch.tensor([[32]]).to(torch.uint16), torch.tensor([-5]).int(), (1, 1))
     with pytest.raises(CheckpointError, match=r"chunk 0 to end at bit 32, found bit 0"):
         decode_stream(damaged, "layer.stream")
 
 
-def test_chunk_that_ends_elsewhere_is_refused() -> None:
+def test_huffman_chunk_of_another_length_is_refused() -> None:
     encoded = huffman.encode(gaussian_integers((40, 300), 3.0))
     bits = encoded.chunk_bits.to(torch.int32)
     bits[2, 0], bits[3, 0] = bits[2, 0] + 1, bits[3, 0] - 1

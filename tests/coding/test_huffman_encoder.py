@@ -18,7 +18,7 @@ SHAPES = [(1, 1), (1, 5000), (3, 33), (63, 63), (40, 1024), (5, 1500), (17, 500)
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("spread", [0.0, 0.3, 2.0, 400.0])
-def test_round_trip_and_size(shape: tuple[int, int], spread: float) -> None:
+def test_huffman_round_trip_and_size(shape: tuple[int, int], spread: float) -> None:
     integers = gaussian_integers(shape, spread)
     encoded = huffman.encode(integers)
     assert torch.equal(decode_stream(encoded, "stream"), integers)
@@ -26,7 +26,7 @@ def test_round_trip_and_size(shape: tuple[int, int], spread: float) -> None:
 
 
 @pytest.mark.parametrize("shape", [(40, 1024), (63, 63), (5, 1500), (9, 4100)])
-def test_slabs_change_nothing(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slab_size_does_not_change_the_stream(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     integers = gaussian_integers(shape, 3.0)
     integers[0, 0], integers[-1, -1], integers[1, 5:8] = 10**6, -(10**9), 2**31 - 1
     whole = huffman.encode(integers)
@@ -40,19 +40,19 @@ def test_slabs_change_nothing(shape: tuple[int, int], monkeypatch: pytest.Monkey
 
 @settings(deadline=None, max_examples=30)
 @given(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=80))
-def test_any_integers_survive(values: list[int]) -> None:
+def test_any_int32_survives_huffman_coding(values: list[int]) -> None:
     integers = torch.tensor(values, dtype=torch.int32).reshape(1, -1)
     assert torch.equal(decode_stream(huffman.encode(integers), "stream"), integers)
 
 
 @pytest.mark.parametrize("center", [-(2**31), 2**31 - 1])
-def test_tables_at_the_ends_of_int32(center: int) -> None:
+def test_huffman_tables_at_the_ends_of_int32(center: int) -> None:
     integers = torch.full((4, 40), center, dtype=torch.int32)
     integers[::2, :7] = -1 - center
     assert torch.equal(decode_stream(huffman.encode(integers), "stream"), integers)
 
 
-def test_far_integers_are_escaped() -> None:
+def test_distant_integers_are_escaped() -> None:
     integers = gaussian_integers((64, 256), 2.0)
     integers[0, 0], integers[63, 255] = 2**31 - 1, -(2**31)
     encoded = huffman.encode(integers)
@@ -101,7 +101,7 @@ def test_length_limit_on_fibonacci_counts() -> None:
     assert (1 << (huffman.MAX_LENGTH - lengths)).sum() == 1 << huffman.MAX_LENGTH
 
 
-def test_close_to_entropy() -> None:
+def test_size_is_close_to_the_entropy() -> None:
     integers = gaussian_integers((512, 1024), 3.0)
     _, counts = integers.unique(return_counts=True)
     p = counts.double() / integers.numel()
@@ -115,7 +115,7 @@ def test_codes_match_the_definition() -> None:
     assert table.codes().tolist() == [0b10, 0b0, 0b110, 0b111]
 
 
-def test_chunks_decode_alone() -> None:
+def test_each_chunk_can_be_decoded_alone() -> None:
     integers = gaussian_integers((6, 2500), 2.0)
     encoded = huffman.encode(integers)
     bits = "".join(format(word & 0xFFFFFFFF, "032b") for word in encoded.stream.tolist())

@@ -11,7 +11,7 @@ from vllm_latq.format.config import SUPPORTED_BITS
 
 @pytest.mark.parametrize("bits", SUPPORTED_BITS)
 @given(rows=st.integers(1, 4), cols=st.sampled_from([1, 31, 32, 33, 63, 96, 500]), seed=st.integers(0, 2**31))
-def test_round_trip(bits: int, rows: int, cols: int, seed: int) -> None:
+def test_packing_round_trip(bits: int, rows: int, cols: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 2**bits, (rows, cols), generator=generator, dtype=torch.uint8)
     packed = pack_codes(codes, bits)
@@ -22,7 +22,7 @@ def test_round_trip(bits: int, rows: int, cols: int, seed: int) -> None:
 
 @pytest.mark.parametrize("bits", SUPPORTED_BITS)
 @pytest.mark.parametrize("rows", [0, 1, 2])
-def test_every_width_of_rows(rows: int, bits: int) -> None:
+def test_rows_of_every_width(rows: int, bits: int) -> None:
     for cols in range(100):
         codes = torch.randint(0, 2**bits, (rows, cols), generator=torch.Generator().manual_seed(cols))
         packed = pack_codes(codes, bits)
@@ -38,7 +38,7 @@ def test_every_width_of_rows(rows: int, bits: int) -> None:
 
 
 @pytest.mark.parametrize("bits", SUPPORTED_BITS)
-def test_bit_positions_are_those_of_the_format(bits: int) -> None:
+def test_bit_positions_follow_the_format(bits: int) -> None:
     cols = 67
     codes = torch.randint(0, 2**bits, (1, cols), generator=torch.Generator().manual_seed(0))
     stream = sum(int(code) << (bits * j) for j, code in enumerate(codes[0]))
@@ -56,5 +56,5 @@ def test_single_codes(bits: int, cols: int, share: float) -> None:
     assert torch.equal(codes_at(pack_codes(codes, bits), bits, rows, columns), codes[mask].to(torch.int32))
 
 
-def test_no_rows() -> None:
+def test_zero_rows() -> None:
     assert unpack_codes(pack_codes(torch.zeros(0, 40, dtype=torch.uint8), 3), 3, 40).shape == (0, 40)

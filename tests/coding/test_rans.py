@@ -30,7 +30,7 @@ def classes(rows: int, cols: int, octaves: float) -> torch.Tensor:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("deviation", [0.0, 0.3, 3.0, 400.0])
-def test_round_trip(shape: tuple[int, int], deviation: float) -> None:
+def test_rans_round_trip_and_estimated_size(shape: tuple[int, int], deviation: float) -> None:
     integers = gaussian_integers(shape, deviation)
     encoded = rans.encode(integers)
     decoded = rans.decode_stream(encoded, "layer.stream")
@@ -41,14 +41,14 @@ def test_round_trip(shape: tuple[int, int], deviation: float) -> None:
 
 
 @pytest.mark.parametrize("shape", [(63, 400), (7, 8300)])
-def test_slabs_change_nothing(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slab_size_does_not_change_decoding(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rans_decoder, "_SLAB_CHUNKS", 2)
     integers = gaussian_integers(shape, 3.0)
     integers[0, 0], integers[-1, -1], integers[1, 5:8] = 10**6, -(10**9), 2**31 - 1
     assert torch.equal(rans.decode_stream(rans.encode(integers), "layer.stream"), integers)
 
 
-def test_columns_and_rows_of_different_spreads() -> None:
+def test_rows_and_columns_of_different_spreads() -> None:
     torch.manual_seed(0)
     integers = classes(120, 300, 2.0)
     encoded = rans.encode(integers)
@@ -66,7 +66,7 @@ def test_zeros_take_no_payload() -> None:
     assert encoded.table_ranges.tolist() == [[0, 1]]
 
 
-def test_far_integers_are_escaped() -> None:
+def test_distant_integers_take_little_space() -> None:
     integers = gaussian_integers((64, 256), 2.0)
     integers[0, 0], integers[63, 255], integers[3, 3] = 2**31 - 1, -(2**31), 10**6
     encoded = rans.encode(integers)
@@ -75,7 +75,7 @@ def test_far_integers_are_escaped() -> None:
 
 
 @pytest.mark.parametrize("center", [-(2**31), 2**31 - 1])
-def test_tables_at_the_ends_of_int32(center: int) -> None:
+def test_rans_tables_at_the_ends_of_int32(center: int) -> None:
     integers = torch.full((4, 40), center, dtype=torch.int32)
     integers[::2, :7] = 0  # far away: the tables cover a window around the median
     assert torch.equal(rans.decode_stream(rans.encode(integers), "layer.stream"), integers)
@@ -83,25 +83,25 @@ def test_tables_at_the_ends_of_int32(center: int) -> None:
 
 @settings(deadline=None, max_examples=12)
 @given(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=60), st.integers(1, 7))
-def test_any_integers_survive(values: list[int], cols: int) -> None:
+def test_any_int32_survives_rans_coding(values: list[int], cols: int) -> None:
     integers = torch.tensor(values * cols, dtype=torch.int32).reshape(-1, cols)
     encoded = rans.encode(integers)
     assert torch.equal(rans.decode_stream(encoded, "layer.stream"), integers)
 
 
 @given(st.lists(st.integers(0, 10**7), min_size=1, max_size=300))
-def test_frequencies_sum_up_and_forget_no_symbol(counts: list[int]) -> None:
+def test_frequencies_sum_to_the_total_and_keep_every_symbol(counts: list[int]) -> None:
     found = frequencies(np.array(counts))
     assert found.sum() == FREQUENCY_TOTAL
     if any(counts):
         assert ((found > 0) == (np.array(counts) > 0)).all()
 
 
-def test_frequencies_of_as_many_symbols_as_there_are_slots() -> None:
+def test_frequencies_of_one_symbol_per_slot() -> None:
     assert (frequencies(np.arange(1, FREQUENCY_TOTAL + 1)) == 1).all()
 
 
-def test_a_chunk_decoded_by_hand() -> None:
+def test_chunk_decoded_as_the_format_describes() -> None:
     """FORMAT.md section 3.4, word for word, in plain integers."""
     torch.manual_seed(1)
     integers = classes(30, 300, 1.0)
@@ -182,7 +182,7 @@ def test_trained_layers_are_coded_near_the_entropy_of_their_classes(mini_model: 
     assert bits < huffman.encoded_bits(integers)
 
 
-def test_corrupt_streams_are_refused() -> None:
+def test_corrupt_rans_streams_are_refused() -> None:
     integers = gaussian_integers((40, 300), 3.0)
     encoded = rans.encode(integers)
     for seed in range(8):
@@ -194,7 +194,7 @@ def test_corrupt_streams_are_refused() -> None:
             rans.decode_stream(dataclasses.replace(encoded, stream=stream), "layer.stream")
 
 
-def test_another_state_at_the_right_end_is_refused() -> None:
+def test_wrong_final_state_is_refused() -> None:
     encoded = rans.encode(gaussian_integers((4, 40), 3.0))
     for bit in range(16):  # of the last word that is read: all others are where they were
         halves = encoded.stream.numpy().copy().view(np.uint16)
@@ -204,7 +204,7 @@ def test_another_state_at_the_right_end_is_refused() -> None:
             rans.decode_stream(damaged, "layer.stream")
 
 
-def test_chunk_that_ends_elsewhere_is_refused() -> None:
+def test_rans_chunk_of_another_length_is_refused() -> None:
     encoded = rans.encode(gaussian_integers((40, 300), 3.0))
     words = encoded.chunk_words.to(torch.int32)
     words[1, 0], words[2, 0] = words[1, 0] + 1, words[2, 0] - 1

@@ -66,7 +66,7 @@ def test_rans_packed_is_lossless(spread: float, bits: int | None, midrise: bool)
     assert torch.equal(again.pack(again.integers(), bits).dequantize(), weight.dequantize())
 
 
-def test_factors_are_powers_rounded_once() -> None:
+def test_factors_are_exact_powers_rounded_once() -> None:
     factors = octave_eighths(torch.tensor([-128, -8, 0, 1, 8, 127], dtype=torch.int8))
     assert factors.tolist()[:3] == [2.0**-16, 0.5, 1.0]
     assert factors[4] == 2.0

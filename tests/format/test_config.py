@@ -17,7 +17,7 @@ def changed(**changes: Any) -> dict[str, Any]:
     return {**GOOD.to_dict(), **changes}
 
 
-def test_round_trip() -> None:
+def test_config_round_trip() -> None:
     assert CheckpointConfig.from_dict(GOOD.to_dict()) == GOOD
 
 
@@ -54,7 +54,7 @@ def test_round_trip() -> None:
         ([], "expected an object, found list"),
     ],
 )
-def test_refused(config: Any, message: str) -> None:
+def test_bad_config_is_refused(config: Any, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         CheckpointConfig.from_dict(config)
     assert message in str(caught.value)
@@ -75,7 +75,7 @@ def test_ignore_matches_whole_components() -> None:
     assert config.scheme_for("my_lm_head") == PACKED
 
 
-def test_ignore_covers_what_a_module_holds() -> None:
+def test_ignoring_a_module_ignores_its_children() -> None:
     """By its full name: the output of an attention is no part of a head called `output`."""
     config = CheckpointConfig(PACKED, ("vision_tower", "model.layers.1", "output"))
     assert config.scheme_for("vision_tower.layers.0.mlp.up_proj") is None

@@ -36,7 +36,7 @@ def test_select_columns_rebases(low: int, high: int) -> None:
     assert torch.equal(csr.select_columns(low, high).to_dense(), dense[:, low:high])
 
 
-def test_cat_stacks() -> None:
+def test_cat_stacks_rows() -> None:
     parts = [random_csr(rows, 20, 0.3, seed) for seed, rows in enumerate((1, 4, 6))]
     stacked = CSR.cat([csr for csr, _ in parts])
     assert torch.equal(stacked.to_dense(), torch.cat([dense for _, dense in parts]))

@@ -29,7 +29,7 @@ CODED = [LayerScheme("huffman"), LayerScheme("rans"), LayerScheme("rans", grid="
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("scheme", [*PACKED, *CODED], ids=lambda scheme: "-".join(map(str, scheme.to_dict().values())))
-def test_weights_of_a_linear(scheme: LayerScheme, shape: tuple[int, int], tmp_path: Path) -> None:
+def test_linear_reads_as_the_format_says(scheme: LayerScheme, shape: tuple[int, int], tmp_path: Path) -> None:
     weight = tiny_weight(scheme, shape, 0)
     save_file(weight.to_tensors(), tmp_path / "linear.safetensors")
     found = matrix(read_file(tmp_path / "linear.safetensors"), scheme.to_dict())
@@ -37,12 +37,12 @@ def test_weights_of_a_linear(scheme: LayerScheme, shape: tuple[int, int], tmp_pa
     assert np.array_equal(found, weight.dequantize().numpy())
 
 
-def test_columns_that_take_32_bits(tmp_path: Path) -> None:
-    test_weights_of_a_linear(LayerScheme("packed", 2, -1, True), (1, 65600), tmp_path)
+def test_column_indices_of_32_bits(tmp_path: Path) -> None:
+    test_linear_reads_as_the_format_says(LayerScheme("packed", 2, -1, True), (1, 65600), tmp_path)
 
 
 @pytest.mark.parametrize("changes", [{"grid": "midtread"}, {"outliers": None}, {"ignore": None}])
-def test_fingerprint_of_a_config_that_says_more_or_less(changes: dict[str, Any], tmp_path: Path) -> None:
+def test_fingerprint_ignores_defaults_that_are_spelled_out(changes: dict[str, Any], tmp_path: Path) -> None:
     """What it may leave out, and what it need not say."""
     directory = write_tiny_checkpoint(tmp_path / "packed", "packed")
     config = json.loads((directory / "config.json").read_text())
@@ -57,12 +57,12 @@ def test_fingerprint_of_a_config_that_says_more_or_less(changes: dict[str, Any],
 
 
 @pytest.mark.parametrize("encoding", SCHEMES)
-def test_checkpoint(encoding: str, tmp_path: Path) -> None:
+def test_tiny_checkpoint_reads_as_the_format_says(encoding: str, tmp_path: Path) -> None:
     directory = write_tiny_checkpoint(tmp_path / encoding, encoding)
     check(directory)
 
 
-def test_checkpoints_of_a_model(ssqr_checkpoint: Path, mixed_pair: tuple[Path, Path]) -> None:
+def test_quantized_models_read_as_the_format_says(ssqr_checkpoint: Path, mixed_pair: tuple[Path, Path]) -> None:
     check(ssqr_checkpoint)
     check(mixed_pair[0])
 

@@ -86,14 +86,18 @@ def damaged(draw: Callable[..., Any], content: bytes) -> bytes:
 
 @fuzz
 @given(data=st.data(), encoding=st.sampled_from(ENCODINGS), file=st.sampled_from(FILES))
-def test_bytes_of_any_file(samples: dict[str, Sample], tmp_path: Path, data: Any, encoding: str, file: str) -> None:
+def test_changed_bytes_of_any_file(
+    samples: dict[str, Sample], tmp_path: Path, data: Any, encoding: str, file: str
+) -> None:
     content = (samples[encoding].directory / file).read_bytes()
     check(samples[encoding], tmp_path, file, data.draw(damaged(content)))
 
 
 @fuzz
 @given(data=st.data(), encoding=st.sampled_from(ENCODINGS), file=st.sampled_from(FILES[3:]))
-def test_header_of_a_shard(samples: dict[str, Sample], tmp_path: Path, data: Any, encoding: str, file: str) -> None:
+def test_changed_header_of_a_shard(
+    samples: dict[str, Sample], tmp_path: Path, data: Any, encoding: str, file: str
+) -> None:
     content = (samples[encoding].directory / file).read_bytes()
     (length,) = struct.unpack("<Q", content[:8])
     header = json.loads(content[8 : 8 + length])
@@ -109,7 +113,7 @@ def test_header_of_a_shard(samples: dict[str, Sample], tmp_path: Path, data: Any
 
 @fuzz
 @given(data=st.data(), encoding=st.sampled_from(ENCODINGS), file=st.sampled_from(FILES[:3]))
-def test_values_of_the_json_files(
+def test_changed_values_in_json_files(
     samples: dict[str, Sample], tmp_path: Path, data: Any, encoding: str, file: str
 ) -> None:
     document = json.loads((samples[encoding].directory / file).read_bytes())
@@ -126,7 +130,7 @@ def test_values_of_the_json_files(
 
 @fuzz
 @given(data=st.data(), encoding=st.sampled_from(ENCODINGS), shape=st.sampled_from(sorted(SHAPES.values())))
-def test_tensors_of_a_linear(data: Any, encoding: str, shape: tuple[int, int]) -> None:
+def test_changed_tensors_of_a_linear(data: Any, encoding: str, shape: tuple[int, int]) -> None:
     tensors = tiny_weight(SCHEMES[encoding], shape, 0).to_tensors()
     for suffix in data.draw(st.lists(st.sampled_from(sorted(tensors)), min_size=1, max_size=2, unique=True)):
         tensors[suffix] = data.draw(mutated(tensors[suffix]))
@@ -162,7 +166,7 @@ def mutated(draw: Callable[..., Any], tensor: torch.Tensor) -> torch.Tensor:
     chunk_bits=st.lists(st.integers(0, 65535), min_size=2, max_size=2),
     stream=st.lists(st.integers(-(2**31), 2**31 - 1), max_size=50),
 )
-def test_huffman_tables(lengths: list[int], first: int, chunk_bits: list[int], stream: list[int]) -> None:
+def test_random_huffman_tables(lengths: list[int], first: int, chunk_bits: list[int], stream: list[int]) -> None:
     check_tensors(
         {
             "weight_shape": torch.tensor([40, 36], dtype=torch.int32),
@@ -185,7 +189,7 @@ def test_huffman_tables(lengths: list[int], first: int, chunk_bits: list[int], s
     stream=st.lists(st.integers(-(2**31), 2**31 - 1), max_size=50),
     data=st.data(),
 )
-def test_rans_tables(
+def test_random_rans_tables(
     ranges: list[tuple[int, int]], frequencies: list[int], classes: list[int], stream: list[int], data: Any
 ) -> None:
     """Tables of any kind; more often than not valid up to the classes, and sometimes up to the stream."""
@@ -219,7 +223,7 @@ def test_rans_tables(
     sort=st.booleans(),
     damage=st.none() | st.tuples(st.integers(0, 3), st.integers(-2, 13)),
 )
-def test_csr_arrays(rows: list[list[int]], sort: bool, damage: tuple[int, int] | None) -> None:
+def test_random_csr_arrays(rows: list[list[int]], sort: bool, damage: tuple[int, int] | None) -> None:
     """Accepted exactly if the arrays are a CSR matrix: a plain re-reading of FORMAT.md section 3.2 decides."""
     columns = [column for row in rows for column in (sorted(set(row)) if sort else row)]
     row_ptr = [0, *accumulate(len(set(row)) if sort else len(row) for row in rows)]
@@ -241,7 +245,7 @@ def test_csr_arrays(rows: list[list[int]], sort: bool, damage: tuple[int, int] |
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
-def test_memory_of_loading_is_at_most_twice_what_is_declared(encoding: str) -> None:
+def test_loading_takes_at_most_twice_the_declared_memory(encoding: str) -> None:
     """Declared: the stored bytes and the float32 matrix of `weight_shape`."""
     shape = (3072, 3072)
     tensors = tiny_weight(SCHEMES[encoding], shape, 0).to_tensors()

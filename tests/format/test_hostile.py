@@ -28,7 +28,7 @@ def tiny(tmp_path: Path) -> Callable[[str], Path]:
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
-def test_the_tiny_checkpoints_themselves_are_valid(tiny: Callable[[str], Path], encoding: str) -> None:
+def test_undamaged_tiny_checkpoints_are_valid(tiny: Callable[[str], Path], encoding: str) -> None:
     assert problems(tiny(encoding)) == ""
 
 
@@ -45,7 +45,7 @@ HEADERS = {
 
 
 @pytest.mark.parametrize("name", HEADERS)
-def test_safetensors_header(tmp_path: Path, name: str) -> None:
+def test_bad_safetensors_header(tmp_path: Path, name: str) -> None:
     header = json.dumps(HEADERS[name]).encode()
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(6))
     with pytest.raises(LatqError, match=r"model\.safetensors: expected a valid safetensors file"):
@@ -60,7 +60,7 @@ def test_safetensors_header_with_a_name_twice(tiny: Callable[[str], Path]) -> No
 
 
 @pytest.mark.parametrize("length", [0, 2**63, 2**64 - 1, 1 << 20])
-def test_safetensors_header_length(tmp_path: Path, length: int) -> None:
+def test_bad_length_of_the_safetensors_header(tmp_path: Path, length: int) -> None:
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", length) + b"{}")
     with pytest.raises(LatqError, match="expected a valid safetensors file"):
         TensorStore(tmp_path).names()
@@ -157,7 +157,7 @@ def test_declared_shape_far_beyond_the_tensors(tiny: Callable[[str], Path], enco
         CheckpointReader(path).weight("layers.0.up")
 
 
-def test_chunks_without_bits_declare_nothing(tiny: Callable[[str], Path]) -> None:
+def test_empty_chunks_cannot_declare_a_large_matrix(tiny: Callable[[str], Path]) -> None:
     # Two megabytes of chunk lengths that are all zero would declare a matrix of 8 GiB.
     path, name = tiny("huffman"), "layers.0.up"
     edit_tensor(path, f"{name}.weight_shape", torch.tensor([2**30, 1], dtype=torch.int32))
@@ -180,14 +180,14 @@ def test_chunks_without_bits_declare_nothing(tiny: Callable[[str], Path]) -> Non
     ],
     ids=["0-d", "2-d", "float", "int64", "negative", "empty", "bool"],
 )
-def test_weight_shape_of_another_kind(tiny: Callable[[str], Path], tensor: torch.Tensor) -> None:
+def test_malformed_weight_shape(tiny: Callable[[str], Path], tensor: torch.Tensor) -> None:
     path = tiny("ssqr")
     edit_tensor(path, "layers.0.up.weight_shape", tensor)
     assert "layers.0.up.weight_shape: expected two positive int32 sizes" in problems(path)
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
-def test_every_tensor_as_every_dtype_and_shape(tiny: Callable[[str], Path], encoding: str) -> None:
+def test_tensors_of_wrong_dtype_or_shape(tiny: Callable[[str], Path], encoding: str) -> None:
     path = tiny(encoding)
     original = CheckpointReader(path).tensors("layers.0.up")
     for suffix, tensor in original.items():
@@ -209,7 +209,7 @@ def test_linear_that_hides_its_shape(tiny: Callable[[str], Path]) -> None:
     [None, 3, [3], [{}], [{"name": ["x"]}], [{"name": "x", "error": "<b>"}], [{"name": "x", "bound": 10**400}],
      [{"name": "x", "bound_holds": "yes"}], [{"name": "x", "bits": True}]],
 )  # fmt: skip
-def test_report_of_other_types(tiny: Callable[[str], Path], layers: Any) -> None:
+def test_report_with_values_of_wrong_types(tiny: Callable[[str], Path], layers: Any) -> None:
     path = tiny("packed")
     (path / REPORT).write_text(json.dumps({"layers": layers}))
     assert "latq_report.json: layers" in problems(path)

@@ -27,7 +27,7 @@ def test_fresh_checkpoints_are_valid(ssqr_checkpoint: Path, hptq_checkpoint: Pat
     assert problems(hptq_checkpoint) == ""
 
 
-def test_inspect_recounts_what_the_report_says(ssqr_checkpoint: Path, hptq_checkpoint: Path) -> None:
+def test_inspect_agrees_with_the_report(ssqr_checkpoint: Path, hptq_checkpoint: Path) -> None:
     for path in (ssqr_checkpoint, hptq_checkpoint):
         summary = inspect_checkpoint(path)
         reported = json.loads((path / "latq_report.json").read_text())
@@ -43,7 +43,7 @@ def test_inspect_recounts_what_the_report_says(ssqr_checkpoint: Path, hptq_check
         assert summary["bytes"] == stored
 
 
-def test_not_a_directory(tmp_path: Path) -> None:
+def test_missing_directory(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="expected a model directory"):
         CheckpointReader(tmp_path / "nothing")
 
@@ -53,7 +53,7 @@ def test_unquantized_model(mini_model: Path) -> None:
         CheckpointReader(mini_model)
 
 
-def test_no_weights(tmp_path: Path) -> None:
+def test_directory_without_weights(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"expected model\.safetensors or"):
         TensorStore(tmp_path).names()
 
@@ -90,7 +90,7 @@ def test_index_that_leaves_the_directory(damaged: Path) -> None:
     assert "expected file names without a folder" in problems(damaged)
 
 
-def test_index_of_a_tensor_that_is_not_there(damaged: Path) -> None:
+def test_tensor_that_the_index_lists_but_no_shard_holds(damaged: Path) -> None:
     edit_tensor(damaged, "model.layers.0.mlp.up_proj.scales", None)
     assert "model.layers.0.mlp.up_proj.scales" in problems(damaged)
 
@@ -116,7 +116,7 @@ def test_changed_config_changes_the_fingerprint(change: dict[str, object], damag
     assert problems(damaged) == ""
 
 
-def test_report_that_lists_more_than_is_stored(damaged: Path) -> None:
+def test_report_that_lists_a_layer_that_is_not_stored(damaged: Path) -> None:
     more = {"name": "model.layers.9.mlp.up_proj"}
     edit_json(damaged / "latq_report.json", lambda report: report["layers"].append(report["layers"][0] | more))
     assert "found no model.layers.9.mlp.up_proj" in problems(damaged)
@@ -127,7 +127,7 @@ def test_missing_report(damaged: Path) -> None:
     assert "latq_report.json: expected a JSON file, found no such file" in problems(damaged)
 
 
-def test_tensors_that_the_index_does_not_place(damaged: Path) -> None:
+def test_second_copy_of_a_tensor_is_refused(damaged: Path) -> None:
     """Another copy of a tensor in a later shard, or in a single file: vLLM or transformers would serve that."""
     index = json.loads((damaged / INDEX_FILE).read_text())["weight_map"]
     name = "model.layers.0.input_layernorm.weight"

@@ -36,7 +36,7 @@ def in_slices(integers: torch.Tensor, bits: int) -> int:
 @pytest.mark.parametrize("bits", SUPPORTED_BITS)
 @pytest.mark.parametrize("shape", [(40, 300), (3, 9000), (1, 1), (200, 7), (70, 64)])
 @pytest.mark.parametrize(("size", "spread"), [(0.6, 0.0), (2.0, 0.5), (40.0, 1.0), (3e4, 2.0)])
-def test_words_of_outliers_are_those_of_the_kernels(
+def test_outlier_words_match_the_kernels(
     monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int], size: float, spread: float, bits: int
 ) -> None:
     monkeypatch.setattr(served_size, "_BAND_WEIGHTS", 2000)
@@ -53,7 +53,7 @@ def test_digits_share_a_word_up_to_255_columns_apart() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int16, torch.int32])
-def test_words_of_far_integers_are_those_of_the_kernels(dtype: torch.dtype) -> None:
+def test_words_of_distant_integers_match_the_kernels(dtype: torch.dtype) -> None:
     """Around each number at which they take another power of 4."""
     beyond = torch.tensor([15 * 4**e // 2 + k for e in range(6) for k in (-1, 0, 1)])
     z = torch.cat((beyond + 3, -4 - beyond))
@@ -72,7 +72,7 @@ def test_values_of_more_than_16_bits_take_three_words_and_integers_are_those_of_
             assert outlier_bits([row], bits) == in_slices(row, bits)
 
 
-def test_all_words_of_a_weight_of_no_whole_tile() -> None:
+def test_words_of_a_weight_smaller_than_a_tile() -> None:
     for bits, columns in product(SUPPORTED_BITS, (0, 101)):
         z = heavy_tailed(37, 101, 3.0, seed=bits)
         packed = pack_integers(z, torch.ones(37), bits, torch.ones(101) if columns else None)
@@ -83,7 +83,7 @@ def test_all_words_of_a_weight_of_no_whole_tile() -> None:
 
 
 @pytest.mark.parametrize("rows", [8, 32, 96, 200])
-def test_rows_of_one_matrix_are_sorted_together(rows: int) -> None:
+def test_rows_of_a_matrix_are_sorted_together(rows: int) -> None:
     for seed in range(8):
         shards = [heavy_tailed(rows, 256, size, seed, 0.7) for size in (1.5, 3.0, 0.8)]
         merged = torch.cat(shards)
@@ -92,7 +92,7 @@ def test_rows_of_one_matrix_are_sorted_together(rows: int) -> None:
 
 
 @pytest.mark.parametrize("rows", [8, 32, 96])
-def test_each_expert_begins_rows_of_its_own(rows: int) -> None:
+def test_experts_share_no_slice_of_rows(rows: int) -> None:
     for seed in range(4):
         experts = [[heavy_tailed(rows, 256, size, 10 * seed + n, 0.7) for size in (1.5, 0.8)] for n in range(4)]
         merged = [torch.cat(shards) for shards in experts]
@@ -111,7 +111,7 @@ def test_the_best_width_takes_the_fewest_bits(size: float, spread: float) -> Non
 
 @pytest.mark.parametrize("bits", [*SUPPORTED_BITS, None])
 @pytest.mark.parametrize("columns", [True, False])
-def test_coded_weights_take_what_the_kernels_hold(bits: int | None, columns: bool) -> None:
+def test_size_of_coded_weights_matches_the_kernels(bits: int | None, columns: bool) -> None:
     z = heavy_tailed(256, 512, 2.5, spread=0.4)
     packed = pack_integers(z, torch.ones(256), bits, torch.ones(512) if columns else None)
     held = 8 * kernel_weight(packed).storage_bytes() + (32 * 512 if columns else 0)
@@ -122,7 +122,7 @@ def test_coded_weights_take_what_the_kernels_hold(bits: int | None, columns: boo
 @pytest.mark.parametrize("bits", SUPPORTED_BITS)
 @pytest.mark.parametrize("group_size", [32, 64, 128, -1])
 @pytest.mark.parametrize("rate", [None, 0.0, 0.02])
-def test_packed_weights_take_what_the_kernels_hold(bits: int, group_size: int, rate: float | None) -> None:
+def test_size_of_packed_weights_matches_the_kernels(bits: int, group_size: int, rate: float | None) -> None:
     generator = torch.Generator().manual_seed(bits)
     scales = torch.ones(128, 1 if group_size == -1 else 512 // group_size, dtype=torch.bfloat16)
     mask = None if rate is None else torch.rand(128, 512, generator=generator) < rate

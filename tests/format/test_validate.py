@@ -175,7 +175,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("kind", "damage", "message"), CASES)
-def test_violation(kind: str, damage: Callable[[Tensors], None], message: str) -> None:
+def test_each_violation_has_its_message(kind: str, damage: Callable[[Tensors], None], message: str) -> None:
     make, scheme, shape, weight, _ = KINDS[kind]
     tensors = make()
     damage(tensors)
@@ -186,7 +186,7 @@ def test_violation(kind: str, damage: Callable[[Tensors], None], message: str) -
 
 @pytest.mark.parametrize(("scale", "refused"), [(2e36, False), (3e36, True), (-3e36, False)])
 @pytest.mark.parametrize("grid", ["midrise", "midtread"])
-def test_half_a_step_counts_where_outliers_could_be_infinite(scale: float, refused: bool, grid: str) -> None:
+def test_midrise_half_step_counts_for_the_range_of_outliers(scale: float, refused: bool, grid: str) -> None:
     """In float32: in bfloat16, whose largest number this outlier is, half of 2e36 would make it infinite, too."""
     tensors, scheme = packed_tensors(), dataclasses.replace(PACKED, grid=grid)
     row = int((tensors["outlier_row_ptr"] <= 2).sum()) - 1
@@ -198,7 +198,7 @@ def test_half_a_step_counts_where_outliers_could_be_infinite(scale: float, refus
     assert found == [f"{expected}, found another in row {row}, column {column}"] * (refused and grid == "midrise")
 
 
-def test_scale_that_is_wrong_is_all_that_is() -> None:
+def test_bad_scale_is_the_only_problem_reported() -> None:
     tensors, scheme = packed_tensors(), PACKED
     tensors["scales"][:, :] = float("nan")
     for grid in ("midtread", "midrise"):
@@ -220,7 +220,7 @@ def test_columns_that_do_not_fit_in_16_bits() -> None:
     assert "layer.outlier_col_idx: expected columns in [0, 70000), found -3 to 69999" in str(problem)
 
 
-def test_chunk_that_ends_elsewhere_is_refused_when_decoded() -> None:
+def test_chunk_of_another_length_is_refused_when_decoded() -> None:
     integers = (torch.randn(40, 300, generator=torch.Generator().manual_seed(1)) * 2).round().to(torch.int32)
     tensors = HuffmanWeight(torch.tensor([0.01]), huffman.encode(integers)).to_tensors()
     bits = tensors["chunk_bits"].to(torch.int32)
@@ -253,7 +253,7 @@ def test_weights_that_could_be_infinite_are_refused_when_decoded(octaves: float,
 
 
 @pytest.mark.parametrize("midrise", [False, True])
-def test_half_a_step_counts_where_weights_could_be_infinite(midrise: bool) -> None:
+def test_midrise_half_step_counts_for_the_range_of_weights(midrise: bool) -> None:
     """3 * 2^125 is below the limit, and so is 3.5 * 2^125, but not half a step more."""
     flat = (torch.zeros(size, dtype=torch.int8) for size in (1, 2))
     integers = torch.tensor([[3, -2]], dtype=torch.int32)

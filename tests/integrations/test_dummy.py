@@ -10,7 +10,7 @@ ROWS, COLS, RATE = 256, 1024, 0.01
 
 
 @pytest.mark.parametrize("scheme", [LayerScheme("packed", 3, 128, True), LayerScheme("huffman"), LayerScheme("rans")])
-def test_outliers_lie_as_random_ones_do(scheme: LayerScheme) -> None:
+def test_dummy_outliers_are_spread_like_random_ones(scheme: LayerScheme) -> None:
     """Rows differ in number, columns are used evenly, slices are padded: gathers of x cost what they cost."""
     weight = dummy_weight(scheme, ROWS, COLS, {"outlier_rate": RATE})
     outliers = weight.outliers
@@ -25,7 +25,7 @@ def test_outliers_lie_as_random_ones_do(scheme: LayerScheme) -> None:
     assert weight.dequantize().isfinite().all()
 
 
-def test_any_rate_that_a_config_may_say() -> None:
+def test_dummy_outliers_at_extreme_rates() -> None:
     for rate in (1e-9, 0.5, 1.0):
         outliers = dummy_weight(LayerScheme("packed", 4, 64, True), 16, 64, {"outlier_rate": rate}).outliers
         assert outliers is not None

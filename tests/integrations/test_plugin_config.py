@@ -63,7 +63,7 @@ def test_entry_points_import_nothing_heavy() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_linear_gets_the_method_and_ignored_stay_dense() -> None:
+def test_ignored_linears_stay_dense() -> None:
     config = quantization(ignore=("o_proj", "model.layers.1.self_attn.q_proj"))
     linear = bare(LinearBase)
     assert isinstance(config.get_quant_method(linear, "model.layers.0.mlp.down_proj"), LatqLinearMethod)
@@ -95,21 +95,23 @@ def test_disagreeing_shards_of_a_merged_layer_are_refused(config: LatqConfig) ->
     ("tied", "ignore", "quantized"), [(False, (), True), (True, (), False), (False, ("lm_head",), False)]
 )
 @pytest.mark.parametrize("name", ["lm_head", ""], ids=["named", "unnamed"])  # as EXAONE-MoE's is in vLLM
-def test_head(name: str, tied: bool, ignore: tuple[str, ...], quantized: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantized_and_ignored_heads(
+    name: str, tied: bool, ignore: tuple[str, ...], quantized: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(vllm_config, "get_current_vllm_config", lambda: running(LlamaConfig(tie_word_embeddings=tied)))
     method = quantization(ignore).get_quant_method(bare(ParallelLMHead), name)
     assert isinstance(method, LatqLinearMethod) == quantized
     assert quantized or method is None
 
 
-def test_a_language_model_that_does_not_say_whether_its_head_is_tied(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_head_is_quantized_where_the_config_does_not_mention_ties(monkeypatch: pytest.MonkeyPatch) -> None:
     text = Qwen3VLTextConfig()
     assert not hasattr(text, "tie_word_embeddings")
     monkeypatch.setattr(vllm_config, "get_current_vllm_config", lambda: running(text))
     assert isinstance(quantization().get_quant_method(bare(ParallelLMHead), "lm_head"), LatqLinearMethod)
 
 
-def test_what_the_model_that_runs_makes_of_its_ties_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_running_model_decides_whether_its_head_is_tied(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM gives a language model within another the outer model's."""
     config = quantization()
     config.maybe_update_config("", LlamaConfig(tie_word_embeddings=True))
@@ -118,7 +120,7 @@ def test_what_the_model_that_runs_makes_of_its_ties_counts(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("implementation", ["vllm", "transformers"])
-def test_rows_are_reordered_for_models_of_vllm_alone(implementation: Any, random_model: Any) -> None:
+def test_rows_are_reordered_only_for_models_of_vllm(implementation: Any, random_model: Any) -> None:
     """The code of transformers' models takes them as they are stored."""
     directory, _ = random_model("llama4_text", num_local_experts=2, moe_layers=[], intermediate_size_mlp=48)
     model = ModelConfig(str(directory), model_impl=implementation)
@@ -132,7 +134,7 @@ def test_rows_are_reordered_for_models_of_vllm_alone(implementation: Any, random
     assert torch.equal(found, stored) is (implementation == "transformers")
 
 
-def test_rows_of_a_language_model_within_another() -> None:
+def test_rows_of_a_nested_language_model_are_reordered() -> None:
     config = quantization()
     config.maybe_update_config("", Llama4Config())
     method = config.get_quant_method(bare(LinearBase), "language_model.model.layers.0.self_attn.qkv_proj")
@@ -145,7 +147,7 @@ def test_embeddings_and_other_layers_are_left_alone() -> None:
     assert quantization().get_quant_method(torch.nn.Identity(), "model.layers.0.self_attn.attn") is None
 
 
-def test_heads_that_vllm_permutes_whatever_they_are_stored_in_are_refused() -> None:
+def test_permuted_attention_heads_are_refused() -> None:
     config = quantization()
     config.maybe_update_config("", BloomConfig())
     with pytest.raises(UnsupportedModelError, match=r"query_key_value: expected .* one after the other, found bloom"):

@@ -61,11 +61,11 @@ def without_tensor(source: Path, name: str) -> Path:
 
 
 @pytest.mark.parametrize("name", ["ssqr", "hptq", "mixed", "biased"])
-def test_equals_the_dequantized_model(name: str, generations: dict[str, Any]) -> None:
+def test_engine_equals_the_dequantized_model(name: str, generations: dict[str, Any]) -> None:
     assert_same(generations[name][0], generations[f"{name}-dense"][0])
 
 
-def test_bfloat16_has_the_probabilities_of_the_dequantized_model(generations: dict[str, Any]) -> None:
+def test_bfloat16_probabilities_match_the_dequantized_model(generations: dict[str, Any]) -> None:
     """A checkpoint of the quantizer; its first tokens, as later ones follow what was chosen."""
     for ours, theirs in zip(generations["bfloat16"][0], generations["bfloat16-dense"][0], strict=True):
         got, expected = ours["logprobs"][0], theirs["logprobs"][0]
@@ -75,7 +75,7 @@ def test_bfloat16_has_the_probabilities_of_the_dequantized_model(generations: di
             assert math.exp(got[token]) == pytest.approx(math.exp(expected[token]), abs=PROBABILITY_TOLERANCE)
 
 
-def test_reload_weights(generations: dict[str, Any]) -> None:
+def test_reloading_other_weights_and_back(generations: dict[str, Any]) -> None:
     """To other weights and back; the other ones do differ."""
     _, other, back = generations["ssqr"]
     assert other != generations["ssqr"][0]
@@ -84,13 +84,13 @@ def test_reload_weights(generations: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", ["hptq", "biased"])
-def test_reload_the_same_weights(name: str, generations: dict[str, Any]) -> None:
+def test_reloading_the_same_weights(name: str, generations: dict[str, Any]) -> None:
     first, again = generations[name]
     assert again == first
 
 
 @pytest.mark.parametrize("name", ["dummy-hptq", "dummy-biased"])
-def test_dummy_weights_run(name: str, generations: dict[str, Any]) -> None:
+def test_dummy_weights_generate_plausible_tokens(name: str, generations: dict[str, Any]) -> None:
     assert_plausible(generations[name][0])
 
 

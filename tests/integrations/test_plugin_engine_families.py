@@ -97,7 +97,7 @@ def answers(pairs: dict[str, tuple[Path, Path]]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("family", ENCODERS)
-def test_states_equal_the_dequantized_models(
+def test_hidden_states_match_the_dequantized_models(
     family: str, answers: dict[str, Any], pairs: dict[str, tuple[Path, Path]]
 ) -> None:
     model = AutoModel.from_pretrained(pairs[family][1], dtype=torch.float32)
@@ -111,7 +111,7 @@ def test_states_equal_the_dequantized_models(
 
 
 @pytest.mark.parametrize("family", DECODERS)
-def test_logprobs_equal_the_dequantized_models(
+def test_logprobs_match_the_dequantized_models(
     family: str, answers: dict[str, Any], pairs: dict[str, tuple[Path, Path]]
 ) -> None:
     model = AutoModelForCausalLM.from_pretrained(pairs[family][1], dtype=torch.float32)

@@ -109,13 +109,13 @@ def assert_right(generations: list[dict[str, Any]], dense: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "qwen2_moe", *FUSED])
-def test_equals_the_dequantized_model(
+def test_mixture_equals_the_dequantized_model(
     family: str, generations: dict[str, Any], pairs: dict[str, tuple[Path, Path]]
 ) -> None:
     assert_right(generations[family][0], pairs[family][1])
 
 
-def test_reload_weights(generations: dict[str, Any], pairs: dict[str, tuple[Path, Path]]) -> None:
+def test_reloading_a_mixture_and_back(generations: dict[str, Any], pairs: dict[str, tuple[Path, Path]]) -> None:
     """To other weights and back; the other ones do differ."""
     first, other, back = generations["mixtral"]
     assert_right(other, pairs["other_mixtral"][1])
@@ -125,7 +125,7 @@ def test_reload_weights(generations: dict[str, Any], pairs: dict[str, tuple[Path
     assert again == first
 
 
-def test_dummy_weights_run(generations: dict[str, Any]) -> None:
+def test_dummy_mixture_generates_plausible_tokens(generations: dict[str, Any]) -> None:
     assert_plausible(generations["dummy"][0])
 
 

@@ -50,14 +50,14 @@ def assert_transformers_agrees(checkpoint: Path, answer: dict[str, Any], **pixel
     assert_agrees(model, answer["prompt"], answer, LOGPROB_TOLERANCE, **pixels)
 
 
-def test_text(checkpoint: Path, answers: tuple[Any, Any, Any]) -> None:
+def test_text_prompts(checkpoint: Path, answers: tuple[Any, Any, Any]) -> None:
     text, _, layouts = answers
     assert layouts == ["checkpoint"]
     for answer in text:
         assert_transformers_agrees(checkpoint, answer)
 
 
-def test_images(checkpoint: Path, answers: tuple[Any, Any, Any]) -> None:
+def test_image_prompts(checkpoint: Path, answers: tuple[Any, Any, Any]) -> None:
     """Two images behind the same words; the processor is the checkpoint's own."""
     _, pictured, _ = answers
     processor = Idefics3Processor.from_pretrained(checkpoint)

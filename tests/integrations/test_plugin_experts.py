@@ -123,14 +123,14 @@ def product_of(x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, weights: to
     ("scheme", "size", "expert_parallel"),
     [(scheme, *ranks) for scheme in SCHEMES for ranks in RANKS if scheme != "rans" or ranks[0] == 2],
 )
-def test_every_rank_gets_its_part(
+def test_every_rank_gets_its_experts(
     scheme: str, size: int, expert_parallel: bool, rank_of: Callable[[int], None]
 ) -> None:
     assert_every_rank_gets_its_part(SCHEMES[scheme], size, expert_parallel, rank_of)
 
 
 @pytest.mark.parametrize(("scheme", "size", "expert_parallel"), [("packed4", 2, False), ("rans", 2, True)])
-def test_experts_without_a_gate(
+def test_every_rank_gets_its_experts_without_a_gate(
     scheme: str, size: int, expert_parallel: bool, rank_of: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM runs them on GPUs only, and asks its platform."""
@@ -180,7 +180,7 @@ def assert_every_rank_gets_its_part(
     assert (total - expected).abs().max() <= TOLERANCE * expected.abs().max()
 
 
-def test_a_reload_goes_into_the_memory_of_the_first_load(
+def test_reload_reuses_the_memory_of_the_first_load(
     rank_of: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the kernels' tensors, which need no kernel to be made: outliers of all experts share their room."""
@@ -256,7 +256,7 @@ def test_decoded_experts_share_one_width(rank_of: Callable[[int], None]) -> None
         ("2.gate_proj", r"experts\.2\.gate_proj: expected tensors weight_shape, qweight, .*found none of them"),
     ],
 )
-def test_what_is_missing_is_named(skip: str, message: str, rank_of: Callable[[int], None]) -> None:
+def test_error_names_the_missing_tensor(skip: str, message: str, rank_of: Callable[[int], None]) -> None:
     rank_of(0)
     layer = build(quantization(PACKED))
     load(layer, checkpoint(PACKED), skip)
@@ -264,7 +264,7 @@ def test_what_is_missing_is_named(skip: str, message: str, rank_of: Callable[[in
         layer.quant_method.process_weights_after_loading(layer)
 
 
-def test_damaged_tensor_is_refused(rank_of: Callable[[int], None]) -> None:
+def test_damaged_tensor_of_an_expert_is_refused(rank_of: Callable[[int], None]) -> None:
     rank_of(0)
     layer, weights = build(quantization(PACKED)), deepcopy(checkpoint(PACKED))
     weights["2.down_proj"].outliers.col_idx[0] = INTERMEDIATE
@@ -276,7 +276,7 @@ def test_damaged_tensor_is_refused(rank_of: Callable[[int], None]) -> None:
 @pytest.mark.parametrize(
     ("shape", "expected"), [((INTERMEDIATE, 64), "96 input channels"), ((64, HIDDEN), "128 output channels")]
 )
-def test_shapes_of_another_model_are_refused(
+def test_experts_of_another_model_are_refused(
     shape: tuple[int, int], expected: str, rank_of: Callable[[int], None]
 ) -> None:
     rank_of(0)
@@ -287,7 +287,7 @@ def test_shapes_of_another_model_are_refused(
         layer.quant_method.process_weights_after_loading(layer)
 
 
-def test_group_cut_by_tensor_parallelism_is_refused(rank_of: Callable[[int], None]) -> None:
+def test_cutting_a_group_of_an_expert_is_refused(rank_of: Callable[[int], None]) -> None:
     """The groups of gate and up lie along the hidden channels, which no rank cuts."""
     rank_of(1)
     scheme = LayerScheme("packed", 4, 128, True)
@@ -304,7 +304,7 @@ def test_group_cut_by_tensor_parallelism_is_refused(rank_of: Callable[[int], Non
         ({"apply_router_weight_on_input": True}, "several experts that the router weighs at their input"),
     ],
 )
-def test_experts_of_another_kind_are_refused(
+def test_unsupported_kinds_of_experts_are_refused(
     options: dict[str, Any], found: str, rank_of: Callable[[int], None]
 ) -> None:
     rank_of(0)
@@ -319,7 +319,7 @@ def test_a_rank_without_experts_is_refused(rank_of: Callable[[int], None]) -> No
         build(quantization(PACKED), EXPERTS + 1, expert_parallel=True)
 
 
-def test_dummy_weights(rank_of: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dummy_experts(rank_of: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
     rank_of(1)
     layer = build(quantization(RANS), 2)
     layer.quant_method.dummy = True
@@ -346,7 +346,9 @@ def test_ignored_experts_are_left_to_vllm(rank_of: Callable[[int], None]) -> Non
         ({"ignore": ("down_proj",)}, "experts: expected all matrices of its experts quantized, or none, found only"),
     ],
 )
-def test_experts_that_differ_are_refused(fields: dict[str, Any], message: str, rank_of: Callable[[int], None]) -> None:
+def test_experts_with_different_schemes_are_refused(
+    fields: dict[str, Any], message: str, rank_of: Callable[[int], None]
+) -> None:
     rank_of(0)
     with pytest.raises(ConfigError, match=message):
         build(quantization(PACKED, **fields))

@@ -181,7 +181,7 @@ def check_ranks(
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_rotated_rows_of_llama4(size: int, rank_of: Callable[[int, int], None]) -> None:
+def test_rotary_rows_of_llama4(size: int, rank_of: Callable[[int, int], None]) -> None:
     """vLLM rotates halves of a head, where the checkpoint has neighbours side by side."""
     model = Llama4TextConfig(num_attention_heads=4, num_key_value_heads=2, head_dim=32)
 
@@ -216,7 +216,7 @@ def test_interleaved_heads_of_falcon(kv_heads: int, size: int, rank_of: Callable
     check_ranks(f"query_key_value_{kv_heads}", size, PACKED, rank_of, {"rtol": 0, "atol": 0}, model, arrange)
 
 
-def test_shards_of_one_input_have_one_set_of_column_factors(rank_of: Callable[[int, int], None]) -> None:
+def test_merged_shards_with_different_column_factors_are_refused(rank_of: Callable[[int, int], None]) -> None:
     rank_of(0, 1)
     layer = build("gate_up", quantization(RANS))
     for shard_id in (0, 1):
@@ -243,7 +243,7 @@ def test_huffman_shards_share_one_width(rank_of: Callable[[int, int], None]) -> 
 
 
 @pytest.mark.parametrize("suffix", ["qweight", "scales", "outlier_values", "outlier_row_ptr", "weight_shape"])
-def test_missing_tensor_is_named(suffix: str, rank_of: Callable[[int, int], None]) -> None:
+def test_error_names_the_missing_tensor_of_a_linear(suffix: str, rank_of: Callable[[int, int], None]) -> None:
     rank_of(0, 1)
     layer = build("qkv_2", quantization(PACKED))
     _load_all(layer, "qkv_2", PACKED, skip=[("k", suffix)])
@@ -251,7 +251,7 @@ def test_missing_tensor_is_named(suffix: str, rank_of: Callable[[int, int], None
         layer.quant_method.process_weights_after_loading(layer)
 
 
-def test_missing_shard_is_named(rank_of: Callable[[int, int], None]) -> None:
+def test_error_names_the_missing_shard(rank_of: Callable[[int, int], None]) -> None:
     rank_of(1, 2)
     layer = build("gate_up", quantization(PACKED))
     load(layer, 0, random_weight(PACKED, 128, HIDDEN, 0).to_tensors())
@@ -260,14 +260,14 @@ def test_missing_shard_is_named(rank_of: Callable[[int, int], None]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["column", "head"])
-def test_layer_without_any_tensor_is_named(kind: str, rank_of: Callable[[int, int], None]) -> None:
+def test_error_names_the_layer_without_tensors(kind: str, rank_of: Callable[[int, int], None]) -> None:
     rank_of(0, 1)
     layer = build(kind, quantization(PACKED))
     with pytest.raises(CheckpointError, match="none of them in the checkpoint"):
         layer.quant_method.process_weights_after_loading(layer)
 
 
-def test_damaged_tensor_is_refused(rank_of: Callable[[int, int], None]) -> None:
+def test_damaged_tensor_of_a_linear_is_refused(rank_of: Callable[[int, int], None]) -> None:
     rank_of(0, 1)
     layer = build("column", quantization(PACKED))
     tensors = random_weight(PACKED, 128, HIDDEN, 0).to_tensors()
@@ -284,7 +284,7 @@ def test_damaged_tensor_is_refused(rank_of: Callable[[int, int], None]) -> None:
         *(("column", 136, HIDDEN, 1), ("column", 136, HIDDEN, 2), ("mamba", 600, HIDDEN, 2)),
     ],
 )
-def test_shapes_of_another_model_are_refused(
+def test_linears_of_another_model_are_refused(
     kind: str, rows: int, cols: int, size: int, rank_of: Callable[[int, int], None]
 ) -> None:
     rank_of(0, size)
@@ -294,7 +294,7 @@ def test_shapes_of_another_model_are_refused(
         layer.quant_method.process_weights_after_loading(layer)
 
 
-def test_group_cut_by_tensor_parallelism_is_refused(rank_of: Callable[[int, int], None]) -> None:
+def test_cutting_a_group_of_a_linear_is_refused(rank_of: Callable[[int, int], None]) -> None:
     rank_of(0, 4)
     with pytest.raises(UnsupportedShapeError, match=r"layers\.0\.x: expected input channels per rank in whole groups"):
         build("row", quantization(LayerScheme("packed", 4, 256, True)))

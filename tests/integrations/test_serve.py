@@ -107,7 +107,7 @@ def reference(ssqr_pair: tuple[Path, Path]) -> Any:
     return AutoModelForCausalLM.from_pretrained(ssqr_pair[1], dtype=torch.float32)
 
 
-def test_completions_have_the_probabilities_of_the_dequantized_model(client: openai.OpenAI, reference: Any) -> None:
+def test_completion_probabilities_match_the_dequantized_model(client: openai.OpenAI, reference: Any) -> None:
     answer = client.completions.create(
         model="mini",
         prompt=PROMPTS,
@@ -127,13 +127,13 @@ def test_completions_have_the_probabilities_of_the_dequantized_model(client: ope
         )
 
 
-def test_a_text_prompt_is_completed(client: openai.OpenAI) -> None:
+def test_text_prompt_is_completed(client: openai.OpenAI) -> None:
     answer = client.completions.create(model="mini", prompt="The list method append", max_tokens=TOKENS, temperature=0)
     assert answer.usage.completion_tokens == TOKENS
     assert answer.choices[0].text
 
 
-def test_the_example_of_a_client(
+def test_example_client(
     client: openai.OpenAI, reference: Any, ssqr_pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It prints each token of a completion with its probability."""
@@ -183,7 +183,7 @@ def reload_weights(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("requests", [64, pytest.param(600, marks=pytest.mark.soak)])
-def test_load_aborts_and_reloading_change_no_answer(client: openai.OpenAI, requests: int) -> None:
+def test_answers_stay_the_same_under_load_aborts_and_reloads(client: openai.OpenAI, requests: int) -> None:
     """A request in three hangs up, and the weights are reloaded in between; the rest answer as a quiet server does."""
     distinct = min(requests, 32)
     quiet = [complete(client, index) for index in range(distinct)]
@@ -201,7 +201,7 @@ def test_load_aborts_and_reloading_change_no_answer(client: openai.OpenAI, reque
             request.result()
 
 
-def test_killed_engine_is_a_clean_failure(client: openai.OpenAI, server_process: subprocess.Popen[bytes]) -> None:
+def test_killed_engine_fails_cleanly(client: openai.OpenAI, server_process: subprocess.Popen[bytes]) -> None:
     """No request hangs and the server ends, so that a supervisor restarts it. The last test: it kills.
 
     vLLM ends with status 0 then: a supervisor must restart it whatever its status.

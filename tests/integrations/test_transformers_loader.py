@@ -26,7 +26,7 @@ def logits(directory: Path, **options: object) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", ["ssqr", "hptq", "mixed"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_same_logits_as_the_dequantized_model(name: str, dtype: torch.dtype, request: pytest.FixtureRequest) -> None:
+def test_logits_equal_the_dequantized_model(name: str, dtype: torch.dtype, request: pytest.FixtureRequest) -> None:
     pair = request.getfixturevalue(f"{name}_pair")
     got, expected = logits(pair.latq, dtype=dtype), logits(pair.dense, dtype=dtype)
     assert expected.std() > 0.5
@@ -40,7 +40,7 @@ def test_same_logits_as_the_dequantized_model(name: str, dtype: torch.dtype, req
         "vllm_latq, transformers.quantizers.auto",
     ],
 )
-def test_registered_whichever_is_imported_first(imports: str) -> None:
+def test_registered_in_any_order_of_imports(imports: str) -> None:
     code = f"import {imports}; assert 'latq' in transformers.quantizers.auto.AUTO_QUANTIZER_MAPPING"
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -62,7 +62,7 @@ def test_rans_layers_dequantize_exactly(biased_pair: tuple[Path, Path]) -> None:
 
 @pytest.mark.parametrize("name", ["ssqr", "hptq", "biased"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_a_cast_leaves_the_stored_weight(name: str, dtype: torch.dtype, request: pytest.FixtureRequest) -> None:
+def test_cast_leaves_the_stored_weight_unchanged(name: str, dtype: torch.dtype, request: pytest.FixtureRequest) -> None:
     model = AutoModelForCausalLM.from_pretrained(request.getfixturevalue(f"{name}_pair")[0])
     layer = model.model.layers[1].mlp.down_proj
     before = layer.dense_weight(torch.float32)
@@ -71,7 +71,7 @@ def test_a_cast_leaves_the_stored_weight(name: str, dtype: torch.dtype, request:
     assert layer(torch.ones(2, layer.in_features, dtype=dtype)).dtype == dtype
 
 
-def test_default_dtype_is_that_of_the_config(ssqr_pair: tuple[Path, Path]) -> None:
+def test_default_dtype_comes_from_the_config(ssqr_pair: tuple[Path, Path]) -> None:
     model = AutoModelForCausalLM.from_pretrained(ssqr_pair[0])
     assert model.dtype == torch.bfloat16
     assert model.model.layers[0].mlp.up_proj.scales.dtype == torch.bfloat16

@@ -51,7 +51,7 @@ def test_row_scales_scale_outliers_too(midrise: bool, dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize("block", [1, 100, 10_000])
-def test_blocks_of_rows_change_nothing(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_block_size_does_not_change_the_weight(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = packed_weight(3, 21, 37, 63, 0.05)
     monkeypatch.setattr(dense_path, "CPU_BLOCK_WEIGHTS", block)
     tensors, constants = dense_arguments(weight)
@@ -82,7 +82,7 @@ def test_padding_does_not_change_the_result() -> None:
 @pytest.mark.parametrize(
     "weight", [packed_weight(3, 32, 5, 64, 0.05, midrise=True), row_scaled_weight()], ids=["scales", "rows"]
 )
-def test_registration(weight: PackedWeight) -> None:
+def test_linear_operator_registration(weight: PackedWeight) -> None:
     """Schema, fake implementation and dispatch agree (torch's own checks)."""
     tensors, constants = dense_arguments(weight)
     torch.library.opcheck(

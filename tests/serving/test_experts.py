@@ -46,13 +46,15 @@ def test_equals_dense_experts(scheme: str, tokens: int) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("tokens", "k", "dtype"), [(1, 1, torch.int64), (4, 3, torch.int32)])
-def test_every_way_is_the_same_sum(way: Callable[..., torch.Tensor], tokens: int, k: int, dtype: torch.dtype) -> None:
+def test_both_loops_over_experts_give_the_same_sum(
+    way: Callable[..., torch.Tensor], tokens: int, k: int, dtype: torch.dtype
+) -> None:
     mixture, arguments = mixture_of("packed3"), routing(tokens, k, dtype)
     assert_near(way(*arguments, EXPERTS, mixture.run), mixture.reference(*arguments))
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_way_for_cuda_graphs_on_packed_experts(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loop_for_cuda_graphs_on_packed_experts(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a capture chooses, run without one."""
     mixture, arguments = mixture_of(scheme), routing(3, 2)
     monkeypatch.setattr(expert_op, "by_expert", by_all)
@@ -60,7 +62,7 @@ def test_way_for_cuda_graphs_on_packed_experts(scheme: str, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_infinite_outputs_of_experts_that_were_not_asked(way: Callable[..., torch.Tensor]) -> None:
+def test_infinite_output_of_an_unselected_expert_is_ignored(way: Callable[..., torch.Tensor]) -> None:
     x, weights, ids = routing(6, 2)
 
     def run(tokens: torch.Tensor, expert: int) -> torch.Tensor:
@@ -70,7 +72,7 @@ def test_infinite_outputs_of_experts_that_were_not_asked(way: Callable[..., torc
     torch.testing.assert_close(way(x, weights, ids, EXPERTS, run), expected)
 
 
-def test_no_token() -> None:
+def test_empty_batch_of_tokens() -> None:
     mixture = mixture_of("packed3")
     empty = torch.zeros(0, 2)
     assert mixture(torch.zeros(0, HIDDEN), empty, empty.int()).shape == (0, HIDDEN)
@@ -105,7 +107,7 @@ def test_experts_without_a_gate(scheme: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["packed3", "rans"])
-def test_registration(scheme: str) -> None:
+def test_expert_operator_registration(scheme: str) -> None:
     """Schema, fake implementation and dispatch agree (torch's own checks)."""
     mixture = mixture_of(scheme)
     torch.library.opcheck(
@@ -115,7 +117,7 @@ def test_registration(scheme: str) -> None:
     )
 
 
-def test_one_graph_for_all_numbers_of_tokens() -> None:
+def test_one_compiled_graph_for_all_numbers_of_tokens() -> None:
     torch._dynamo.reset()
     mixture, counter = mixture_of("packed3"), torch._dynamo.testing.CompileCounter()
     compiled = torch.compile(lambda *inputs: mixture(*inputs) + 1, backend=counter, fullgraph=True)

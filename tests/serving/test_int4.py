@@ -57,7 +57,7 @@ def assert_right(weight: PackedWeight, x: torch.Tensor, made: Operands) -> None:
     ],
     ids=lambda scheme: f"{scheme.bits}-{scheme.group_size}-{scheme.grid}-{scheme.outliers}",
 )
-def test_products(scheme: LayerScheme, rows: int, tokens: int) -> None:
+def test_int4_products_match_float64(scheme: LayerScheme, rows: int, tokens: int) -> None:
     cols = 384  # whole groups of every size
     weight: Any = random_weight(scheme, rows, cols, seed=rows)
     made = operands(weight)
@@ -81,7 +81,7 @@ def test_one_token_with_and_without_mkl(mkl: bool, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("midrise", [False, True])
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
-def test_integers_on_one_scale_of_each_row(bits: int, midrise: bool) -> None:
+def test_decoded_integers_with_row_scales(bits: int, midrise: bool) -> None:
     """HPTQ's, with their overflow: scales of rows are not rounded to bfloat16."""
     weight: Any = random_weight(LayerScheme("huffman"), 48, 160, seed=1)
     packed = pack_integers(weight.integers(), weight.row_scales, bits, midrise=midrise)
@@ -91,7 +91,7 @@ def test_integers_on_one_scale_of_each_row(bits: int, midrise: bool) -> None:
     assert_right(packed, x, operands(packed))
 
 
-def test_decoded_integers_get_the_width_that_takes_least_here() -> None:
+def test_decoded_integers_get_the_width_of_fewest_bits() -> None:
     cpu, narrow = torch.device("cpu"), torch.randint(-2, 2, (40, 64), dtype=torch.int32)
     assert inlier_bits([[narrow]], cpu, torch.float32) == 2
     assert inlier_bits([[narrow[:, :40]]], cpu, torch.bfloat16) == 2, "40 columns are dequantized"
@@ -104,7 +104,7 @@ def test_decoded_integers_get_the_width_that_takes_least_here() -> None:
 
 
 @pytest.mark.parametrize("bits", [3, 8])
-def test_bands_of_rows(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_band_size_does_not_change_the_packed_words(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     weight: Any = random_weight(LayerScheme("packed", bits, 32, False), 3 * cpu_path.ROWS + 7, 64, seed=1)
     whole = operands(weight).tensors["words"]
     monkeypatch.setattr(cpu_path, "PACKED_WEIGHTS", 1)
@@ -114,7 +114,7 @@ def test_bands_of_rows(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("abilities", [{"avx512_bf16": True}, {"amx_bf16": True}, {}])
 @pytest.mark.parametrize("bits", [3, 8])
-def test_many_tokens(bits: int, abilities: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_tokens_dequantize_first(bits: int, abilities: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
     """Row by row the dequantized weight, bit for bit, and a product as good as the dtype allows."""
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: abilities)
     monkeypatch.setattr(cpu_path, "DENSE_WEIGHTS", 1)  # bands of 64 rows
@@ -132,7 +132,7 @@ def test_many_tokens(bits: int, abilities: dict[str, bool], monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("bits", [3, 8])
-def test_many_tokens_with_factors_of_rows(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_tokens_with_row_scales(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """HPTQ's and latq's: another factor for each row, in every band."""
     monkeypatch.setattr(cpu_path, "DENSE_WEIGHTS", 1)
     rows = 2 * cpu_path.ROWS + 7
@@ -142,18 +142,18 @@ def test_many_tokens_with_factors_of_rows(bits: int, monkeypatch: pytest.MonkeyP
     assert torch.equal(dense, weight.dequantize().bfloat16())
 
 
-def test_the_order_of_codes_on_cpus_without_avx512() -> None:
+def test_order_of_codes_on_cpus_without_avx512() -> None:
     """They interleave other rows; a process of its own, because torch chooses its kernels once."""
     if torch.backends.cpu.get_cpu_capability() == "AVX2":
         pytest.skip("this CPU has no AVX512: all other tests run on that order")
-    tests = [f"{__file__}::test_many_tokens", f"{__file__}::test_many_tokens_with_factors_of_rows"]
+    tests = [f"{__file__}::test_many_tokens_dequantize_first", f"{__file__}::test_many_tokens_with_row_scales"]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
     ran = subprocess.run(command, env=os.environ | {"ATEN_CPU_CAPABILITY": "avx2"}, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout[-3000:]
     assert "8 passed" in ran.stdout
 
 
-def test_what_is_behind_the_last_outlier_is_not_read() -> None:
+def test_padding_after_last_outlier_is_ignored() -> None:
     weight: Any = random_weight(LayerScheme("packed", 4, 32, True), 32, 64, seed=1)
     empty = CSR.from_mask(torch.zeros(32, 64, dtype=torch.bool), torch.zeros(32, 64))
     none = replace(weight, outliers=empty)
@@ -178,7 +178,7 @@ def test_what_is_behind_the_last_outlier_is_not_read() -> None:
         (LayerScheme("packed", 4, 32, True), 64, torch.float16),
     ],
 )
-def test_all_else_is_dequantized(
+def test_unsupported_weights_are_dequantized(
     scheme: LayerScheme, cols: int, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
 ) -> None:
     weight: Any = random_weight(scheme, 32, cols, seed=1)
@@ -187,7 +187,7 @@ def test_all_else_is_dequantized(
     assert (said in caplog.text) == (dtype == torch.bfloat16)
 
 
-def test_cpus_without_wide_vectors_dequantize(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpus_without_avx2_dequantize(monkeypatch: pytest.MonkeyPatch) -> None:
     weight: Any = random_weight(LayerScheme("packed", 4, 32, True), 32, 64, seed=1)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
     assert operands(weight).layout == CHECKPOINT
@@ -205,7 +205,7 @@ def test_wide_groups_and_columns(cols: int) -> None:
 
 @pytest.mark.parametrize("tokens", [4, 97])
 @pytest.mark.parametrize("bits", [3, 8])
-def test_what_is_not_finite_stays_with_its_token(bits: int, tokens: int) -> None:
+def test_non_finite_activation_affects_only_its_token(bits: int, tokens: int) -> None:
     weight: Any = random_weight(LayerScheme("packed", bits, 32, True), 32, 64, seed=1)
     x = torch.randn(tokens, 64).bfloat16()
     expected = product(x, made := operands(weight))
@@ -215,7 +215,7 @@ def test_what_is_not_finite_stays_with_its_token(bits: int, tokens: int) -> None
     assert torch.equal(got[[0, *range(3, tokens)]], expected[[0, *range(3, tokens)]])
 
 
-def test_a_compiler_sees_one_operator() -> None:
+def test_int4_operator_registration() -> None:
     weight: Any = random_weight(LayerScheme("packed", 3, 32, True), 24, 64, seed=1)
     made = operands(weight)
     x = torch.randn(2, 3, 64).bfloat16()
@@ -224,7 +224,7 @@ def test_a_compiler_sees_one_operator() -> None:
 
 
 @pytest.mark.parametrize("name", ["packed", "rans"])
-def test_experts(name: str) -> None:
+def test_int4_experts(name: str) -> None:
     scheme = LayerScheme("packed", 4, 32, True) if name == "packed" else LayerScheme("rans")
     mixture = Mixture(scheme, torch.bfloat16)
     assert [INT4, INT4] in mixture.constants

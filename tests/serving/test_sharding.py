@@ -38,7 +38,7 @@ def test_cut_group_is_refused() -> None:
         take(packed_weight(4, 32, 2, 64, 0.1), torch.arange(2), (16, 48), "model.layers.0.mlp.down_proj")
 
 
-def test_rows_that_are_not_there_are_zero_on_any_grid() -> None:
+def test_padding_rows_are_zero_on_a_midrise_grid() -> None:
     integers = torch.tensor([[1, -2, 0], [900, 0, 1]], dtype=torch.int32)
     weight = pack_integers(integers, torch.tensor([0.5, 2.0]), bits=2, midrise=True)
     expected = torch.tensor([[1801.0, 1.0, 3.0], [0.0, 0.0, 0.0], [0.75, -0.75, 0.25]])
