@@ -43,7 +43,7 @@ TASK_ROWS = [
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files come first: at the end, one would keep one process busy and leave the others idle."""
+    """Put long files first: a long file at the end would keep one process busy and leave the others idle."""
     items.sort(key=lambda item: not any(item.get_closest_marker(marker) for marker in ("engine", "long")))
 
 
@@ -60,7 +60,7 @@ def mini_model() -> Path:
 
 @pytest.fixture(scope="session")
 def two_blocks(mini_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its first two blocks, for what does not depend on how good a model is."""
+    """The bundled model cut to its first two blocks, for tests that do not depend on how good a model is."""
     model = Path(shutil.copytree(mini_model, tmp_path_factory.mktemp("models") / "two-blocks"))
     config = json.loads((model / "config.json").read_text())
     config |= {"num_hidden_layers": 2, "layer_types": config["layer_types"][:2]}
@@ -73,7 +73,7 @@ def two_blocks(mini_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 @pytest.fixture(scope="session")
 def calibration_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The first fifth of the bundled text: enough to draw from, and every quantization tokenizes all that there is."""
+    """The first fifth of the bundled text: enough to draw from; every quantization tokenizes the whole file."""
     text = tmp_path_factory.mktemp("text") / "calibration.txt"
     text.write_text((DATA / "calibration.txt").read_text()[:60_000])
     return text
@@ -81,7 +81,7 @@ def calibration_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def whole_calibration_text() -> Path:
-    """For predictions of what a model loses elsewhere: on a fifth its lattice is too fond of what it has seen."""
+    """The whole bundled text, for predictions of the loss on other text: a fifth of it is too little for them."""
     return DATA / "calibration.txt"
 
 
@@ -123,7 +123,7 @@ def make_checkpoint(mini_model: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture(scope="session")
 def ssqr_pair(make_checkpoint: CheckpointMaker) -> CheckpointPair:
-    """3 bits with outliers; groups of 64, so that tensor parallel 2 cuts none."""
+    """3 bits with outliers, in groups of 64, so that tensor parallelism over 2 ranks cuts no group."""
     return make_checkpoint("ssqr", CheckpointConfig(LayerScheme("packed", 3, 64, True), ("lm_head",)))
 
 

@@ -1,4 +1,4 @@
-"""Progress of a run as a live bar, plain lines and JSON lines, and tables of names that nobody vetted."""
+"""Progress of a run as a live bar, plain lines and JSON lines, and tables of names that may be hostile."""
 
 import io
 import json

@@ -23,7 +23,7 @@ SMALL = ["--enforce-eager", "--kv-cache-memory-bytes", "33554432"]
 @pytest.mark.engine
 @pytest.mark.parametrize("processes", [1, 2])
 def test_offline_batch(processes: int, ssqr_checkpoint: Path) -> None:
-    """On one process, and tensor-parallel on two."""
+    """Runs on one process, and tensor-parallel on two."""
     prompts = [PROMPT, "import os\n"]
     arguments = [str(EXAMPLES / "offline_batch.py"), str(ssqr_checkpoint)]
     arguments += ["--prompt", prompts[0], "--prompt", prompts[1], "--max-tokens", "6", *SMALL]
@@ -91,7 +91,7 @@ def test_decode_latency_of_several_schemes(tmp_path: Path) -> None:
 @pytest.mark.engine
 @pytest.mark.skipif(OLD_VLLM, reason=NO_EXPERTS)
 def test_decode_latency_of_a_mixture(tmp_path: Path) -> None:
-    """One scheme, that with a quantized head, as the script runs it in a process of its own."""
+    """The script measures a scheme in a process of its own; this is the scheme with a quantized head."""
     times = tmp_path / "times.json"
     decode_latency("--shape", "tiny-mixture", "--measure", f"{SCHEME}, head 4 bits", "--json", str(times))
     found = json.loads(times.read_text())

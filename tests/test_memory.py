@@ -1,4 +1,4 @@
-"""Memory of this process, on a kernel whose /proc does not tell all."""
+"""Memory of this process, on a kernel whose /proc lacks the figures."""
 
 from pathlib import Path
 

@@ -47,7 +47,7 @@ def test_wheel_imports_outside_the_checkout(tmp_path: Path) -> None:
 
 
 def test_any_module_can_be_imported_first() -> None:
-    """But for those of vLLM, which it imports itself."""
+    """All modules except those of the plugin, which vLLM imports itself."""
     modules = [
         name.removesuffix(".__init__")
         for name in all_modules()

@@ -1,4 +1,4 @@
-"""The example that makes a model directory out of a GGUF file: a small Llama, as llama.cpp would store it, and back."""
+"""The example that converts a GGUF file to a model directory: a small Llama, stored as llama.cpp does, and back."""
 
 import json
 import runpy
@@ -31,13 +31,13 @@ def llama() -> LlamaForCausalLM:
 
 
 def halves_interleaved(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """Rows of q and k in llama.cpp's order: pairs that are rotated together are neighbours."""
+    """Return the rows of q and k in llama.cpp's order: pairs that are rotated together are neighbours."""
     return weight.reshape(heads, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
 
 
 @pytest.fixture
 def stored(llama: LlamaForCausalLM, mini_model: Path, tmp_path: Path) -> Path:
-    """The Llama as a GGUF file, in float32, with the bundled model's tokenizer."""
+    """Write the Llama as a GGUF file, in float32, with the bundled model's tokenizer."""
     bpe = json.loads((mini_model / "tokenizer.json").read_text())["model"]
     writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
     writer.add_block_count(CONFIG.num_hidden_layers)

@@ -14,8 +14,8 @@ from helpers import forked
 
 EXAMPLES = Path(__file__).parents[1] / "serving_examples"
 TEXT = (EXAMPLES / "TUTORIAL.md").read_text()
-# The shell's `latq`, of which each run would import everything anew: one of a process that has. What torchrun starts is
-# the installed one.
+# Each `latq` of the shell would import everything again, so a process that has imported everything runs it instead.
+# torchrun still starts the installed program.
 FUNCTION = """
 exec 3> commands 4< statuses
 latq() { printf '%q ' "$@" >&3; echo >&3; local status; read -r status <&4; return "$status"; }
@@ -23,7 +23,7 @@ latq() { printf '%q ' "$@" >&3; echo >&3; local status; read -r status <&4; retu
 
 
 def answer(folder: Path) -> str:
-    """Run every `latq` that the shell asks for, until it ends; what they printed."""
+    """Run every `latq` that the shell asks for until the shell ends; return what they printed."""
     printed = ""
     with (folder / "commands").open() as commands, (folder / "statuses").open("w") as statuses:
         for line in commands:

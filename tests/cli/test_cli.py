@@ -23,7 +23,7 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
 def test_quantize_verify_inspect_eval(
     mini_model: Path, calibration_text: Path, evaluation_text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The longest in a process of its own, as a user would."""
+    """The longest command runs in a process of its own, as a user would run it."""
     out = tmp_path / "out"
     options = ["--method", "ssqr", "--bits", 4, "--num-samples", 16, "--seq-len", 128]
     done = run("quantize", mini_model, out, *options, "--calibration", calibration_text)
@@ -161,7 +161,7 @@ def test_keyboard_interrupt_stops_with_one_line(
     last: str, said: str, mini_model: Path, calibration_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    """When the first block is finished, or all are: one line, which says how to go on, and so it does."""
+    """After the first block, or after all: the line says how to go on, and going on works."""
     command = ["quantize", str(mini_model), str(tmp_path / "out"), "--json", "--method", "ssqr", "--num-samples", "8"]
     command += ["--seq-len", "64", "--calibration", str(calibration_text)]
     show = JsonEvents.__call__

@@ -1,4 +1,4 @@
-"""The report page: parses, is self-contained, shows every layer, and runs nothing that a checkpoint says."""
+"""The report page parses, is self-contained, shows every layer, and runs no code from a checkpoint."""
 
 import json
 import re

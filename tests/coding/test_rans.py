@@ -1,4 +1,4 @@
-"""rANS coding: lossless, within a percent of the entropy of its classes, honest about its size, safe when damaged."""
+"""rANS coding: lossless, within a percent of the entropy of its classes, of the size it states, safe when damaged."""
 
 import dataclasses
 import math
@@ -23,7 +23,7 @@ SHAPES = [(1, 1), (1, 4097), (5000, 1), (3, 33), (63, 65), (2, 4096), (9, 500), 
 
 
 def classes(rows: int, cols: int, octaves: float) -> torch.Tensor:
-    """Integers whose rows and columns each have spreads over so many octaves."""
+    """Return integers whose rows and columns each have deviations over so many octaves."""
     spread = torch.exp2(octaves * torch.linspace(-1, 1, rows))[:, None] * torch.exp2(octaves * torch.rand(cols))
     return (torch.randn(rows, cols) * spread).round().to(torch.int32)
 
@@ -145,7 +145,7 @@ def test_chunk_decoded_as_the_format_describes() -> None:
 
 
 def trained_integers(mini_model: Path, name: str, step: float) -> torch.Tensor:
-    """A layer of the bundled model rounded by nearest plane on scales per row and column; inputs: the embeddings."""
+    """Round a layer of the bundled model by nearest plane on scales per row and column; inputs: the embeddings."""
     from vllm_latq.quantize.lattice.factor import factorize
     from vllm_latq.quantize.lattice.nearest_plane import nearest_plane
 

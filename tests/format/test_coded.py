@@ -1,4 +1,4 @@
-"""Every encoding: what is stored is what is dequantized, and coded integers become inliers and overflow unchanged."""
+"""Every encoding dequantizes what it stored, and packs coded integers without loss."""
 
 import pytest
 import torch

@@ -76,7 +76,7 @@ def test_ignore_matches_whole_components() -> None:
 
 
 def test_ignoring_a_module_ignores_its_children() -> None:
-    """By its full name: the output of an attention is no part of a head called `output`."""
+    """Names are matched in full: the output of an attention is no part of a head called `output`."""
     config = CheckpointConfig(PACKED, ("vision_tower", "model.layers.1", "output"))
     assert config.scheme_for("vision_tower.layers.0.mlp.up_proj") is None
     assert config.scheme_for("model.layers.1.mlp.up_proj") is None

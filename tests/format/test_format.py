@@ -1,5 +1,6 @@
-"""FORMAT.md is enough to read a checkpoint: `format_reader`, made of its sentences, gets the weights that the package
-gets, and the fingerprint that it writes."""
+"""FORMAT.md is enough to read a checkpoint: `format_reader`, written from its text alone, reads the same weights as the
+package, and computes the same fingerprint.
+"""
 
 import json
 from pathlib import Path
@@ -43,7 +44,7 @@ def test_column_indices_of_32_bits(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("changes", [{"grid": "midtread"}, {"outliers": None}, {"ignore": None}])
 def test_fingerprint_ignores_defaults_that_are_spelled_out(changes: dict[str, Any], tmp_path: Path) -> None:
-    """What it may leave out, and what it need not say."""
+    """A config may leave out defaults, or spell them out."""
     directory = write_tiny_checkpoint(tmp_path / "packed", "packed")
     config = json.loads((directory / "config.json").read_text())
     quantization = config["quantization_config"]

@@ -1,4 +1,4 @@
-"""Random damage to small checkpoints of each encoding: the same weights or an error of ours, in bounded memory.
+"""Small checkpoints with random damage give the same weights or an error of ours, in bounded memory.
 
 `make fuzz` runs the same properties with many more examples, and a coverage-guided fuzzer on top.
 """
@@ -71,7 +71,7 @@ def check(sample: Sample, workplace: Path, file: str, content: bytes) -> bool:
 
 @st.composite
 def damaged(draw: Callable[..., Any], content: bytes) -> bytes:
-    """A few bytes overwritten, cut out, inserted or cut off."""
+    """Return the bytes with a few overwritten, cut out, inserted or cut off."""
     data = bytearray(content)
     for _ in range(draw(st.integers(1, 4))):
         at = draw(st.integers(0, len(data)))
@@ -139,7 +139,7 @@ def test_changed_tensors_of_a_linear(data: Any, encoding: str, shape: tuple[int,
 
 @st.composite
 def mutated(draw: Callable[..., Any], tensor: torch.Tensor) -> torch.Tensor:
-    """Elements set, swapped or cut off; another shape or dtype."""
+    """Return the tensor with elements set, swapped or cut off, or in another shape or dtype."""
     how = draw(st.sampled_from(("bits", "swap", "cut", "grow", "reshape", "cast")))
     raw = tensor.clone().reshape(-1).view(torch.uint8)
     if how == "bits":
@@ -192,7 +192,7 @@ def test_random_huffman_tables(lengths: list[int], first: int, chunk_bits: list[
 def test_random_rans_tables(
     ranges: list[tuple[int, int]], frequencies: list[int], classes: list[int], stream: list[int], data: Any
 ) -> None:
-    """Tables of any kind; more often than not valid up to the classes, and sometimes up to the stream."""
+    """Most of the tables are valid up to the classes, and some up to the stream."""
     if data.draw(st.booleans()):
         ranges, frequencies = [(-1, 2), (3, 0), (0, 1)], [1000, 96, 3000, 4096, 0, 4096]
     if data.draw(st.booleans()):
@@ -246,7 +246,7 @@ def test_random_csr_arrays(rows: list[list[int]], sort: bool, damage: tuple[int,
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_loading_takes_at_most_twice_the_declared_memory(encoding: str) -> None:
-    """Declared: the stored bytes and the float32 matrix of `weight_shape`."""
+    """The declared memory is that of the stored bytes and of the float32 matrix of `weight_shape`."""
     shape = (3072, 3072)
     tensors = tiny_weight(SCHEMES[encoding], shape, 0).to_tensors()
     declared = sum(tensor.nbytes for tensor in tensors.values()) + 4 * shape[0] * shape[1]

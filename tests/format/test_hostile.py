@@ -1,4 +1,4 @@
-"""Checkpoints made by an enemy: each attack is refused by an error of ours that names the place."""
+"""Hostile checkpoints: each attack is refused by an error of ours that names the place."""
 
 import json
 import os
@@ -53,7 +53,7 @@ def test_bad_safetensors_header(tmp_path: Path, name: str) -> None:
 
 
 def test_safetensors_header_with_a_name_twice(tiny: Callable[[str], Path]) -> None:
-    """One reader takes the first of the two, another one the last."""
+    """Some readers take the first of the two tensors, others the last."""
     path = tiny("packed")
     name = list_twice(path / SHARD)
     assert f"{SHARD}: expected a header with each key once, found the key '{name}' 2 times" in problems(path)

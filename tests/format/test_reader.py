@@ -1,4 +1,4 @@
-"""Reading a checkpoint directory: whatever is damaged is refused with an error that names it."""
+"""Reading a checkpoint directory: every kind of damage is refused with an error that names it."""
 
 import json
 import shutil
@@ -106,7 +106,7 @@ def test_flipped_bit_changes_the_fingerprint(damaged: Path) -> None:
 
 @pytest.mark.parametrize("change", [{"grid": "midrise"}, {"ignore": ["lm_head", "other"]}])
 def test_changed_config_changes_the_fingerprint(change: dict[str, object], damaged: Path) -> None:
-    """The same tensors would be read as other weights, or not at all."""
+    """With another config, the same tensors are other weights, or cannot be read."""
     path = damaged / "config.json"
     original = path.read_text()
     edit_json(path, lambda config: config["quantization_config"].update(change))
@@ -128,7 +128,7 @@ def test_missing_report(damaged: Path) -> None:
 
 
 def test_second_copy_of_a_tensor_is_refused(damaged: Path) -> None:
-    """Another copy of a tensor in a later shard, or in a single file: vLLM or transformers would serve that."""
+    """vLLM or transformers would serve the second copy, in a later shard or in a single file."""
     index = json.loads((damaged / INDEX_FILE).read_text())["weight_map"]
     name = "model.layers.0.input_layernorm.weight"
     last = sorted(set(index.values()))[-1]

@@ -1,4 +1,4 @@
-"""Bits in memory: they are those of the kernels' weight, and the best width has the fewest of them."""
+"""The computed size of a served weight equals the kernels' weight, and the best width is the smallest."""
 
 from itertools import product
 
@@ -13,7 +13,7 @@ from vllm_latq.kernels.layout.weight import KernelWeight, prepare
 
 
 def heavy_tailed(rows: int, cols: int, size: float, seed: int = 0, spread: float = 0.0) -> torch.Tensor:
-    """Integers; `spread`: standard deviation of the logarithm of a row's size."""
+    """Return integers; `spread` is the standard deviation of the logarithm of a row's size."""
     generator = torch.Generator().manual_seed(seed)
     normal = torch.randn(2, rows, cols, generator=generator)
     sizes = size * torch.exp(spread * torch.randn(rows, 1, generator=generator))
@@ -27,7 +27,7 @@ def kernel_weight(weight: PackedWeight) -> KernelWeight:
 
 
 def in_slices(integers: torch.Tensor, bits: int) -> int:
-    """Bits of the outliers' words in the kernels' weight."""
+    """Return the bits of the outliers' words in the kernels' weight."""
     weight = kernel_weight(pack_integers(integers, torch.ones(len(integers)), bits))
     assert weight.slice_ptr is not None
     return 32 * 16 * int(weight.slice_ptr[-1])
@@ -54,7 +54,7 @@ def test_digits_share_a_word_up_to_255_columns_apart() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int16, torch.int32])
 def test_words_of_distant_integers_match_the_kernels(dtype: torch.dtype) -> None:
-    """Around each number at which they take another power of 4."""
+    """Numbers around each power of 4, where another digit is needed."""
     beyond = torch.tensor([15 * 4**e // 2 + k for e in range(6) for k in (-1, 0, 1)])
     z = torch.cat((beyond + 3, -4 - beyond))
     for one in z[(z > 3) | (z < -4)]:

@@ -1,4 +1,4 @@
-"""Each invariant of FORMAT.md section 3 has one violation here, refused with its own message."""
+"""Every invariant of FORMAT.md section 3 has a violation here, which is refused with its own message."""
 
 import dataclasses
 from collections.abc import Callable
@@ -187,7 +187,7 @@ def test_each_violation_has_its_message(kind: str, damage: Callable[[Tensors], N
 @pytest.mark.parametrize(("scale", "refused"), [(2e36, False), (3e36, True), (-3e36, False)])
 @pytest.mark.parametrize("grid", ["midrise", "midtread"])
 def test_midrise_half_step_counts_for_the_range_of_outliers(scale: float, refused: bool, grid: str) -> None:
-    """In float32: in bfloat16, whose largest number this outlier is, half of 2e36 would make it infinite, too."""
+    """The sum is in float32: in bfloat16, half of 2e36 would already make the largest number infinite."""
     tensors, scheme = packed_tensors(), dataclasses.replace(PACKED, grid=grid)
     row = int((tensors["outlier_row_ptr"] <= 2).sum()) - 1
     column = int(tensors["outlier_col_idx"][2])
@@ -208,7 +208,7 @@ def test_bad_scale_is_the_only_problem_reported() -> None:
 
 
 def test_columns_that_do_not_fit_in_16_bits() -> None:
-    """Stored as int32, they can be negative."""
+    """Such columns are stored as int32, which can be negative."""
     shape, scheme = (1, 70000), LayerScheme("packed", 2, -1, True)
     integers, mask = torch.zeros(shape, dtype=torch.int32), torch.zeros(shape, dtype=torch.bool)
     mask[0, [3, 69999]] = True
@@ -254,7 +254,7 @@ def test_weights_that_could_be_infinite_are_refused_when_decoded(octaves: float,
 
 @pytest.mark.parametrize("midrise", [False, True])
 def test_midrise_half_step_counts_for_the_range_of_weights(midrise: bool) -> None:
-    """3 * 2^125 is below the limit, and so is 3.5 * 2^125, but not half a step more."""
+    """3 * 2^125 is below the limit; with half a step more it is not."""
     flat = (torch.zeros(size, dtype=torch.int8) for size in (1, 2))
     integers = torch.tensor([[3, -2]], dtype=torch.int32)
     weight = RansWeight.from_integers(integers, torch.tensor([2.0**125]), *flat, midrise)

@@ -1,4 +1,4 @@
-"""Babai's nearest plane algorithm as it is written, back to front: the oracle of `rounding.nearest_plane`."""
+"""Babai's nearest plane algorithm as published, last column first: the oracle of `lattice.nearest_plane`."""
 
 import torch
 
@@ -11,7 +11,7 @@ def babai(
     low: int | None = None,
     high: int | None = None,
 ) -> torch.Tensor:
-    """Babai's nearest plane algorithm, back to front ("GPTQ as Babai", Algorithm 3): the oracle of the tests.
+    """Round by Babai's nearest plane algorithm, last column first ("GPTQ as Babai", Algorithm 3).
 
     A upper triangular with A^T A = H in the reversed rounding order; y = A w; for j = c .. 1 round y_j / (A_jj s_j)
     and take A[:, j] q_j off y. By Theorem 4 the integers are those of `nearest_plane` with the same rounding order.

@@ -16,7 +16,7 @@ import torch
 
 @dataclass(frozen=True)
 class ErrorBounds:
-    """Of one norm.
+    """Bounds of the error in one norm.
 
     Attributes:
         output: of X (w - q).
@@ -28,9 +28,9 @@ class ErrorBounds:
 
 
 def projection_constant(inputs: torch.Tensor, ridge: float) -> float:
-    """C_infinity(X, lambda)^2 of Theorem 4.7: an upper bound of max_t D_t, from Lemma B.1.
+    """Return C_infinity(X, lambda)^2 of Theorem 4.7, an upper bound of max_t D_t, from Lemma B.1.
 
-    Column j <= N - m is nearly spanned by those after it, which costs it the factor lambda / (sigma_min^2 + lambda).
+    Column j <= N - m is nearly spanned by the columns after it, which gives the factor lambda / (sigma_min^2 + lambda).
     The text of Theorem 3.3 takes the smallest *non-zero* singular value there; its proof (Lemma B.1) needs the smallest
     of all m. For inputs of deficient row rank that is zero, and the wording would promise too little error.
 
@@ -48,7 +48,7 @@ def projection_constant(inputs: torch.Tensor, ridge: float) -> float:
 
 
 def l2_bounds(inputs: torch.Tensor, ridge: float, step: float, stochastic: bool = False) -> ErrorBounds:
-    """Theorem 3.3: sqrt(N) step / 2 times C_2, and that over sqrt(lambda); twice as much for stochastic rounding."""
+    """Return the bounds of Theorem 3.3: sqrt(N) step / 2 C_2, and over sqrt(lambda); twice both if stochastic."""
     channels = inputs.shape[1]
     mean = float(inputs.square().sum()) / channels + ridge
     constant = min(projection_constant(inputs, ridge), mean)
@@ -57,7 +57,7 @@ def l2_bounds(inputs: torch.Tensor, ridge: float, step: float, stochastic: bool 
 
 
 def trace_bounds(gram: torch.Tensor, ridge: float, step: float, stochastic: bool = False) -> ErrorBounds:
-    """Corollary 3.6: the same from X^T X [N, N] alone, through its trace and its largest eigenvalue."""
+    """Return the bounds of Corollary 3.6, which takes only the trace and the largest eigenvalue of X^T X [N, N]."""
     channels = gram.shape[0]
     mean = float(gram.diagonal().mean())
     largest = float(torch.linalg.eigvalsh(gram)[-1])
@@ -68,7 +68,7 @@ def trace_bounds(gram: torch.Tensor, ridge: float, step: float, stochastic: bool
 def stochastic_bounds(
     constant: float, ridge: float, step: float, shape: tuple[int, int, int], failure: float
 ) -> ErrorBounds:
-    """Theorem 4.7 in the form of Remark 4.5: l-infinity bounds of stochastic rounding, over all outputs at once.
+    """Return the l-infinity bounds of stochastic rounding over all outputs (Theorem 4.7 in the form of Remark 4.5).
 
     Args:
         constant: C_infinity^2 from `projection_constant`, or the largest D_t, which it bounds.

@@ -84,17 +84,25 @@ def packed_weight(
     return PackedWeight.from_integers(integers, scales, bits, group_size, mask, values, midrise)
 
 
+def bits_and_group(scheme: LayerScheme) -> tuple[int, int]:
+    """Return the bits and the group size of a packed scheme."""
+    assert scheme.bits is not None
+    assert scheme.group_size is not None
+    return scheme.bits, scheme.group_size
+
+
 def integer_outlier_weight(scheme: LayerScheme, rows: int, cols: int, seed: int) -> PackedWeight:
     """Return a packed weight whose outliers are integers beyond its codes, with an empty and a full row of them."""
     generator = torch.Generator().manual_seed(seed)
-    half = 1 << (scheme.bits - 1)
+    bits, group_size = bits_and_group(scheme)
+    half = 1 << (bits - 1)
     integers = torch.randint(-half, half, (rows, cols), generator=generator, dtype=torch.int32)
     scales = (torch.rand(rows, scheme.groups(cols), generator=generator) + 0.1).bfloat16()
     mask = torch.rand(rows, cols, generator=generator) < 0.03
     mask[0], mask[-1] = False, True
     integers[mask] = torch.where(integers[mask] < 0, integers[mask] - half, integers[mask] + half)
     midrise = scheme.grid == "midrise"
-    return PackedWeight.from_integers(integers, scales, scheme.bits, scheme.group_size, mask, None, midrise)
+    return PackedWeight.from_integers(integers, scales, bits, group_size, mask, None, midrise)
 
 
 def coded_weight(scheme: LayerScheme, rows: int, cols: int, seed: int) -> HuffmanWeight | RansWeight:
@@ -105,12 +113,13 @@ def coded_weight(scheme: LayerScheme, rows: int, cols: int, seed: int) -> Huffma
     scale = torch.rand(1, generator=generator) + 0.1
     if scheme.encoding == "huffman":
         return HuffmanWeight(scale, encode(integers))
-    return RansWeight.from_integers(integers, scale, *two_octaves(rows, cols), scheme.grid == "midrise")
+    exponents = two_octaves(rows), two_octaves(cols)
+    return RansWeight.from_integers(integers, scale, *exponents, midrise=scheme.grid == "midrise")
 
 
-def two_octaves(*sizes: int) -> tuple[torch.Tensor, ...]:
-    """Return exponents of the scales of rows or columns, int8, over two octaves; equal for equal sizes."""
-    return tuple((torch.arange(size) * 7 % 17 - 8).to(torch.int8) for size in sizes)
+def two_octaves(size: int) -> torch.Tensor:
+    """Return exponents of the scales of so many rows or columns, int8, over two octaves; equal for equal sizes."""
+    return (torch.arange(size) * 7 % 17 - 8).to(torch.int8)
 
 
 def random_weight(scheme: LayerScheme, rows: int, cols: int, seed: int) -> Weight:
@@ -120,9 +129,8 @@ def random_weight(scheme: LayerScheme, rows: int, cols: int, seed: int) -> Weigh
     if scheme.outlier_coding == "integer":
         return integer_outlier_weight(scheme, rows, cols, seed)
     rate = 0.03 if scheme.outliers else None
-    return packed_weight(
-        scheme.bits, scheme.group_size, rows, cols, rate, seed, scheme.grid == "midrise", edges=scheme.outliers
-    )
+    bits, group_size = bits_and_group(scheme)
+    return packed_weight(bits, group_size, rows, cols, rate, seed, scheme.grid == "midrise", edges=scheme.outliers)
 
 
 @cache
@@ -138,21 +146,19 @@ def tiny_weight(scheme: LayerScheme, shape: tuple[int, int], seed: int) -> Weigh
         integers[-1, -1], integers[0, 0] = 2**24 + 1, 2**31 - 1  # coded with ESCAPE; float32 cannot hold them
         rows, cols = (torch.randint(-9, 9, (size,), generator=generator).to(torch.int8) for size in shape)
         return RansWeight.from_integers(integers, torch.tensor([0.01]), rows, cols, scheme.grid == "midrise")
-    half = 1 << (scheme.bits - 1)
-    mask = torch.rand(shape, generator=generator) < 0.1
+    bits, group_size = bits_and_group(scheme)
+    half = 1 << (bits - 1)
+    mask: torch.Tensor | None = torch.rand(shape, generator=generator) < 0.1
+    values: torch.Tensor | None = torch.randn(shape, generator=generator)
+    scales = (torch.rand(shape[0], scheme.groups(shape[1]), generator=generator) + 0.1).to(torch.bfloat16)
     if scheme.outlier_coding == "integer":
         integers[0, 0] = -301  # takes a second entry; bfloat16 cannot hold it
-        mask = (integers < -half) | (integers >= half)
-    values = torch.randn(shape, generator=generator)
-    scales = (torch.rand(shape[0], scheme.groups(shape[1]), generator=generator) + 0.1).to(torch.bfloat16)
-    outliers = (mask, values) if scheme.outliers else (None, None)
-    if scheme.outlier_coding == "integer":
-        outliers = (mask, None)
+        mask, values = (integers < -half) | (integers >= half), None
     else:
         integers = integers.clamp(-half, half - 1)
-    return PackedWeight.from_integers(
-        integers, scales, scheme.bits, scheme.group_size, *outliers, scheme.grid == "midrise"
-    )
+    if not scheme.outliers:
+        mask = values = None
+    return PackedWeight.from_integers(integers, scales, bits, group_size, mask, values, scheme.grid == "midrise")
 
 
 def round_to_nearest(weight: torch.Tensor, scheme: LayerScheme) -> Weight:
@@ -170,23 +176,24 @@ def round_to_nearest(weight: torch.Tensor, scheme: LayerScheme) -> Weight:
     if scheme.encoding == "rans":
         scale = (weight.std() / 3).reshape(1)
         # Equal for matrices of one input, as merged layers need them.
-        rows, cols = two_octaves(*weight.shape)
+        rows, cols = (two_octaves(size) for size in weight.shape)
         scales = scale * octave_eighths(rows)[:, None] * octave_eighths(cols)
         midrise = scheme.grid == "midrise"
         integers = (weight / scales - 0.5 * midrise).round().to(torch.int32)
         return RansWeight.from_integers(integers, scale, rows, cols, midrise)
+    bits, group_size = bits_and_group(scheme)
+    half, midrise = 1 << (bits - 1), scheme.grid == "midrise"
     mask = weight.abs() > weight.abs().flatten().kthvalue(int(0.99 * weight.numel())).values
     inliers = weight.masked_fill(mask, 0) if scheme.outliers else weight
     grouped = inliers.view(weight.shape[0], scheme.groups(weight.shape[1]), -1)
-    half = 1 << (scheme.bits - 1)
     scales = (grouped.abs().amax(-1) / (half - 1)).clamp(min=1e-6).to(torch.bfloat16)
     steps = scales.float().repeat_interleave(grouped.shape[2], 1)
-    midrise = scheme.grid == "midrise"
     offset = 0.5 * midrise
+    integers = (weight / steps - offset).round().to(torch.int32)
     if scheme.outlier_coding == "integer":
-        integers = (weight / steps - offset).round().to(torch.int32)
         overflow = (integers < -half) | (integers >= half)
-        return PackedWeight.from_integers(integers, scales, scheme.bits, scheme.group_size, overflow, None, midrise)
-    integers = (weight / steps - offset).round().clamp(-half, half - 1).to(torch.int32)
-    outliers = (mask, weight - offset * steps) if scheme.outliers else (None, None)
-    return PackedWeight.from_integers(integers, scales, scheme.bits, scheme.group_size, *outliers, midrise)
+        return PackedWeight.from_integers(integers, scales, bits, group_size, overflow, None, midrise)
+    integers = integers.clamp(-half, half - 1)
+    if not scheme.outliers:
+        return PackedWeight.from_integers(integers, scales, bits, group_size, midrise=midrise)
+    return PackedWeight.from_integers(integers, scales, bits, group_size, mask, weight - offset * steps, midrise)

@@ -1,4 +1,4 @@
-"""The labels that the loss of a whole model is taken at, as the statistics of `latq` draw them, and its gradients."""
+"""Labels drawn from a model's own predictions, as for the statistics of `latq`, and the gradients of their loss."""
 
 import hashlib
 from typing import Any
@@ -8,7 +8,7 @@ from torch import nn
 
 
 def drawn_labels(logits: torch.Tensor, seed: int) -> torch.Tensor:
-    """From the distributions of [n, tokens, vocabulary], each window on its own: int64 [n * tokens]."""
+    """Draw a label per token from logits [n, tokens, vocabulary], each window by itself: int64 [n * tokens]."""
     labels = []
     for number, window in enumerate(logits.softmax(-1)):
         digest = hashlib.sha256(f"{seed} {number}".encode()).digest()
@@ -18,17 +18,17 @@ def drawn_labels(logits: torch.Tensor, seed: int) -> torch.Tensor:
 
 
 def one_backward_pass(model: Any, samples: torch.Tensor, seed: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Linear -> (inputs, gradients of its outputs), all tokens, by one ordinary backward pass of the whole model.
+    """Return linear -> (inputs, gradients of its outputs) of all tokens, by one backward pass of the whole model.
 
-    Without the linears that no gradient reaches.
+    Linears that no gradient reaches are left out.
     """
-    seen: dict[str, list[torch.Tensor]] = {}
+    seen: dict[str, tuple[torch.Tensor, Any]] = {}
 
     def watch(name: str, linear: nn.Linear) -> None:
         def keep(_: nn.Module, arguments: tuple[torch.Tensor], output: torch.Tensor) -> None:
             if output.requires_grad:
                 output.retain_grad()
-                seen[name] = [arguments[0], output]
+                seen[name] = arguments[0], output
 
         linear.register_forward_hook(keep)
 

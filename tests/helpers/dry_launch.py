@@ -1,7 +1,7 @@
-"""Launches on an sm_80 that is not there: Triton compiles what its arguments ask for, and launches nothing.
+"""Launch kernels on a missing sm_80: Triton compiles the specialization of the arguments and launches nothing.
 
-Tensors are fake (FakeTensorMode), so they have no memory; their addresses are their offsets. For a process of its own:
-Triton knows no other GPU in it from `pretend_driver` on.
+Tensors are fake (FakeTensorMode), so they have no memory; their addresses are their offsets. Use it in a process of
+its own: after `pretend_driver`, Triton knows no other GPU.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from triton.runtime.jit import JITFunction, MockTensor
 from vllm_latq.kernels.layout.weight import KernelWeight, prepare
 
 launch = JITFunction.run
-launched: list[bool] = []  # whether what would have been launched was to be compiled only
+launched: list[bool] = []  # for each launch, whether it was a warm-up
 
 
 class _Driver:
@@ -30,7 +30,7 @@ class _Driver:
 class _Pointer(MockTensor):
     def __init__(self, tensor: torch.Tensor) -> None:
         super().__init__(tensor.dtype)
-        self.offset = tensor.storage_offset() * tensor.itemsize
+        self.offset = int(tensor.storage_offset()) * tensor.itemsize
 
     def data_ptr(self) -> int:
         return self.offset
@@ -43,21 +43,24 @@ def _dry(self: JITFunction, *arguments: Any, grid: Any, warmup: bool, **options:
 
 
 def pretend_driver() -> None:
+    """Make Triton compile for an sm_80 and launch nothing, from now on in this process."""
     triton.runtime.driver.set_active(_Driver())
     JITFunction.run = _dry
-    torch.cuda.device_of = contextlib.nullcontext
+    cuda: Any = torch.cuda
+    cuda.device_of = contextlib.nullcontext
 
 
 def empty(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    """Return a tensor on the GPU."""
     return torch.empty(shape, dtype=dtype, device="cuda")
 
 
 def on_gpu(rows: int, cols: int, coded: bool = False) -> KernelWeight:
-    """A weight of 2 bits with an outlier in every row; coded: as hptq and latq have it."""
+    """Return a weight of 2 bits with an outlier in every row; `coded`: without group scales, as of hptq and latq."""
     csr = torch.arange(rows + 1, dtype=torch.int32), torch.zeros(rows, dtype=torch.int32), torch.full((rows,), 5.0)
     words, scales = torch.zeros(rows, cols // 16, dtype=torch.int32), torch.ones(rows, cols // 128).bfloat16()
     weight = prepare(words, 2, 128, cols, None if coded else scales, None, *csr)
-    tensors = {field.name: getattr(weight, field.name) for field in dataclasses.fields(weight)}
-    tensors = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
+    tensors = {name: tensor for name, tensor in vars(weight).items() if isinstance(tensor, torch.Tensor)}
     with FakeTensorMode():
-        return dataclasses.replace(weight, **{name: empty(t.dtype, *t.shape) for name, t in tensors.items()})
+        fake: dict[str, Any] = {name: empty(tensor.dtype, *tensor.shape) for name, tensor in tensors.items()}
+        return dataclasses.replace(weight, **fake)

@@ -1,4 +1,4 @@
-"""Small random encoders, as a test of the quantizer or of the engine needs them."""
+"""Small encoders with random weights."""
 
 from pathlib import Path
 from typing import Any

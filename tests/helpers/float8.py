@@ -1,4 +1,4 @@
-"""Models in 8-bit floats, as DeepSeek-V3 and others are published, made from small ones."""
+"""Small models in 8-bit floats, in the form in which DeepSeek-V3 and others are published."""
 
 import json
 import shutil
@@ -11,13 +11,13 @@ LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 
 def in_float8(source: Path, target: Path, block: tuple[int, int] | None, input_scales: bool = False) -> Path:
-    """Write a model with the matrices of its blocks as 8-bit floats, and beside it, `-twin`, what they stand for.
+    """Write a model whose block matrices are 8-bit floats, and beside it the same model in bfloat16, `-twin`.
 
     Args:
         source: directory of a model in one file.
         target: of the model in 8-bit floats.
         block: rows and columns that have a scale; None for one scale per matrix.
-        input_scales: store those of the linears' inputs, too.
+        input_scales: store scales of the linears' inputs, too.
 
     Returns:
         The twin: the same matrices times their scales, in bfloat16.
@@ -52,7 +52,7 @@ def in_float8(source: Path, target: Path, block: tuple[int, int] | None, input_s
 
 
 def _quantized(matrix: torch.Tensor, block: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """8-bit floats, and the largest magnitude of each block over theirs."""
+    """Return 8-bit floats, and a scale per block: its largest magnitude over the largest 8-bit float."""
     grid = [[part.abs().max() / LARGEST for part in band.split(block[1], 1)] for band in matrix.split(block[0])]
     scales = torch.tensor(grid)
     return (matrix / _spread(scales, matrix.shape, block)).to(torch.float8_e4m3fn), scales
@@ -63,6 +63,6 @@ def _product(codes: torch.Tensor, scales: torch.Tensor, block: tuple[int, ...]) 
 
 
 def _spread(scales: torch.Tensor, shape: torch.Size, block: tuple[int, ...]) -> torch.Tensor:
-    """The scale of every element."""
+    """Return the scale of every element."""
     rows, columns = (torch.arange(size) // edge for size, edge in zip(shape, block, strict=True))
     return scales[rows][:, columns]

@@ -1,4 +1,4 @@
-"""Processes for the tests of faults and of shared runs, forked from one that has its imports done.
+"""Processes for tests of faults and of shared runs, forked from a process that has imported everything.
 
 Forked children would inherit the threads' locks of pytest's process; those of multiprocessing's fork server do not.
 """
@@ -29,14 +29,14 @@ _IGNORE_PERMISSIONS = 0b110
 
 
 def start(log: Path, target: Callable[..., None], *arguments: Any) -> BaseProcess:
-    """A process that runs `target`, with everything it prints in `log`."""
+    """Start a process that runs `target` and prints to the file `log`."""
     process = CONTEXT.Process(target=_logged, args=(log, target, arguments))
     process.start()
     return process
 
 
 def command(arguments: list[str], environment: dict[str, str], folder: str = ".") -> None:
-    """`latq` with these arguments and environment variables, in a folder."""
+    """Run `latq` with these arguments and environment variables, in a folder."""
     import torch
 
     from vllm_latq.cli.main import main
@@ -50,7 +50,7 @@ def command(arguments: list[str], environment: dict[str, str], folder: str = "."
 def quantize(
     recipe: dict[str, Any], source: Path, out: Path, text: Path, before: Callable[..., None] | None, *arguments: Any
 ) -> None:
-    """Begin or resume a run, after `before(out, *arguments)` has set the trap."""
+    """Begin or resume a run, after `before(out, *arguments)` has prepared a fault."""
     import torch
 
     from vllm_latq.errors import LatqError
@@ -67,7 +67,8 @@ def quantize(
 
 
 def killed_at_rename(out: Path, number: int, torn: bool) -> None:
-    """Die at the given rename of a file of this process: before it, or with the file only half written."""
+    """Kill this process at its n-th rename: before the rename, or with the file only half written (`torn`)."""
+    system: Any = os
     rename, count = os.replace, 0
 
     def replace(old: str | Path, new: str | Path) -> None:
@@ -79,17 +80,18 @@ def killed_at_rename(out: Path, number: int, torn: bool) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         rename(old, new)
 
-    os.replace = replace
+    system.replace = replace
 
 
 def locked_at_rename(out: Path, number: int) -> None:
-    """Write permission for the directory goes away after the given rename, for root too."""
+    """Take away write permission for the directory after the n-th rename, for root too."""
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0)
     capabilities = (ctypes.c_uint32 * 6)()
     libc = ctypes.CDLL(None, use_errno=True)
     assert libc.capget(header, capabilities) == 0
     capabilities[0] &= ~_IGNORE_PERMISSIONS  # the effective ones
     assert libc.capset(header, capabilities) == 0
+    system: Any = os
     rename, count = os.replace, 0
 
     def replace(old: str | Path, new: str | Path) -> None:
@@ -99,11 +101,11 @@ def locked_at_rename(out: Path, number: int) -> None:
         if count == number:
             os.chmod(Path(new).parent, 0o500)
 
-    os.replace = replace
+    system.replace = replace
 
 
 def small_disk(out: Path, largest: int) -> None:
-    """No file can grow beyond `largest` bytes: a write fails in its middle, as on a full disk."""
+    """Let no file grow beyond `largest` bytes: a write then fails in its middle, as on a full disk."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (largest, resource.RLIM_INFINITY))
 

@@ -1,4 +1,4 @@
-"""A checkpoint read as FORMAT.md says, with numpy and nothing of the package: slow, plain, validating nothing."""
+"""Read a checkpoint as FORMAT.md says, with numpy and no code of the package: slow, plain, without validation."""
 
 import hashlib
 import json
@@ -27,7 +27,7 @@ class Tensor(NamedTuple):
     data: bytes
 
     def array(self) -> np.ndarray:
-        """Its numbers: integers as int64, floats as float32."""
+        """Return the numbers: integers as int64, floats as float32."""
         name, code = DTYPES[self.dtype]
         values = np.frombuffer(self.data, code).reshape(self.shape)
         if name == "torch.bfloat16":
@@ -36,7 +36,7 @@ class Tensor(NamedTuple):
 
 
 def read_file(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file."""
+    """Return the tensors of a safetensors file."""
     content = path.read_bytes()
     start = 8 + int.from_bytes(content[:8], "little")
     header = json.loads(content[8:start])
@@ -49,12 +49,12 @@ def read_file(path: Path) -> dict[str, Tensor]:
 
 
 def read_tensors(directory: Path) -> dict[str, Tensor]:
-    """Those of all shards."""
+    """Return the tensors of all shards."""
     return {name: tensor for path in directory.glob("*.safetensors") for name, tensor in read_file(path).items()}
 
 
 def fingerprint(directory: Path) -> str:
-    """Section 5."""
+    """Return the fingerprint of section 5."""
     config = json.loads((directory / "config.json").read_text())["quantization_config"]
     schemes = [config, *config.setdefault("overrides", {}).values()]
     config.setdefault("ignore", [])
@@ -77,7 +77,7 @@ def fingerprint(directory: Path) -> str:
 
 
 def matrices(directory: Path) -> dict[str, Matrix]:
-    """W of every quantized linear, float32 [r, c]."""
+    """Return W of every quantized linear, float32 [r, c]."""
     config = json.loads((directory / "config.json").read_text())["quantization_config"]
     stored, found = read_tensors(directory), {}
     for name in [name.removesuffix(".weight_shape") for name in stored if name.endswith(".weight_shape")]:
@@ -87,7 +87,7 @@ def matrices(directory: Path) -> dict[str, Matrix]:
 
 
 def matrix(tensors: Mapping[str, Tensor], scheme: Mapping[str, Any]) -> Matrix:
-    """Section 3: W of one linear, float32 [r, c], from its tensors and its scheme as JSON."""
+    """Return W of one linear (section 3), float32 [r, c], from its tensors and its scheme as JSON."""
     arrays = {name: tensor.array() for name, tensor in tensors.items()}
     half = np.float32(0.5 if scheme.get("grid") == "midrise" else 0)
     r, c = arrays["weight_shape"]
@@ -115,13 +115,13 @@ def matrix(tensors: Mapping[str, Tensor], scheme: Mapping[str, Any]) -> Matrix:
 
 
 def _unpack(words: np.ndarray, count: int, bits: int) -> Matrix:
-    """Section 3.1: the codes of each row of words, int64 [rows, count]."""
+    """Return the codes of each row of words (section 3.1), int64 [rows, count]."""
     stream = np.unpackbits(words.astype("<i4").view(np.uint8), axis=1, bitorder="little")
     return stream[:, : count * bits].reshape(len(words), count, bits).astype(np.int64) @ (1 << np.arange(bits))
 
 
 def _chunks(rows: int, cols: int, weights: int) -> Iterator[tuple[slice, slice]]:
-    """Rows and columns of each chunk of a coded matrix, in stored order."""
+    """Yield rows and columns of each chunk of a coded matrix, in stored order."""
     height, width = max(1, weights // cols), min(cols, weights)
     for top in range(0, rows, height):
         for left in range(0, cols, width):
@@ -129,7 +129,7 @@ def _chunks(rows: int, cols: int, weights: int) -> Iterator[tuple[slice, slice]]
 
 
 def _huffman(arrays: Mapping[str, np.ndarray], rows: int, cols: int) -> Matrix:
-    """Section 3.3: z, int64 [rows, cols]."""
+    """Decode a Huffman stream (section 3.3) to z, int64 [rows, cols]."""
     lengths = arrays["code_lengths"].tolist()
     symbols, code, before = {}, 0, 0
     for length, symbol in sorted((length, symbol) for symbol, length in enumerate(lengths) if length):
@@ -151,7 +151,7 @@ def _huffman(arrays: Mapping[str, np.ndarray], rows: int, cols: int) -> Matrix:
 
 
 def _rans(arrays: Mapping[str, np.ndarray], rows: int, cols: int) -> Matrix:
-    """Section 3.4: z, int64 [rows, cols]."""
+    """Decode a rANS stream (section 3.4) to z, int64 [rows, cols]."""
     row_class, column_class = (
         _unpack(arrays[name][None], size, 4)[0] for name, size in (("row_class", rows), ("column_class", cols))
     )

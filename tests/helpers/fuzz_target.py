@@ -1,4 +1,4 @@
-"""What every fuzzer asks: damaged files hold the same weights or are refused by an error of ours, in bounded memory."""
+"""The property that all fuzzers check: damaged files give the same weights or an error of ours, in bounded memory."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,13 +16,13 @@ from vllm_latq.format.verify import verify
 from vllm_latq.memory import peak_memory
 
 Weights = dict[str, torch.Tensor]
-# Of one checkpoint, with what is imported at the first. A single matrix of a hostile size would take gigabytes.
+# For reading one checkpoint and importing what that takes. A single matrix of a hostile size would take gigabytes.
 MEMORY = 128 << 20
 
 
 @contextmanager
 def bounded_memory(limit: int) -> Iterator[None]:
-    """Fails if the process ever holds `limit` bytes more, inside, than it did when that began."""
+    """Fail if the process holds `limit` bytes more inside the block than before it."""
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts at what is resident now
     before = peak_memory()
     yield
@@ -31,13 +31,14 @@ def bounded_memory(limit: int) -> Iterator[None]:
 
 
 def read_weights(directory: Path) -> Weights:
+    """Return every quantized matrix of a tiny checkpoint, dequantized."""
     reader = CheckpointReader(directory)
     return {name: reader.weight(name).dequantize() for name in SHAPES}
 
 
 @bounded_memory(MEMORY)
 def check_directory(directory: Path, original: Weights) -> bool:
-    """Verify and read a damaged checkpoint; True if it was accepted. Any exception that escapes is a finding."""
+    """Verify and read a damaged checkpoint; return whether it was accepted. An exception that escapes is a finding."""
     problems = list(verify(directory))
     for problem in problems:
         assert isinstance(problem, LatqError), problem
@@ -56,7 +57,7 @@ def check_directory(directory: Path, original: Weights) -> bool:
 
 @bounded_memory(MEMORY)
 def check_tensors(tensors: Mapping[str, torch.Tensor], scheme: LayerScheme, shape: tuple[int, int]) -> bool:
-    """Load the tensors of one linear; True if they were accepted, and then they are what would be written again."""
+    """Load the tensors of one linear; return whether they were accepted, and then would be written the same again."""
     try:
         weight = weight_from_tensors(tensors, scheme, shape, "layer")
         dense = weight.dequantize()

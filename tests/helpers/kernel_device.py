@@ -1,4 +1,4 @@
-"""Where the tests of kernels run them: on the GPU that is there, or with an environment variable on a machine without.
+"""The device on which tests run kernels: a GPU, or without one what an environment variable chooses.
 
 TRITON_INTERPRET=1    on the CPU, in Triton's interpreter; Triton reads this when it is imported
 EMULATED_GPU=sm_80    on a pretended GPU of this architecture, whose kernels are compiled and run in the PTX emulator
@@ -20,7 +20,7 @@ EMULATED = os.environ.get("EMULATED_GPU")
 
 @contextmanager
 def emulated_gpu(arch: str) -> Iterator[None]:
-    """A pretended GPU that launches this package's kernels."""
+    """Pretend a GPU that launches this package's kernels in the emulator."""
     from vllm_latq.kernels.dev.emulation import (
         launch,  # which imports Triton, for tests that only ask whether there is one
     )
@@ -42,6 +42,6 @@ if INTERPRETED:
     patch_once_per_launch()
 DEVICE = torch.device("cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu")
 RUNNABLE = INTERPRETED or DEVICE.type == "cuda"
-# What the kernels call it: of no GPU nothing, of AMD's one name.
+# The name that the kernels give the device: empty without a GPU, one name for all of AMD's.
 CAPABILITY = torch.cuda.get_device_capability() if DEVICE.type == "cuda" else ()
 ARCH = "hip" if CAPABILITY and torch.version.hip else "sm_{}{}".format(*CAPABILITY) if CAPABILITY else ""

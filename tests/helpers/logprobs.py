@@ -1,4 +1,4 @@
-"""What the engine answers, beside what transformers computes for the same model."""
+"""Compare answers of the engine with log-probabilities that transformers computes for the same model."""
 
 from typing import Any
 
@@ -6,12 +6,12 @@ import torch
 
 
 def assert_agrees(model: Any, prompt: list[int], answer: dict[str, Any], tolerance: float, **inputs: Any) -> None:
-    """Each token is the model's likeliest next one, and the log-probabilities are the model's.
+    """Assert that each token is the model's likeliest next one, with the model's log-probabilities.
 
     Args:
         model: of transformers.
         prompt: token ids.
-        answer: `tokens` and `logprobs`, as `engine_probe` gives them.
+        answer: `tokens` and `logprobs`, as `engine_probe.probe` returns them.
         tolerance: of a log-probability; tokens may tie within it.
         inputs: of the model, beside token ids.
     """

@@ -8,11 +8,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 RANK = 8
-SIZE = 0.3  # of what it adds, relative to the outputs of a layer: enough to change tokens
+SIZE = 0.3  # what the adapter adds to the outputs of a layer, relative to them: enough to change tokens
 
 
 def write_adapter(directory: Path, model: Path) -> Path:
-    """For each linear in the blocks of a dense model; of rank `RANK`, float32."""
+    """Write an adapter for the linears in the blocks of a dense model, float32; return its directory."""
     generator = torch.Generator().manual_seed(0)
     tensors = {}
     with safe_open(model / "model.safetensors", framework="pt") as stored:

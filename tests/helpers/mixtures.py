@@ -1,4 +1,4 @@
-"""Small mixtures: one on packed weights beside its dense reference, one that never asks an expert, one stored fused."""
+"""Small mixtures of experts: on packed weights with a dense reference, with an unused expert, and stored fused."""
 
 import re
 from dataclasses import replace
@@ -22,7 +22,7 @@ EXPERTS, HIDDEN, INTERMEDIATE = 5, 96, 64
 
 
 class Mixture:
-    """Random experts: operands for the operator on a device, dense matrices for the reference on the CPU."""
+    """Random experts: operands for the operator on a device, and dense matrices for the reference on the CPU."""
 
     def __init__(
         self, scheme: LayerScheme, dtype: torch.dtype = torch.float32, activation: str = "silu", device: Any = "cpu"
@@ -38,7 +38,7 @@ class Mixture:
             scales = [weight.column_scales.to(device) for weight in packed if weight.column_scales is not None]
             self.stacks.append([torch.stack(scales) if scales else None, *stack.tensors.values()])
             operands.append(stack)
-        self.constants = expert_constants(*operands, EXPERTS, activation)
+        self.constants = expert_constants(operands[0], operands[1], EXPERTS, activation)
         self.activation = ACTIVATIONS[activation]
 
     @staticmethod
@@ -49,13 +49,15 @@ class Mixture:
         return weight if isinstance(weight, PackedWeight) else weight.pack(weight.integers(), 3)
 
     def __call__(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Return what the operator computes."""
         return run_experts(x, weights, ids, *self.stacks, *self.constants)
 
     def run(self, x: torch.Tensor, expert: int) -> torch.Tensor:
-        """One dense expert."""
+        """Return the outputs of one dense expert."""
         return functional.linear(self.activation(functional.linear(x, self.dense[0][expert])), self.dense[1][expert])
 
     def reference(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Return the weighted sum of the chosen dense experts; ids outside the range are on other ranks."""
         y = torch.zeros(x.shape)
         for token, row in enumerate(ids.tolist()):
             for slot, expert in enumerate(row):
@@ -65,7 +67,7 @@ class Mixture:
 
 
 def routing(tokens: int, k: int, dtype: torch.dtype = torch.int32) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x, weights and ids; expert 3 gets nothing, and one expert of every third token is on another rank."""
+    """Return x, weights and ids; no token chooses expert 3, and every third token has one expert on another rank."""
     generator = torch.Generator().manual_seed(tokens)
     chosen = torch.tensor([0, 1, 2, 4])
     ids = torch.stack([chosen[torch.randperm(4, generator=generator)[:k]] for _ in range(tokens)]).to(dtype)
@@ -74,7 +76,7 @@ def routing(tokens: int, k: int, dtype: torch.dtype = torch.int32) -> tuple[torc
 
 
 def never_choose(model: Path, expert: int) -> None:
-    """Change the first router of a saved mixtral with one expert per token: this one's logit is 0, another's above."""
+    """Let no token choose an expert: change the first router of a saved mixtral that has one expert per token."""
     tensors = load_file(model / "model.safetensors")
     gate = tensors["model.layers.0.block_sparse_moe.gate.weight"]
     first, second, *_ = (row for row in range(len(gate)) if row != expert)
@@ -109,7 +111,7 @@ def fuse_experts(model: Path, transposed: bool = False) -> None:
 
 
 def into_fused(model: Any, checkpoint: Path) -> None:
-    """Give a transformers model, experts fused, the dequantized weights of a checkpoint of the same names."""
+    """Copy the dequantized weights of a checkpoint into a transformers model that stores its experts fused."""
     reader = CheckpointReader(checkpoint)
     modules = dict(model.named_modules())
     with torch.no_grad():

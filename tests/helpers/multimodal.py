@@ -1,4 +1,4 @@
-"""Small random models of images and text, as a test of the quantizer or of the engine needs them."""
+"""Small models of images and text with random weights."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from transformers import (
     AutoTokenizer,
 )
 
-# Tokens behind the 2048 of the bundled tokenizer, and what they stand for.
+# Tokens after the 2048 of the bundled tokenizer, and what they stand for.
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<image>", "<|video_pad|>", "<audio>")
 IMAGE_TOKEN, VIDEO_TOKEN, AUDIO_TOKEN = 2052, 2053, 2054
 # vLLM's attention on a CPU takes heads of 32 channels and more.
@@ -44,13 +44,13 @@ def random_multimodal(directory: Path, model_type: str, tokenizer: Path, **chang
     if model_type.startswith("qwen"):  # which count positions in time, height and width
         rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
         changes = {"rope_parameters": rope} | changes
-    whole = AutoConfig.for_model(model_type)
+    whole: Any = AutoConfig.for_model(model_type)
     text = AutoConfig.for_model(whole.text_config.model_type, **TEXT | changes)
     tower = whole.vision_config or AutoConfig.for_model(f"{model_type}_vision")
     sizes = {name: size for name, size in VISION.items() if hasattr(tower, name)}
-    make = CONFIG_MAPPING[tower.model_type] if tower.model_type in CONFIG_MAPPING else type(tower)
-    tokens = {"image_token_id": IMAGE_TOKEN, "image_token_index": IMAGE_TOKEN, "video_token_id": VIDEO_TOKEN}
-    tokens |= {"vision_start_token_id": 2050, "vision_end_token_id": 2051}
+    make: Any = CONFIG_MAPPING[tower.model_type] if tower.model_type in CONFIG_MAPPING else type(tower)
+    tokens: dict[str, Any] = dict.fromkeys(("image_token_id", "image_token_index"), IMAGE_TOKEN)
+    tokens |= {"video_token_id": VIDEO_TOKEN, "vision_start_token_id": 2050, "vision_end_token_id": 2051}
     tokens["tie_word_embeddings"] = text.tie_word_embeddings
     if model_type == "gemma4":  # of sound, too
         audio = AutoConfig.for_model("gemma4_audio", hidden_size=64, num_hidden_layers=1, output_proj_dims=64)
@@ -68,10 +68,10 @@ def random_multimodal(directory: Path, model_type: str, tokenizer: Path, **chang
 
 
 def save_image_processor(directory: Path) -> Any:
-    """Put beside an Idefics3 what makes pixels and tokens of a prompt with an image of 28 x 28; one token an image.
+    """Save the processor of an Idefics3 beside it, which makes one token of an image of 28 x 28.
 
     Returns:
-        It.
+        The processor.
     """
     from transformers import Idefics3Processor
     from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil

@@ -47,7 +47,7 @@ def obq(
             current -= error * left[pick]
             left -= torch.outer(left[:, pick], left[pick]) / left[pick, pick]
             free[pick] = False
-            # Eliminated: keep 0 / 0 out of the costs.
+            # The column is eliminated: keep 0 / 0 out of the costs.
             left[pick, pick] = 1.0
     return integers.to(torch.int32), orders
 
@@ -55,7 +55,7 @@ def obq(
 def best_free_weights(
     weight: torch.Tensor, current: torch.Tensor, hessian: torch.Tensor, fixed: torch.Tensor
 ) -> torch.Tensor:
-    """The weights nearest to `weight` in the norm of the Hessian among those that agree with `current` where `fixed`.
+    """Return the weights nearest to `weight` in the norm of the Hessian that equal `current` where `fixed`.
 
     Args:
         weight, current: float64 [r, c].

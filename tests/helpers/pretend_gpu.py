@@ -1,4 +1,4 @@
-"""A pretend CUDA device for machines without one: its tensors say "cuda", lie in the CPU's memory, refuse CPU tensors.
+"""A pretend CUDA device for machines without one: its tensors say "cuda", lie in the CPU's memory and refuse others.
 
 It works at the level of torch functions and computes what the CPU computes, so a run on it must give the same bits as
 one on the CPU, or it has mixed devices, which a real GPU refuses. What a torch function does inside is not seen.
@@ -22,13 +22,17 @@ ANY_DEVICE = {"copy_", "_has_compatible_shallow_copy_type"}
 
 
 class OnGpu(torch.Tensor):
-    """`host`: the values. Only torch functions reach them."""
+    """A tensor on the pretend GPU. Its values, `host`, are reached by torch functions only."""
 
     host: torch.Tensor
 
     @staticmethod
     def __new__(cls, host: torch.Tensor) -> "OnGpu":
-        layout = {"strides": host.stride(), "storage_offset": host.storage_offset(), "dtype": host.dtype}
+        layout: dict[str, Any] = {
+            "strides": host.stride(),
+            "storage_offset": host.storage_offset(),
+            "dtype": host.dtype,
+        }
         made = torch.Tensor._make_wrapper_subclass(cls, host.size(), **layout, device=DEVICE)
         made.host = host
         return made
@@ -38,34 +42,37 @@ class OnGpu(torch.Tensor):
         return compute(func, args, kwargs or {})
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub is that of a function
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         raise NotImplementedError(f"{func} on the pretend GPU")
 
 
 def host(value: Any) -> Any:
-    """What the CPU computes with: values of pretend tensors, and the CPU for the device."""
+    """Return what the CPU computes with: the values of a pretend tensor, or the CPU in place of the GPU."""
     if isinstance(value, OnGpu):
         return value.host
     return "cpu" if names_gpu(value) else value
 
 
 def names_gpu(value: Any) -> bool:
+    """Return whether a value is the name of the GPU."""
     return isinstance(value, (str, torch.device)) and str(value).startswith("cuda")
 
 
 def compute(func: Any, args: tuple, kwargs: dict) -> Any:
-    """A torch function on the CPU. Its results are where its tensors are, or where it was told to put them."""
-    name, owner = getattr(func, "__name__", ""), getattr(func, "__self__", None)
-    if name == "__get__" and getattr(owner, "__name__", "") in PROPERTIES:
-        return PROPERTIES[owner.__name__]
+    """Compute a torch function on the CPU. Its results are where its tensors are, or where it was told to put them."""
+    name, owner = getattr(func, "__name__", ""), getattr(getattr(func, "__self__", None), "__name__", "")
+    if name == "__get__" and owner in PROPERTIES:
+        return PROPERTIES[owner]
     if name in ("numpy", "__array__"):
         raise TypeError("can't convert cuda:0 device type tensor to numpy")
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     gpu = [tensor for tensor in tensors if isinstance(tensor, OnGpu)]
-    strangers = [t for t in tensors if not isinstance(t, OnGpu) and t.dim() and t.device.type != "meta"]
+    others = [t for t in tensors if not isinstance(t, OnGpu) and t.dim() and t.device.type != "meta"]
     if name in ("__getitem__", "__setitem__") and isinstance(args[0], OnGpu):
-        strangers = [t for t in strangers if t.dtype not in (torch.int64, torch.bool)]  # as indices they may be there
-    if gpu and strangers and name not in (*MOVES, *ANY_DEVICE):
+        others = [t for t in others if t.dtype not in (torch.int64, torch.bool)]  # indices may be on the CPU
+    if gpu and others and name not in (*MOVES, *ANY_DEVICE):
         raise RuntimeError(f"{name}: tensors on cuda:0 and cpu, {[tuple(t.shape) for t in tensors]}")
     if name == "_has_compatible_shallow_copy_type":
         return False
@@ -75,7 +82,7 @@ def compute(func: Any, args: tuple, kwargs: dict) -> Any:
     values = tree_map(host, args), tree_map(host, kwargs)
     result = func(*values[0], **values[1])
     if name in MOVES and on_gpu != isinstance(args[0], OnGpu) and result is values[0][0]:
-        result = result.clone()  # between devices there is no view
+        result = result.clone()  # a move between devices never returns a view
     known = {id(host(tensor)): tensor for tensor in tensors}  # in place, the result is the argument
     return tree_map(lambda value: known[id(value)] if id(value) in known else _placed(value, on_gpu), result)
 
@@ -86,7 +93,7 @@ def _placed(value: Any, on_gpu: bool) -> Any:
 
 
 class _Factories(TorchFunctionMode):
-    """New tensors, and moves to the GPU."""
+    """Computes functions that make tensors on the GPU or move tensors to it."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -97,13 +104,15 @@ class _Factories(TorchFunctionMode):
 
 
 class _Generator(torch.Generator):
+    """A generator of the CPU, whichever device it is asked for."""
+
     def __new__(cls, device: Any = "cpu") -> "_Generator":
-        return super().__new__(cls, "cpu")
+        return super().__new__(cls, "cpu")  # type: ignore[call-arg]  # unknown to torch's stubs
 
 
 @contextlib.contextmanager
 def pretend_gpu(major: int = 9, minor: int = 0) -> Iterator[None]:
-    """Inside, `torch.cuda` has one device of this compute capability, and device "cuda" works as above."""
+    """Give `torch.cuda` one device of this compute capability; device "cuda" works as the module says."""
     facts = SimpleNamespace(multi_processor_count=4, major=major, minor=minor, total_memory=80 << 30, name="pretended")
     answers = {
         "_lazy_init": None, "is_available": True, "device_count": 1, "current_device": 0, "synchronize": None,

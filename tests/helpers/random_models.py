@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-# What one family or another calls its sizes; sliding windows on where the family has them.
+# The sizes under the names that the families give them; sliding windows are on where the family has them.
 SMALL: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "n_embd", "word_embed_proj_dim"), 32),
     **dict.fromkeys(("intermediate_size", "moe_intermediate_size", "n_inner", "ffn_dim"), 48),
@@ -22,7 +22,7 @@ class RandomModels:
     """Makes tiny models of any family, with random weights, biases and norms, and the bundled tokenizer.
 
     Args:
-        directory: where they go, one folder per name.
+        directory: where the models are saved, one folder per name.
         tokenizer: folder with tokenizer files for 2048 tokens.
     """
 
@@ -30,11 +30,11 @@ class RandomModels:
         self.directory, self.tokenizer = directory, tokenizer
 
     def __call__(self, model_type: str, name: str = "", **changes: Any) -> tuple[Path, Any]:
-        """The directory of a saved model, and the model (float32)."""
+        """Save a model; return its directory, and the model (float32)."""
         from transformers import AutoConfig, AutoModelForCausalLM
 
         torch.manual_seed(0)
-        # Some families derive the size of a head and refuse to be told.
+        # Falcon derives the size of a head and refuses an argument for it.
         sizes = {key: value for key, value in SMALL.items() if (model_type, key) != ("falcon", "head_dim")}
         config = AutoConfig.for_model(model_type, **sizes | changes)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()

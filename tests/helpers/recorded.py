@@ -1,4 +1,4 @@
-"""What a product asks of the machine: kernels that are recorded instead of launched, and torch's operators."""
+"""Record the kernels that a product launches, instead of launching them, and the operators of torch that it calls."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class RecordedKernel:
-    """Stands in for a Triton function: notes the named arguments of each launch, and launches nothing."""
+    """Stands in for a Triton function: records the named arguments of each launch, and launches nothing."""
 
     def __init__(self) -> None:
         self.launches: list[dict[str, Any]] = []
@@ -17,7 +17,7 @@ class RecordedKernel:
 
 
 class RecordedOperators(TorchDispatchMode):
-    """Names of the operators that are called while it is active, `namespace::name`."""
+    """Records the names of the operators that are called while it is active, `namespace::name`."""
 
     def __init__(self) -> None:
         super().__init__()

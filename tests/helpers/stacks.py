@@ -1,4 +1,4 @@
-"""The weights of several experts as the kernels take them."""
+"""Weights of several experts in the form that the kernels take."""
 
 import torch
 
@@ -7,6 +7,6 @@ from vllm_latq.kernels.layout.weight import KernelWeight, prepare, stack_weights
 
 
 def stack_of_experts(experts: int, bits: int = 3) -> KernelWeight:
-    """64 by 64 each, all the same."""
+    """Return equal experts of 64 by 64 zeros."""
     codes = torch.zeros(64, 64 * bits // 32, dtype=torch.int32, device=DEVICE)
     return stack_weights([prepare(codes, bits, -1, 64)] * experts)

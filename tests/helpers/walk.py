@@ -1,4 +1,4 @@
-"""A model computed one block at a time, as quantization goes through it."""
+"""Compute a model one block at a time, in the way of the quantizer."""
 
 import torch
 
@@ -6,7 +6,7 @@ from vllm_latq.quantize.model.decoder import Decoder
 
 
 def walk_blocks(decoder: Decoder, tokens: torch.Tensor, batch_size: int) -> list[torch.Tensor]:
-    """Hidden states of each batch behind the last block."""
+    """Return the hidden states of each batch after the last block."""
     batches = decoder.embed(tokens, batch_size)
     for index in range(len(decoder)):
         with decoder.block(index) as block:
@@ -16,7 +16,7 @@ def walk_blocks(decoder: Decoder, tokens: torch.Tensor, batch_size: int) -> list
 
 
 def walk(decoder: Decoder, tokens: torch.Tensor, batch_size: int) -> torch.Tensor:
-    """Logits."""
+    """Return the logits."""
     batches = walk_blocks(decoder, tokens, batch_size)
     with decoder.head() as head, torch.no_grad():
         return torch.cat([head(hidden) for hidden in batches])

@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+import importlib
 import json
 import multiprocessing
 import os
@@ -10,6 +11,7 @@ import sys
 import tempfile
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 from helpers.programs import importing_helpers, program
 
@@ -40,15 +42,15 @@ def run(path: Path, *arguments: str, **environment: str) -> tuple[int, str]:
 
 def fork_workers() -> None:
     """Let vLLM do in forked processes, or in this one, what it does in processes that import everything again."""
-    from vllm.model_executor.models import registry
-    from vllm.v1.executor import multiproc_executor
-
+    registry: Any = importlib.import_module("vllm.model_executor.models.registry")
+    executor: Any = importlib.import_module("vllm.v1.executor.multiproc_executor")
+    collector: Any = gc
     # Workers are spawned on a CPU for the sake of bound threads, and models inspected apart for the sake of CUDA.
-    multiproc_executor.get_mp_context = partial(multiprocessing.get_context, "fork")
+    executor.get_mp_context = partial(multiprocessing.get_context, "fork")
     registry._run_in_subprocess = lambda function: function()
     # Garbage is collected many times per engine; what has been imported need not be searched each time.
     gc.freeze()
-    gc.unfreeze = lambda: None
+    collector.unfreeze = lambda: None
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Weights of `--load-format dummy`: what they cost is what trained ones cost."""
+"""Weights of `--load-format dummy` cost as much time and memory as trained ones."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ ROWS, COLS, RATE = 256, 1024, 0.01
 
 @pytest.mark.parametrize("scheme", [LayerScheme("packed", 3, 128, True), LayerScheme("huffman"), LayerScheme("rans")])
 def test_dummy_outliers_are_spread_like_random_ones(scheme: LayerScheme) -> None:
-    """Rows differ in number, columns are used evenly, slices are padded: gathers of x cost what they cost."""
+    """Rows differ in their number of outliers and columns are used evenly, so gathers of x cost as usual."""
     weight = dummy_weight(scheme, ROWS, COLS, {"outlier_rate": RATE})
     outliers = weight.outliers
     assert outliers is not None

@@ -34,12 +34,12 @@ def quantization(ignore: tuple[str, ...] = (), overrides: dict[str, LayerScheme]
 
 
 def running(model: Any) -> Any:
-    """What vLLM calls its current configuration, of a model that it runs by code of its own."""
+    """Return a current configuration of vLLM for a model that vLLM runs by its own code."""
     return SimpleNamespace(model_config=SimpleNamespace(hf_config=model, using_transformers_backend=lambda: False))
 
 
 def bare(cls: type) -> torch.nn.Module:
-    """A layer object of a class, unbuilt: enough for the choice of a method."""
+    """Return an object of a layer class without calling its __init__: enough to choose a method for it."""
     layer = cls.__new__(cls)
     torch.nn.Module.__init__(layer)
     return layer
@@ -112,7 +112,7 @@ def test_head_is_quantized_where_the_config_does_not_mention_ties(monkeypatch: p
 
 
 def test_running_model_decides_whether_its_head_is_tied(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM gives a language model within another the outer model's."""
+    """vLLM gives a nested language model the setting of the outer model."""
     config = quantization()
     config.maybe_update_config("", LlamaConfig(tie_word_embeddings=True))
     monkeypatch.setattr(vllm_config, "get_current_vllm_config", lambda: running(LlamaConfig(tie_word_embeddings=False)))
@@ -121,7 +121,7 @@ def test_running_model_decides_whether_its_head_is_tied(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("implementation", ["vllm", "transformers"])
 def test_rows_are_reordered_only_for_models_of_vllm(implementation: Any, random_model: Any) -> None:
-    """The code of transformers' models takes them as they are stored."""
+    """Models that run by transformers' code take the rows as they are stored."""
     directory, _ = random_model("llama4_text", num_local_experts=2, moe_layers=[], intermediate_size_mlp=48)
     model = ModelConfig(str(directory), model_impl=implementation)
     config = quantization()
@@ -184,7 +184,7 @@ def test_unknown_format_is_refused() -> None:
 
 
 def test_quantization_flag_on_an_unquantized_model_is_refused(mini_model: Path) -> None:
-    """Through vLLM's own argument handling, as `vllm serve MODEL --quantization latq` goes."""
+    """Goes through vLLM's own argument handling, as `vllm serve MODEL --quantization latq` does."""
     from vllm.engine.arg_utils import EngineArgs
 
     with pytest.raises(ValueError, match=r"the model is not quantized\. Quantize it first"):

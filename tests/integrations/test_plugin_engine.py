@@ -25,7 +25,7 @@ assert_same = partial(engine_probe.assert_same, tolerance=LOGPROB_TOLERANCE)
 
 @pytest.fixture(scope="module")
 def generations(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """Everything that one process can run, by name."""
+    """Return all generations that one process can make, by name."""
     pairs = {
         name: request.getfixturevalue(f"{name}_pair") for name in ("ssqr", "hptq", "mixed", "biased", "other_ssqr")
     }
@@ -51,7 +51,7 @@ def ssqr_dense_twin(ssqr_checkpoint: Path, make_dense_twin: Any, tmp_path_factor
 
 
 def without_tensor(source: Path, name: str) -> Path:
-    """A copy of a checkpoint that lacks one tensor."""
+    """Return a copy of a checkpoint that lacks one tensor."""
     target = source.with_name("incomplete")
     shutil.copytree(source, target)
     tensors = load_file(target / "model.safetensors")
@@ -66,7 +66,7 @@ def test_engine_equals_the_dequantized_model(name: str, generations: dict[str, A
 
 
 def test_bfloat16_probabilities_match_the_dequantized_model(generations: dict[str, Any]) -> None:
-    """A checkpoint of the quantizer; its first tokens, as later ones follow what was chosen."""
+    """Only the first tokens are compared: later ones depend on the tokens chosen before."""
     for ours, theirs in zip(generations["bfloat16"][0], generations["bfloat16-dense"][0], strict=True):
         got, expected = ours["logprobs"][0], theirs["logprobs"][0]
         common = got.keys() & expected.keys()
@@ -76,7 +76,7 @@ def test_bfloat16_probabilities_match_the_dequantized_model(generations: dict[st
 
 
 def test_reloading_other_weights_and_back(generations: dict[str, Any]) -> None:
-    """To other weights and back; the other ones do differ."""
+    """The other weights give other answers."""
     _, other, back = generations["ssqr"]
     assert other != generations["ssqr"][0]
     assert_same(other, generations["other_ssqr-dense"][0])
@@ -102,7 +102,7 @@ def test_missing_tensor_stops_the_engine(generations: dict[str, Any]) -> None:
 def test_tensor_parallel_equals_one_process(
     mixed_pair: tuple[Path, Path], biased_pair: tuple[Path, Path], generations: dict[str, Any]
 ) -> None:
-    """Cuts packed and entropy-coded layers, whole-row scales, outliers and the head; replicates a KV head."""
+    """Two ranks cut packed and coded layers, scales of whole rows, outliers and the head, and replicate a KV head."""
     split = {"tensor_parallel_size": 2}
     mixed, biased = probe([{"model": pair[0], "engine": split} for pair in (mixed_pair, biased_pair)])
     assert_same(mixed[0], generations["mixed"][0])
@@ -126,7 +126,7 @@ def test_speculative_decoding_equals_one_token_at_a_time(
 
 
 def test_lora_adapters(mini_model: Path, mixed_pair: Any, generations: dict[str, Any], tmp_path: Path) -> None:
-    """On merged and on entropy-coded layers, beside a quantized head; gone in requests without them."""
+    """Adapters work on merged and on coded layers, beside a quantized head; requests without them are unchanged."""
     adapter = write_adapter(tmp_path / "adapter", mini_model)
     engine = {"enable_lora": True, "max_lora_rank": RANK}
     (adapted, plain), (expected, _) = probe(

@@ -1,7 +1,7 @@
 """The real engine on families whose layers it merges, or runs, differently: encoders, linears fused in the checkpoint,
 linear and latent attention, and keys and values that blocks share.
 
-What it answers is what transformers finds for the dense model.
+Its answers are compared with what transformers computes for the dense model.
 """
 
 from pathlib import Path
@@ -72,7 +72,7 @@ if OLD_VLLM:  # which does not start it, dense or not, with transformers 5.23
 def pairs(
     random_model: Any, make_dense_twin: Any, calibration_text: Path, tmp_path_factory: Any
 ) -> dict[str, tuple[Path, Path]]:
-    """Checkpoint and dense twin of each family."""
+    """Return the checkpoint and the dense twin of each family."""
     folder, found = tmp_path_factory.mktemp("families"), {}
     for family in (*ENCODERS, *DECODERS):
         recipe = RECIPES[family]
@@ -88,7 +88,7 @@ def pairs(
 
 @pytest.fixture(scope="module")
 def answers(pairs: dict[str, tuple[Path, Path]]) -> dict[str, Any]:
-    """What one process served, by family."""
+    """Return the answers of one process, by family."""
     jobs = [
         {"model": checkpoint, "engine": {"max_model_len": 64}, "layouts": True, "pooling": family in ENCODERS}
         for family, (checkpoint, _) in pairs.items()
@@ -126,7 +126,7 @@ def test_logprobs_match_the_dequantized_models(
 def test_attention(
     family: str, random_model: Any, make_dense_twin: Any, calibration_text: Path, tmp_path: Path
 ) -> None:
-    """Of other kinds than Llama's, beside experts, shared and routed."""
+    """Attention of other kinds than Llama's, beside shared and routed experts."""
     source, _ = random_model(family, f"served-{family}", num_experts_per_tok=2, **ATTENTION[family])
     quantize_checkpoint(RECIPES[family], source, tmp_path / "out", calibration=str(calibration_text))
     dense = make_dense_twin(tmp_path / "out", tmp_path / "dense")

@@ -1,6 +1,6 @@
-"""The real engine on mixtures of experts: its log-probabilities are those transformers finds for the dense model.
+"""The real engine on mixtures of experts: its log-probabilities equal those of the dense model in transformers.
 
-Routing amplifies differences: an expert chosen otherwise changes everything behind it, so agreement shows it equal too.
+Routing amplifies differences: another expert changes everything after it, so agreement shows equal routing, too.
 """
 
 from pathlib import Path
@@ -63,7 +63,7 @@ RECIPES = {
 def pairs(
     random_model: Any, make_checkpoint: Any, make_dense_twin: Any, calibration_text: Path, tmp_path_factory: Any
 ) -> dict[str, tuple[Path, Path]]:
-    """Checkpoint and dense twin of each family: two from the quantizer, others rounded in more encodings."""
+    """Return checkpoint and dense twin of each family: two from the quantizer, others rounded in more encodings."""
     folder, found = tmp_path_factory.mktemp("mixtures"), {}
     for family, recipe in RECIPES.items():
         source, model = random_model(family, f"served-{family}", **SIZES | CHANGES[family])
@@ -88,7 +88,7 @@ def pairs(
 
 @pytest.fixture(scope="module")
 def generations(pairs: dict[str, tuple[Path, Path]]) -> dict[str, Any]:
-    """Everything that one process can run, by name."""
+    """Return all generations that one process can make, by name."""
     mixtral, other, qwen3, qwen2 = (pairs[name][0] for name in ("mixtral", "other_mixtral", "qwen3_moe", "qwen2_moe"))
     jobs: dict[str, dict[str, Any]] = {
         "mixtral": {"model": mixtral, "engine": ENGINE, "reload": [other, mixtral]},
@@ -101,7 +101,7 @@ def generations(pairs: dict[str, tuple[Path, Path]]) -> dict[str, Any]:
 
 
 def assert_right(generations: list[dict[str, Any]], dense: Path) -> None:
-    """It is what transformers finds for the dense model."""
+    """Assert that answers agree with the dense model in transformers."""
     model = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)
     assert len(generations) == len(PROMPTS)
     for prompt, generation in zip(PROMPTS, generations, strict=True):
@@ -116,7 +116,7 @@ def test_mixture_equals_the_dequantized_model(
 
 
 def test_reloading_a_mixture_and_back(generations: dict[str, Any], pairs: dict[str, tuple[Path, Path]]) -> None:
-    """To other weights and back; the other ones do differ."""
+    """The other weights give other answers."""
     first, other, back = generations["mixtral"]
     assert_right(other, pairs["other_mixtral"][1])
     assert other != first
@@ -130,7 +130,7 @@ def test_dummy_mixture_generates_plausible_tokens(generations: dict[str, Any]) -
 
 
 def test_expert_parallel_equals_one_process(generations: dict[str, Any], pairs: dict[str, tuple[Path, Path]]) -> None:
-    """Two processes: attention cut by tensor parallelism, experts shared out."""
+    """Two processes cut attention by tensor parallelism and share out the experts."""
     split = ENGINE | {"tensor_parallel_size": 2, "enable_expert_parallel": True}
     ((served,),) = probe([{"model": pairs["mixtral"][0], "engine": split}])
     assert_same(served, generations["mixtral"][0], LOGPROB_TOLERANCE)

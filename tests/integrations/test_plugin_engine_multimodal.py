@@ -1,4 +1,4 @@
-"""The real engine on a model of images and text: what it answers, about an image too, is what transformers finds."""
+"""The real engine on a model of images and text: its answers agree with transformers, about images too."""
 
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ def checkpoint(mini_model: Path, calibration_text: Path, tmp_path_factory: pytes
 
 @pytest.fixture(scope="module")
 def answers(checkpoint: Path) -> tuple[Any, Any, Any]:
-    """Of prompts without and with images, and the layouts that multiplied."""
+    """Return the answers to prompts without and with images, and the layouts of the engine."""
     images = [{"text": TEXT, "image": pixels.tolist()} for pixels in PIXELS]
     ((text, pictured, layouts),) = probe(
         [{"model": checkpoint, "engine": {"max_model_len": 128}, "images": images, "layouts": True}]
@@ -58,7 +58,7 @@ def test_text_prompts(checkpoint: Path, answers: tuple[Any, Any, Any]) -> None:
 
 
 def test_image_prompts(checkpoint: Path, answers: tuple[Any, Any, Any]) -> None:
-    """Two images behind the same words; the processor is the checkpoint's own."""
+    """Two images after the same words; the processor is the checkpoint's own."""
     _, pictured, _ = answers
     processor = Idefics3Processor.from_pretrained(checkpoint)
     for answer, pixels in zip(pictured, PIXELS, strict=True):

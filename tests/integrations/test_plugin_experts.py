@@ -1,4 +1,4 @@
-"""vLLM's layer of routed experts, tensor and expert parallel: its loaded weights equal an unquantized layer's, exactly.
+"""vLLM's routed experts, tensor and expert parallel: the loaded weights equal those of an unquantized layer exactly.
 
 No engine and no process group: rank and world size are patched, and an unquantized vLLM layer that loads the
 dequantized matrices by the same names is the oracle.
@@ -58,7 +58,7 @@ def rank_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 
 def build(quant: LatqConfig | None, size: int = 1, expert_parallel: bool = False, **options: Any) -> Any:
-    """The routed experts of a mixture on one of `size` ranks."""
+    """Return the routed experts of a mixture on one of `size` ranks."""
     config = VllmConfig()
     config.parallel_config.enable_expert_parallel = expert_parallel
     sizes = {"num_experts": EXPERTS, "top_k": TOP_K, "hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE}
@@ -75,7 +75,7 @@ def quantization(scheme: LayerScheme, **fields: Any) -> LatqConfig:
 
 
 def checkpoint(scheme: LayerScheme) -> dict[str, Weight]:
-    """Every matrix of every expert by its name below the layer's."""
+    """Return every matrix of every expert by its name inside the layer."""
     return dict(_checkpoint(scheme))
 
 
@@ -89,13 +89,13 @@ def _checkpoint(scheme: LayerScheme) -> dict[str, Weight]:
 
 
 def load(layer: Any, weights: dict[str, Weight], skip: str = " ") -> None:
-    """Hand a layer its tensors as the engine does, from the last one to the first."""
+    """Give a layer its tensors as the engine does, from the last one to the first."""
     stored = [(f"{name}.{key}", t) for name, weight in weights.items() for key, t in weight.to_tensors().items()]
     assert list(layer.load_weights((name, t) for name, t in reversed(stored) if not name.startswith(skip)))
 
 
 def dense(layer: Any, product: str) -> torch.Tensor:
-    """The weights of all experts on this rank, [experts, rows, cols]."""
+    """Return the weights of all experts on this rank, [experts, rows, cols]."""
     method = layer.quant_method
     stacks = [getattr(layer, f"{product}_{name}") for name in WEIGHT_ARGUMENTS]
     constants = method.constants[0 if product == "w13" else 1]
@@ -106,7 +106,7 @@ def dense(layer: Any, product: str) -> torch.Tensor:
 
 
 def product_of(x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> Any:
-    """Plain experts; ids below 0 are on other ranks."""
+    """Return the outputs of plain experts; ids below 0 are on other ranks."""
     y = torch.zeros_like(x)
     for token, slot in (ids >= 0).nonzero().tolist():
         first = functional.linear(x[token], w13[ids[token, slot]])
@@ -133,7 +133,7 @@ def test_every_rank_gets_its_experts(
 def test_every_rank_gets_its_experts_without_a_gate(
     scheme: str, size: int, expert_parallel: bool, rank_of: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM runs them on GPUs only, and asks its platform."""
+    """vLLM runs them on GPUs only: its platform is patched."""
     gpu = SimpleNamespace(is_cuda_alike=lambda: True, is_xpu=lambda: False)
     monkeypatch.setattr(moe_config, "current_platform", gpu)
     options = {"activation": "relu2_no_mul", "ckpt_names": ("up_proj", "down_proj", None)}
@@ -183,7 +183,7 @@ def assert_every_rank_gets_its_part(
 def test_reload_reuses_the_memory_of_the_first_load(
     rank_of: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the kernels' tensors, which need no kernel to be made: outliers of all experts share their room."""
+    """With the tensors of the kernels, in which the outliers of all experts share one buffer."""
     monkeypatch.setattr("vllm_latq.serving.operands.has_kernels", lambda device: True)
     rank_of(0)
     few, many = checkpoint(PACKED), {}
@@ -222,7 +222,7 @@ def test_reload_reuses_the_memory_of_the_first_load(
 
 
 def test_router_weighs_inputs(rank_of: Callable[[int], None]) -> None:
-    """As Llama 4's does, which chooses one expert for each token."""
+    """Llama 4's router does so, which chooses one expert for each token."""
     rank_of(0)
     layer, weights = build(quantization(PACKED), apply_router_weight_on_input=True, top_k=1), checkpoint(PACKED)
     load(layer, weights)
@@ -235,7 +235,7 @@ def test_router_weighs_inputs(rank_of: Callable[[int], None]) -> None:
 
 
 def test_decoded_experts_share_one_width(rank_of: Callable[[int], None]) -> None:
-    """Experts whose own best widths differ are stacked all the same."""
+    """Experts whose best widths differ are stacked with one width."""
     rank_of(0)
     layer, weights = build(quantization(RANS)), checkpoint(RANS)
     for leaf in LEAVES:
@@ -288,7 +288,7 @@ def test_experts_of_another_model_are_refused(
 
 
 def test_cutting_a_group_of_an_expert_is_refused(rank_of: Callable[[int], None]) -> None:
-    """The groups of gate and up lie along the hidden channels, which no rank cuts."""
+    """Only down_proj can be cut so: groups of gate and up lie along the hidden channels, which no rank cuts."""
     rank_of(1)
     scheme = LayerScheme("packed", 4, 128, True)
     with pytest.raises(UnsupportedShapeError, match=r"experts\.\*\.down_proj: expected input channels per rank in"):

@@ -1,4 +1,4 @@
-"""Every layer kind of vLLM, tensor parallel 1, 2 and 4: the loaded shards equal those of an unquantized layer, exactly.
+"""Every kind of layer of vLLM on 1, 2 and 4 ranks: the loaded shards equal those of an unquantized layer exactly.
 
 No engine and no process group: rank and world size are patched, and an unquantized vLLM layer that loads the
 dequantized matrices is the oracle.
@@ -182,7 +182,7 @@ def check_ranks(
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_rotary_rows_of_llama4(size: int, rank_of: Callable[[int, int], None]) -> None:
-    """vLLM rotates halves of a head, where the checkpoint has neighbours side by side."""
+    """vLLM rotates the halves of a head; the checkpoint has the two rows of a pair side by side."""
     model = Llama4TextConfig(num_attention_heads=4, num_key_value_heads=2, head_dim=32)
 
     def arrange(shard_id: Any, weight: torch.Tensor) -> torch.Tensor:
@@ -197,7 +197,7 @@ def test_rotary_rows_of_llama4(size: int, rank_of: Callable[[int, int], None]) -
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_interleaved_heads_of_falcon(kv_heads: int, size: int, rank_of: Callable[[int, int], None]) -> None:
-    """It stores the queries of each head of keys, with its key and value behind them."""
+    """Falcon stores the queries of each key head, followed by its key and value."""
     options = {"new_decoder_architecture": kv_heads == 2, "multi_query": kv_heads == 1, "num_kv_heads": kv_heads}
     model = FalconConfig(num_attention_heads=4, **options)
 

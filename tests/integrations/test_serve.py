@@ -136,7 +136,7 @@ def test_text_prompt_is_completed(client: openai.OpenAI) -> None:
 def test_example_client(
     client: openai.OpenAI, reference: Any, ssqr_pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It prints each token of a completion with its probability."""
+    """The client prints each token of a completion with its probability."""
     prompt = "The following example shows how to"
     program = runpy.run_path(str(EXAMPLES / "openai_client.py"))
     program["main"](["--base-url", str(client.base_url), "--prompt", prompt, "--max-tokens", "4"])
@@ -154,7 +154,7 @@ def test_example_client(
 
 
 def complete(client: openai.OpenAI, index: int) -> list[int]:
-    """The greedy completion of request number `index`; every request has another prompt and length."""
+    """Return the greedy completion of request number `index`; every request has another prompt and length."""
     answer = client.completions.create(
         model="mini",
         prompt=[(17 * index + step) % 2000 for step in range(3 + index % 29)],
@@ -184,7 +184,7 @@ def reload_weights(client: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize("requests", [64, pytest.param(600, marks=pytest.mark.soak)])
 def test_answers_stay_the_same_under_load_aborts_and_reloads(client: openai.OpenAI, requests: int) -> None:
-    """A request in three hangs up, and the weights are reloaded in between; the rest answer as a quiet server does."""
+    """One request in three hangs up, and weights are reloaded; the other answers are those of an idle server."""
     distinct = min(requests, 32)
     quiet = [complete(client, index) for index in range(distinct)]
     with ThreadPoolExecutor(32) as pool:
@@ -216,7 +216,7 @@ def test_killed_engine_fails_cleanly(client: openai.OpenAI, server_process: subp
 
 
 def engine_of(server: int) -> int:
-    """The process id of the server's engine, by the title that vLLM gives it."""
+    """Return the process id of the server's engine, found by the title that vLLM gives it."""
     listing = subprocess.run(
         ["ps", "-o", "pid=,args=", "--ppid", str(server)], capture_output=True, text=True, check=True
     ).stdout

@@ -1,4 +1,4 @@
-"""`AutoModelForCausalLM.from_pretrained` on a checkpoint: the logits of the dequantized model, and nothing else."""
+"""`AutoModelForCausalLM.from_pretrained` on a checkpoint gives exactly the logits of the dequantized model."""
 
 import json
 import shutil
@@ -47,7 +47,7 @@ def test_registered_in_any_order_of_imports(imports: str) -> None:
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.05)])
 def test_rans_layers_scale_their_input(dtype: torch.dtype, tolerance: float, biased_pair: tuple[Path, Path]) -> None:
-    """x * column factors is rounded where the dense model's weight is: equal up to the precision of the dtype."""
+    """x * column factors is rounded, where the dense model rounds the weight: equal up to the precision of dtype."""
     got, expected = logits(biased_pair[0], dtype=dtype), logits(biased_pair[1], dtype=dtype)
     assert (got - expected).float().norm() < tolerance * expected.float().norm()
 
@@ -107,7 +107,7 @@ def test_generate(ssqr_pair: tuple[Path, Path]) -> None:
 
 
 def damaged(source: Path, target: Path, change: str) -> Path:
-    """A copy of a checkpoint with one tensor missing, changed or listed twice, or one key too many in its config."""
+    """Return a copy of a checkpoint with a tensor missing, changed or listed twice, or an unknown key in its config."""
     shutil.copytree(source, target)
     file, name = target / "model.safetensors", "model.layers.1.mlp.up_proj.scales"
     tensors = load_file(file)

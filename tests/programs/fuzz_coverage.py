@@ -1,7 +1,7 @@
 """Fuzz the reader with atheris, guided by coverage; options are libFuzzer's: `-runs=20000 CORPUS`.
 
 The input says which file of which tiny checkpoint is damaged, where, and with which bytes. A finding is any exception
-but an error of ours, weights that changed without a complaint, memory beyond the limit, or no answer in 20 seconds.
+except an error of ours, weights that changed without a complaint, memory beyond the limit, or no answer in 20 seconds.
 """
 
 import shutil
@@ -22,7 +22,7 @@ LIMITS = ("-rss_limit_mb=2048", "-timeout=20")
 
 
 def fuzz_one(data: bytes) -> None:
-    """One damaged checkpoint."""
+    """Damage a checkpoint as the input says, and read it."""
     provider = atheris.FuzzedDataProvider(data)
     chosen = provider.ConsumeIntInRange(0, len(SAMPLES) - 1)
     copy = ROOT / "copy"

@@ -2,7 +2,7 @@
 
     python import_first.py MODULE ...
 
-Prints those that fail. What they import from elsewhere is there before; transformers does not wake the package up.
+Prints the modules that fail. Other packages are imported before; transformers does not import this package by itself.
 """
 
 import importlib

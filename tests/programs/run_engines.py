@@ -19,7 +19,7 @@ from helpers.warm_vllm import fork_workers
 
 
 def generate(llm: Any, adapter: str | None = None, prompts: Any = None, tokens: int = TOKENS) -> list[dict[str, Any]]:
-    """Greedy token ids for each prompt and, at each of them, the log-probabilities of the 5 likeliest tokens."""
+    """Return greedy token ids for each prompt and, for each id, the log-probabilities of the 5 likeliest tokens."""
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
 
@@ -41,27 +41,27 @@ def generate(llm: Any, adapter: str | None = None, prompts: Any = None, tokens: 
 
 
 def embed(llm: Any) -> list[list[list[float]]]:
-    """The normalized hidden state of every token of each prompt, by an engine of the pooling runner."""
+    """Return the normalized hidden state of every token of each prompt, by an engine of the pooling runner."""
     prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
     outputs = llm.encode(prompts, pooling_task="token_embed", use_tqdm=False)
     return [output.outputs.data.tolist() for output in outputs]
 
 
 def layouts(model: Any) -> list[str]:
-    """Those that its quantized linears multiply in."""
+    """Return the layouts in which the quantized linears of a model multiply."""
     methods = (getattr(module, "quant_method", None) for module in model.modules())
     return sorted({method.layout for method in methods if hasattr(method, "layout")})
 
 
 def make_room(worker: Any) -> None:
-    """What a worker that is not the first of a pipeline receives is put where, on a CPU, vLLM 0.32 makes no room."""
+    """Allocate the tensors that a later worker of a pipeline receives: vLLM 0.32 forgets this on a CPU."""
     runner = worker.model_runner
     sizes = {"batch_size": runner.max_num_tokens, "dtype": runner.model_config.dtype, "device": runner.device}
     runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(**sizes)
 
 
 def pictures(prompts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Prompts with an image each, of the numbers given."""
+    """Return prompts with an image each, made of the given numbers."""
     import numpy as np
     from PIL import Image
 
@@ -72,10 +72,11 @@ def pictures(prompts: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def run(job: dict[str, Any]) -> Any:
-    """Generations of a model and of each checkpoint then loaded into the running engine; the error where one is due.
+    """Return what a model generates, and each checkpoint that is then loaded into the running engine.
 
-    States instead of generations where the job is `pooling`; where it names a LoRA adapter, generations with it before
-    those without. Behind them, where the job asks for it: those of prompts with images; the layouts in that engine.
+    A `pooling` job returns hidden states instead. A job that names a LoRA adapter first returns what the model
+    generates with the adapter. If the job asks for them, generations of prompts with images and the layouts of the engine follow.
+    A job that `fails` may return its error.
     """
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory

@@ -31,7 +31,7 @@ SECONDS = 600
 def serve() -> None:
     """Answer every request on the standard input with the exit status of its program, a line each."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # some releases say something when they are imported
+    os.dup2(2, 1)  # some releases of vLLM print when they are imported
     gc.disable()
     for name in PRELOADED:
         importlib.import_module(name)

@@ -1,4 +1,4 @@
-"""The layout `checkpoint` against a plain dense product, the operator with it, and its padding."""
+"""The layout `checkpoint` against a dense product, its operator, and its padding."""
 
 import pytest
 import torch

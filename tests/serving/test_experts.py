@@ -1,4 +1,4 @@
-"""`latq::experts` against plain dense experts, in each of its ways, and as one operator of a graph."""
+"""`latq::experts` against dense experts, by each of its loops, and as one operator of a graph."""
 
 from collections.abc import Callable
 from functools import cache
@@ -55,7 +55,7 @@ def test_both_loops_over_experts_give_the_same_sum(
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_loop_for_cuda_graphs_on_packed_experts(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a capture chooses, run without one."""
+    """A graph capture chooses this loop; here it runs without a capture."""
     mixture, arguments = mixture_of(scheme), routing(3, 2)
     monkeypatch.setattr(expert_op, "by_expert", by_all)
     assert_near(mixture(*arguments), mixture.reference(*arguments))
@@ -130,7 +130,7 @@ def test_one_compiled_graph_for_all_numbers_of_tokens() -> None:
 
 
 def test_a_stack_of_unlike_weights_is_refused() -> None:
-    """With outliers and without: the entries of a stack must be those of its experts, in their order."""
+    """One weight has outliers and the other has none."""
     unlike = [random_weight(LayerScheme("packed", 3, 32, outliers), 64, HIDDEN, 0) for outliers in (True, False)]
     with pytest.raises(AssertionError, match="all weights of a stack have the tensor, or none has"):
         stack_operands([make_operands(weight, torch.float32, "experts") for weight in unlike], "experts")

@@ -82,7 +82,7 @@ def test_one_token_with_and_without_mkl(mkl: bool, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("midrise", [False, True])
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_decoded_integers_with_row_scales(bits: int, midrise: bool) -> None:
-    """HPTQ's, with their overflow: scales of rows are not rounded to bfloat16."""
+    """As of HPTQ, with their overflow: row scales are not rounded to bfloat16."""
     weight: Any = random_weight(LayerScheme("huffman"), 48, 160, seed=1)
     packed = pack_integers(weight.integers(), weight.row_scales, bits, midrise=midrise)
     assert packed.scales is None
@@ -115,7 +115,7 @@ def test_band_size_does_not_change_the_packed_words(bits: int, monkeypatch: pyte
 @pytest.mark.parametrize("abilities", [{"avx512_bf16": True}, {"amx_bf16": True}, {}])
 @pytest.mark.parametrize("bits", [3, 8])
 def test_many_tokens_dequantize_first(bits: int, abilities: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Row by row the dequantized weight, bit for bit, and a product as good as the dtype allows."""
+    """The dequantized rows are exact bit for bit, and the product is as good as the dtype allows."""
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: abilities)
     monkeypatch.setattr(cpu_path, "DENSE_WEIGHTS", 1)  # bands of 64 rows
     weight: Any = random_weight(
@@ -133,7 +133,7 @@ def test_many_tokens_dequantize_first(bits: int, abilities: dict[str, bool], mon
 
 @pytest.mark.parametrize("bits", [3, 8])
 def test_many_tokens_with_row_scales(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """HPTQ's and latq's: another factor for each row, in every band."""
+    """As of HPTQ and latq: each row of every band has another scale."""
     monkeypatch.setattr(cpu_path, "DENSE_WEIGHTS", 1)
     rows = 2 * cpu_path.ROWS + 7
     integers = torch.randint(-9, 9, (rows, 96), dtype=torch.int32)
@@ -143,7 +143,7 @@ def test_many_tokens_with_row_scales(bits: int, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_order_of_codes_on_cpus_without_avx512() -> None:
-    """They interleave other rows; a process of its own, because torch chooses its kernels once."""
+    """These CPUs interleave other rows. It takes a process of its own, because torch chooses its kernels once."""
     if torch.backends.cpu.get_cpu_capability() == "AVX2":
         pytest.skip("this CPU has no AVX512: all other tests run on that order")
     tests = [f"{__file__}::test_many_tokens_dequantize_first", f"{__file__}::test_many_tokens_with_row_scales"]
@@ -195,7 +195,7 @@ def test_cpus_without_avx2_dequantize(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("cols", [512, 65568])
 def test_wide_groups_and_columns(cols: int) -> None:
-    """Whole rows to a scale, negative ones among them, and columns that 16 bits do not number."""
+    """One scale per row, some of them negative, and more columns than 16 bits can number."""
     weight: Any = random_weight(LayerScheme("packed", 3, -1, True), 17, cols, seed=1)
     weight.scales[::2] *= -1
     made = operands(weight)

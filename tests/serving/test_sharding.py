@@ -1,4 +1,4 @@
-"""Cutting and stacking packed weights changes no number."""
+"""Cutting and stacking packed weights changes no value."""
 
 import pytest
 import torch
