@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from helpers.builders import gaussian_integers
 from vllm_latq.coding.huffman import encoder as huffman
 from vllm_latq.format.coded import HuffmanWeight, RansWeight, octave_eighths, weight_from_tensors
 from vllm_latq.format.config import LayerScheme
@@ -34,7 +35,7 @@ def test_packed_round_trip(bits: int, shape: tuple[int, int], group_size: int, d
 @pytest.mark.parametrize("spread", [0.2, 1.0, 6.0, 60.0])
 @pytest.mark.parametrize("bits", [None, 2, 8])
 def test_huffman_packed_is_lossless(spread: float, bits: int | None) -> None:
-    integers = (torch.randn(20, 65, generator=torch.Generator().manual_seed(0)) * spread).round().to(torch.int32)
+    integers = gaussian_integers((20, 65), spread)
     integers[3, 7] = 12345
     weight = HuffmanWeight(torch.tensor([0.0123]), huffman.encode(integers))
     again = weight_from_tensors(weight.to_tensors(), LayerScheme("huffman"), (20, 65), "layer")

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.builders import gaussian_integers, packed_weight
 from vllm_latq.coding.huffman import encoder as huffman
 from vllm_latq.errors import CheckpointError
 from vllm_latq.format import validate
@@ -23,17 +24,11 @@ Tensors = dict[str, torch.Tensor]
 
 
 def packed_tensors() -> Tensors:
-    generator = torch.Generator().manual_seed(0)
-    integers = torch.randint(-4, 4, SHAPE, generator=generator)
-    mask = torch.rand(SHAPE, generator=generator) < 0.2
-    scales = torch.rand(9, 2, generator=generator).add(0.1).to(torch.bfloat16)
-    values = torch.randn(SHAPE, generator=generator)
-    return PackedWeight.from_integers(integers, scales, 3, 33, mask, values).to_tensors()
+    return packed_weight(3, 33, *SHAPE, 0.2).to_tensors()
 
 
 def huffman_tensors() -> Tensors:
-    integers = (torch.randn(SHAPE, generator=torch.Generator().manual_seed(1)) * 2).round().to(torch.int32)
-    return HuffmanWeight(torch.tensor([0.01]), huffman.encode(integers)).to_tensors()
+    return HuffmanWeight(torch.tensor([0.01]), huffman.encode(gaussian_integers(SHAPE, 2.0, seed=1))).to_tensors()
 
 
 def rans_tensors() -> Tensors:
@@ -96,7 +91,7 @@ PACKED_DAMAGE = [
     (setting("scales", (2, 0), 3e38), "and finite also times 4, found 1 others, the first in row 2, group 0"),
     (
         replacing("qweight", lambda tensor: tensor ^ 1),
-        "layer.qweight: expected the code of 0 under each outlier, found another in row 1, column 10",
+        "layer.qweight: expected the code of 0 under each outlier, found another in row 0, column 32",
     ),
     (setting("qweight", ([7, 3], -1), -1), "after the last code are zero, found 2 others, the first in row 3"),
     (setting("outlier_row_ptr", 0, 1), "layer.outlier_row_ptr: expected 0 first"),
@@ -221,7 +216,7 @@ def test_columns_that_do_not_fit_in_16_bits() -> None:
 
 
 def test_chunk_of_another_length_is_refused_when_decoded() -> None:
-    integers = (torch.randn(40, 300, generator=torch.Generator().manual_seed(1)) * 2).round().to(torch.int32)
+    integers = gaussian_integers((40, 300), 2.0, seed=1)
     tensors = HuffmanWeight(torch.tensor([0.01]), huffman.encode(integers)).to_tensors()
     bits = tensors["chunk_bits"].to(torch.int32)
     bits[0, 0], bits[1, 0] = bits[0, 0] + 1, bits[1, 0] - 1

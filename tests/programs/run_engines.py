@@ -72,10 +72,10 @@ def pictures(prompts: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def run(job: dict[str, Any]) -> Any:
-    """Return what a model generates, and each checkpoint that is then loaded into the running engine.
+    """Return what a model generates, and what each checkpoint generates that is then loaded into the running engine.
 
-    A `pooling` job returns hidden states instead. A job that names a LoRA adapter first returns what the model
-    generates with the adapter. If the job asks for them, generations of prompts with images and the layouts of the engine follow.
+    A `pooling` job returns hidden states instead. A job that names a LoRA adapter returns first what the model generates
+    with the adapter. Generations of prompts with images, and the layouts of the engine, follow if the job asks for them.
     A job that `fails` may return its error.
     """
     from vllm import LLM
