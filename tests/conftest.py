@@ -162,8 +162,10 @@ def tasks_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="session")
 def biased_pair(mini_model: Path, tmp_path_factory: pytest.TempPathFactory) -> CheckpointPair:
-    """A random Qwen2: biases on q, k and v, one key-value head, which TP must replicate; half packed, half rANS, and
-    mid-rise but for the latter's MLP."""
+    """A random Qwen2 with biases on q, k and v, and one key-value head, which tensor parallelism must replicate.
+
+    Half of it is packed, half rANS; all is mid-rise except the MLP of the rANS half.
+    """
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pdoc
 from pdoc.extract import walk_specs
-from test_imports import MODULES
 
-ROOT = Path(__file__).parents[1]
+from helpers.modules import MODULES
+
 PACKAGES = ("vllm_latq", "vllm_latq.quantize", "vllm_latq.kernels")
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
-OURS = "vllm_latq"
+from helpers.modules import MODULES, OURS, ROOT
+
 # Files at the root of a folder are named without their suffix.
 KERNELS = ("errors", "layout", "configs", "device", "decode", "experts", "entropy", "bench", "dev")
 QUANTIZE = (
@@ -27,7 +27,6 @@ ORDER = (
 )
 # Entry points of host frameworks, imported by nothing of ours, import what they register when they are called.
 LAZY = {f"{OURS}.__init__", f"{OURS}.plugin"}
-FOLDERS = {"vllm_latq": OURS, "kernels": f"{OURS}.kernels", "quantize": f"{OURS}.quantize"}
 # Another way round, on purpose: siblings that must not know each other.
 STRANGERS = (
     (f"{OURS}.quantize.runs", f"{OURS}.quantize.certificate"),
@@ -38,16 +37,6 @@ STRANGERS = (
 )
 
 
-def modules() -> Iterator[tuple[str, Path]]:
-    """Dotted name and file of every module of the three folders, at any depth."""
-    for folder, package in FOLDERS.items():
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            inside = path.relative_to(ROOT / folder)
-            if not (folder == OURS and inside.parts[0] in FOLDERS):  # the links to the other two
-                yield ".".join([package, *inside.with_suffix("").parts]), path
-
-
-MODULES = dict(modules())
 EVERY_MODULE = pytest.mark.parametrize("name", sorted(MODULES))
 
 

@@ -3,29 +3,18 @@
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 
+from helpers.modules import MODULES, ROOT
 from helpers.programs import run_program
 
-ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = {"vllm_latq": "vllm_latq", "quantize": "vllm_latq.quantize", "kernels": "vllm_latq.kernels"}
 # What only developers need: programs that emulate a GPU, audit machine code, and compare quantizers.
 NOT_SHIPPED = ("vllm_latq.kernels.dev.", "vllm_latq.quantize.studies.")
 
 
-def all_modules() -> Iterator[str]:
-    """Dotted names of every module of the three folders, at any depth."""
-    for folder, package in FOLDERS.items():
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            inside = path.relative_to(ROOT / folder)
-            if not (folder == "vllm_latq" and inside.parts[0] in FOLDERS):  # the links to the other two
-                yield ".".join([package, *inside.with_suffix("").parts])
-
-
 def shipped_modules() -> list[str]:
-    """Dotted names of the modules that the wheel holds."""
-    return [name for name in all_modules() if not name.startswith(NOT_SHIPPED)]
+    """Return the dotted names of the modules that the wheel holds."""
+    return [name for name in MODULES if not name.startswith(NOT_SHIPPED)]
 
 
 def test_wheel_imports_outside_the_checkout(tmp_path: Path) -> None:
@@ -50,7 +39,7 @@ def test_any_module_can_be_imported_first() -> None:
     """All modules except those of the plugin, which vLLM imports itself."""
     modules = [
         name.removesuffix(".__init__")
-        for name in all_modules()
+        for name in MODULES
         if not name.startswith(("vllm_latq.integrations.vllm.", "vllm_latq.quantize.studies.peer_"))
     ]
     assert len(modules) > 130

@@ -4,7 +4,9 @@ import ast
 import re
 from pathlib import Path
 
-from test_imports import MODULES, ORDER, ROOT
+from test_imports import ORDER
+
+from helpers.modules import MODULES, ROOT
 
 
 def folders() -> set[str]:

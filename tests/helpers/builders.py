@@ -91,20 +91,6 @@ def bits_and_group(scheme: LayerScheme) -> tuple[int, int]:
     return scheme.bits, scheme.group_size
 
 
-def integer_outlier_weight(scheme: LayerScheme, rows: int, cols: int, seed: int) -> PackedWeight:
-    """Return a packed weight whose outliers are integers beyond its codes, with an empty and a full row of them."""
-    generator = torch.Generator().manual_seed(seed)
-    bits, group_size = bits_and_group(scheme)
-    half = 1 << (bits - 1)
-    integers = torch.randint(-half, half, (rows, cols), generator=generator, dtype=torch.int32)
-    scales = (torch.rand(rows, scheme.groups(cols), generator=generator) + 0.1).bfloat16()
-    mask = torch.rand(rows, cols, generator=generator) < 0.03
-    mask[0], mask[-1] = False, True
-    integers[mask] = torch.where(integers[mask] < 0, integers[mask] - half, integers[mask] + half)
-    midrise = scheme.grid == "midrise"
-    return PackedWeight.from_integers(integers, scales, bits, group_size, mask, None, midrise)
-
-
 def coded_weight(scheme: LayerScheme, rows: int, cols: int, seed: int) -> HuffmanWeight | RansWeight:
     """Return a coded weight of Gaussian integers, the last row of which needs more than 4 bits."""
     generator = torch.Generator().manual_seed(seed)
@@ -126,8 +112,6 @@ def random_weight(scheme: LayerScheme, rows: int, cols: int, seed: int) -> Weigh
     """Return a random weight of any scheme; one with outliers has an empty and a full row of them."""
     if scheme.encoding != "packed":
         return coded_weight(scheme, rows, cols, seed)
-    if scheme.outlier_coding == "integer":
-        return integer_outlier_weight(scheme, rows, cols, seed)
     rate = 0.03 if scheme.outliers else None
     bits, group_size = bits_and_group(scheme)
     return packed_weight(bits, group_size, rows, cols, rate, seed, scheme.grid == "midrise", edges=scheme.outliers)
@@ -151,11 +135,7 @@ def tiny_weight(scheme: LayerScheme, shape: tuple[int, int], seed: int) -> Weigh
     mask: torch.Tensor | None = torch.rand(shape, generator=generator) < 0.1
     values: torch.Tensor | None = torch.randn(shape, generator=generator)
     scales = (torch.rand(shape[0], scheme.groups(shape[1]), generator=generator) + 0.1).to(torch.bfloat16)
-    if scheme.outlier_coding == "integer":
-        integers[0, 0] = -301  # takes a second entry; bfloat16 cannot hold it
-        mask, values = (integers < -half) | (integers >= half), None
-    else:
-        integers = integers.clamp(-half, half - 1)
+    integers = integers.clamp(-half, half - 1)
     if not scheme.outliers:
         mask = values = None
     return PackedWeight.from_integers(integers, scales, bits, group_size, mask, values, scheme.grid == "midrise")
@@ -189,11 +169,7 @@ def round_to_nearest(weight: torch.Tensor, scheme: LayerScheme) -> Weight:
     scales = (grouped.abs().amax(-1) / (half - 1)).clamp(min=1e-6).to(torch.bfloat16)
     steps = scales.float().repeat_interleave(grouped.shape[2], 1)
     offset = 0.5 * midrise
-    integers = (weight / steps - offset).round().to(torch.int32)
-    if scheme.outlier_coding == "integer":
-        overflow = (integers < -half) | (integers >= half)
-        return PackedWeight.from_integers(integers, scales, bits, group_size, overflow, None, midrise)
-    integers = integers.clamp(-half, half - 1)
+    integers = (weight / steps - offset).round().clamp(-half, half - 1).to(torch.int32)
     if not scheme.outliers:
         return PackedWeight.from_integers(integers, scales, bits, group_size, midrise=midrise)
     return PackedWeight.from_integers(integers, scales, bits, group_size, mask, weight - offset * steps, midrise)

@@ -40,7 +40,7 @@ PACKED = LayerScheme("packed", 4, 64, True)
 MODEL = LlamaConfig()
 SCHEMES = {
     "packed4": PACKED,
-    "packed3-integer": LayerScheme("packed", 3, 32, True, "integer"),
+    "packed3": LayerScheme("packed", 3, 32, True),
     "packed2-row": LayerScheme("packed", 2, -1, True, grid="midrise"),
     "packed8-plain": LayerScheme("packed", 8, 64, False),
     "huffman": LayerScheme("huffman"),

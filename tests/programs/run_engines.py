@@ -72,11 +72,11 @@ def pictures(prompts: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def run(job: dict[str, Any]) -> Any:
-    """Return what a model generates, and what each checkpoint generates that is then loaded into the running engine.
+    """Return what a model generates, and what each checkpoint generates when it is loaded after it.
 
-    A `pooling` job returns hidden states instead. A job that names a LoRA adapter returns first what the model generates
-    with the adapter. Generations of prompts with images, and the layouts of the engine, follow if the job asks for them.
-    A job that `fails` may return its error.
+    A `pooling` job returns hidden states instead. A job that names a LoRA adapter returns first what the model
+    generates with the adapter. Generations of prompts with images, and the layouts of the engine, follow if the job
+    asks for them. A job that `fails` may return its error.
     """
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
