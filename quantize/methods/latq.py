@@ -19,7 +19,7 @@ from functools import partial
 
 import torch
 
-from vllm_latq.coding.rans.stream import encoded_bits
+from vllm_latq.coding.rans.encoder import encoded_bits
 from vllm_latq.errors import NumericalError
 from vllm_latq.format.coded import RansWeight, octave_eighths
 from vllm_latq.format.config import LayerScheme

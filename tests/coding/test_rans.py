@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from helpers.builders import gaussian_integers
 from vllm_latq.coding.huffman import encoder as huffman
 from vllm_latq.coding.rans import decoder as rans_decoder
-from vllm_latq.coding.rans import stream as rans
+from vllm_latq.coding.rans import encoder as rans
 from vllm_latq.coding.rans.model import FREQUENCY_TOTAL, MAX_TABLES, choose_model, frequencies
 from vllm_latq.errors import CheckpointError
 
@@ -33,7 +33,7 @@ def classes(rows: int, cols: int, octaves: float) -> torch.Tensor:
 def test_rans_round_trip_and_estimated_size(shape: tuple[int, int], deviation: float) -> None:
     integers = gaussian_integers(shape, deviation)
     encoded = rans.encode(integers)
-    decoded = rans.decode_stream(encoded, "layer.stream")
+    decoded = rans_decoder.decode_stream(encoded, "layer.stream")
     assert decoded.dtype == torch.int32
     assert torch.equal(decoded, integers)
     # A word per chunk may be estimated wrong: more only if every chunk ends near a multiple of 16 bits of information.
@@ -45,14 +45,14 @@ def test_slab_size_does_not_change_decoding(shape: tuple[int, int], monkeypatch:
     monkeypatch.setattr(rans_decoder, "_SLAB_CHUNKS", 2)
     integers = gaussian_integers(shape, 3.0)
     integers[0, 0], integers[-1, -1], integers[1, 5:8] = 10**6, -(10**9), 2**31 - 1
-    assert torch.equal(rans.decode_stream(rans.encode(integers), "layer.stream"), integers)
+    assert torch.equal(rans_decoder.decode_stream(rans.encode(integers), "layer.stream"), integers)
 
 
 def test_rows_and_columns_of_different_spreads() -> None:
     torch.manual_seed(0)
     integers = classes(120, 300, 2.0)
     encoded = rans.encode(integers)
-    assert torch.equal(rans.decode_stream(encoded, "layer.stream"), integers)
+    assert torch.equal(rans_decoder.decode_stream(encoded, "layer.stream"), integers)
     model = encoded.model()
     assert model.row_class.max() > 1
     assert model.column_class.max() > 1
@@ -70,7 +70,7 @@ def test_distant_integers_take_little_space() -> None:
     integers = gaussian_integers((64, 256), 2.0)
     integers[0, 0], integers[63, 255], integers[3, 3] = 2**31 - 1, -(2**31), 10**6
     encoded = rans.encode(integers)
-    assert torch.equal(rans.decode_stream(encoded, "layer.stream"), integers)
+    assert torch.equal(rans_decoder.decode_stream(encoded, "layer.stream"), integers)
     assert encoded.storage_bits() < rans.encode(gaussian_integers((64, 256), 2.0)).storage_bits() + 1000
 
 
@@ -78,7 +78,7 @@ def test_distant_integers_take_little_space() -> None:
 def test_rans_tables_at_the_ends_of_int32(center: int) -> None:
     integers = torch.full((4, 40), center, dtype=torch.int32)
     integers[::2, :7] = 0  # far away: the tables cover a window around the median
-    assert torch.equal(rans.decode_stream(rans.encode(integers), "layer.stream"), integers)
+    assert torch.equal(rans_decoder.decode_stream(rans.encode(integers), "layer.stream"), integers)
 
 
 @settings(deadline=None, max_examples=12)
@@ -86,7 +86,7 @@ def test_rans_tables_at_the_ends_of_int32(center: int) -> None:
 def test_any_int32_survives_rans_coding(values: list[int], cols: int) -> None:
     integers = torch.tensor(values * cols, dtype=torch.int32).reshape(-1, cols)
     encoded = rans.encode(integers)
-    assert torch.equal(rans.decode_stream(encoded, "layer.stream"), integers)
+    assert torch.equal(rans_decoder.decode_stream(encoded, "layer.stream"), integers)
 
 
 @given(st.lists(st.integers(0, 10**7), min_size=1, max_size=300))
@@ -166,7 +166,7 @@ def trained_integers(mini_model: Path, name: str, step: float) -> torch.Tensor:
 def test_trained_layers_are_coded_near_the_entropy_of_their_classes(mini_model: Path, name: str, step: float) -> None:
     integers = trained_integers(mini_model, name, step)
     encoded = rans.encode(integers)
-    assert torch.equal(rans.decode_stream(encoded, "layer.stream"), integers)
+    assert torch.equal(rans_decoder.decode_stream(encoded, "layer.stream"), integers)
     model = choose_model(integers)
     table = model.row_class[:, None] + model.column_class
     entropy = 0.0
@@ -191,7 +191,7 @@ def test_corrupt_rans_streams_are_refused() -> None:
         stream = noise if seed % 2 else encoded.stream.clone()
         stream[seed] ^= 1 << 4 * seed
         with pytest.raises(CheckpointError, match=r"layer\.stream: expected chunk \d to end after its own number"):
-            rans.decode_stream(dataclasses.replace(encoded, stream=stream), "layer.stream")
+            rans_decoder.decode_stream(dataclasses.replace(encoded, stream=stream), "layer.stream")
 
 
 def test_wrong_final_state_is_refused() -> None:
@@ -201,7 +201,7 @@ def test_wrong_final_state_is_refused() -> None:
         halves[int(encoded.chunk_words) - 1] ^= 1 << bit
         damaged = dataclasses.replace(encoded, stream=torch.from_numpy(halves.view(np.int32)))
         with pytest.raises(CheckpointError, match=r"layer\.stream: expected chunk 0 to end"):
-            rans.decode_stream(damaged, "layer.stream")
+            rans_decoder.decode_stream(damaged, "layer.stream")
 
 
 def test_rans_chunk_of_another_length_is_refused() -> None:
@@ -210,4 +210,4 @@ def test_rans_chunk_of_another_length_is_refused() -> None:
     words[1, 0], words[2, 0] = words[1, 0] + 1, words[2, 0] - 1
     damaged = dataclasses.replace(encoded, chunk_words=words.to(torch.uint16))
     with pytest.raises(CheckpointError, match=r"layer\.stream: expected chunk 1 to end after"):
-        rans.decode_stream(damaged, "layer.stream")
+        rans_decoder.decode_stream(damaged, "layer.stream")

@@ -18,7 +18,7 @@ from helpers.builders import poisoned
 from helpers.kernel_device import emulated_gpu
 from helpers.pretend_gpu import DEVICE
 from vllm_latq.coding.huffman.encoder import encode as huffman_encode
-from vllm_latq.coding.rans.stream import encode as rans_encode
+from vllm_latq.coding.rans.encoder import encode as rans_encode
 from vllm_latq.kernels.bench import cases
 from vllm_latq.kernels.configs import GATHER_ROWS, SIMT, decode_config
 from vllm_latq.kernels.decode import prefill as dequantize

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from helpers.kernel_device import DEVICE
-from vllm_latq.coding.rans import encoder as rans_coder
-from vllm_latq.coding.rans.decoder import decoding_table
-from vllm_latq.coding.rans.stream import RansStream, decode_stream, encode
+from vllm_latq.coding.rans import stream as rans_stream
+from vllm_latq.coding.rans.decoder import decode_stream, decoding_table
+from vllm_latq.coding.rans.encoder import encode
+from vllm_latq.coding.rans.stream import RansStream
 from vllm_latq.errors import CheckpointError
 from vllm_latq.format.coded import RansWeight
 from vllm_latq.kernels.entropy import rans as rans_kernel
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.kernel
 @pytest.fixture(autouse=True)
 def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """64 weights instead of 4096, each of which takes the interpreter 10 ms."""
-    monkeypatch.setattr(rans_coder, "CHUNK_WEIGHTS", 64)
+    monkeypatch.setattr(rans_stream, "CHUNK_WEIGHTS", 64)
     monkeypatch.setattr(rans_kernel, "CHUNK_WEIGHTS", 64)
 
 

@@ -1,12 +1,12 @@
-"""Chunks of an entropy-coded matrix, which decode alone. FORMAT.md sections 3.3 and 3.4.
+"""Chunks of an entropy-coded matrix; each is decoded without the others. FORMAT.md sections 3.3 and 3.4.
 
     integers z [rows, cols]
-      +-----------+-----------+---+      chunk: shape[0] x shape[1] integers, row-major inside, fewer in the last ones
-      | chunk 0,0 | chunk 0,1 |   |      of rows and columns;  shape[1] = min(cols, weights),
+      +-----------+-----------+---+      chunk: shape[0] x shape[1] integers in row-major order, fewer at the lower and
+      | chunk 0,0 | chunk 0,1 |   |      right edge;  shape[1] = min(cols, weights),
       +-----------+-----------+---+      shape[0] = max(1, weights // cols)
-      | chunk 1,0 |    ...        |      stored row by row of chunks
+      | chunk 1,0 |    ...        |      chunks are stored in row-major order, too
 
-Invariant: chunks of several rows are as wide as the matrix, so what a chunk is short of comes last in it.
+Invariant: chunks of several rows are as wide as the matrix, so the integers that a short chunk lacks are its last.
 """
 
 from dataclasses import dataclass
@@ -17,11 +17,11 @@ import torch
 
 @dataclass(frozen=True)
 class Chunks:
-    """How a matrix is cut.
+    """How a matrix is cut into chunks.
 
     Attributes:
-        rows, cols: of the matrix, both positive.
-        weights: that a whole chunk has about.
+        rows, cols: size of the matrix, both positive.
+        weights: approximate number of weights in a whole chunk.
     """
 
     rows: int
@@ -48,14 +48,17 @@ class Chunks:
         return rows[:, None] * cols[None, :]
 
     def split(self, matrix: torch.Tensor, fill: int) -> torch.Tensor:
-        """Entries by position in their chunk, [shape[0] * shape[1], row_blocks, col_blocks]; `fill` where none is."""
+        """Return the integers by position in their chunk, [shape[0] * shape[1], row_blocks, col_blocks].
+
+        Positions that a short chunk lacks hold `fill`.
+        """
         rows, cols = self.shape
         filled = torch.nn.functional.pad(matrix, (0, -self.cols % cols, 0, -self.rows % rows), value=fill)
         tiled = filled.view(self.grid[0], rows, self.grid[1], cols)
         return tiled.permute(1, 3, 0, 2).reshape(rows * cols, *self.grid)
 
-    def join(self, entries: torch.Tensor) -> torch.Tensor:
-        """Inverse of `split`: the matrix [rows, cols]."""
+    def join(self, integers: torch.Tensor) -> torch.Tensor:
+        """Undo `split`: return the matrix [rows, cols]."""
         (rows, cols), (row_blocks, col_blocks) = self.shape, self.grid
-        tiled = entries.view(rows, cols, row_blocks, col_blocks).permute(2, 0, 3, 1)
+        tiled = integers.view(rows, cols, row_blocks, col_blocks).permute(2, 0, 3, 1)
         return tiled.reshape(row_blocks * rows, col_blocks * cols)[: self.rows, : self.cols].contiguous()

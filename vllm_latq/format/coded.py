@@ -11,6 +11,8 @@ import torch
 
 from vllm_latq.coding.huffman import decoder as huffman_decode
 from vllm_latq.coding.huffman.stream import HuffmanStream, HuffmanTable
+from vllm_latq.coding.rans import decoder as rans_decoder
+from vllm_latq.coding.rans import encoder as rans_encoder
 from vllm_latq.coding.rans import stream as rans
 from vllm_latq.coding.rans.stream import RansStream
 from vllm_latq.errors import REPAIR, CheckpointError
@@ -145,7 +147,7 @@ class RansWeight:
 
     def integers(self) -> torch.Tensor:
         """z, int32 [rows, cols] on the CPU; raises CheckpointError if the stream is damaged."""
-        return rans.decode_stream(self.stream, "stream")
+        return rans_decoder.decode_stream(self.stream, "stream")
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """W, ((z + h) * row_scales) * column_scales in float32, rounded once more to `dtype`, [rows, cols]."""
@@ -187,7 +189,7 @@ class RansWeight:
         midrise: bool = False,
     ) -> "RansWeight":
         """Encode int32 [rows, cols] on scale float32 [1] and exponents int8 [rows] and [cols]."""
-        return cls(scale.cpu(), row_exponents.cpu(), column_exponents.cpu(), rans.encode(z), midrise)
+        return cls(scale.cpu(), row_exponents.cpu(), column_exponents.cpu(), rans_encoder.encode(z), midrise)
 
     @classmethod
     def from_tensors(
@@ -227,7 +229,7 @@ def decode_checked(weight: CodedWeight, where: str) -> torch.Tensor:
     if isinstance(weight, HuffmanWeight):
         integers = huffman_decode.decode_stream(weight.stream, f"{where}.stream")
     else:
-        integers = rans.decode_stream(weight.stream, f"{where}.stream")
+        integers = rans_decoder.decode_stream(weight.stream, f"{where}.stream")
     check_range(weight, integers, where)
     return integers
 

@@ -11,7 +11,7 @@ import torch
 
 from vllm_latq.coding.huffman import encoder as huffman
 from vllm_latq.coding.packing import packed_words
-from vllm_latq.coding.rans import encoder as rans_coder
+from vllm_latq.coding.rans import stream as rans_coder
 from vllm_latq.coding.rans.model import CLASS_BITS
 from vllm_latq.format.config import WHOLE_ROW, LayerScheme
 from vllm_latq.format.csr import column_dtype

@@ -10,7 +10,7 @@ import torch
 
 from vllm_latq.coding.huffman import encoder as huffman
 from vllm_latq.coding.packing import WORD_BITS, codes_at, unpack_codes
-from vllm_latq.coding.rans.encoder import STATE_WORDS
+from vllm_latq.coding.rans.stream import STATE_WORDS
 from vllm_latq.coding.rans.model import CLASS_BITS, FREQUENCY_TOTAL, MAX_SYMBOLS, MAX_TABLES
 from vllm_latq.errors import REPAIR, CheckpointError
 from vllm_latq.format.config import LayerScheme

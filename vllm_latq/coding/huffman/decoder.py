@@ -1,9 +1,9 @@
-"""Decoding of Huffman streams on the CPU, all chunks at once. FORMAT.md section 3.3.
+"""Decode Huffman streams on the CPU, all chunks at once. FORMAT.md section 3.3.
 
     step s:   chunk 0   chunk 1   chunk 2  ...     one lookup each: the next 15 bits -> (integer, code length)
               position  position  position         advance each by its own code length
 
-A step's arrays stay in the cache: chunks are taken some thousand at a time, and nothing is allocated in between.
+The arrays of a step stay in the cache: a few thousand chunks are decoded at a time, and a step allocates nothing.
 
 Invariant: nothing is read outside the stream, whatever it contains; a chunk that does not end where its length says is
 refused.
@@ -15,18 +15,18 @@ import numpy as np
 import torch
 
 from vllm_latq.coding.huffman.stream import ESCAPE_BITS, MAX_LENGTH, HuffmanStream, HuffmanTable, chunks_of
+from vllm_latq.coding.packing import WORD_BITS
 from vllm_latq.errors import REPAIR, CheckpointError
 
-_WORD_BITS = 32
-_ESCAPED = 1 << 8  # added to a code length that ESCAPE has
+_ESCAPED = 1 << 8  # added to the code length of ESCAPE
 _SLAB_CHUNKS = 4096
 
 
 def decode_stream(stream: HuffmanStream, where: str) -> torch.Tensor:
-    """The integers of a validated stream, by numpy.
+    """Decode a validated stream with numpy.
 
     Args:
-        stream: what to decode.
+        stream: the encoded integers.
         where: tensor name for errors.
 
     Returns:
@@ -52,16 +52,19 @@ def decode_stream(stream: HuffmanStream, where: str) -> torch.Tensor:
 
 
 def _windows(stream: np.ndarray) -> np.ndarray:
-    """The stream's 64 bits from each of its words on, uint64 [words + 2], zeros behind its end."""
+    """Return the 64 bits from each word of the stream on, uint64 [words + 2], with zeros after its end."""
     words = np.zeros(len(stream) + 3, dtype=np.uint64)
     words[: len(stream)] = stream.view(np.uint32)
-    windows = words[:-1] << _WORD_BITS
+    windows = words[:-1] << WORD_BITS
     windows |= words[1:]
     return windows
 
 
 def _tables(code: HuffmanTable) -> tuple[np.ndarray, np.ndarray]:
-    """Over the next MAX_LENGTH bits: the integer, int32 [2**15], and the length of its code, int64 [2**15]."""
+    """Return, for each value of the next MAX_LENGTH bits, the integer and the length of its code.
+
+    Both are [2**15], int32 and int64.
+    """
     index, length = code.lookup()
     escaped = (index == code.escape) & (length > 0)
     return (code.first_symbol + index.astype(np.int64)).astype(np.int32), length + _ESCAPED * escaped
@@ -74,13 +77,13 @@ def _decode_chunks(
     counts: np.ndarray,
     symbols: np.ndarray,
 ) -> np.ndarray:
-    """Decode chunks.
+    """Decode some chunks into `symbols`.
 
     Args:
-        windows, tables: from the functions of these names.
-        start: int64 [chunks], first bit of each.
-        counts: int64 [chunks], weights in each.
-        symbols: int32 [largest chunk, chunks], gets the integers; what a shorter chunk has behind its end is
+        windows, tables: results of `_windows` and `_tables`.
+        start: int64 [chunks], first bit of each chunk.
+        counts: int64 [chunks], weights in each chunk.
+        symbols: int32 [largest chunk, chunks], receives the integers; entries after the end of a shorter chunk are
             meaningless.
 
     Returns:
@@ -88,12 +91,12 @@ def _decode_chunks(
     """
     integers, lengths = tables
     may_escape = bool(lengths.max() >= _ESCAPED)
-    # Arrays without dimensions: numpy takes as long to make one of a Python integer as for the operation.
-    word_shift, word_mask, escape_length = (np.array(number) for number in (5, _WORD_BITS - 1, _ESCAPED))
-    behind = np.array(64 - MAX_LENGTH, dtype=np.uint64)
+    # Arrays without dimensions: converting a Python integer takes numpy as long as the operation itself.
+    word_shift, word_mask, escape_length = (np.array(number) for number in (5, WORD_BITS - 1, _ESCAPED))
+    unused_bits = np.array(64 - MAX_LENGTH, dtype=np.uint64)
     position, reached = start.copy(), start.copy()
     word, prefix, length = (np.empty_like(start) for _ in range(3))
-    # The same memory without a sign, as shifts want it.
+    # The same memory without a sign, because shifts need unsigned integers.
     bit, window = word.view(np.uint64), prefix.view(np.uint64)
     escaped = np.empty(start.shape, dtype=bool)
     done = 0
@@ -103,7 +106,7 @@ def _decode_chunks(
             windows.take(word, out=window, mode="clip")
             np.bitwise_and(position, word_mask, out=word)
             np.left_shift(window, bit, out=window)
-            np.right_shift(window, behind, out=window)
+            np.right_shift(window, unused_bits, out=window)
             integers.take(prefix, out=symbols[step], mode="clip")
             lengths.take(prefix, out=length, mode="clip")
             np.add(position, length, out=position)

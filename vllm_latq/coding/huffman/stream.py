@@ -32,7 +32,7 @@ class HuffmanTable:
         return len(self.lengths) - 1
 
     def codes(self) -> np.ndarray:
-        """Canonical code words, uint32 [n + 1], right-aligned: shorter first, then by index."""
+        """Return the canonical code words, uint32 [n + 1], right-aligned: shorter first, then by index."""
         codes = np.zeros(len(self.lengths), dtype=np.uint32)
         next_code, previous = 0, 0
         for index in _canonical_order(self.lengths):
@@ -42,9 +42,9 @@ class HuffmanTable:
         return codes
 
     def lookup(self) -> tuple[np.ndarray, np.ndarray]:
-        """Decoding table over the next MAX_LENGTH bits: symbol index int32 [2**15] and code length int64 [2**15].
+        """Return, for each value of the next MAX_LENGTH bits, the symbol's index and the length of its code.
 
-        Prefixes that no code has get length 0.
+        Both are [2**15], int32 and int64. Bits that no code begins with have length 0.
         """
         order = _canonical_order(self.lengths)
         spans = 1 << (MAX_LENGTH - self.lengths[order].astype(np.int64))
@@ -61,7 +61,7 @@ class HuffmanStream:
     """An encoded integer matrix.
 
     Attributes:
-        table: the code.
+        table: the code of the integers.
         chunk_bits: uint16 [row_blocks, col_blocks], encoded bits of each chunk.
         stream: int32 [words].
         shape: (rows, cols) of the integers.
@@ -73,21 +73,22 @@ class HuffmanStream:
     shape: tuple[int, int]
 
     def storage_bits(self) -> int:
-        """Everything stored: stream words, table with its first symbol, chunk lengths."""
+        """Count all stored bits: stream words, table with its first symbol, chunk lengths."""
         return 32 * self.stream.numel() + table_bits(len(self.table.lengths)) + 16 * self.chunk_bits.numel()
 
 
 def chunks_of(shape: Sequence[int]) -> Chunks:
-    """How a matrix [rows, cols] is cut for this code."""
+    """Return how a matrix [rows, cols] is cut for this code."""
     rows, cols = shape
     return Chunks(rows, cols, CHUNK_WEIGHTS)
 
 
 def table_bits(entries: int) -> int:
-    """Stored bits of a table: one byte per length and the 32-bit first symbol."""
+    """Return the stored bits of a table: one byte per length and the 32-bit first symbol."""
     return 8 * entries + 32
 
 
 def _canonical_order(lengths: np.ndarray) -> np.ndarray:
+    """Return the indices of the used symbols, shorter codes first, then by index."""
     used = np.nonzero(lengths)[0]
     return used[np.argsort(lengths[used], kind="stable")]

@@ -1,7 +1,7 @@
-"""The rANS decoder for a CPU: all chunks advance together, one integer of each a step.
+"""Decode rANS streams on the CPU: all chunks advance together, by one integer of each chunk per step.
 
-Steps are those that `rans_coder` draws. A step's arrays stay in the cache: chunks are taken some thousand at a time,
-and nothing is allocated in between.
+The step is drawn in `encoder`. The arrays of a step stay in the cache: a few thousand chunks are decoded at a time, and
+a step allocates nothing.
 
 Invariant: nothing is read outside the stream, whatever it contains.
 """
@@ -12,8 +12,16 @@ import numpy as np
 import torch
 
 from vllm_latq.coding.chunks import Chunks
-from vllm_latq.coding.rans.encoder import STATE_LOW, STATE_WORDS, WORD_BITS, WORD_MASK, chunks_of
 from vllm_latq.coding.rans.model import ESCAPE_BITS, FREQUENCY_TOTAL, PROBABILITY_BITS, Model
+from vllm_latq.coding.rans.stream import (
+    STATE_LOW,
+    STATE_WORDS,
+    STREAM_WORD_BITS,
+    STREAM_WORD_MASK,
+    RansStream,
+    chunks_of,
+)
+from vllm_latq.errors import REPAIR, CheckpointError
 
 # A table entry: integer << 32 | whether it is ESCAPE << 25 | frequency << 12 | slot - first slot of the symbol.
 VALUE_SHIFT = 32
@@ -21,22 +29,42 @@ ESCAPE_SHIFT = 2 * PROBABILITY_BITS + 1
 _SLAB_CHUNKS = 4096
 
 
-def decode_chunks(chunk_words: torch.Tensor, stream: torch.Tensor, model: Model) -> tuple[torch.Tensor, int | None]:
-    """Decode a whole matrix.
+def decode_stream(stream: RansStream, where: str) -> torch.Tensor:
+    """Decode a validated stream with numpy.
 
     Args:
-        chunk_words: uint16 [row_blocks, col_blocks], on the CPU like everything else.
-        stream: int32 [words], at least as many as the chunks have.
+        stream: the encoded integers.
+        where: tensor name for errors.
+
+    Returns:
+        int32 [rows, cols] on the CPU.
+
+    Raises:
+        CheckpointError: the stream contradicts its tables, its classes or its chunk lengths.
+    """
+    integers, wrong = decode_chunks(stream.chunk_words, stream.stream, stream.model())
+    if wrong is not None:
+        expected = f"chunk {wrong} to end after its own number of words, in the state an encoder begins with"
+        raise CheckpointError(where, expected, "a different end", REPAIR)
+    return integers
+
+
+def decode_chunks(chunk_words: torch.Tensor, stream: torch.Tensor, model: Model) -> tuple[torch.Tensor, int | None]:
+    """Decode a whole matrix; all tensors are on the CPU.
+
+    Args:
+        chunk_words: uint16 [row_blocks, col_blocks].
+        stream: int32 [words], at least as many words as the chunks have.
         model: classes and tables.
 
     Returns:
-        Integers int32 [rows, cols], and the first chunk that does not end as it must (None: all do).
+        Integers int32 [rows, cols], and the first chunk that does not end as it must; None if every chunk does.
     """
     chunks = chunks_of((len(model.row_class), len(model.column_class)))
     counts = chunks.counts()
     used = chunk_words.to(torch.int64).numpy()
     ends = used.cumsum().reshape(used.shape)
-    # A chunk of a damaged stream that runs on reads this 0 again and again.
+    # A chunk of a damaged stream that runs past the end reads this 0 again and again.
     words = np.append(stream.contiguous().numpy().view(np.uint16), [0]).astype(np.int64)
     row_offsets, column_offsets = _table_offsets(model, chunks)
     table = decoding_table(model)
@@ -54,7 +82,7 @@ def decode_chunks(chunk_words: torch.Tensor, stream: torch.Tensor, model: Model)
 
 
 def decoding_table(model: Model) -> np.ndarray:
-    """Entries int64 [tables * 4096], for each table and slot; the integer of ESCAPE is 0."""
+    """Return the entry of each table and slot, int64 [tables * 4096]; the integer of ESCAPE is 0."""
     entries = np.zeros((len(model.tables), FREQUENCY_TOTAL), dtype=np.int64)
     for row, table in zip(entries, model.tables, strict=True):
         symbol = np.repeat(np.arange(table.escape + 1), table.frequencies)
@@ -66,13 +94,16 @@ def decoding_table(model: Model) -> np.ndarray:
 
 
 def _table_offsets(model: Model, chunks: Chunks) -> tuple[np.ndarray, np.ndarray]:
-    """First entries of a weight's table, as two terms: by row in its chunk, int64 [chunk_rows, row_blocks, 1], and by
-    column in its chunk, int64 [chunk_cols, 1, col_blocks]."""
-    parts = []
+    """Return the first entry of a weight's table as the sum of two terms.
+
+    The first goes by the weight's row in its chunk, int64 [chunk_rows, row_blocks, 1], the second by its column in its
+    chunk, int64 [chunk_cols, 1, col_blocks].
+    """
+    terms = []
     for classes, size in zip((model.row_class, model.column_class), chunks.shape, strict=True):
         padded = np.pad(classes.cpu().numpy() * FREQUENCY_TOTAL, (0, -len(classes) % size))
-        parts.append(np.ascontiguousarray(padded.reshape(-1, size).T))
-    return parts[0][:, :, None], parts[1][:, None, :]
+        terms.append(np.ascontiguousarray(padded.reshape(-1, size).T))
+    return terms[0][:, :, None], terms[1][:, None, :]
 
 
 def _run(
@@ -83,16 +114,21 @@ def _run(
     counts: np.ndarray,
     symbols: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Decode chunks.
+    """Decode some chunks into `symbols`.
+
+    For the state x of one chunk, and entry = table[offset of the weight's table + x % 4096], a step without ESCAPE is
+
+        x = entry.frequency * (x >> 12) + entry.slot_in_symbol
+        if x < 2**16: x = x << 16 | words[position]; position += 1
 
     Args:
-        words: int64 [words], the stream and something behind it.
+        words: int64 [words + 1], the stream and one word after it.
         start: int64 [row_blocks, col_blocks], first word of each chunk.
-        offsets: from `_table_offsets`, the first for these rows.
-        tables: `decoding_table` in two: its integers, int32, and the rest of its entries, int64.
+        offsets: result of `_table_offsets`, the first term for these rows only.
+        tables: `decoding_table` in two arrays: its integers, int32, and the rest of its entries, int64.
         counts: int64 [row_blocks, col_blocks], integers in each chunk.
-        symbols: int32 [chunk_rows * chunk_cols, row_blocks, col_blocks], gets the integers; what a shorter chunk has
-            behind its end is meaningless.
+        symbols: int32 [chunk_rows * chunk_cols, row_blocks, col_blocks], receives the integers; entries after the end
+            of a shorter chunk are meaningless.
 
     Returns:
         State and position in the stream of each chunk after its last integer.
@@ -100,12 +136,12 @@ def _run(
     row_offsets, column_offsets = offsets
     values, entries = tables
     may_escape = bool(entries.max() >> ESCAPE_SHIFT)
-    # Arrays without dimensions: numpy takes as long to make one of a Python integer as for the operation.
+    # Arrays without dimensions: converting a Python integer takes numpy as long as the operation itself.
     slots, probability, word, sign, low_state, first_escape = (
         np.array(number)
-        for number in (FREQUENCY_TOTAL - 1, PROBABILITY_BITS, WORD_BITS, 63, STATE_LOW, 1 << ESCAPE_SHIFT)
+        for number in (FREQUENCY_TOTAL - 1, PROBABILITY_BITS, STREAM_WORD_BITS, 63, STATE_LOW, 1 << ESCAPE_SHIFT)
     )
-    state = words.take(start, mode="clip") | (words.take(start + 1, mode="clip") << WORD_BITS)
+    state = words.take(start, mode="clip") | (words.take(start + 1, mode="clip") << STREAM_WORD_BITS)
     position = start + STATE_WORDS
     slot, entry, low = (np.empty_like(state) for _ in range(3))
     escaped = np.empty(state.shape, dtype=bool)
@@ -124,11 +160,11 @@ def _run(
                 at = np.nonzero(escaped)
                 entry[at] -= first_escape
             np.right_shift(state, probability, out=state)
-            np.right_shift(entry, probability, out=low)
+            np.right_shift(entry, probability, out=low)  # the frequency
             np.multiply(state, low, out=state)
             np.bitwise_and(entry, slots, out=entry)
             np.add(state, entry, out=state)
-            # -1 where a word follows, else 0.
+            # From here on `low` is -1 where the state takes the next word, else 0, and `entry` is that word.
             np.subtract(state, low_state, out=low)
             np.right_shift(low, sign, out=low)
             words.take(position, out=entry, mode="clip")
@@ -146,11 +182,11 @@ def _run(
 
 
 def _raw(words: np.ndarray, state: np.ndarray, position: np.ndarray, at: tuple[np.ndarray, ...]) -> np.ndarray:
-    """The integers that follow an ESCAPE in the chunks `at`, int32; moves their state and position on."""
+    """Read the raw integers after an ESCAPE in the chunks `at`, int32; advance their state and position."""
     raw = np.zeros(len(at[0]), dtype=np.int64)
-    for _ in range(ESCAPE_BITS // WORD_BITS):
-        half = state[at] & WORD_MASK
-        raw = (raw << WORD_BITS) | half
-        state[at] += words.take(position[at], mode="clip") - half
+    for _ in range(ESCAPE_BITS // STREAM_WORD_BITS):
+        part = state[at] & STREAM_WORD_MASK
+        raw = (raw << STREAM_WORD_BITS) | part
+        state[at] += words.take(position[at], mode="clip") - part
         position[at] += 1
     return raw.astype(np.uint32).view(np.int32)

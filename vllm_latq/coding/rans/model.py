@@ -1,12 +1,13 @@
-"""The statistical model of a rANS-coded matrix: classes of rows and columns, and one frequency table per class.
+"""Choose the statistical model of a rANS-coded matrix: classes of rows and columns, and a table for each class sum.
 
     z [rows, cols]            weight (i, j) is coded with table  row_class[i] + column_class[j]
 
-Classes are logarithms of the spread of a row or a column, so their sum is the logarithm of the spread expected of a
-weight. They are chosen by what the whole matrix costs: tables, classes and integers together. FORMAT.md section 3.4.
+A class is the logarithm of the spread of a row or a column, so the sum of two classes is the logarithm of the spread
+expected of a weight. Classes are chosen so that tables, classes and integers together take the fewest bits. FORMAT.md
+section 3.4.
 
-Invariant: the frequencies of a table sum to 2**PROBABILITY_BITS, and every integer it is used for has a frequency above
-zero, or ESCAPE has.
+Invariant: the frequencies of a table sum to 2**PROBABILITY_BITS; every integer coded with the table has a positive
+frequency, or ESCAPE has.
 """
 
 from collections.abc import Iterable, Iterator
@@ -23,22 +24,22 @@ MAX_SYMBOLS = FREQUENCY_TOTAL - 1
 ESCAPE_BITS = 32
 ENTRY_BITS = 16
 RANGE_BITS = 64
-# Rows and columns are sorted into quarter octaves of spread first; classes are unions of 1, 2 or 4 of them.
+# Rows and columns are first sorted into quarter octaves of spread; a class is a union of 1, 2 or 4 of them.
 _FINE_PER_OCTAVE = 4
 _FINE_CLASSES = 32
 _UNIONS = (1, 2, 4)
-# Keeps the logarithm of the spread of a column of zeros finite, and below that of one integer 1 among 50 zeros.
+# Keeps the logarithm of the spread finite for a column of zeros; as much as one integer 1 among 50 zeros.
 _SPREAD_FLOOR = 0.02
 # Weights handled at a time: bounds the int64 temporaries to some hundred MB.
 _BLOCK_WEIGHTS = 1 << 24
 
-# Classes of fine classes: of rows, and of columns.
+# Class of each fine class: of rows, and of columns.
 Maps = tuple[np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True)
 class Table:
-    """Frequencies of first, first + 1, ..., and last of ESCAPE, which stands for any other integer.
+    """Frequencies of the symbols first, first + 1, ..., then of ESCAPE, which stands for any other integer.
 
     Attributes:
         first: smallest integer with a place in the table.
@@ -54,22 +55,23 @@ class Table:
         return len(self.frequencies) - 1
 
     def starts(self) -> np.ndarray:
-        """First slot of each symbol, int64 [n + 1]."""
+        """Return the first slot of each symbol, int64 [n + 1]."""
         return np.cumsum(self.frequencies) - self.frequencies
 
     def symbols(self, integers: np.ndarray) -> np.ndarray:
-        """Symbol index of each integer; ESCAPE where the table has no frequency for it."""
+        """Return the symbol index of each integer; ESCAPE where the table has no frequency for it."""
         index = integers - self.first
         index = np.where((index >= 0) & (index < self.escape), index, self.escape)
         return np.where(self.frequencies[index] > 0, index, self.escape)
 
     def stored_bits(self) -> int:
+        """Count the stored bits of the table."""
         return RANGE_BITS + ENTRY_BITS * len(self.frequencies)
 
 
 @dataclass(frozen=True)
 class Model:
-    """What coder and decoder must agree on.
+    """Classes and tables, which encoder and decoder must agree on.
 
     Attributes:
         row_class: int64 [rows], below 16.
@@ -84,26 +86,26 @@ class Model:
 
 @dataclass(frozen=True)
 class _Histogram:
-    """Occurrences of low, low + 1, ... float64 [row classes, column classes, size + 1], the last of all others."""
+    """Occurrences of low, low + 1, ..., then of all other integers, float64 [row classes, column classes, size + 1]."""
 
     low: int
     counts: np.ndarray
 
     def cheapest(self, candidates: Iterable[Maps]) -> tuple[float, Maps]:
-        """The classes under which tables and integers take the fewest bits, and how many; the first of several.
+        """Return the fewest bits that tables and integers take, and the maps that lead to them, the first of several.
 
-        The classes themselves always take CLASS_BITS each. All tables are planned at once: each takes microseconds.
+        The classes themselves always take CLASS_BITS each. All tables are planned in one call: each takes microseconds.
         """
         maps = list(candidates)
         tables = [self.merged(*one) for one in maps]
         ends = np.cumsum([len(table) for table in tables])
         bits = _plan(np.concatenate(tables))[0]
-        costs = [float(part.sum()) for part in np.split(bits, ends[:-1])]
+        costs = [float(tables_bits.sum()) for tables_bits in np.split(bits, ends[:-1])]
         best = int(np.argmin(costs))
         return costs[best], maps[best]
 
     def merged(self, row_map: np.ndarray, column_map: np.ndarray) -> np.ndarray:
-        """Occurrences per table, [tables, size + 1], if fine classes are mapped to these classes."""
+        """Return the occurrences per table, [tables, size + 1], with fine classes mapped to these classes."""
         table = (row_map[:, None] + column_map[None, :]).reshape(-1)
         flat = self.counts.reshape(len(table), -1)
         used = flat.any(1)
@@ -113,7 +115,7 @@ class _Histogram:
 
 
 def choose_model(integers: torch.Tensor) -> Model:
-    """The cheapest model found for int32 [rows, cols]; deterministic. Classes stay on the device of the integers."""
+    """Return the cheapest model found for int32 [rows, cols], deterministically, with classes on the same device."""
     row_fine, column_fine = _fine_classes(integers)
     histogram = _histogram(integers, row_fine, column_fine)
     row_count, column_count, _ = histogram.counts.shape
@@ -130,28 +132,30 @@ def choose_model(integers: torch.Tensor) -> Model:
 
 
 def _fine_classes(integers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quarter octave of the spread of each row, int64 [rows], and column, int64 [cols], from 0 for the least spread."""
+    """Return the quarter octave of each row's and column's spread, int64 [rows] and [cols]; the least spread is 0."""
     rows, cols = integers.shape
     step = max(1, _BLOCK_WEIGHTS // cols)
     magnitude = torch.zeros(cols, dtype=torch.float64, device=integers.device)
     for block in integers.split(step):
         magnitude += block.to(torch.float64).abs().sum(0)
     column = magnitude / rows + _SPREAD_FLOOR
-    # A row's spread is measured in units of its columns', so that wide columns do not drown the others.
+    # A row's spread is measured in units of the columns' spreads, so that wide columns do not drown the others.
     row = torch.cat([block.to(torch.float64).abs() @ (1 / column) for block in integers.split(step)]) / cols
     return _quarter_octaves(row + _SPREAD_FLOOR), _quarter_octaves(column)
 
 
 def _quarter_octaves(spread: torch.Tensor) -> torch.Tensor:
+    """Return the fine class of each spread, from 0 on."""
     level = (spread.log2() * _FINE_PER_OCTAVE).round().to(torch.int64)
     level = (level - level.max()).clamp(min=1 - _FINE_CLASSES)
     return level - level.min()
 
 
 def _histogram(integers: torch.Tensor, row_fine: torch.Tensor, column_fine: torch.Tensor) -> _Histogram:
+    """Count the integers of each pair of fine classes."""
     low, high = (int(bound) for bound in integers.aminmax())
     if high - low >= MAX_SYMBOLS:
-        # A few far integers would make the histogram huge: count what lies around the median, escape the rest.
+        # A few far integers would make the histogram huge: count those near the median, and escape the others.
         middle = int(integers.reshape(-1).median()) - MAX_SYMBOLS // 2
         low = min(max(middle, low), high - MAX_SYMBOLS + 1)
         high = low + MAX_SYMBOLS - 1
@@ -168,7 +172,7 @@ def _histogram(integers: torch.Tensor, row_fine: torch.Tensor, column_fine: torc
 
 
 def _candidates(rows: int, columns: int) -> Iterator[Maps]:
-    """Maps of the fine classes of rows and columns to classes: unions of equal width, for both or for one of them."""
+    """Yield maps of fine classes to classes: unions of equal width, for rows and columns or for one of them."""
     for union in _UNIONS:
         row_map, column_map = _unite(rows, union), _unite(columns, union)
         yield row_map, column_map
@@ -178,14 +182,14 @@ def _candidates(rows: int, columns: int) -> Iterator[Maps]:
 
 
 def _unite(count: int, union: int) -> np.ndarray:
-    """Classes of `union` neighbours, counted from the widest, at most 16; those of least spread share the lowest."""
-    below = (count - 1 - np.arange(count)) // union
-    below = np.minimum(below, (1 << CLASS_BITS) - 1)
-    return below.max() - below
+    """Return classes of `union` neighbours each, counted from the widest, at most 16; the lowest takes the rest."""
+    from_widest = (count - 1 - np.arange(count)) // union
+    from_widest = np.minimum(from_widest, (1 << CLASS_BITS) - 1)
+    return from_widest.max() - from_widest
 
 
 def _improve(histogram: _Histogram, bits: float, maps: Maps) -> Maps:
-    """Merge the widest or the narrowest two classes of rows or columns as long as that saves bits."""
+    """Merge the two widest or the two narrowest classes of rows or columns as long as that saves bits."""
     while tried := list(_merges(*maps)):
         fewer, merged = histogram.cheapest(tried)
         if fewer >= bits:
@@ -195,6 +199,7 @@ def _improve(histogram: _Histogram, bits: float, maps: Maps) -> Maps:
 
 
 def _merges(row_map: np.ndarray, column_map: np.ndarray) -> Iterator[Maps]:
+    """Yield maps with one merged pair of classes at an end of the rows' or the columns' classes."""
     if row_map.max():
         yield np.maximum(row_map - 1, 0), column_map
         yield np.minimum(row_map, row_map.max() - 1), column_map
@@ -204,14 +209,14 @@ def _merges(row_map: np.ndarray, column_map: np.ndarray) -> Iterator[Maps]:
 
 
 def _plan(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Cost of each table in bits, and the range [left, right) of its symbols that makes it cheapest.
+    """Return the cost of each table in bits, and the range [left, right) of its symbols that makes it cheapest.
 
-    A symbol rarer than the smallest frequency is coded in PROBABILITY_BITS, and the frequency it is given is missing
-    elsewhere: to first order log2(e) * (n / FREQUENCY_TOTAL - count) bits. Symbols at both ends cost a table entry each
-    and are escaped where that is cheaper.
+    A symbol rarer than the smallest frequency is coded in PROBABILITY_BITS. It takes its frequency from the other
+    symbols, which costs log2(e) * (n / FREQUENCY_TOTAL - count) bits to first order. Symbols at both ends cost a table
+    entry each, and are escaped where that is cheaper.
 
     Args:
-        counts: float64 [tables, size + 1]; the last are escaped anyway.
+        counts: float64 [tables, size + 1]; the last column is escaped anyway.
     """
     inside, outside = counts[:, :-1], counts[:, -1]
     total = counts.sum(1, keepdims=True)
@@ -231,16 +236,16 @@ def _plan(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _table(low: int, counts: np.ndarray, left: int, right: int) -> Table:
-    """The table of one class: counts [size + 1], symbols [left, right)."""
+    """Return the table of one class for counts [size + 1], with the symbols [left, right)."""
     escaped = counts.sum() - counts[left:right].sum()
     return Table(low + left, frequencies(np.append(counts[left:right], escaped)))
 
 
 def frequencies(counts: np.ndarray) -> np.ndarray:
-    """Frequencies int64 [n] summing to FREQUENCY_TOTAL for occurrences [n], at most 2**12 of which are above zero.
+    """Return frequencies, int64 [n], that sum to FREQUENCY_TOTAL, for occurrences [n]; at most 2**12 are positive.
 
-    Every occurring symbol gets one; the rest goes where it saves most bits, one by one. If nothing occurs, the last
-    symbol (ESCAPE) gets everything.
+    Every occurring symbol gets a frequency of one. The rest is given out one by one, where it saves most bits. If
+    nothing occurs, the last symbol (ESCAPE) gets everything.
     """
     total = counts.sum()
     if not total:
