@@ -30,7 +30,8 @@ from pathlib import Path
 from typing import Any
 
 from vllm_latq.console import print_table
-from vllm_latq.format.config import CheckpointConfig, LayerScheme
+from vllm_latq.format.config import CheckpointConfig
+from vllm_latq.format.scheme import LayerScheme
 
 DENSE = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 MIXTURE = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "norm_topk_prob": True,

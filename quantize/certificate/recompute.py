@@ -19,8 +19,10 @@ import torch
 from torch import nn
 
 from vllm_latq.coding.packing import unpack_codes
-from vllm_latq.format.coded import HuffmanWeight, RansWeight, Weight
-from vllm_latq.format.packed import PackedWeight
+from vllm_latq.format.encodings.huffman import HuffmanWeight
+from vllm_latq.format.encodings.packed import PackedWeight
+from vllm_latq.format.encodings.rans import RansWeight
+from vllm_latq.format.encodings.weight import Weight
 from vllm_latq.format.reader import CheckpointReader
 from vllm_latq.format.report import LayerReport
 from vllm_latq.quantize.allocation.model_lattice import DAMPED_AT_MOST, ModelLattice, after_prefix, full_weight

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm_latq.errors import ConfigError, NumericalError
-from vllm_latq.format.config import WHOLE_ROW
+from vllm_latq.format.scheme import WHOLE_ROW
 from vllm_latq.quantize.lattice.factor import Factor
 from vllm_latq.quantize.lattice.outliers import OUTLIER_DTYPE, Overflow, kept_excess, kept_value
 from vllm_latq.quantize.lattice.stochastic import REACH, Dither

@@ -14,8 +14,9 @@ import torch
 
 from vllm_latq.coding.huffman.encoder import encoded_bits
 from vllm_latq.errors import NumericalError
-from vllm_latq.format.config import LayerScheme
-from vllm_latq.format.tensors import SHAPE, tensor_specs
+from vllm_latq.format.encodings.registry import tensor_specs
+from vllm_latq.format.scheme import LayerScheme
+from vllm_latq.format.tensors import SHAPE
 from vllm_latq.quantize.lattice.factor import Factor
 from vllm_latq.quantize.lattice.k_best_plane import plane_of_width
 from vllm_latq.quantize.lattice.nearest_plane import Rounding

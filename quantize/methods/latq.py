@@ -21,10 +21,11 @@ import torch
 
 from vllm_latq.coding.rans.encoder import encoded_bits
 from vllm_latq.errors import NumericalError
-from vllm_latq.format.coded import RansWeight, octave_eighths
-from vllm_latq.format.config import LayerScheme
+from vllm_latq.format.encodings.rans import RansWeight, octave_eighths
+from vllm_latq.format.encodings.registry import tensor_specs
+from vllm_latq.format.scheme import LayerScheme
 from vllm_latq.format.served_size import served_bits
-from vllm_latq.format.tensors import SHAPE, tensor_specs
+from vllm_latq.format.tensors import SHAPE
 from vllm_latq.quantize.lattice.factor import Factor, factorize
 from vllm_latq.quantize.lattice.grams import LayerStatistics
 from vllm_latq.quantize.lattice.search import Outcome, search_target

@@ -15,8 +15,9 @@ import torch
 
 from vllm_latq.coding.huffman.encoder import encode
 from vllm_latq.errors import CalibrationError, ConfigError, NumericalError
-from vllm_latq.format.coded import HuffmanWeight, Weight
-from vllm_latq.format.packed import PackedWeight
+from vllm_latq.format.encodings.huffman import HuffmanWeight
+from vllm_latq.format.encodings.packed import PackedWeight
+from vllm_latq.format.encodings.weight import Weight
 from vllm_latq.format.served_size import served_bits
 from vllm_latq.quantize.lattice.coordinate_descent import refine
 from vllm_latq.quantize.lattice.factor import Factor, factorize, require_finite

@@ -7,7 +7,7 @@ from torch import nn
 
 from vllm_latq.errors import ConfigError, NumericalError, UnsupportedModelError
 from vllm_latq.format.config import CheckpointConfig, covers
-from vllm_latq.format.tensors import tensor_specs
+from vllm_latq.format.encodings.registry import tensor_specs
 from vllm_latq.models.experts import Experts
 from vllm_latq.quantize.model.anatomy import outermost
 from vllm_latq.quantize.model.decoder import Decoder

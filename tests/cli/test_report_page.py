@@ -13,7 +13,7 @@ from helpers.checkpoints import SCHEMES, SHAPES, write_tiny_checkpoint
 from vllm_latq.cli.inspect import inspect_checkpoint
 from vllm_latq.cli.main import main
 from vllm_latq.cli.report_page import _view, report_page
-from vllm_latq.format.packed import PackedWeight
+from vllm_latq.format.encodings.packed import PackedWeight
 
 ATTACK = "</script><script>alert(1)</script><img src=x onerror=alert(2)>$\\frac{&quot;'"
 VOID = {"meta", "link", "img", "br"}

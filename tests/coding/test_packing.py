@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_latq.coding.packing import codes_at, pack_codes, packed_words, unpack_codes
-from vllm_latq.format.config import SUPPORTED_BITS
+from vllm_latq.format.scheme import SUPPORTED_BITS
 
 
 @pytest.mark.parametrize("bits", SUPPORTED_BITS)

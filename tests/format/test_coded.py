@@ -5,10 +5,12 @@ import torch
 
 from helpers.builders import gaussian_integers
 from vllm_latq.coding.huffman import encoder as huffman
-from vllm_latq.format.coded import HuffmanWeight, RansWeight, octave_eighths, weight_from_tensors
-from vllm_latq.format.config import LayerScheme
-from vllm_latq.format.packed import PackedWeight
+from vllm_latq.format.encodings.huffman import HuffmanWeight
+from vllm_latq.format.encodings.packed import PackedWeight
+from vllm_latq.format.encodings.rans import RansWeight, octave_eighths
+from vllm_latq.format.scheme import LayerScheme
 from vllm_latq.format.served_size import best_bits
+from vllm_latq.format.validate import weight_from_tensors
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])

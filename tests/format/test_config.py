@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from vllm_latq.errors import ConfigError, LatqError, UnsupportedShapeError
-from vllm_latq.format.config import CheckpointConfig, LayerScheme
+from vllm_latq.format.config import CheckpointConfig
+from vllm_latq.format.scheme import LayerScheme
 
 PACKED = LayerScheme("packed", 3, 128, True)
 GOOD = CheckpointConfig(
@@ -37,8 +38,11 @@ def test_config_round_trip() -> None:
         (changed(outliers=1), "outliers: expected true or false"),
         (changed(outlier_coding="integer"), "unknown outlier_coding"),
         (changed(encoding="zip"), "encoding: expected one of packed, huffman, rans"),
-        (changed(encoding="huffman"), "no bits, group_size or outliers beside encoding 'huffman'"),
-        (changed(encoding="rans"), "no bits, group_size or outliers beside encoding 'rans'"),
+        (changed(encoding=["packed"]), "encoding: expected a string, found ['packed']"),
+        (changed(encoding="packed", bits=None), "bits: expected one of (2, 3, 4, 8), found None"),
+        (changed(group_size=None), "group_size: expected -1 or a positive integer, found None"),
+        (changed(encoding="huffman"), "no bits, group_size or outliers with encoding 'huffman'"),
+        (changed(encoding="rans"), "no bits, group_size or outliers with encoding 'rans'"),
         (changed(ignore="lm_head"), "ignore: expected a list"),
         (changed(ignore=[""]), "ignore: expected a list"),
         (changed(overrides=[]), "overrides: expected an object"),
@@ -46,7 +50,7 @@ def test_config_round_trip() -> None:
         (changed(overrides={"a": {"encoding": "huffman", "x": 1}}), "unknown x"),
         (
             changed(overrides={"a": {"encoding": "huffman", "grid": "midrise"}}),
-            "quantization_config.overrides['a'].grid: expected one of midtread, midrise",
+            "quantization_config.overrides['a'].grid: expected midtread with encoding 'huffman'",
         ),
         (changed(fingerprint=3), "quantization_config.fingerprint: expected a string, found 3"),
         (changed(recipe=["ssqr"]), "quantization_config.recipe: expected an object, found ['ssqr']"),

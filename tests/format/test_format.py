@@ -15,6 +15,7 @@ from helpers.checkpoints import SCHEMES, write_tiny_checkpoint
 from helpers.format_reader import fingerprint, matrices, matrix, read_file
 from vllm_latq.format.config import LayerScheme
 from vllm_latq.format.reader import CheckpointReader, checkpoint_fingerprint
+from vllm_latq.format.scheme import LayerScheme
 
 # Several chunks of rows, or of columns; whole words, and codes that straddle them.
 SHAPES = [(700, 8), (2, 2056), (3, 4200), (1, 1)]

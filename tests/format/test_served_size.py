@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from vllm_latq.format import served_size
-from vllm_latq.format.config import SUPPORTED_BITS
-from vllm_latq.format.packed import PackedWeight, pack_integers
+from vllm_latq.format.encodings.packed import PackedWeight, pack_integers
+from vllm_latq.format.scheme import SUPPORTED_BITS
 from vllm_latq.format.served_size import best_bits, outlier_bits, served_bits, served_overhead
 from vllm_latq.kernels.layout.weight import KernelWeight, prepare
 

@@ -11,9 +11,11 @@ from helpers.builders import gaussian_integers, packed_weight
 from vllm_latq.coding.huffman import encoder as huffman
 from vllm_latq.errors import CheckpointError
 from vllm_latq.format import validate
-from vllm_latq.format.coded import HuffmanWeight, RansWeight, decode_checked
-from vllm_latq.format.config import LayerScheme
-from vllm_latq.format.packed import PackedWeight
+from vllm_latq.format.encodings.coded import CodedWeight
+from vllm_latq.format.encodings.huffman import HuffmanWeight
+from vllm_latq.format.encodings.packed import PackedWeight
+from vllm_latq.format.encodings.rans import RansWeight
+from vllm_latq.format.scheme import LayerScheme
 
 SHAPE = (9, 66)
 PACKED = LayerScheme("packed", 3, 33, True)
@@ -70,11 +72,6 @@ def repeat_columns(tensors: Tensors) -> None:
     tensors["outlier_col_idx"] = columns.to(torch.uint16)
 
 
-def early_end(tensors: Tensors) -> None:
-    """The first byte of an overflow is not full, but the gap asks for another entry."""
-    tensors["outlier_gaps"][0], tensors["outlier_overflow"][0] = 255, 254
-
-
 PACKED_DAMAGE = [
     (dropping("scales"), "layer.scales: expected a tensor torch.bfloat16 (9, 2), found no such tensor"),
     (dropping("outlier_values"), "layer.outlier_values: expected a tensor"),
@@ -85,24 +82,27 @@ PACKED_DAMAGE = [
     (setting("weight_shape", 0, 10), "layer.weight_shape: expected the shape of the linear"),
     (
         setting("scales", (0, 0), float("nan")),
-        "layer.scales: expected scales that are not zero, and finite also times 4, found 1 others",
+        "layer.scales: expected scales that are not zero, and finite also times 4, found 1 mismatch",
     ),
-    (setting("scales", ([8, 2], [0, 1]), 0.0), "finite also times 4, found 2 others, the first in row 2, group 1"),
-    (setting("scales", (2, 0), 3e38), "and finite also times 4, found 1 others, the first in row 2, group 0"),
+    (setting("scales", ([8, 2], [0, 1]), 0.0), "finite also times 4, found 2 mismatches, the first at row 2, group 1"),
+    (setting("scales", (2, 0), 3e38), "and finite also times 4, found 1 mismatch, the first at row 2, group 0"),
     (
         replacing("qweight", lambda tensor: tensor ^ 1),
-        "layer.qweight: expected the code of 0 under each outlier, found another in row 0, column 32",
+        "layer.qweight: expected the zero code, 4, under every outlier, found code 0 at row 1, column 10",
     ),
-    (setting("qweight", ([7, 3], -1), -1), "after the last code are zero, found 2 others, the first in row 3"),
+    (
+        setting("qweight", ([7, 3], -1), -1),
+        "zero bits after the last code of each row, found 2 mismatches, the first at row 3",
+    ),
     (setting("outlier_row_ptr", 0, 1), "layer.outlier_row_ptr: expected 0 first"),
     (setting("outlier_row_ptr", -1, 10**6), "layer.outlier_row_ptr: expected 0 first and"),
     (setting("outlier_row_ptr", 4, -7), "layer.outlier_row_ptr: expected offsets that never fall, found a fall after"),
     (setting("outlier_col_idx", 0, 66), "layer.outlier_col_idx: expected columns in [0, 66)"),
-    (swap_first_columns, "above those before them in a row, found 1 others, the first in entry 1"),
-    (repeat_columns, "above those before them in a row, found 2 others, the first in entry 1"),
+    (swap_first_columns, "columns that rise strictly within a row, found 1 mismatch, the first at entry 1"),
+    (repeat_columns, "columns that rise strictly within a row, found 2 mismatches, the first at entry 1"),
     (
         setting("outlier_values", 0, float("inf")),
-        "layer.outlier_values: expected values that are finite, found 1 others, the first in entry 0",
+        "layer.outlier_values: expected values that are finite, found 1 mismatch, the first at entry 0",
     ),
     (replacing("outlier_values", lambda tensor: tensor[:-1]), "layer.outlier_values: expected as many values"),
 ]
@@ -141,11 +141,11 @@ RANS_DAMAGE = [
     (setting("frequencies", 0, 4000), "layer.frequencies: expected a sum of 4096 in table 0"),
     (setting("row_class", -1, 0x10000), "layer.row_class: expected zero bits after the last class"),
     (setting("column_class", -1, 0x10000), "layer.column_class: expected zero bits after the last class"),
-    (setting("row_class", 0, 15), "layer.row_class: expected classes that sum, with those of column_class, to less"),
+    (setting("row_class", 0, 15), "layer.row_class: expected classes whose sum with any class of column_class"),
     (setting("chunk_words", (0, 0), 1), "layer.chunk_words: expected at least 2 words in each chunk, found 1"),
     (setting("chunk_words", (0, 0), 65535), "layer.chunk_words: expected chunks that fill the stream"),
     (replacing("stream", lambda tensor: tensor[:-1]), "layer.chunk_words: expected chunks that fill the stream"),
-    (replacing("stream", lambda tensor: tensor | -(1 << 31)), "layer.stream: expected a zero half-word after the last"),
+    (replacing("stream", lambda tensor: tensor | -(1 << 31)), "layer.stream: expected 16 zero bits after the last"),
 ]  # fmt: skip
 
 
@@ -156,9 +156,9 @@ def test_undamaged_tensors_have_no_problems() -> None:
 
 
 KINDS: dict[str, Any] = {
-    "packed": (packed_tensors, PACKED, SHAPE, PackedWeight, PACKED_DAMAGE),
-    "huffman": (huffman_tensors, HUFFMAN, SHAPE, HuffmanWeight, HUFFMAN_DAMAGE),
-    "rans": (rans_tensors, RANS, RANS_SHAPE, RansWeight, RANS_DAMAGE),
+    "packed": (packed_tensors, PACKED, SHAPE, PACKED_DAMAGE),
+    "huffman": (huffman_tensors, HUFFMAN, SHAPE, HUFFMAN_DAMAGE),
+    "rans": (rans_tensors, RANS, RANS_SHAPE, RANS_DAMAGE),
 }
 
 
@@ -171,11 +171,11 @@ CASES = [
 
 @pytest.mark.parametrize(("kind", "damage", "message"), CASES)
 def test_each_violation_has_its_message(kind: str, damage: Callable[[Tensors], None], message: str) -> None:
-    make, scheme, shape, weight, _ = KINDS[kind]
+    make, scheme, shape, _ = KINDS[kind]
     tensors = make()
     damage(tensors)
     with pytest.raises(CheckpointError) as caught:
-        weight.from_tensors(tensors, scheme, shape, "layer")
+        validate.check(tensors, scheme, shape, "layer")
     assert message in str(caught.value)
 
 
@@ -190,7 +190,8 @@ def test_midrise_half_step_counts_for_the_range_of_outliers(scale: float, refuse
     tensors["scales"][row, column // 33] = scale
     found = [str(problem).split(". ")[0] for problem in validate.problems(tensors, scheme, SHAPE, "layer")]
     expected = "layer.outlier_values: expected values that are finite also with half a scale added"
-    assert found == [f"{expected}, found another in row {row}, column {column}"] * (refused and grid == "midrise")
+    largest = f"{torch.finfo(torch.bfloat16).max:g}"
+    assert found == [f"{expected}, found {largest} at row {row}, column {column}"] * (refused and grid == "midrise")
 
 
 def test_bad_scale_is_the_only_problem_reported() -> None:
@@ -221,9 +222,9 @@ def test_chunk_of_another_length_is_refused_when_decoded() -> None:
     bits = tensors["chunk_bits"].to(torch.int32)
     bits[0, 0], bits[1, 0] = bits[0, 0] + 1, bits[1, 0] - 1
     tensors["chunk_bits"] = bits.to(torch.uint16)
-    weight = HuffmanWeight.from_tensors(tensors, HUFFMAN, (40, 300), "layer")
+    weight = validate.weight_from_tensors(tensors, HUFFMAN, (40, 300), "layer")
     with pytest.raises(CheckpointError, match=r"layer\.stream: expected chunk 0 to end at bit \d+, found bit"):
-        decode_checked(weight, "layer")
+        weight.decode("layer")
 
 
 @pytest.mark.parametrize(("octaves", "refused"), [(123.9, False), (124.1, True)])
@@ -232,18 +233,18 @@ def test_weights_that_could_be_infinite_are_refused_when_decoded(octaves: float,
     integers, scale = torch.tensor([[3, -8, 0, 7]], dtype=torch.int32), torch.tensor([2.0**octaves])
     flat, down = torch.zeros(1, dtype=torch.int8), torch.tensor([-8, -16, 0, -64], dtype=torch.int8)
     up = torch.tensor([0, 0, 0, 24], dtype=torch.int8)
-    weights: list[HuffmanWeight | RansWeight] = [
+    weights: list[CodedWeight] = [
         HuffmanWeight(scale, huffman.encode(integers)),
         RansWeight.from_integers(integers, scale, flat, down),
         RansWeight.from_integers(integers, scale / 8, flat, up),
     ]
     for weight in weights:
-        weight.from_tensors(weight.to_tensors(), weight.scheme, (1, 4), "layer")
+        validate.check(weight.to_tensors(), weight.scheme, (1, 4), "layer")
         if refused:
-            with pytest.raises(CheckpointError, match=r"layer\.scale: expected a scale of which the largest multiple"):
-                decode_checked(weight, "layer")
+            with pytest.raises(CheckpointError, match=r"layer\.scale: expected a scale whose largest multiple"):
+                weight.decode("layer")
         else:
-            assert torch.equal(decode_checked(weight, "layer"), integers)
+            assert torch.equal(weight.decode("layer"), integers)
             assert torch.isfinite(weight.dequantize(torch.bfloat16)).all()
 
 
@@ -254,7 +255,7 @@ def test_midrise_half_step_counts_for_the_range_of_weights(midrise: bool) -> Non
     integers = torch.tensor([[3, -2]], dtype=torch.int32)
     weight = RansWeight.from_integers(integers, torch.tensor([2.0**125]), *flat, midrise)
     if midrise:
-        with pytest.raises(CheckpointError, match=r"layer\.scale: expected a scale of which the largest multiple"):
-            decode_checked(weight, "layer")
+        with pytest.raises(CheckpointError, match=r"layer\.scale: expected a scale whose largest multiple"):
+            weight.decode("layer")
     else:
-        assert torch.equal(decode_checked(weight, "layer"), integers)
+        assert torch.equal(weight.decode("layer"), integers)

@@ -9,9 +9,9 @@ import torch
 from helpers.checkpoints import SHAPES
 from vllm_latq.cli.inspect import inspect_checkpoint
 from vllm_latq.errors import LatqError
-from vllm_latq.format.coded import weight_from_tensors
-from vllm_latq.format.config import LayerScheme
 from vllm_latq.format.reader import CheckpointReader
+from vllm_latq.format.scheme import LayerScheme
+from vllm_latq.format.validate import weight_from_tensors
 from vllm_latq.format.verify import verify
 from vllm_latq.memory import peak_memory
 

@@ -12,8 +12,11 @@ from torch.nn import functional
 from helpers.builders import random_weight
 from vllm_latq.format.coded import RansWeight
 from vllm_latq.format.config import LayerScheme
+from vllm_latq.format.encodings.packed import PackedWeight
+from vllm_latq.format.encodings.rans import RansWeight
 from vllm_latq.format.packed import PackedWeight
 from vllm_latq.format.reader import CheckpointReader
+from vllm_latq.format.scheme import LayerScheme
 from vllm_latq.models.experts import is_llama4
 from vllm_latq.serving.experts import ACTIVATIONS, expert_constants, run_experts
 from vllm_latq.serving.operands import make_operands, stack_operands

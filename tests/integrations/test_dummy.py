@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vllm_latq.format.config import LayerScheme
+from vllm_latq.format.scheme import LayerScheme
 from vllm_latq.integrations.vllm.dummy import dummy_weight
 
 ROWS, COLS, RATE = 256, 1024, 0.01

@@ -17,7 +17,8 @@ from vllm.model_executor.models.utils import WeightsMapper
 
 from vllm_latq import plugin
 from vllm_latq.errors import ConfigError, UnsupportedModelError
-from vllm_latq.format.config import CheckpointConfig, LayerScheme
+from vllm_latq.format.config import CheckpointConfig
+from vllm_latq.format.scheme import LayerScheme
 from vllm_latq.integrations.vllm import config as vllm_config
 from vllm_latq.integrations.vllm.config import LatqConfig
 from vllm_latq.integrations.vllm.linear import LatqLinearMethod

@@ -21,9 +21,10 @@ from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
 
 from helpers.builders import RANS, random_weight
 from vllm_latq.errors import CheckpointError, ConfigError, UnsupportedModelError, UnsupportedShapeError
-from vllm_latq.format.coded import Weight
-from vllm_latq.format.config import CheckpointConfig, LayerScheme
-from vllm_latq.format.packed import PackedWeight
+from vllm_latq.format.config import CheckpointConfig
+from vllm_latq.format.encodings.packed import PackedWeight
+from vllm_latq.format.encodings.weight import Weight
+from vllm_latq.format.scheme import LayerScheme
 from vllm_latq.integrations.vllm import moe as vllm_moe
 from vllm_latq.integrations.vllm.config import LatqConfig
 from vllm_latq.serving import operands

@@ -29,7 +29,8 @@ from vllm.model_executor.models.llama4 import Llama4ForCausalLM
 
 from helpers.builders import RANS, RANS_MIDRISE, random_weight
 from vllm_latq.errors import CheckpointError, UnsupportedShapeError
-from vllm_latq.format.config import CheckpointConfig, LayerScheme
+from vllm_latq.format.config import CheckpointConfig
+from vllm_latq.format.scheme import LayerScheme
 from vllm_latq.integrations.vllm.config import LatqConfig
 from vllm_latq.integrations.vllm.row_order import stored_order
 from vllm_latq.serving.layouts.checkpoint import WEIGHT_ARGUMENTS, dequantize

@@ -12,6 +12,7 @@ from helpers.mixtures import EXPERTS, HIDDEN, Mixture, routing
 from helpers.recorded import RecordedKernel, RecordedOperators
 from helpers.stacks import stack_of_experts
 from vllm_latq.format.config import LayerScheme
+from vllm_latq.format.scheme import LayerScheme
 from vllm_latq.kernels.decode import dispatch
 from vllm_latq.kernels.decode.prefill import prefill_matmul
 from vllm_latq.kernels.dev.emulation.launch import KERNELS

@@ -11,8 +11,8 @@ from helpers.builders import packed_weight
 from helpers.kernel_device import ARCH, DEVICE, EMULATED
 from vllm_latq.coding.huffman.encoder import encode
 from vllm_latq.errors import CheckpointError
-from vllm_latq.format.coded import HuffmanWeight
-from vllm_latq.format.packed import PackedWeight, pack_integers
+from vllm_latq.format.encodings.huffman import HuffmanWeight
+from vllm_latq.format.encodings.packed import PackedWeight, pack_integers
 from vllm_latq.serving.decode import decode_on_device
 from vllm_latq.serving.layouts.tiled import (
     CONSTANTS,

@@ -11,7 +11,7 @@ from vllm_latq.coding.rans.decoder import decode_stream, decoding_table
 from vllm_latq.coding.rans.encoder import encode
 from vllm_latq.coding.rans.stream import RansStream
 from vllm_latq.errors import CheckpointError
-from vllm_latq.format.coded import RansWeight
+from vllm_latq.format.encodings.rans import RansWeight
 from vllm_latq.kernels.entropy import rans as rans_kernel
 from vllm_latq.kernels.entropy.rans import decode_rans, slot_table
 from vllm_latq.kernels.errors import KernelInputError

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from vllm_latq.errors import ConfigError
-from vllm_latq.format.config import LayerScheme
+from vllm_latq.format.scheme import LayerScheme
 from vllm_latq.quantize.recipe import METHODS, Recipe
 
 GOOD = {

@@ -13,9 +13,9 @@ import torch
 from helpers.builders import random_weight
 from helpers.mixtures import Mixture, routing
 from vllm_latq.errors import CheckpointError
-from vllm_latq.format.config import LayerScheme
 from vllm_latq.format.csr import CSR
-from vllm_latq.format.packed import PackedWeight, pack_integers
+from vllm_latq.format.encodings.packed import PackedWeight, pack_integers
+from vllm_latq.format.scheme import LayerScheme
 from vllm_latq.format.served_size import best_bits
 from vllm_latq.serving.layouts import int4 as cpu_path
 from vllm_latq.serving.linear import CHECKPOINT, INT4, linear

@@ -37,14 +37,14 @@ def inspect_checkpoint(directory: str | Path) -> dict[str, Any]:
     layers, total_bits, sizes = [], 0, [rows * cols for rows, cols in reader.shapes.values()]
     for record, (name, (rows, cols)) in zip(records, reader.shapes.items(), strict=True):
         weight = reader.weight(name)
-        bits = weight.storage_bits()
-        total_bits += bits
+        facts = weight.describe()
+        total_bits += facts.stored_bits
         layers.append(
             {
                 "name": name,
                 "shape": [rows, cols],
-                "encoding": weight.scheme.encoding,
-                "bits": bits / (rows * cols),
+                "encoding": facts.encoding,
+                "bits": facts.stored_bits / (rows * cols),
                 "outlier_density": weight.outlier_density(),
                 **{key: getattr(record, key) for key in _FROM_REPORT},
             }

@@ -11,7 +11,7 @@ from typing import Any
 
 from vllm_latq import console
 from vllm_latq.errors import ConfigError, UsageError
-from vllm_latq.format.config import SUPPORTED_BITS
+from vllm_latq.format.scheme import SUPPORTED_BITS
 from vllm_latq.quantize.recipe import CHOICES, METHODS, UNUSED, Recipe
 
 DEFAULT_METHOD = "latq"

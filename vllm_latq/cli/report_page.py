@@ -11,13 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from vllm_latq.cli.report_plots import ROW_BANDS, SCALE_EDGES, LayerView, draw
 from vllm_latq.console import number, prediction
 from vllm_latq.errors import ConfigError
-from vllm_latq.format.coded import Weight
-from vllm_latq.format.packed import PackedWeight
+from vllm_latq.format.encodings.weight import Weight
 from vllm_latq.format.reader import CheckpointReader
 from vllm_latq.format.report import LayerReport, summed
 
@@ -82,18 +80,15 @@ def write_report_page(directory: str | Path, output: str | Path) -> None:
 
 
 def _view(name: str, weight: Weight, measured: LayerReport | None) -> LayerView:
-    rows, cols = weight.shape
-    counts = np.zeros(rows)
-    if isinstance(weight, PackedWeight) and weight.outliers is not None:
-        counts = weight.outliers.counts.numpy()
+    """Return what the page shows of one linear."""
+    (rows, cols), facts = weight.shape, weight.describe()
+    counts = facts.outlier_counts.numpy()
     bands = [band.mean() / cols if band.size else 0.0 for band in np.array_split(counts, ROW_BANDS)]
-    stored = weight.to_tensors()
-    values = [tensor.float().flatten() for suffix, tensor in stored.items() if "scale" in suffix]
-    log_scales = torch.cat(values).abs().log2().clamp(SCALE_EDGES[0], SCALE_EDGES[-1]).numpy()
+    log_scales = facts.scales.float().flatten().abs().log2().clamp(SCALE_EDGES[0], SCALE_EDGES[-1]).numpy()
     return LayerView(
         name,
         (rows, cols),
-        weight.storage_bits() / (rows * cols),
+        facts.stored_bits / (rows * cols),
         weight.outlier_density(),
         np.array(bands),
         np.histogram(log_scales, SCALE_EDGES)[0],

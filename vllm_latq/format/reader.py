@@ -16,11 +16,13 @@ import torch
 
 from vllm_latq.errors import CheckpointError
 from vllm_latq.format import validate
-from vllm_latq.format.coded import Weight, weight_from_tensors
 from vllm_latq.format.config import CheckpointConfig
+from vllm_latq.format.encodings.registry import tensor_suffixes
+from vllm_latq.format.encodings.weight import Weight
 from vllm_latq.format.files import TensorStore, read_json
 from vllm_latq.format.report import LayerReport, layer_reports
-from vllm_latq.format.tensors import SHAPE, tensor_suffixes
+from vllm_latq.format.tensors import SHAPE
+from vllm_latq.format.validate import weight_from_tensors
 
 REPORT_FILE = "latq_report.json"
 FINGERPRINT_PREFIX = "sha256:"

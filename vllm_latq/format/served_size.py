@@ -15,10 +15,9 @@ from collections.abc import Sequence
 
 import torch
 
-from vllm_latq.coding.packing import packed_words
-from vllm_latq.format.config import SUPPORTED_BITS
+from vllm_latq.coding.packing import WORD_BITS, packed_words
+from vllm_latq.format.scheme import SUPPORTED_BITS
 
-WORD_BITS = 32
 PAIRED = (2, 3, 4)
 # Of an outlier, about: not every digit has a near one, and some outliers are far.
 USUAL_OUTLIER_BITS = {2: 18, 3: 18, 4: 18, 8: 32}

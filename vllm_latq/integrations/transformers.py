@@ -15,11 +15,12 @@ from torch import nn
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from vllm_latq.format.coded import weight_from_tensors
-from vllm_latq.format.config import QUANT_METHOD, CheckpointConfig, LayerScheme
+from vllm_latq.format.config import QUANT_METHOD, CheckpointConfig
+from vllm_latq.format.encodings.registry import tensor_specs
 from vllm_latq.format.files import stored_shapes
-from vllm_latq.format.packed import PackedWeight
-from vllm_latq.format.tensors import SHAPE, tensor_specs
+from vllm_latq.format.scheme import LayerScheme
+from vllm_latq.format.tensors import SHAPE
+from vllm_latq.format.validate import weight_from_tensors
 from vllm_latq.models.experts import Experts
 from vllm_latq.models.stored_names import stored_names, unmerged
 from vllm_latq.serving.decode import decode_on_device
@@ -81,10 +82,9 @@ class LatqLinear(nn.Module):
         weight = weight_from_tensors(stored, self.scheme, (self.out_features, self.in_features), self.name)
         for suffix in self.specs:
             delattr(self, suffix)
-        if not isinstance(weight, PackedWeight):
-            weight = weight.pack(decode_on_device(weight, self.name, device))
-        self.register_buffer("column_scales", weight.column_scales)
-        tensors, self.constants = dense_arguments(weight)
+        packed = weight.pack(decode_on_device(weight, self.name, device))
+        self.register_buffer("column_scales", packed.column_scales)
+        tensors, self.constants = dense_arguments(packed)
         for name, tensor in tensors.items():
             self.register_buffer(name, None if tensor is None else tensor.to(device))
 

@@ -12,7 +12,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from vllm_latq.errors import NO_ROOM, CheckpointError
-from vllm_latq.format.packed import PackedWeight
+from vllm_latq.format.encodings.packed import PackedWeight
 from vllm_latq.format.served_size import best_bits
 from vllm_latq.serving.layouts import int4 as cpu_path
 from vllm_latq.serving.layouts.checkpoint import dense_arguments, outlier_capacity

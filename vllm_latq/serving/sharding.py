@@ -10,9 +10,9 @@ import torch
 
 from vllm_latq.coding.packing import WORD_BITS, pack_codes, packed_words, unpack_codes
 from vllm_latq.errors import UnsupportedShapeError
-from vllm_latq.format.config import WHOLE_ROW
 from vllm_latq.format.csr import CSR
-from vllm_latq.format.packed import PackedWeight
+from vllm_latq.format.encodings.packed import PackedWeight
+from vllm_latq.format.scheme import WHOLE_ROW
 
 ZERO_ROW = -1
 

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from vllm_latq.errors import ConfigError, NumericalError
-from vllm_latq.format.config import SUPPORTED_BITS
 from vllm_latq.format.reader import CheckpointReader
+from vllm_latq.format.scheme import SUPPORTED_BITS
 from vllm_latq.format.served_size import USUAL_OUTLIER_BITS, served_bits, served_overhead, slot_words
 from vllm_latq.format.verify import verify
 from vllm_latq.quantize.allocation.served_allocation import (

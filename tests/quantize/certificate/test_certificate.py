@@ -16,7 +16,7 @@ from helpers.builders import heavy_tailed_layer
 from vllm_latq.cli.main import main
 from vllm_latq.coding.packing import pack_codes
 from vllm_latq.errors import CheckpointError, ConfigError
-from vllm_latq.format.packed import PackedWeight
+from vllm_latq.format.encodings.packed import PackedWeight
 from vllm_latq.format.reader import CheckpointReader, checkpoint_fingerprint
 from vllm_latq.format.verify import verify
 from vllm_latq.quantize.certificate.certificate import verify_certificate

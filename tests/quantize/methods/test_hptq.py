@@ -6,7 +6,7 @@ import torch
 from helpers.builders import heavy_tailed_layer
 from vllm_latq.coding.huffman.encoder import encode
 from vllm_latq.errors import NumericalError
-from vllm_latq.format.coded import HuffmanWeight
+from vllm_latq.format.encodings.huffman import HuffmanWeight
 from vllm_latq.quantize.lattice.factor import factorize
 from vllm_latq.quantize.methods.hptq import BITS_TOLERANCE, hptq, hrtn
 

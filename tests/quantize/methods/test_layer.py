@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from vllm_latq.errors import CalibrationError, ConfigError, NumericalError, UnsupportedShapeError
-from vllm_latq.format.coded import HuffmanWeight, weight_from_tensors
-from vllm_latq.format.packed import PackedWeight
+from vllm_latq.format.encodings.huffman import HuffmanWeight
+from vllm_latq.format.encodings.packed import PackedWeight
+from vllm_latq.format.validate import weight_from_tensors
 from vllm_latq.quantize.lattice.factor import factorize
 from vllm_latq.quantize.lattice.targets import output_energy
 from vllm_latq.quantize.methods.layer import LayerResult, quantize_layer

@@ -11,8 +11,9 @@ import torch
 
 from helpers.programs import program, run_program
 from vllm_latq.errors import CheckpointError, ConfigError
-from vllm_latq.format.config import CheckpointConfig, LayerScheme
+from vllm_latq.format.config import CheckpointConfig
 from vllm_latq.format.reader import CheckpointReader, TensorStore, checkpoint_fingerprint
+from vllm_latq.format.scheme import LayerScheme
 from vllm_latq.quantize.runs.writer import CheckpointWriter
 
 RECORDS = ["", "[]", "{}", '{"digests": [], "layers": [], "bytes": 0}']

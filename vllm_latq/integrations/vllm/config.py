@@ -14,7 +14,8 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from vllm_latq.errors import ConfigError, UnsupportedModelError
-from vllm_latq.format.config import QUANT_METHOD, CheckpointConfig, LayerScheme
+from vllm_latq.format.config import QUANT_METHOD, CheckpointConfig
+from vllm_latq.format.scheme import LayerScheme
 from vllm_latq.integrations.vllm.linear import LatqLinearMethod
 from vllm_latq.integrations.vllm.moe import LatqMoEMethod, expert_leaves
 from vllm_latq.integrations.vllm.row_order import stored_order

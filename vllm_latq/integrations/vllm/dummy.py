@@ -1,4 +1,4 @@
-"""Random weights of a scheme's layout, for `--load-format dummy`: sizes and speed are real, the numbers are not."""
+"""Random weights in a scheme's layout, for `--load-format dummy`: sizes and speed are real, the numbers are not."""
 
 import math
 from collections.abc import Mapping
@@ -7,22 +7,23 @@ from typing import Any
 import torch
 
 from vllm_latq.coding.packing import packed_words
-from vllm_latq.format.config import WHOLE_ROW, LayerScheme
 from vllm_latq.format.csr import CSR
-from vllm_latq.format.packed import PackedWeight
+from vllm_latq.format.encodings.packed import PackedWeight
+from vllm_latq.format.encodings.registry import encoding_of
+from vllm_latq.format.scheme import WHOLE_ROW, LayerScheme
 
 DEFAULT_OUTLIER_RATE, MOST_OUTLIERS = 0.01, 0.5
-# The width that entropy-coded checkpoints of about 4 bits decode to.
+# Width of the codes that entropy-coded checkpoints of about 4 bits are decoded to.
 DECODED_BITS = 4
 # Small, as vLLM's own dummy weights are, so that activations stay finite.
 SCALE = 1e-3
 
 
 def dummy_weight(scheme: LayerScheme, rows: int, cols: int, recipe: Mapping[str, Any]) -> PackedWeight:
-    """A PackedWeight [rows, cols] on the CPU with random codes and outliers at random places.
+    """Return a PackedWeight [rows, cols] on the CPU with random codes and outliers at random places.
 
     Args:
-        scheme: of the layer; an entropy-coded one gets the layout it has once decoded.
+        scheme: scheme of the layer; for an entropy-coded one the weight has the layout of decoded integers.
         rows: output channels.
         cols: input channels.
         recipe: its `outlier_rate` sets the number of outliers.
@@ -32,30 +33,35 @@ def dummy_weight(scheme: LayerScheme, rows: int, cols: int, recipe: Mapping[str,
     limits = torch.iinfo(torch.int32)
     words = (rows, packed_words(cols, bits))
     qweight = torch.randint(limits.min, limits.max, words, generator=generator, dtype=torch.int32, device="cpu")
-    decoded = scheme.encoding != "packed"
+    encoding = encoding_of(scheme)
     outliers = None
-    if decoded or scheme.outliers:
+    if encoding.coded or scheme.outliers:
         rate = float(recipe.get("outlier_rate") or DEFAULT_OUTLIER_RATE)
-        # Of coded weights, an integer that the codes do not quite reach, as most of them are.
-        value, dtype = (2.0 ** (bits - 1), torch.float32) if decoded else (SCALE, torch.bfloat16)
-        outliers = _strewn_outliers(rows, cols, rate, torch.tensor(value, dtype=dtype, device="cpu"), generator)
+        # Most outliers of a coded weight are the first integer above the range of the codes.
+        value, dtype = (2.0 ** (bits - 1), torch.float32) if encoding.coded else (SCALE, torch.bfloat16)
+        outliers = _random_outliers(rows, cols, rate, torch.tensor(value, dtype=dtype, device="cpu"), generator)
     return PackedWeight(
         qweight=qweight,
         bits=bits,
         group_size=WHOLE_ROW if scheme.group_size is None else scheme.group_size,
         cols=cols,
-        scales=None if decoded else torch.full((rows, scheme.groups(cols)), SCALE, dtype=torch.bfloat16, device="cpu"),
-        row_scales=torch.full((rows,), SCALE, dtype=torch.float32, device="cpu") if decoded else None,
+        scales=None if encoding.coded else _filled(rows, scheme.groups(cols), value=SCALE, dtype=torch.bfloat16),
+        row_scales=_filled(rows, value=SCALE) if encoding.coded else None,
         outliers=outliers,
-        column_scales=torch.ones(cols, dtype=torch.float32, device="cpu") if scheme.encoding == "rans" else None,
-        midrise=scheme.grid == "midrise",
+        column_scales=_filled(cols, value=1.0) if encoding.column_scaled else None,
+        midrise=scheme.midrise,
     )
 
 
-def _strewn_outliers(rows: int, cols: int, rate: float, value: torch.Tensor, generator: torch.Generator) -> CSR:
-    """About `rate` outliers of one value [], at random places, on the CPU.
+def _filled(*shape: int, value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return a tensor of one value on the CPU, whatever torch's default device is."""
+    return torch.full(shape, value, dtype=dtype, device="cpu")
 
-    In columns that rows share x would be quicker to gather than for trained ones, and slices would need no padding.
+
+def _random_outliers(rows: int, cols: int, rate: float, value: torch.Tensor, generator: torch.Generator) -> CSR:
+    """Return about `rate` * rows * cols outliers of one value [] at random places, on the CPU.
+
+    Rows with outliers in the same columns would gather x faster than trained weights do, and need no padding.
     """
     draws = max(1, round(-math.log1p(-min(rate, MOST_OUTLIERS)) * rows * cols))  # some places are drawn twice
     places = torch.randint(rows * cols, (draws,), generator=generator, device="cpu").unique()

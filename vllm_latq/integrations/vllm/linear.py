@@ -22,9 +22,10 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.parameter import BasevLLMParameter, ModelWeightParameter
 
 from vllm_latq.errors import MISSING, OTHER_MODEL, CheckpointError
-from vllm_latq.format.config import LayerScheme
-from vllm_latq.format.packed import PackedWeight
-from vllm_latq.format.tensors import SHAPE, tensor_specs
+from vllm_latq.format.encodings.packed import PackedWeight
+from vllm_latq.format.encodings.registry import tensor_specs
+from vllm_latq.format.scheme import LayerScheme
+from vllm_latq.format.tensors import SHAPE
 from vllm_latq.integrations.vllm.dummy import dummy_weight
 from vllm_latq.serving.linear import linear, scale_columns
 from vllm_latq.serving.merging import Shard, decode, merge, read_shard

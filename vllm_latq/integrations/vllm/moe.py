@@ -21,9 +21,10 @@ from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
 
 from vllm_latq.errors import MISSING, CheckpointError, UnsupportedModelError
-from vllm_latq.format.config import LayerScheme
-from vllm_latq.format.packed import PackedWeight
-from vllm_latq.format.tensors import SHAPE, tensor_specs
+from vllm_latq.format.encodings.packed import PackedWeight
+from vllm_latq.format.encodings.registry import tensor_specs
+from vllm_latq.format.scheme import LayerScheme
+from vllm_latq.format.tensors import SHAPE
 from vllm_latq.integrations.vllm.dummy import dummy_weight
 from vllm_latq.integrations.vllm.linear import COLUMN_SCALES, CheckpointTensor, ShardId, collected
 from vllm_latq.serving.experts import ACTIVATIONS, expert_constants, run_experts

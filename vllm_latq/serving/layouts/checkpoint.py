@@ -13,7 +13,7 @@ import torch
 
 from vllm_latq.coding.packing import unpack_codes, zero_point
 from vllm_latq.format.csr import CSR
-from vllm_latq.format.packed import PackedWeight
+from vllm_latq.format.encodings.packed import PackedWeight
 
 WEIGHT_ARGUMENTS = ("qweight", "scales", "row_scales", "row_ptr", "col_idx", "values")
 SMALLEST_CAPACITY = 64

@@ -26,8 +26,8 @@ import torch
 from torch.nn import functional
 
 from vllm_latq.coding.packing import unpack_codes
-from vllm_latq.format.config import WHOLE_ROW
-from vllm_latq.format.packed import PackedWeight
+from vllm_latq.format.encodings.packed import PackedWeight
+from vllm_latq.format.scheme import WHOLE_ROW
 from vllm_latq.serving.layouts.checkpoint import dense_arguments
 
 BITS = 4

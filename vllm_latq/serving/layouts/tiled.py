@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm_latq.errors import NO_ROOM, CheckpointError
-from vllm_latq.format.packed import PackedWeight
+from vllm_latq.format.encodings.packed import PackedWeight
 
 if TYPE_CHECKING:
     from vllm_latq.kernels.layout.weight import KernelWeight

@@ -1,0 +1,1 @@
+"""One file per encoding of a weight matrix: its tensors, invariants and decoding. Imports `coding`."""
