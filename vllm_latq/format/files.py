@@ -1,7 +1,7 @@
-"""Files of a model directory, opened as if a stranger had written them: JSON objects and safetensors tensors.
+"""Read the files of a model directory without trusting them: JSON objects and safetensors tensors.
 
 Invariant: only regular files of the directory are opened (or, in a snapshot of the Hugging Face cache, the blobs that
-its links name), nothing is executed, and whatever is wrong with a file is raised as a CheckpointError that names it.
+its links name), nothing is executed, and any fault of a file is raised as a CheckpointError that names the file.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ class TensorStore:
     """The safetensors files of a Hugging Face model directory, read one tensor at a time.
 
     Args:
-        directory: holds `model.safetensors` or shards with `model.safetensors.index.json`.
+        directory: contains `model.safetensors`, or shards and `model.safetensors.index.json`.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -44,12 +44,12 @@ class TensorStore:
 
     @cached_property
     def files(self) -> Mapping[str, str]:
-        """Tensor name -> file name."""
+        """File name of each tensor, by tensor name."""
         index = self.directory / INDEX_FILE
         if not index.exists():
             if not (self.directory / SINGLE_FILE).exists():
                 expected = f"{SINGLE_FILE} or {INDEX_FILE}"
-                hint = "Only safetensors are read: transformers' save_pretrained writes them."
+                hint = "Only safetensors files are supported: transformers' save_pretrained writes them."
                 raise CheckpointError(str(self.directory), expected, "neither", hint)
             self._read_header(SINGLE_FILE)
             return self._checked_names(dict.fromkeys(self._shapes[SINGLE_FILE], SINGLE_FILE))
@@ -68,15 +68,15 @@ class TensorStore:
         return name in self.files
 
     def names(self) -> Iterable[str]:
-        """Of all tensors."""
+        """Return the names of all tensors."""
         return self.files.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of one tensor, from its file's header; raises CheckpointError if it is missing."""
+        """Return the shape of one tensor from its file's header; raise CheckpointError if the tensor is missing."""
         return self._shapes[self._file_of(name)][name]
 
     def get(self, name: str) -> torch.Tensor:
-        """One tensor on the CPU; raises CheckpointError if it is missing or its file is damaged."""
+        """Return one tensor on the CPU; raise CheckpointError if it is missing or its file is damaged."""
         file = self._file_of(name)
         try:
             return self._handle(file).get_tensor(name)
@@ -84,15 +84,17 @@ class TensorStore:
             raise CheckpointError(str(self.directory / file), f"a readable {name}", str(error), _REPAIR) from None
 
     def part(self, name: str, index: tuple[int | slice, ...]) -> torch.Tensor:
-        """Part of one tensor, of which nothing else is read; errors as of `get`."""
+        """Return part of one tensor and read nothing else of it; raises the same errors as `get`."""
         file = self._file_of(name)
         with readable(self.directory / file):
-            part: torch.Tensor = self._handle(file).get_slice(name)[index]
-            return part
+            tensor: torch.Tensor = self._handle(file).get_slice(name)[index]
+            return tensor
 
     def strays(self) -> list[str]:
-        """What other readers may take for tensors of the model, in place of those that are read here: in its files,
-        tensors that the index does not place there; a single file beside the index."""
+        """List tensors that other readers may read in place of the tensors that this class reads.
+
+        These are tensors in a file of the index that the index does not place there, and a single file beside an index.
+        """
         strays = [
             f"{name} in {file}"
             for file, shapes in self._shapes.items()
@@ -103,7 +105,7 @@ class TensorStore:
         return [*strays, f"{SINGLE_FILE} beside {INDEX_FILE}"] if alone else strays
 
     def sampled_digest(self) -> str:
-        """SHA-256 of the files' names, sizes, and a few pages of each: tells other weights without reading them all."""
+        """Return the SHA-256 of names, sizes and a few pages of the files: tells models apart without reading all."""
         digest = hashlib.sha256()
         for name in sorted(set(self.files.values())):
             with readable(self.directory / name), (self.directory / name).open("rb") as file:
@@ -115,19 +117,21 @@ class TensorStore:
         return digest.hexdigest()
 
     def close(self) -> None:
-        """Close the files, until one is read again."""
+        """Close the files; a file opens again when it is read."""
         self._open.clear()
 
     def _file_of(self, name: str) -> str:
+        """Return the file of a tensor; raise CheckpointError if the tensor is missing."""
         if name not in self.files:
             raise CheckpointError(str(self.directory), f"a tensor {name}", "no such tensor", "The model is incomplete.")
         return self.files[name]
 
     def _read_header(self, file: str) -> None:
-        """Names and shapes of a file's tensors; it is closed again, or all files of a model would be mapped at once."""
+        """Read names and shapes of a file's tensors; the file is closed, so that only one is mapped at a time."""
         self._shapes[file] = stored_shapes(self._path_of(file))
 
     def _handle(self, file: str) -> Any:
+        """Return the open file."""
         if file not in self._open:
             path = self._path_of(file)
             with readable(path):
@@ -135,13 +139,14 @@ class TensorStore:
         return self._open[file]
 
     def _path_of(self, file: str) -> Path:
+        """Return the path of a regular file named by the index; raise CheckpointError for any other name."""
         if Path(file).name != file:
-            hint = "Copy or download the checkpoint again; if that is how it was published, do not trust it."
+            hint = "Copy or download the checkpoint again; if it was published like this, do not trust it."
             raise CheckpointError(str(self.directory / INDEX_FILE), "file names without a folder", repr(file), hint)
         return regular_file(self.directory / file)
 
     def _checked_names(self, files: Mapping[str, str]) -> Mapping[str, str]:
-        """The fingerprint joins names with blanks and newlines: a name that holds one could forge another's line."""
+        """Refuse names with blanks or newlines: the fingerprint joins by them, so such a name could forge a line."""
         for name in files:
             if not name.isprintable() or " " in name or not name:
                 expected = "tensor names of printable characters without blanks"
@@ -151,7 +156,7 @@ class TensorStore:
 
 @contextmanager
 def readable(path: Path, hint: str = _REPAIR) -> Iterator[None]:
-    """Whatever goes wrong with a safetensors file, as a CheckpointError that names it and says what to do."""
+    """Raise any error of a safetensors file as a CheckpointError that names the file and says what to do."""
     try:
         yield
     except (SafetensorError, OSError) as error:
@@ -159,10 +164,10 @@ def readable(path: Path, hint: str = _REPAIR) -> Iterator[None]:
 
 
 def stored_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of the tensors of a safetensors file.
+    """Return name -> shape of the tensors of a safetensors file.
 
     Raises:
-        CheckpointError: it is damaged, or its header has a key twice: of two tensors of one name parsers take either.
+        CheckpointError: the file is damaged, or its header has a key twice, and parsers disagree on which one counts.
     """
     with readable(path), safe_open(path, framework="pt", device="cpu") as handle, path.open("rb") as file:
         names: list[str] = handle.keys()
@@ -176,9 +181,9 @@ def stored_shapes(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def read_json(path: Path, hint: str = _REPAIR) -> dict[str, Any]:
-    """A JSON object from a file; raises CheckpointError saying what is wrong with it, and the hint.
+    """Return the JSON object in a file; raise CheckpointError with the fault and the hint.
 
-    Duplicate keys and the non-standard numbers NaN and Infinity are refused: parsers do not agree on them.
+    Duplicate keys and the non-standard numbers NaN and Infinity are refused, because parsers disagree on them.
     """
     file = regular_file(path, "a JSON file")
     try:
@@ -196,9 +201,9 @@ def read_json(path: Path, hint: str = _REPAIR) -> dict[str, Any]:
 
 
 def regular_file(path: Path, kind: str = "a safetensors file") -> Path:
-    """`path`, if it is a regular file of its own directory; raises CheckpointError.
+    """Return `path` if it is a regular file of its own directory; raise CheckpointError otherwise.
 
-    A link may lead within the directory or, as in the Hugging Face cache, from `snapshots/COMMIT` to `blobs`.
+    A link may point within the directory or, as in the Hugging Face cache, from `snapshots/COMMIT` to `blobs`.
     """
     try:
         real, home = path.resolve(), path.parent.resolve()
@@ -207,14 +212,15 @@ def regular_file(path: Path, kind: str = "a safetensors file") -> Path:
         raise CheckpointError(str(path), kind, str(error), "Copy or download it again.") from None
     blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
     if not found and not real.is_relative_to(home) and real.parent != blobs:
-        found = "a link that leads out of the directory"
+        found = "a link that points outside the directory"
     if found:
-        hint = "Replace the link by the file." if "link" in found else "It is incomplete: copy or download it again."
+        hint = "Replace the link with the file." if "link" in found else "It is incomplete: copy or download it again."
         raise CheckpointError(str(path), kind, found, hint)
     return path
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the object of these pairs; raise ValueError for a key that occurs twice."""
     value = dict(pairs)
     if len(value) != len(pairs):
         [(key, times)] = Counter(key for key, _ in pairs).most_common(1)
@@ -223,4 +229,5 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_constant(name: str) -> Any:
+    """Raise ValueError for NaN and Infinity."""
     raise ValueError(f"{name}, which is not JSON")

@@ -1,7 +1,6 @@
-"""A quantized checkpoint: its config, linears, report and fingerprint, read and verified. FORMAT.md sections 1 to 6.
+"""Read a quantized checkpoint: its config, linears, report and fingerprint. FORMAT.md sections 1 to 6.
 
-Invariant: every tensor that leaves this module for a quantized linear has passed `validate.check`; files are opened by
-`store` alone.
+Invariant: every weight that `CheckpointReader.weight` returns has passed `validate.check`; only `files` opens files.
 """
 
 import hashlib
@@ -32,7 +31,7 @@ class CheckpointReader:
     """A quantized checkpoint.
 
     Args:
-        directory: of the checkpoint; raises LatqError if it is not one of this format.
+        directory: the checkpoint's directory; raises LatqError unless it has a config of this format.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -47,7 +46,7 @@ class CheckpointReader:
 
     @cached_property
     def shapes(self) -> Mapping[str, tuple[int, int]]:
-        """Quantized linear -> (rows, cols), in stored order."""
+        """(rows, cols) of each quantized linear, by name, in stored order."""
         found = {}
         for name in self.store.names():
             module, _, suffix = name.rpartition(".")
@@ -56,11 +55,11 @@ class CheckpointReader:
         return found
 
     def tensors(self, module: str) -> dict[str, torch.Tensor]:
-        """Suffix -> tensor of one quantized linear, unvalidated. Its bias is not part of it."""
+        """Return suffix -> tensor of one quantized linear, without its bias; the tensors are not validated."""
         return {suffix: self.store.get(f"{module}.{suffix}") for suffix in self._suffixes[module]}
 
     def weight(self, module: str) -> Weight:
-        """One quantized linear, validated."""
+        """Return the weight of one quantized linear, validated."""
         scheme = self.config.scheme_for(module)
         where = f"{self.directory}: {module}"
         if module not in self.shapes:
@@ -70,20 +69,21 @@ class CheckpointReader:
         return weight_from_tensors(self.tensors(module), scheme, self.shapes[module], where)
 
     def report(self) -> dict[str, Any]:
-        """The report written by the quantizer, as it is; raises CheckpointError if it is missing or unreadable."""
+        """Return the quantizer's report as stored; raise CheckpointError if it is missing or unreadable."""
         return read_json(self.directory / REPORT_FILE)
 
     def measured(self) -> list[LayerReport]:
-        """The report's records; raises CheckpointError if one holds something else than names and numbers."""
+        """Return the records of the report; raise CheckpointError if a value has the wrong type."""
         return layer_reports(self.report(), str(self.directory / REPORT_FILE))
 
     def shapeless(self) -> list[str]:
-        """Modules with tensors that only a quantized linear has, but without its shape."""
+        """Return the modules that have tensors of a quantized linear, but no shape."""
         marks = tensor_suffixes() - {"scale", "scales"}  # unquantized modules may have scales too
         return [module for module, found in self._suffixes.items() if SHAPE not in found and marks & set(found)]
 
     @cached_property
     def _suffixes(self) -> Mapping[str, list[str]]:
+        """Suffixes of the tensors of each module, by name."""
         suffixes = defaultdict(list)
         for name in self.store.names():
             module, _, suffix = name.rpartition(".")
@@ -93,19 +93,19 @@ class CheckpointReader:
 
 
 def tensor_digest(name: str, tensor: torch.Tensor) -> str:
-    """One line per tensor of the fingerprint: name, dtype, shape, SHA-256 of the bytes."""
+    """Return the tensor's line of the fingerprint: name, dtype, shape, SHA-256 of the bytes."""
     data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
     shape = "x".join(str(size) for size in tensor.shape)
     return f"{name} {tensor.dtype} {shape} {hashlib.sha256(data).hexdigest()}"
 
 
 def config_digest(config: CheckpointConfig) -> str:
-    """The line of the fingerprint that says how the tensors are to be read."""
+    """Return the config's line of the fingerprint, which says how the tensors are to be read."""
     return f"config {json.dumps(config.reading(), sort_keys=True, separators=(',', ':'))}"
 
 
 def fingerprint_of(digests: Iterable[str]) -> str:
-    """The fingerprint of what has these digests, in any order."""
+    """Return the fingerprint of these lines, given in any order."""
     joined = "\n".join(sorted(digests))
     return FINGERPRINT_PREFIX + hashlib.sha256(joined.encode()).hexdigest()
 

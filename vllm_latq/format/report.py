@@ -1,6 +1,6 @@
-"""The records of a checkpoint's report, parsed. FORMAT.md section 6.
+"""Parse the records of a checkpoint's report. FORMAT.md section 6.
 
-Invariant: names and notes are strings, numbers are finite numbers or None, whatever the file says.
+Invariant: names and notes are strings, numbers are finite numbers or None, whatever the file contains.
 """
 
 import math
@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm_latq.errors import CheckpointError
 
-# What the report says of a layer in numbers.
+# The numbers in a record.
 NUMBERS = (
     "bits",
     "served_bits",
@@ -30,35 +30,37 @@ _HINT = "Copy the checkpoint again; the weights do not depend on its report."
 
 @dataclass(frozen=True)
 class LayerReport:
-    """What was measured of one linear, Q [r, c] for W; None where there was nothing to measure it with.
+    """The measurements of one linear with weight W [r, c], stored as Q; None where nothing was measured.
+
+    A weight *enters with its actual cost* if SSQR by saving clips it, or if sweeps, or a beam of gptq or of SSQR by
+    saving, move it by more than half a step.
 
     Attributes:
-        name: of the linear.
+        name: the linear's name.
         bits: stored bits per weight, everything counted.
-        served_bits: per weight, in memory while it is served by itself, or by latq with `--count served` with codes of
-            the width it shares (at most: merged, a width that takes less is found at load); other linears that are
-            served as one matrix share a width, too, and may take more.
+        served_bits: bits per weight in memory while the linear is served by itself. For latq with `--count served`, the
+            bits with codes of the width that fused linears share: an upper limit, because a better width may be found
+            at load. Fused linears of other methods share a width, too, and may take more.
         outlier_density: share of weights in the CSR part.
-        error: ||Y Q^T - X W^T||^2 summed over outputs and calibration tokens; Y are the inputs after the quantized
-            prefix, X is the same, or with corrected targets the original model's inputs (`target` says what it is of
-            the last linear of a block).
+        error: ||Y Q^T - X W^T||^2 summed over outputs and calibration tokens. Y are the inputs after the quantized
+            blocks; X equals Y, or with corrected targets the original model's inputs (FORMAT.md says how `target`
+            changes X for the last linear of a block).
         relative_error: error / ||X W^T||^2.
-        rounding_error: ||Y (Q - W')^T||^2, W' being what was rounded: the part of the error that the bound covers;
-            all of it unless targets are corrected.
-        bound: worst case of the rounding error (Theorem 5) for this order, damping and these scales; what ssqr clips,
-            and what sweeps, or a beam of gptq or ssqr by saving, move by more than half a step, counts as much as it
-            costs; None for plain rounding, which it does not cover.
-        expected_error: the mean of the rounding error for uniformly distributed residuals: a third of the bound, a
-            sixth if rounding is stochastic, and all of what counts as much as it costs; of latq a formula
-            of its own, a lower limit where served bits are counted.
-        damping: relative damping that was used; None for plain rounding.
-        seconds: wall time, the factorisation excluded if it was given.
+        rounding_error: ||Y (Q - W')^T||^2 for the weights W' that were rounded: the part of the error that the bound
+            covers; all of it unless targets are corrected.
+        bound: worst case of the rounding error (Theorem 5) for this order, damping and these scales; None for plain
+            rounding, which the theorem does not cover.
+        expected_error: mean of the rounding error for uniformly distributed residuals: a third of the bound, or a sixth
+            for stochastic rounding; weights that enter with their actual cost count fully. latq has a formula of its
+            own, which is a lower limit where served bits are counted.
+        damping: relative damping of the Hessian; None for plain rounding.
+        seconds: wall time, without the factorisation if the factor was given.
         bound_holds: rounding_error <= bound, or loss <= loss_bound; None where there is no bound, or gptq's
             clipping voids it.
-        loss: what rounding the layer adds to KL(original || quantized), nats per token, to second order (`kronecker`);
+        loss: the amount that rounding the layer adds to KL(original || quantized), in nats per token, to second order;
             only measured by latq.
-        loss_bound: its worst case.
-        note: what did not go as asked, in words: a target that was not met, too few calibration tokens.
+        loss_bound: worst case of the loss.
+        note: what did not go as requested, in words: a missed target, too few calibration tokens.
     """
 
     name: str
@@ -79,7 +81,7 @@ class LayerReport:
 
     @classmethod
     def from_dict(cls, value: Any, where: str) -> "LayerReport":
-        """Parse one record; unknown keys are left out, raises CheckpointError on wrong types."""
+        """Parse one record and ignore unknown keys; raise CheckpointError for wrong types."""
         if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
             raise CheckpointError(where, "an object with a string `name`", type(value).__name__, _HINT)
         holds = value.get("bound_holds")
@@ -93,7 +95,7 @@ class LayerReport:
 
 
 def layer_reports(report: Mapping[str, Any], where: str) -> list[LayerReport]:
-    """The records of a report (a JSON object), one per quantized linear; raises CheckpointError on wrong types."""
+    """Parse the records of a report (a JSON object), one per linear; raise CheckpointError for wrong types."""
     layers = report.get("layers")
     if not isinstance(layers, list):
         raise CheckpointError(f"{where}: layers", "a list of objects", type(layers).__name__, _HINT)
@@ -101,8 +103,13 @@ def layer_reports(report: Mapping[str, Any], where: str) -> list[LayerReport]:
 
 
 def summed(layers: Sequence[LayerReport], key: str, sizes: Sequence[int] | None = None) -> float | None:
-    """The sum of one of `NUMBERS` over layers, of so many weights each where it is one per weight; None if one of them
-    lacks it or there are none."""
+    """Return the sum of one of `NUMBERS` over layers; None if there are no layers or one of them lacks the number.
+
+    Args:
+        layers: the records.
+        key: name of the number.
+        sizes: weights in each layer, for a number per weight; None for a number per layer.
+    """
     values = [getattr(layer, key) for layer in layers]
     if not values or None in values:
         return None
@@ -110,7 +117,7 @@ def summed(layers: Sequence[LayerReport], key: str, sizes: Sequence[int] | None 
 
 
 def finite_number(value: Any, where: str) -> float | None:
-    """A JSON number as a float, None for null; raises CheckpointError on anything else."""
+    """Return a JSON number as a float and null as None; raise CheckpointError for anything else."""
     try:
         if value is None or (type(value) in (int, float) and math.isfinite(value)):
             return None if value is None else float(value)
