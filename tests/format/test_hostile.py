@@ -95,11 +95,11 @@ def test_index_entry_outside_the_directory(tiny: Callable[[str], Path], file: st
     assert message in problems(path)
 
 
-def test_link_that_leads_out_of_the_directory(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+def test_link_that_points_outside_the_directory(tiny: Callable[[str], Path], tmp_path: Path) -> None:
     path = tiny("packed")
     shutil.move(path / SHARD, tmp_path / "elsewhere.safetensors")
     (path / SHARD).symlink_to(tmp_path / "elsewhere.safetensors")
-    assert "found a link that leads out of the directory" in problems(path)
+    assert "found a link that points outside the directory" in problems(path)
 
 
 def test_links_of_the_hugging_face_cache_are_followed(tiny: Callable[[str], Path], tmp_path: Path) -> None:
