@@ -28,7 +28,7 @@ from typing import Any
 
 from torch import nn
 
-from vllm_latq.format.tensors import tensor_specs
+from vllm_latq.format.encodings.registry import tensor_specs
 from vllm_latq.quantize.allocation.served_allocation import check_target_bits
 from vllm_latq.quantize.calibration.fisher import LARGEST_BLOCK
 from vllm_latq.quantize.calibration.windows import check_seq_len

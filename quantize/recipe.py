@@ -11,14 +11,8 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 from vllm_latq.errors import ConfigError
-from vllm_latq.format.config import GRIDS, SUPPORTED_BITS, WHOLE_ROW, LayerScheme
 from vllm_latq.format.scheme import GRIDS, SUPPORTED_BITS, WHOLE_ROW, LayerScheme
 from vllm_latq.quantize.lattice.choices import ORDERS, REDUCTIONS, ROUNDINGS, SCALE_METHODS, TARGETS
-from vllm_latq.quantize.lattice.factor import ORDERS
-from vllm_latq.quantize.lattice.nearest_plane import ROUNDINGS
-from vllm_latq.quantize.lattice.reduction import REDUCTIONS
-from vllm_latq.quantize.lattice.scales import SCALE_METHODS
-from vllm_latq.quantize.lattice.targets import TARGETS
 
 # Fields that a method does not read. Setting one would suggest an effect it does not have, so it is refused.
 _RECURSION = ("order", "damping", "block_size", "rounding", "target", "correction", "beam", "sweeps")

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from helpers.checkpoints import CheckpointMaker, CheckpointPair, dense_twin
 from helpers.random_models import RandomModels
-from vllm_latq.format.config import CheckpointConfig, LayerScheme
+from vllm_latq.format.config import CheckpointConfig
 from vllm_latq.format.scheme import LayerScheme
 
 settings.register_profile("fuzz", max_examples=20_000, derandomize=False)  # make fuzz: other examples every time

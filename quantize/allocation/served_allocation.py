@@ -26,7 +26,6 @@ import torch
 from torch import nn
 
 from vllm_latq.errors import ConfigError, NumericalError
-from vllm_latq.format.config import SUPPORTED_BITS
 from vllm_latq.format.scheme import SUPPORTED_BITS
 from vllm_latq.format.served_size import USUAL_OUTLIER_BITS, served_overhead, slot_words
 from vllm_latq.quantize.allocation.stored_allocation import SMALLEST_SIZE, RateCurve

@@ -9,7 +9,6 @@ import math
 import torch
 
 from vllm_latq.errors import ConfigError, NumericalError
-from vllm_latq.format.config import LayerScheme
 from vllm_latq.format.scheme import LayerScheme
 from vllm_latq.quantize.lattice.choices import SCALE_METHODS
 from vllm_latq.quantize.lattice.factor import require_finite

@@ -14,11 +14,12 @@ from safetensors import safe_open
 from torch import nn
 
 from vllm_latq.errors import CheckpointError
-from vllm_latq.format.coded import weight_from_tensors
-from vllm_latq.format.config import LayerScheme
+from vllm_latq.format.encodings.registry import tensor_specs
 from vllm_latq.format.files import readable, regular_file
 from vllm_latq.format.reader import tensor_digest
-from vllm_latq.format.tensors import TensorSpec, tensor_specs
+from vllm_latq.format.scheme import LayerScheme
+from vllm_latq.format.tensors import TensorSpec
+from vllm_latq.format.validate import weight_from_tensors
 from vllm_latq.quantize.model.carried_state import Batch
 from vllm_latq.quantize.model.decoder import Decoder
 

@@ -17,7 +17,6 @@ from torch import nn
 
 import vllm_latq
 from vllm_latq.format.encodings.registry import tensor_specs
-from vllm_latq.format.tensors import tensor_specs
 from vllm_latq.memory import peak_memory
 from vllm_latq.quantize.calibration.stream import Stream, Visit, walk
 from vllm_latq.quantize.calibration.windows import sizes

@@ -13,7 +13,6 @@ from safetensors.torch import save_file
 from helpers.builders import tiny_weight
 from helpers.checkpoints import SCHEMES, write_tiny_checkpoint
 from helpers.format_reader import fingerprint, matrices, matrix, read_file
-from vllm_latq.format.config import LayerScheme
 from vllm_latq.format.reader import CheckpointReader, checkpoint_fingerprint
 from vllm_latq.format.scheme import LayerScheme
 

@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from helpers.builders import tiny_weight
 from helpers.checkpoints import SCHEMES, SHAPES, write_tiny_checkpoint
 from helpers.fuzz_target import Weights, bounded_memory, check_directory, check_tensors, read_weights
-from vllm_latq.format.coded import weight_from_tensors
 from vllm_latq.format.validate import weight_from_tensors
 
 ENCODINGS = tuple(SCHEMES)

@@ -8,9 +8,11 @@ from functools import cache
 import torch
 
 from vllm_latq.coding.huffman.encoder import encode
-from vllm_latq.format.coded import HuffmanWeight, RansWeight, Weight, octave_eighths
-from vllm_latq.format.config import LayerScheme
-from vllm_latq.format.packed import PackedWeight
+from vllm_latq.format.encodings.huffman import HuffmanWeight
+from vllm_latq.format.encodings.packed import PackedWeight
+from vllm_latq.format.encodings.rans import RansWeight, octave_eighths
+from vllm_latq.format.encodings.weight import Weight
+from vllm_latq.format.scheme import LayerScheme
 
 RANS = LayerScheme("rans")
 RANS_MIDRISE = LayerScheme("rans", grid="midrise")

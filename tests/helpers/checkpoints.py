@@ -16,8 +16,9 @@ from safetensors.torch import load_file, save_file
 
 from helpers.builders import round_to_nearest, tiny_weight
 from vllm_latq.errors import LatqError
-from vllm_latq.format.config import CheckpointConfig, LayerScheme
+from vllm_latq.format.config import CheckpointConfig
 from vllm_latq.format.reader import CheckpointReader, config_digest, fingerprint_of, tensor_digest
+from vllm_latq.format.scheme import LayerScheme
 from vllm_latq.format.verify import verify
 
 SHAPES = {"layers.0.up": (9, 66), "layers.0.down": (40, 36), "layers.1.up": (1, 33)}

@@ -10,11 +10,8 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
 from helpers.builders import random_weight
-from vllm_latq.format.coded import RansWeight
-from vllm_latq.format.config import LayerScheme
 from vllm_latq.format.encodings.packed import PackedWeight
 from vllm_latq.format.encodings.rans import RansWeight
-from vllm_latq.format.packed import PackedWeight
 from vllm_latq.format.reader import CheckpointReader
 from vllm_latq.format.scheme import LayerScheme
 from vllm_latq.models.experts import is_llama4

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from helpers.engine_probe import NO_EXPERTS, OLD_VLLM, PROMPTS, assert_plausible, assert_same, probe
 from helpers.logprobs import assert_agrees
 from helpers.mixtures import into_fused
-from vllm_latq.format.config import CheckpointConfig, LayerScheme
+from vllm_latq.format.config import CheckpointConfig
 from vllm_latq.format.scheme import LayerScheme
 from vllm_latq.quantize.pipeline import quantize_checkpoint
 from vllm_latq.quantize.recipe import Recipe

@@ -11,7 +11,6 @@ from helpers.kernel_device import ARCH, DEVICE
 from helpers.mixtures import EXPERTS, HIDDEN, Mixture, routing
 from helpers.recorded import RecordedKernel, RecordedOperators
 from helpers.stacks import stack_of_experts
-from vllm_latq.format.config import LayerScheme
 from vllm_latq.format.scheme import LayerScheme
 from vllm_latq.kernels.decode import dispatch
 from vllm_latq.kernels.decode.prefill import prefill_matmul

@@ -6,7 +6,7 @@ import pytest
 
 from helpers.engine_probe import NO_EXPERTS, OLD_VLLM, assert_same, probe
 from helpers.lora_adapter import RANK, write_adapter
-from vllm_latq.format.config import CheckpointConfig, LayerScheme
+from vllm_latq.format.config import CheckpointConfig
 from vllm_latq.format.scheme import LayerScheme
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.engine, pytest.mark.xdist_group("engine")]

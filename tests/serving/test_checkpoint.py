@@ -6,7 +6,6 @@ import torch._dynamo.testing
 
 from helpers.builders import packed_weight
 from vllm_latq.format.encodings.packed import PackedWeight, pack_integers
-from vllm_latq.format.packed import PackedWeight, pack_integers
 from vllm_latq.serving.layouts import checkpoint as dense_path
 from vllm_latq.serving.layouts.checkpoint import SMALLEST_CAPACITY, dense_arguments, dequantize, outlier_capacity
 from vllm_latq.serving.linear import CHECKPOINT, linear

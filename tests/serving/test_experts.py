@@ -10,7 +10,6 @@ from torch.nn import functional
 
 from helpers.builders import RANS, RANS_MIDRISE, random_weight
 from helpers.mixtures import EXPERTS, HIDDEN, Mixture, routing
-from vllm_latq.format.config import LayerScheme
 from vllm_latq.format.scheme import LayerScheme
 from vllm_latq.serving import experts as expert_op
 from vllm_latq.serving.experts import by_all, by_expert

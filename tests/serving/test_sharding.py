@@ -6,7 +6,6 @@ import torch
 from helpers.builders import packed_weight
 from vllm_latq.errors import UnsupportedShapeError
 from vllm_latq.format.encodings.packed import pack_integers
-from vllm_latq.format.packed import pack_integers
 from vllm_latq.serving.sharding import ZERO_ROW, cat_rows, take
 
 

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, layer by layer: sizes recounted from the stored tensors, errors from its report."""
+"""Summarize a checkpoint layer by layer: sizes recounted from the stored tensors, errors from its report."""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ _FROM_REPORT = (
 
 
 def inspect_checkpoint(directory: str | Path) -> dict[str, Any]:
-    """A JSON-ready summary.
+    """Return a summary of a checkpoint as JSON values.
 
     Returns:
         `bits_per_weight` and `bytes` over all quantized linears, everything stored counted; `weights`; `recipe`;

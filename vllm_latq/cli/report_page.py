@@ -1,4 +1,4 @@
-"""`latq report`: what a checkpoint holds and what it lost, as one self-contained HTML page.
+"""`latq report`: the contents and errors of a checkpoint as one self-contained HTML page.
 
 Invariant: everything that comes from the checkpoint is escaped, the page holds no script, and a content security policy
 forbids the browser to run or fetch any.
@@ -48,7 +48,7 @@ _LAYER_COLUMNS = ("layer", "#", "shape", "bits", "outliers", "relative error", "
 
 
 def report_page(directory: str | Path) -> str:
-    """The page of a checkpoint, as HTML text.
+    """Return the page of a checkpoint as HTML text.
 
     Raises:
         LatqError: the checkpoint or its report is damaged, or matplotlib is missing.
@@ -71,7 +71,7 @@ def report_page(directory: str | Path) -> str:
 
 
 def write_report_page(directory: str | Path, output: str | Path) -> None:
-    """Write the page of a checkpoint to a file; raises LatqError, also if the file cannot be written."""
+    """Write the page of a checkpoint to a file; raise LatqError if the checkpoint is damaged or the file unwritable."""
     page = report_page(directory)
     try:
         Path(output).write_text(page, encoding="utf-8", errors="backslashreplace")
@@ -119,7 +119,7 @@ def _summary(layers: Sequence[LayerView], report: Mapping[str, Any]) -> dict[str
 
 
 def _notes(layers: Sequence[LayerView]) -> Iterator[str]:
-    """What a person should know before trusting the numbers."""
+    """Yield the warnings that a person should read before trusting the numbers."""
     for layer in layers:
         if layer.measured.bound_holds is False:
             yield f"{layer.name}: the error exceeds its bound."
@@ -148,7 +148,7 @@ def _row(index: int, layer: LayerView) -> list[str]:
 
 
 def _plain(value: Any) -> str:
-    """Any JSON value in one line."""
+    """Return any JSON value as one line of text."""
     if isinstance(value, Mapping):
         return ", ".join(f"{key} {_plain(item)}" for key, item in value.items())
     return "-" if value is None else value if isinstance(value, str) else json.dumps(value)

@@ -1,4 +1,4 @@
-"""The plots of a report page, as inline SVG by matplotlib. Layers are numbered in stored order, coloured by kind.
+"""Draw the plots of a report page as inline SVG with matplotlib. Layers are numbered in stored order, coloured by kind.
 
 Invariant: a drawing holds no script, no reference outside itself and no mathtext, whatever the layers are called; its
 text and axes take the colour of the text around it, so that it reads on light and dark pages.
@@ -39,16 +39,16 @@ _STYLE: Any = {
 
 @dataclass(frozen=True)
 class LayerView:
-    """What the page shows of one linear.
+    """The facts about one linear that the page shows.
 
     Attributes:
-        name: of the module.
+        name: name of the module.
         shape: (rows, cols).
         bits: stored bits per weight, recounted.
         density: share of weights stored as outliers.
-        row_density: the same in ROW_BANDS bands of consecutive rows, float [ROW_BANDS].
+        row_density: share of outliers in each of ROW_BANDS bands of consecutive rows, float [ROW_BANDS].
         scales: histogram of log2|scale| over SCALE_EDGES, int [len(SCALE_EDGES) - 1].
-        measured: the record of the report.
+        measured: the linear's record in the report.
     """
 
     name: str
@@ -66,7 +66,7 @@ class LayerView:
 
 
 def draw(layers: Sequence[LayerView]) -> dict[str, str]:
-    """Heading -> SVG text of every plot that the layers have numbers for; raises ConfigError without matplotlib."""
+    """Return heading -> SVG text of every plot with data; raise ConfigError if matplotlib is missing."""
     try:
         import matplotlib
     except ImportError:
@@ -143,7 +143,7 @@ def _scales(layers: Sequence[LayerView]) -> str:
 
 
 def _dots(axes: Any, layers: Sequence[LayerView], values: Sequence[float | None]) -> None:
-    """One dot per layer that has a value, coloured by kind, with a legend."""
+    """Draw one dot per layer that has a value, coloured by kind, with a legend."""
     for kind, color in _colors(layers).items():
         points = [
             (i, value)
@@ -161,7 +161,7 @@ def _colors(layers: Sequence[LayerView]) -> dict[str, str]:
 
 
 def _plain_ticks(axes: Any, linthresh: float | None = None) -> None:
-    """Numbers on a logarithmic axis; its own formatters write mathtext."""
+    """Write plain numbers on a logarithmic axis; matplotlib's own formatters write mathtext."""
     from matplotlib.ticker import LogFormatter
 
     axes.yaxis.set_major_formatter(LogFormatter(linthresh=linthresh))
@@ -175,7 +175,7 @@ def _label(kind: str) -> str:
 
 @contextmanager
 def _figure(xlabel: str, ylabel: str) -> Iterator[tuple[Any, list[str]]]:
-    """Axes to draw on, and a list that afterwards holds the SVG. No pyplot: nothing global is touched."""
+    """Yield axes to draw on and a list that receives the SVG afterwards; without pyplot, so no global state changes."""
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
@@ -191,7 +191,7 @@ def _figure(xlabel: str, ylabel: str) -> Iterator[tuple[Any, list[str]]]:
 
 
 def _inline(svg: str) -> str:
-    """An SVG document as an element of a page: no prologue, no group ids (the figures' would be equal), our ink."""
+    """Return an SVG document as an element of a page: no prologue, no group ids (figures share them), our ink."""
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
     svg = re.sub(r'<g id="[^"]*"', "<g", svg)
     svg = re.sub(r'<svg ([^>]*?)width="[^"]*"', r"<svg \1", svg)

@@ -17,7 +17,7 @@ import torch
 
 @dataclass(frozen=True)
 class Chunks:
-    """How a matrix is cut into chunks.
+    """The way a matrix is cut into chunks.
 
     Attributes:
         rows, cols: size of the matrix, both positive.

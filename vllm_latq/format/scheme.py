@@ -22,7 +22,7 @@ _LATER_KEYS = {"grid": "midtread"}
 
 @dataclass(frozen=True)
 class LayerScheme:
-    """How one linear is stored.
+    """The form in which one linear is stored.
 
     Attributes:
         encoding: "packed" (b-bit codes with group scales, optionally CSR outliers), "huffman" (integers on one
@@ -56,7 +56,7 @@ class LayerScheme:
 
     @property
     def midrise(self) -> bool:
-        """Whether the points of the grid lie half a step above the multiples of the scale."""
+        """True if the points of the grid lie half a step above the multiples of the scale."""
         return self.grid == "midrise"
 
     def code_layout(self) -> tuple[int, int]:

@@ -59,7 +59,7 @@ def encoded_bits(integers: torch.Tensor) -> int:
 class _Lookup:
     """Frequency, first slot and escape flag of each (table, integer) of one model, flat.
 
-    The integers covered are those of any table and one more at either end, which stands for all integers beyond it.
+    The integers covered are those of any table and one more at either end, which stands for all integers further out.
     The last entry has the whole frequency: it codes nothing, and is used where a short chunk has no integer.
     """
 
