@@ -1,15 +1,15 @@
 """Errors of vllm-latq. Each says where it happened, what was expected, what was found, and what to do."""
 
 SHOWN_CHARACTERS = 2000
-# What to do, where more than one place says so.
+# Hints that more than one place gives.
 REPAIR = "The checkpoint is damaged: copy or download it again, or quantize again."
 OTHER_MODEL = "config.json and the tensors are of different models."
 MISSING = "The checkpoint is incomplete, or its `ignore` list does not name a layer stored unquantized."
-NO_ROOM = "Reloaded weights go into the memory of the first ones: restart the server with this checkpoint."
+RESTART_TO_RELOAD = "Reloading reuses the first checkpoint's buffers: restart the server with this checkpoint."
 
 
 def printable(text: str) -> str:
-    """Text for a terminal or a log: control characters (a file may hold any) escaped, the middle of long text cut."""
+    """Return text that is safe in a terminal or a log: control characters escaped, the middle of long text cut."""
     if len(text) > SHOWN_CHARACTERS:
         text = f"{text[: SHOWN_CHARACTERS // 2]} ... {text[-SHOWN_CHARACTERS // 2 :]}"
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
@@ -20,14 +20,14 @@ class LatqError(ValueError):
 
     Args:
         where: file, tensor, layer or option concerned.
-        expected: what would have been right.
-        found: what was there.
-        hint: what the user can do about it.
+        expected: the state that would have been right.
+        found: the state that was there.
+        hint: the action that the user can take.
     """
 
     def __init__(self, where: str, expected: str, found: str, hint: str = "") -> None:
         where, expected, found = (printable(part) for part in (where, expected, found))
-        # It may be another library's sentence.
+        # Another library's message may end with a full stop.
         found = found.rstrip(".")
         self.where, self.expected, self.found, self.hint = where, expected, found, hint
         super().__init__(f"{where}: expected {expected}, found {found}." + (f" {hint}" if hint else ""))
@@ -76,5 +76,5 @@ class UsageError(LatqError):
 
 
 def summary(error: BaseException) -> str:
-    """An error of another library in one line."""
+    """Return an error of another library in one line."""
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"

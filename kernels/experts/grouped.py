@@ -19,14 +19,11 @@ from vllm_latq.kernels.configs import COMPILER, decode_config
 from vllm_latq.kernels.decode.dispatch import check_activations, scratch
 from vllm_latq.kernels.decode.ssqr import launch_arguments, ssqr_tensor_core
 from vllm_latq.kernels.errors import require
+from vllm_latq.kernels.experts.activations import ACTIVATIONS, UNGATED
 from vllm_latq.kernels.experts.routing import Routing, batch_size, route
 from vllm_latq.kernels.layout.weight import KernelWeight
 
 COLUMNS = 1024  # of a row, that a program handles which is no product
-UNGATED = "_no_mul"  # behind the name of an activation
-ACTIVATIONS = (
-    "silu", "gelu", "gelu_tanh", *(f"{name}{UNGATED}" for name in ("silu", "gelu", "gelu_tanh", "relu2"))
-)  # fmt: skip
 MOST_PAIRS = 4096  # that are multiplied at once: bounds the scratch memory of a layer
 
 
@@ -166,7 +163,7 @@ def activate(y: torch.Tensor, activation: str, scales: torch.Tensor | None, rout
     Returns:
         [pairs, cols], dtype of y; undefined behind the last place.
     """
-    require(activation in ACTIVATIONS, "activation", f"one of {ACTIVATIONS}", activation)
+    require(activation in ACTIVATIONS, "activation", f"one of {', '.join(ACTIVATIONS)}", activation)
     gated = not activation.endswith(UNGATED)
     pairs, cols = y.shape[0], y.shape[1] // (2 if gated else 1)
     out = torch.empty(pairs, cols, dtype=y.dtype, device=y.device)

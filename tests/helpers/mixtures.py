@@ -36,7 +36,7 @@ class Mixture:
             made = [make_operands(weight.to(device), dtype, "experts", alone=False) for weight in packed]
             stack = stack_operands(made, "experts")
             scales = [weight.column_scales.to(device) for weight in packed if weight.column_scales is not None]
-            self.stacks.append([torch.stack(scales) if scales else None, *stack.tensors.values()])
+            self.stacks.append([torch.stack(scales) if scales else None, *stack.tensors().values()])
             operands.append(stack)
         self.constants = expert_constants(operands[0], operands[1], EXPERTS, activation)
         self.activation = ACTIVATIONS[activation]
@@ -50,7 +50,7 @@ class Mixture:
 
     def __call__(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """Return what the operator computes."""
-        return run_experts(x, weights, ids, *self.stacks, *self.constants)
+        return run_experts(x, weights, ids, *self.stacks, self.constants)
 
     def run(self, x: torch.Tensor, expert: int) -> torch.Tensor:
         """Return the outputs of one dense expert."""

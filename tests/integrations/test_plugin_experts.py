@@ -28,7 +28,7 @@ from vllm_latq.format.scheme import LayerScheme
 from vllm_latq.integrations.vllm import moe as vllm_moe
 from vllm_latq.integrations.vllm.config import LatqConfig
 from vllm_latq.serving import operands
-from vllm_latq.serving.layouts.checkpoint import WEIGHT_ARGUMENTS, dequantize
+from vllm_latq.serving.layouts.checkpoint import TENSORS, CheckpointOperands
 
 EXPERTS, HIDDEN, INTERMEDIATE, TOP_K = 3, 96, 128, 2
 PREFIX = "model.layers.0.mlp.experts"
@@ -98,10 +98,10 @@ def load(layer: Any, weights: dict[str, Weight], skip: str = " ") -> None:
 def dense(layer: Any, product: str) -> torch.Tensor:
     """Return the weights of all experts on this rank, [experts, rows, cols]."""
     method = layer.quant_method
-    stacks = [getattr(layer, f"{product}_{name}") for name in WEIGHT_ARGUMENTS]
-    constants = method.constants[0 if product == "w13" else 1]
+    stacks = [getattr(layer, f"{product}_{name}") for name in TENSORS]
+    constants = method.constants.gate_up if product == "w13" else method.constants.down
     experts = ([None if stack is None else stack[e] for stack in stacks] for e in range(len(stacks[0])))
-    weights = [dequantize(*tensors, *constants) for tensors in experts]
+    weights = [CheckpointOperands.from_lists(tensors, constants).dense() for tensors in experts]
     scales = getattr(layer, f"{product}_column_scales")
     return torch.stack(weights) * (1 if scales is None else scales.unsqueeze(1))
 

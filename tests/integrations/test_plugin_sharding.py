@@ -33,7 +33,7 @@ from vllm_latq.format.config import CheckpointConfig
 from vllm_latq.format.scheme import LayerScheme
 from vllm_latq.integrations.vllm.config import LatqConfig
 from vllm_latq.integrations.vllm.row_order import stored_order
-from vllm_latq.serving.layouts.checkpoint import WEIGHT_ARGUMENTS, dequantize
+from vllm_latq.serving.layouts.checkpoint import TENSORS, CheckpointOperands
 
 HIDDEN = 256
 VOCABULARY = 200  # vLLM pads it to 256, so that some rank owns padding
@@ -134,7 +134,7 @@ def load(layer: torch.nn.Module, shard_id: Any, tensors: dict[str, torch.Tensor]
 
 def dense(layer: torch.nn.Module) -> torch.Tensor:
     method = layer.quant_method
-    weight = dequantize(*(getattr(layer, name) for name in WEIGHT_ARGUMENTS), **method.constants)
+    weight = CheckpointOperands.from_lists([getattr(layer, name) for name in TENSORS], method.constants).dense()
     return weight if layer.column_scales is None else weight * layer.column_scales
 
 

@@ -43,7 +43,7 @@ def assert_equals_dense_experts(
     scheme: str, tokens: int, k: int, dtype: torch.dtype = torch.int32, activation: str = "silu"
 ) -> None:
     mixture = Mixture(SCHEMES[scheme], torch.float16, activation, DEVICE)
-    assert mixture.constants[3:5] == (["tiled", "tiled"], ARCH)
+    assert (mixture.constants.layouts, mixture.constants.arch) == (["tiled", "tiled"], ARCH)
     x, weights, ids = routing(tokens, k, dtype)
     x *= 0.01  # float16 overflows at 65504
     expected = mixture.reference(x, weights, ids)

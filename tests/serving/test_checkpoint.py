@@ -6,9 +6,9 @@ import torch._dynamo.testing
 
 from helpers.builders import packed_weight
 from vllm_latq.format.encodings.packed import PackedWeight, pack_integers
-from vllm_latq.serving.layouts import checkpoint as dense_path
-from vllm_latq.serving.layouts.checkpoint import SMALLEST_CAPACITY, dense_arguments, dequantize, outlier_capacity
-from vllm_latq.serving.linear import CHECKPOINT, linear
+from vllm_latq.serving.layouts import checkpoint
+from vllm_latq.serving.layouts.checkpoint import SMALLEST_CAPACITY, CheckpointOperands, outlier_capacity
+from vllm_latq.serving.linear import linear
 
 CASES = [(2, 32, 33, 64), (3, 21, 500, 63), (4, -1, 1, 33), (8, 1, 5, 1), (3, 32, 64, 96)]
 
@@ -19,9 +19,8 @@ def row_scaled_weight(midrise: bool = False) -> PackedWeight:
     return pack_integers(integers, torch.rand(65, generator=generator) + 0.1, bits=3, midrise=midrise)
 
 
-def run(weight: PackedWeight, x: torch.Tensor) -> torch.Tensor:
-    tensors, constants = dense_arguments(weight)
-    return linear(x, tensors.values(), constants.values(), CHECKPOINT, "")
+def run(operands: CheckpointOperands, x: torch.Tensor) -> torch.Tensor:
+    return linear(x, operands.tensors().values(), operands.constants(), operands.layout, operands.arch)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -35,7 +34,7 @@ def test_equals_the_dense_product(
     weight = packed_weight(bits, group_size, rows, cols, rate, midrise=midrise, edges=outliers)
     x = torch.randn(2, 3, cols).to(dtype)
     expected = torch.nn.functional.linear(x, weight.dequantize(dtype))
-    torch.testing.assert_close(run(weight, x), expected, rtol=0, atol=0)
+    torch.testing.assert_close(run(CheckpointOperands.pack(weight), x), expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -44,24 +43,22 @@ def test_row_scales_scale_outliers_too(midrise: bool, dtype: torch.dtype) -> Non
     weight = row_scaled_weight(midrise)
     x = torch.randn(4, 63).to(dtype)
     expected = torch.nn.functional.linear(x, weight.dequantize(dtype))
-    tensors, constants = dense_arguments(weight)
-    for _ in range(2):  # which leaves the weight as it is
-        y = linear(x, tensors.values(), constants.values(), CHECKPOINT, "")
-        torch.testing.assert_close(y, expected, rtol=0, atol=0)
+    operands = CheckpointOperands.pack(weight)
+    for _ in range(2):  # a product leaves the weight as it is
+        torch.testing.assert_close(run(operands, x), expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("block", [1, 100, 10_000])
 def test_block_size_does_not_change_the_weight(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = packed_weight(3, 21, 37, 63, 0.05)
-    monkeypatch.setattr(dense_path, "CPU_BLOCK_WEIGHTS", block)
-    tensors, constants = dense_arguments(weight)
-    got = dequantize(**tensors, **constants)
+    monkeypatch.setattr(checkpoint, "CPU_BLOCK_WEIGHTS", block)
+    got = CheckpointOperands.pack(weight).dense()
     torch.testing.assert_close(got, weight.dequantize(), rtol=0, atol=0)
 
 
 def test_empty_batch() -> None:
     weight = packed_weight(4, 32, 8, 64, 0.05)
-    assert run(weight, torch.empty(0, 64)).shape == (0, 8)
+    assert run(CheckpointOperands.pack(weight), torch.empty(0, 64)).shape == (0, 8)
 
 
 def test_capacity_has_headroom_and_wastes_at_most_a_quarter() -> None:
@@ -74,8 +71,7 @@ def test_capacity_has_headroom_and_wastes_at_most_a_quarter() -> None:
 
 def test_padding_does_not_change_the_result() -> None:
     weight = packed_weight(4, 32, 8, 64, 0.05)
-    made = (dense_arguments(weight, capacity) for capacity in (weight.outliers.nnz, 10_000))
-    short, long = (dequantize(**tensors, **constants) for tensors, constants in made)
+    short, long = (CheckpointOperands.pack(weight, room).dense() for room in (weight.outliers.nnz, 10_000))
     torch.testing.assert_close(short, long, rtol=0, atol=0)
 
 
@@ -84,10 +80,10 @@ def test_padding_does_not_change_the_result() -> None:
 )
 def test_linear_operator_registration(weight: PackedWeight) -> None:
     """Schema, fake implementation and dispatch agree (torch's own checks)."""
-    tensors, constants = dense_arguments(weight)
+    operands = CheckpointOperands.pack(weight)
     torch.library.opcheck(
         torch.ops.latq.linear.default,
-        (torch.randn(2, weight.cols), list(tensors.values()), list(constants.values()), CHECKPOINT, ""),
+        (torch.randn(2, weight.cols), list(operands.tensors().values()), operands.constants(), operands.layout, ""),
         test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"),
     )
 
@@ -97,8 +93,8 @@ def test_layers_with_different_outliers_share_a_graph() -> None:
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounter()
 
-    def forward(x: torch.Tensor, tensors: dict[str, torch.Tensor | None], constants: dict[str, int]) -> torch.Tensor:
-        return linear(x, tensors.values(), constants.values(), CHECKPOINT, "") + 1
+    def forward(x: torch.Tensor, tensors: dict[str, torch.Tensor | None], constants: list[int]) -> torch.Tensor:
+        return linear(x, tensors.values(), constants, CheckpointOperands.layout, "") + 1
 
     compiled = torch.compile(forward, backend=counter, fullgraph=True)
     x = torch.randn(3, 64)
@@ -109,7 +105,8 @@ def test_layers_with_different_outliers_share_a_graph() -> None:
         integers = torch.randint(-8, 8, (64, 64), dtype=torch.int32)
         weight = PackedWeight.from_integers(integers, torch.ones(64, 2).bfloat16(), 4, 32, mask, torch.randn(64, 64))
         numbers.add(weight.outliers.nnz)
-        arguments = dense_arguments(weight, capacity=outlier_capacity(256))
+        operands = CheckpointOperands.pack(weight, capacity=outlier_capacity(256))
+        arguments = (operands.tensors(), operands.constants())
         torch.testing.assert_close(compiled(x, *arguments), forward(x, *arguments), rtol=0, atol=0)
     assert len(numbers) > 1
     assert counter.frame_count == 1

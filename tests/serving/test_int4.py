@@ -17,14 +17,16 @@ from vllm_latq.format.csr import CSR
 from vllm_latq.format.encodings.packed import PackedWeight, pack_integers
 from vllm_latq.format.scheme import LayerScheme
 from vllm_latq.format.served_size import best_bits
-from vllm_latq.serving.layouts import int4 as cpu_path
-from vllm_latq.serving.linear import CHECKPOINT, INT4, linear
-from vllm_latq.serving.operands import Operands, inlier_bits, make_operands
+from vllm_latq.serving.layouts import int4
+from vllm_latq.serving.layouts.checkpoint import CheckpointOperands
+from vllm_latq.serving.layouts.int4 import Int4Operands
+from vllm_latq.serving.linear import Operands, linear
+from vllm_latq.serving.operands import inlier_bits, make_operands
 
 pytestmark = pytest.mark.skipif(
-    torch.backends.cpu.get_cpu_capability() not in cpu_path.INTERLEAVED, reason="torch has no quick product here"
+    torch.backends.cpu.get_cpu_capability() not in int4.INTERLEAVED, reason="torch has no quick product here"
 )
-# Of the norm of the products: each is rounded to bfloat16 before the outliers are added, and after.
+# Relative to the norm of the products, which are rounded to bfloat16 before the outliers are added, and after.
 TOLERANCE = 2**-8
 
 
@@ -33,7 +35,7 @@ def operands(weight: PackedWeight, capacity: int | None = None) -> Operands:
 
 
 def product(x: torch.Tensor, made: Operands) -> torch.Tensor:
-    return linear(x, made.tensors.values(), made.constants.values(), made.layout, made.arch)
+    return linear(x, made.tensors().values(), made.constants(), made.layout, made.arch)
 
 
 def assert_right(weight: PackedWeight, x: torch.Tensor, made: Operands) -> None:
@@ -61,8 +63,8 @@ def test_int4_products_match_float64(scheme: LayerScheme, rows: int, tokens: int
     cols = 384  # whole groups of every size
     weight: Any = random_weight(scheme, rows, cols, seed=rows)
     made = operands(weight)
-    assert made.layout == INT4
-    assert 2 * 49 > cpu_path.FEW_TOKENS >= 2 * 16, "products of both kinds"
+    assert made.layout == Int4Operands.layout
+    assert 2 * 49 > int4.FEW_TOKENS >= 2 * 16, "tests both kinds of product"
     x = torch.randn(2, tokens, cols, generator=torch.Generator().manual_seed(tokens)).bfloat16()
     assert_right(weight, x, made)
     assert_right(weight, x[0, :, :].t().contiguous().t(), made)
@@ -81,8 +83,8 @@ def test_one_token_with_and_without_mkl(mkl: bool, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("midrise", [False, True])
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
-def test_decoded_integers_with_row_scales(bits: int, midrise: bool) -> None:
-    """As of HPTQ, with their overflow: row scales are not rounded to bfloat16."""
+def test_integers_on_one_scale_of_each_row(bits: int, midrise: bool) -> None:
+    """Decoded weights with overflow: row scales are not rounded to bfloat16."""
     weight: Any = random_weight(LayerScheme("huffman"), 48, 160, seed=1)
     packed = pack_integers(weight.integers(), weight.row_scales, bits, midrise=midrise)
     assert packed.scales is None
@@ -91,36 +93,34 @@ def test_decoded_integers_with_row_scales(bits: int, midrise: bool) -> None:
     assert_right(packed, x, operands(packed))
 
 
-def test_decoded_integers_get_the_width_of_fewest_bits() -> None:
+def test_decoded_integers_get_the_width_that_takes_the_least_memory() -> None:
     cpu, narrow = torch.device("cpu"), torch.randint(-2, 2, (40, 64), dtype=torch.int32)
     assert inlier_bits([[narrow]], cpu, torch.float32) == 2
     assert inlier_bits([[narrow[:, :40]]], cpu, torch.bfloat16) == 2, "40 columns are dequantized"
     assert inlier_bits([[narrow]], torch.device("cuda"), torch.bfloat16) == 2
     assert inlier_bits([[narrow]], cpu, torch.bfloat16) == 4, "2 bits would be kept in 4"
-    narrow.view(-1)[::10] = 9  # of which each costs 16 or 32 bits on GPUs, and here 64
+    narrow.view(-1)[::10] = 9  # an outlier costs 16 or 32 bits on GPUs, and 64 here
     assert best_bits([narrow]) == 3
     assert inlier_bits([[narrow, narrow]], cpu, torch.bfloat16) == 8
-    assert inlier_bits([[narrow]], cpu, torch.float32) == 2, "48 however far it lies, where products dequantize"
+    assert inlier_bits([[narrow]], cpu, torch.float32) == 2, "an outlier costs 48 bits where products dequantize"
 
 
 @pytest.mark.parametrize("bits", [3, 8])
-def test_band_size_does_not_change_the_packed_words(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    weight: Any = random_weight(LayerScheme("packed", bits, 32, False), 3 * cpu_path.ROWS + 7, 64, seed=1)
-    whole = operands(weight).tensors["words"]
-    monkeypatch.setattr(cpu_path, "PACKED_WEIGHTS", 1)
-    assert cpu_path._band(1, 64) == cpu_path.ROWS
-    assert torch.equal(operands(weight).tensors["words"], whole)
+def test_bands_of_rows(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight: Any = random_weight(LayerScheme("packed", bits, 32, False), 3 * int4.ROWS + 7, 64, seed=1)
+    whole = operands(weight).words
+    monkeypatch.setattr(int4, "PACKED_WEIGHTS", 1)
+    assert int4._band(1, 64) == int4.ROWS
+    assert torch.equal(operands(weight).words, whole)
 
 
 @pytest.mark.parametrize("abilities", [{"avx512_bf16": True}, {"amx_bf16": True}, {}])
 @pytest.mark.parametrize("bits", [3, 8])
-def test_many_tokens_dequantize_first(bits: int, abilities: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The dequantized rows are exact bit for bit, and the product is as good as the dtype allows."""
+def test_many_tokens(bits: int, abilities: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The dequantized weight is exact, and the product is as exact as the dtype allows."""
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: abilities)
-    monkeypatch.setattr(cpu_path, "DENSE_WEIGHTS", 1)  # bands of 64 rows
-    weight: Any = random_weight(
-        LayerScheme("packed", bits, 32, True, grid="midrise"), 2 * cpu_path.ROWS + 7, 96, seed=1
-    )
+    monkeypatch.setattr(int4, "DENSE_WEIGHTS", 1)  # bands of 64 rows
+    weight: Any = random_weight(LayerScheme("packed", bits, 32, True, grid="midrise"), 2 * int4.ROWS + 7, 96, seed=1)
     weight.scales[::2] *= -1
     made = operands(weight)
     expected = weight.dequantize()
@@ -133,9 +133,9 @@ def test_many_tokens_dequantize_first(bits: int, abilities: dict[str, bool], mon
 
 @pytest.mark.parametrize("bits", [3, 8])
 def test_many_tokens_with_row_scales(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of HPTQ and latq: each row of every band has another scale."""
-    monkeypatch.setattr(cpu_path, "DENSE_WEIGHTS", 1)
-    rows = 2 * cpu_path.ROWS + 7
+    """Decoded weights have a scale for each row, in every band."""
+    monkeypatch.setattr(int4, "DENSE_WEIGHTS", 1)
+    rows = 2 * int4.ROWS + 7
     integers = torch.randint(-9, 9, (rows, 96), dtype=torch.int32)
     weight = pack_integers(integers, torch.linspace(0.5, 3, rows), bits)
     dense = product(torch.eye(96).repeat(2, 1).bfloat16(), operands(weight))[:96].t()
@@ -143,10 +143,10 @@ def test_many_tokens_with_row_scales(bits: int, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_order_of_codes_on_cpus_without_avx512() -> None:
-    """These CPUs interleave other rows. It takes a process of its own, because torch chooses its kernels once."""
+    """Their codes interleave other rows. Runs in its own process, because torch chooses its kernels once."""
     if torch.backends.cpu.get_cpu_capability() == "AVX2":
-        pytest.skip("this CPU has no AVX512: all other tests run on that order")
-    tests = [f"{__file__}::test_many_tokens_dequantize_first", f"{__file__}::test_many_tokens_with_row_scales"]
+        pytest.skip("every other test runs with this order")
+    tests = [f"{__file__}::test_many_tokens", f"{__file__}::test_many_tokens_with_row_scales"]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
     ran = subprocess.run(command, env=os.environ | {"ATEN_CPU_CAPABILITY": "avx2"}, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout[-3000:]
@@ -159,11 +159,12 @@ def test_padding_after_last_outlier_is_ignored() -> None:
     none = replace(weight, outliers=empty)
     first, second = operands(weight), operands(none, operands(weight).capacity)
     shapes = [
-        {name: tensor.shape for name, tensor in made.tensors.items() if tensor is not None} for made in (first, second)
+        {name: tensor.shape for name, tensor in made.tensors().items() if tensor is not None}
+        for made in (first, second)
     ]
-    assert shapes[0] == shapes[1], "a reload writes the one over the other"
+    assert shapes[0] == shapes[1], "a reload copies one over the other"
     for name in ("col_idx", "values"):
-        second.tensors[name].fill_(10**6)
+        getattr(second, name).fill_(10**6)
     assert_right(none, torch.randn(3, 64).bfloat16(), second)
     with pytest.raises(CheckpointError, match="layer: expected at most 1 outliers"):
         operands(weight, 1)
@@ -182,30 +183,30 @@ def test_unsupported_weights_are_dequantized(
     scheme: LayerScheme, cols: int, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
 ) -> None:
     weight: Any = random_weight(scheme, 32, cols, seed=1)
-    assert make_operands(weight, dtype, f"layer {cols} {scheme.group_size}").layout == CHECKPOINT
-    said = "takes a multiple of 32 columns with one scale; every product will dequantize"
+    assert make_operands(weight, dtype, f"layer {cols} {scheme.group_size}").layout == CheckpointOperands.layout
+    said = "needs a multiple of 32 columns with one scale; falling back to dequantize + matmul"
     assert (said in caplog.text) == (dtype == torch.bfloat16)
 
 
 def test_cpus_without_avx2_dequantize(monkeypatch: pytest.MonkeyPatch) -> None:
     weight: Any = random_weight(LayerScheme("packed", 4, 32, True), 32, 64, seed=1)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
-    assert operands(weight).layout == CHECKPOINT
+    assert operands(weight).layout == CheckpointOperands.layout
 
 
 @pytest.mark.parametrize("cols", [512, 65568])
 def test_wide_groups_and_columns(cols: int) -> None:
-    """One scale per row, some of them negative, and more columns than 16 bits can number."""
+    """One scale per row, negative scales, and more columns than 16 bits can number."""
     weight: Any = random_weight(LayerScheme("packed", 3, -1, True), 17, cols, seed=1)
     weight.scales[::2] *= -1
     made = operands(weight)
-    assert made.constants["group"] == (256 if cols == 512 else 32)
+    assert made.group == (256 if cols == 512 else 32)
     assert_right(weight, torch.randn(cols).bfloat16(), made)
 
 
 @pytest.mark.parametrize("tokens", [4, 97])
 @pytest.mark.parametrize("bits", [3, 8])
-def test_non_finite_activation_affects_only_its_token(bits: int, tokens: int) -> None:
+def test_nan_and_inf_stay_with_their_token(bits: int, tokens: int) -> None:
     weight: Any = random_weight(LayerScheme("packed", bits, 32, True), 32, 64, seed=1)
     x = torch.randn(tokens, 64).bfloat16()
     expected = product(x, made := operands(weight))
@@ -215,11 +216,11 @@ def test_non_finite_activation_affects_only_its_token(bits: int, tokens: int) ->
     assert torch.equal(got[[0, *range(3, tokens)]], expected[[0, *range(3, tokens)]])
 
 
-def test_int4_operator_registration() -> None:
+def test_compiler_sees_one_operator() -> None:
     weight: Any = random_weight(LayerScheme("packed", 3, 32, True), 24, 64, seed=1)
     made = operands(weight)
     x = torch.randn(2, 3, 64).bfloat16()
-    arguments = (x, list(made.tensors.values()), list(made.constants.values()), made.layout, made.arch)
+    arguments = (x, list(made.tensors().values()), made.constants(), made.layout, made.arch)
     torch.library.opcheck(torch.ops.latq.linear.default, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
@@ -227,7 +228,7 @@ def test_int4_operator_registration() -> None:
 def test_int4_experts(name: str) -> None:
     scheme = LayerScheme("packed", 4, 32, True) if name == "packed" else LayerScheme("rans")
     mixture = Mixture(scheme, torch.bfloat16)
-    assert [INT4, INT4] in mixture.constants
+    assert mixture.constants.layouts == ["int4", "int4"]
     x, weights, ids = routing(7, 2)
     got, expected = mixture(x.bfloat16(), weights, ids), mixture.reference(x, weights, ids)
     assert (got - expected).norm() <= 4 * TOLERANCE * expected.norm()

@@ -2,8 +2,10 @@
 
     checkpoint tensors --buffers of LatqLinear--> validate, decode --> tensors of a layout --latq::linear--> y
 
-Without it `AutoModelForCausalLM.from_pretrained` would load random weights and only warn. Invariant: a model that comes
-out of `from_pretrained` holds validated weights; training and saving through transformers are refused.
+Without this quantizer `AutoModelForCausalLM.from_pretrained` would load random weights and only warn.
+
+Invariant: a model that `from_pretrained` returns holds validated weights; training and saving through transformers are
+refused.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -24,8 +26,8 @@ from vllm_latq.format.validate import weight_from_tensors
 from vllm_latq.models.experts import Experts
 from vllm_latq.models.stored_names import stored_names, unmerged
 from vllm_latq.serving.decode import decode_on_device
-from vllm_latq.serving.layouts.checkpoint import WEIGHT_ARGUMENTS, dense_arguments, dequantize
-from vllm_latq.serving.linear import CHECKPOINT, linear, scale_columns
+from vllm_latq.serving.layouts.checkpoint import TENSORS, CheckpointOperands
+from vllm_latq.serving.linear import linear, scale_columns
 
 # Shape of a tensor that is not in the checkpoint; no stored tensor has three dimensions.
 _ABSENT = (0, 0, 0)
@@ -35,7 +37,7 @@ class LatqLinear(nn.Module):
     """A quantized linear: first a container for its stored tensors, after `finish` a user of `latq::linear`.
 
     Args:
-        linear: what it stands in for; its bias is stored unquantized.
+        linear: the linear to replace; its bias is stored unquantized.
         scheme: how the weight is stored.
         name: of the module in the checkpoint.
         shapes: of all stored tensors, by name; some depend on the data.
@@ -59,13 +61,13 @@ class LatqLinear(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """Empty: some families initialize the weights of their linears by hand, and skip what is marked as done."""
+        """An empty tensor, marked as initialized: some families initialize the weights of their linears by hand."""
         nothing = torch.empty(0, dtype=self.dtype)
         nothing._is_hf_initialized = True  # type: ignore[attr-defined]
         return nothing
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "LatqLinear":
-        """As of any module, but `.to(dtype)` is about what it computes in: the stored weight is not rounded."""
+        """Apply `fn`, but keep dtypes: `.to(dtype)` sets the compute dtype and must not round the stored weight."""
         before = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
         super()._apply(fn, recurse)
         for name, buffer in before.items():
@@ -75,7 +77,7 @@ class LatqLinear(nn.Module):
         return self
 
     def finish(self) -> None:
-        """Validate what was loaded and keep the operator's tensors instead; raises CheckpointError."""
+        """Validate the loaded tensors and replace them by the operator's; raises CheckpointError."""
         device = next(self.buffers()).device
         buffers = {suffix: self.get_buffer(suffix) for suffix in self.specs}
         stored = {suffix: tensor.cpu() for suffix, tensor in buffers.items() if tensor.shape != _ABSENT}
@@ -84,36 +86,38 @@ class LatqLinear(nn.Module):
             delattr(self, suffix)
         packed = weight.pack(decode_on_device(weight, self.name, device))
         self.register_buffer("column_scales", packed.column_scales)
-        tensors, self.constants = dense_arguments(packed)
-        for name, tensor in tensors.items():
+        operands = CheckpointOperands.pack(packed)
+        self.constants = operands.constants()
+        for name, tensor in operands.tensors().items():
             self.register_buffer(name, None if tensor is None else tensor.to(device))
 
     def dense_weight(self, dtype: torch.dtype) -> torch.Tensor:
-        """The dequantized weight [out_features, in_features]."""
-        arguments = self._tensors() | self.constants
+        """Return the dequantized weight [out_features, in_features]."""
+        operands = CheckpointOperands.from_lists(self._tensors(), self.constants)
         if self.column_scales is None:
-            return dequantize(**arguments, dtype=dtype)
-        return dequantize(**arguments).mul_(self.column_scales).to(dtype)
+            return operands.dense(dtype)
+        return operands.dense().mul_(self.column_scales).to(dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [.., in_features] -> [.., out_features]."""
+        """Map x [.., in_features] to [.., out_features]."""
         x = scale_columns(x, self.column_scales)
-        y = linear(x, self._tensors().values(), self.constants.values(), CHECKPOINT, arch="")
+        y = linear(x, self._tensors(), self.constants, CheckpointOperands.layout, CheckpointOperands.arch)
         return y if self.bias is None else y + self.bias
 
     def extra_repr(self) -> str:
+        """Return the arguments that `print(model)` shows."""
         return f"in_features={self.in_features}, out_features={self.out_features}, {self.scheme}"
 
-    def _tensors(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in WEIGHT_ARGUMENTS}
+    def _tensors(self) -> list[torch.Tensor | None]:
+        return [getattr(self, name) for name in TENSORS]
 
 
 @register_quantization_config(QUANT_METHOD)
 class LatqQuantizationConfig(QuantizationConfigMixin):
-    """A checkpoint's `quantization_config` as transformers wants it; its keys are those of FORMAT.md section 2.
+    """A checkpoint's `quantization_config` as transformers wants it; FORMAT.md section 2 lists its keys.
 
     Args:
-        values: the JSON object; raises ConfigError on anything that this version of the format does not know.
+        values: the JSON object; raises ConfigError for keys and values that this version of the format does not know.
     """
 
     def __init__(self, **values: Any) -> None:
@@ -121,21 +125,24 @@ class LatqQuantizationConfig(QuantizationConfigMixin):
         self.checkpoint = CheckpointConfig.from_dict(values, "config.json: quantization_config")
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the JSON object."""
         return self.checkpoint.to_dict()
 
 
 @register_quantizer(QUANT_METHOD)
 class LatqQuantizer(HfQuantizer):
-    """Replaces the quantized linears of a model before loading, and turns what was loaded into weights after it."""
+    """Replaces the quantized linears of a model before loading; turns the loaded tensors into weights afterwards."""
 
     requires_calibration = True
     unfused = False
 
     def is_serializable(self) -> bool:
+        """Say that transformers cannot save a loaded model."""
         return False
 
     @property
     def is_trainable(self) -> bool:
+        """Say that a loaded model cannot be trained."""
         return False
 
     def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **_: Any) -> None:
@@ -156,7 +163,7 @@ class LatqQuantizer(HfQuantizer):
             model.set_submodule(name, linear)
 
     def update_weight_conversions(self, weight_conversions: list[Any], *_: Any) -> list[Any]:
-        """transformers' rules for names; experts that are linears of their own are no longer merged."""
+        """Return transformers' rules for names, except rules that would merge experts that are linears of their own."""
         return unmerged(weight_conversions) if self.unfused else weight_conversions
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
@@ -178,7 +185,7 @@ class LatqQuantizer(HfQuantizer):
 
 
 def _stored_linears(model: Any, stored: Collection[str], files: list[str]) -> dict[str, str]:
-    """Name of each tensor of the model -> its name in the checkpoint. Splits experts that are quantized one by one."""
+    """Map each tensor of the model to its name in the checkpoint. Splits experts that are quantized one by one."""
     quantized = [name.removesuffix(SHAPE) + "weight" for name in stored if name.endswith("." + SHAPE)]
-    # Without quantized tensors there is nothing to split, and an empty list would mean all of them.
+    # Without quantized tensors there is nothing to split.
     return stored_names(model, [*stored, *quantized], files[0], quantized) if quantized else {}

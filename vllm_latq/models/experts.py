@@ -1,7 +1,7 @@
 """Routed experts as ordinary linears, one set per expert, where transformers fuses them into two tensors per layer.
 
-Invariant: same inputs, same numbers as transformers' own module with the "eager" implementation; only the storage of
-the weights differs, so each expert can have its own Hessian, scheme and scales.
+Invariant: for the same inputs the outputs equal those of transformers' own module with the "eager" implementation. Only
+the storage of the weights differs, so each expert can have its own Hessian, scheme and scales.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,7 +13,7 @@ from torch import nn
 
 from vllm_latq.errors import UnsupportedModelError
 
-# Tensor of a fused module -> linears of an expert, the rows of which it holds one above the other.
+# Tensor of a fused module -> linears of an expert whose rows the tensor holds one above the other.
 FUSED: Mapping[str, tuple[str, ...]] = {
     "gate_up_proj": ("gate_proj", "up_proj"),
     "up_proj": ("up_proj",),
@@ -22,12 +22,12 @@ FUSED: Mapping[str, tuple[str, ...]] = {
 
 
 class Expert(nn.Module):
-    """One feed-forward network, gated or not; its weights are on the meta device.
+    """One feed-forward network, with or without a gate; its weights are on the meta device.
 
     Args:
         hidden, intermediate: channels.
-        first: one of FUSED, which would hold the linears that read its input.
-        activate: maps their outputs, [n, intermediate] each, one beside the other, to [n, intermediate].
+        first: name in FUSED of the tensor that would hold the linears that read the input.
+        activate: maps the outputs of these linears, [n, intermediate] each, side by side, to [n, intermediate].
         dtype: of the weights.
     """
 
@@ -48,12 +48,12 @@ class Expert(nn.Module):
 
     @property
     def inputs(self) -> dict[str, list[nn.Linear]]:
-        """Its linears by what they read, under the names of the tensors that would fuse them."""
+        """Name of a tensor of FUSED -> the linears that the tensor would hold, which share an input."""
         readers: list[Any] = [self.get_submodule(leaf) for leaf in FUSED[self.first]]
         return {self.first: readers, "down_proj": [self.down_proj]}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[n, hidden] -> [n, hidden]."""
+        """Map [n, hidden] to [n, hidden]."""
         return self.down_proj(self._activate(torch.cat([linear(x) for linear in self.inputs[self.first]], -1)))
 
 
@@ -62,7 +62,8 @@ class Experts(nn.ModuleList):
 
     Args:
         fused: a module of transformers with `gate_up_proj` [experts, 2 * intermediate, hidden], or without a gate
-            `up_proj` [experts, intermediate, hidden], and `down_proj` [experts, hidden, intermediate]. It loses them.
+            `up_proj` [experts, intermediate, hidden], and `down_proj` [experts, hidden, intermediate]. The module
+            loses these tensors.
         activate: see `Expert`.
     """
 
@@ -70,24 +71,24 @@ class Experts(nn.ModuleList):
         self.gated = hasattr(fused, "gate_up_proj")
         first, dtype = "gate_up_proj" if self.gated else "up_proj", fused.down_proj.dtype
         count, hidden, intermediate = matrices_shape(fused, "down_proj")
-        # A bound method keeps its module alive: hold on to the activation, let go of the weights.
+        # A bound method keeps its module alive, so the weights are released and the activation is kept.
         for leaf in (first, "down_proj"):
             setattr(fused, leaf, None)
         super().__init__(Expert(hidden, intermediate, first, activate, dtype) for _ in range(count))
 
     def tokens(self, hidden: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
-        """Of the arguments of `forward`: what any expert may be given, [tokens, hidden]."""
+        """Return, from the arguments of `forward`, the tokens that any expert may be given, [tokens, hidden]."""
         return hidden
 
     def forward(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Sum of the chosen experts' outputs.
+        """Return the weighted sum of the chosen experts' outputs.
 
         Args:
             hidden: [tokens, hidden].
-            index: int64 [tokens, k], experts of each token; one that does not exist stands for none.
-            weights: [tokens, k], of their outputs.
+            index: int64 [tokens, k], experts of each token; a number that no expert has stands for none.
+            weights: [tokens, k], of the experts' outputs.
         """
-        # As transformers does it: those without a gate are summed in the dtype of the weights, and rounded once.
+        # As in transformers, experts without a gate are summed in the dtype of the weights, and rounded once.
         output = torch.zeros_like(hidden, dtype=hidden.dtype if self.gated else weights.dtype)
         for number, expert in enumerate(self):
             token, choice = torch.where(index == number)
@@ -98,13 +99,14 @@ class Experts(nn.ModuleList):
 
 
 class InputWeighedExperts(Experts):
-    """Llama 4's: the router weighs what goes into an expert, not what comes out."""
+    """Llama 4's experts: the router scales the input of an expert, not its output."""
 
     def tokens(self, hidden: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+        """Return the tokens that any expert is given: the rows that are not zero."""
         return hidden[hidden.any(-1)]
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        """Outputs for [experts * tokens, hidden]: all tokens for each expert, zeros where it was not chosen."""
+        """Map [experts * tokens, hidden], all tokens for each expert and zeros where it was not chosen, to outputs."""
         given = hidden.view(len(self), -1, hidden.shape[-1])
         results = []
         for expert, own in zip(self, given, strict=True):
@@ -116,14 +118,15 @@ class InputWeighedExperts(Experts):
 
 
 def split_experts(fused: Any, name: str) -> Experts:
-    """The experts of one layer one by one, in the place of a fused module of transformers.
+    """Make the experts of one layer, to take the place of a fused module of transformers.
 
     Args:
-        fused: see `Experts`; it loses its weights.
-        name: of that module, for errors.
+        fused: see `Experts`; the module loses its weights.
+        name: of the module, for errors.
 
     Raises:
-        UnsupportedModelError: biases, or interleaved weights, or transposed ones, but for Llama 4's.
+        UnsupportedModelError: the module has biases, or interleaved weights, or (unless it is Llama 4's) transposed
+            weights.
     """
     gated = getattr(fused, "has_gate", True)
     expected = {"has_bias": False, "is_transposed": False, "is_concatenated": True}
@@ -141,13 +144,13 @@ def split_experts(fused: Any, name: str) -> Experts:
 
 
 def matrices_shape(fused: Any, leaf: str) -> tuple[int, int, int]:
-    """(experts, rows, columns) of the matrices in a tensor of a fused module, however it holds them."""
+    """Return (experts, rows, columns) of the matrices in a tensor of a fused module, transposed or not."""
     count, rows, columns = fused.get_parameter(leaf).shape
     return (count, columns, rows) if is_llama4(fused) else (count, rows, columns)
 
 
 def is_llama4(fused: Any) -> bool:
-    """Whether it is of the one family whose router weighs inputs, and whose model holds its matrices transposed."""
+    """Whether a module is Llama 4's: its router scales inputs, and it holds its matrices transposed."""
     return type(fused).__name__ == "Llama4TextExperts"
 
 
@@ -157,7 +160,7 @@ def _gate(act: Callable[[torch.Tensor], torch.Tensor], gate_up: torch.Tensor) ->
 
 
 def fused_experts(model: nn.Module) -> dict[str, dict[str, tuple[str, ...]]]:
-    """Name of each module that holds the weights of several experts in one tensor -> those of FUSED that it has."""
+    """Map the name of each module that holds several experts in one tensor to the tensors of FUSED that it has."""
     stacks = {
         name: {leaf for leaf, parameter in module.named_parameters(recurse=False) if parameter.dim() == 3}
         for name, module in model.named_modules()

@@ -1,12 +1,13 @@
-"""The names of a model's tensors in its checkpoint, where they differ from those in the model.
+"""The names of a model's tensors in its checkpoint, where they differ from the names in the model.
 
 transformers renames and merges tensors when it loads some families (`embed_out` -> `lm_head`, one tensor per expert ->
-one per layer). Its own rules are run on the names in the files, so what is written carries the names that were read,
-and other readers of such checkpoints, vLLM among them, find what they look for.
+one per layer). This module runs transformers' own rules on the names in the files. A quantized checkpoint then carries
+the names of the original, and other readers of such checkpoints, vLLM among them, find the names they look for.
 """
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -16,58 +17,118 @@ from transformers.core_model_loading import Concatenate, Transpose, WeightConver
 from vllm_latq.errors import UnsupportedModelError
 from vllm_latq.models.experts import FUSED, fused_experts, matrices_shape, split_experts
 
-# Model tensor -> rule -> stored tensors; the rule is "" for a tensor that is stored as it is, under whatever name.
-_Sources = dict[str, dict[str, list[str]]]
+
+@dataclass(frozen=True)
+class _Source:
+    """The stored tensors from which transformers makes one tensor of the model.
+
+    Attributes:
+        plain: tensors that are taken as they are, whatever their names; more than one if several names map to one.
+        converted: pattern of transformers' conversion rule -> tensors that match it, patterns in the rules' order.
+    """
+
+    plain: list[str] = field(default_factory=list)
+    converted: dict[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def single(self) -> str | None:
+        """The stored tensor that is the model's tensor; None if there is no such tensor, or more than one."""
+        return self.plain[0] if len(self.plain) == 1 and not self.converted else None
+
+    @property
+    def tensors(self) -> list[str]:
+        """All stored tensors."""
+        return [*self.plain, *(tensor for tensors in self.converted.values() for tensor in tensors)]
+
+
+_NOTHING = _Source()
+
+
+@dataclass(frozen=True)
+class _ExpertLayer:
+    """Experts of one layer that the model holds in fused tensors, and the stored matrices of its experts.
+
+    Attributes:
+        name: of the module that holds the fused tensors.
+        count: number of experts.
+        linears: names of an expert's linears.
+        merged: for each linear the stored matrices that transformers merges, in the order of the experts.
+        split: for each linear the stored matrices that have the names of `Experts`, in the order of the experts.
+    """
+
+    name: str
+    count: int
+    linears: list[str]
+    merged: list[list[str]]
+    split: list[list[str]]
+
+    @property
+    def matrices(self) -> list[list[str]]:
+        """For each linear the stored matrices, in the order of the experts."""
+        return self.split if any(self.split) else self.merged
 
 
 def stored_names(
     model: Any, stored: Collection[str], where: str, quantized: Collection[str] | None = None
 ) -> dict[str, str]:
-    """Name of each tensor of the model -> its name in the checkpoint; its own where the checkpoint has none.
+    """Map the name of each tensor of the model to its name in the checkpoint, or to itself if the checkpoint has none.
 
     Args:
         model: a transformers model on the meta device. Its fused experts are replaced by `Experts`, whose tensors are
-            named one by one, if any of them is quantized, or is stored as transformers would not merge it.
+            named one by one, if any expert is quantized, or is stored as transformers would not merge it.
         stored: names of all tensors in the checkpoint.
         where: the checkpoint, for errors.
-        quantized: those of `stored` that must be linears of their own; None for all of experts.
+        quantized: names of `stored` that must be linears of their own; None for all experts.
 
     Raises:
-        UnsupportedModelError: experts to be replaced that are not stored one by one.
+        UnsupportedModelError: experts to be replaced are not stored one by one.
     """
     sources = _sources(model, stored)
-    linears_of = {
-        name: [leaf for leaves in parts.values() for leaf in leaves] for name, parts in fused_experts(model).items()
-    }
-    counts = {name: matrices_shape(model.get_submodule(name), "down_proj")[0] for name in linears_of}
-    merged = {name: _merged(name, sources) for name in counts}
-    single = {name: _single(name, count, linears_of[name], sources) for name, count in counts.items()}
-    linears = {tensor for rules in merged.values() for tensors in rules for tensor in tensors}
-    if quantized is None or linears.intersection(quantized) or any(any(rules) for rules in single.values()):
-        for name, count in counts.items():
-            experts = split_experts(model.get_submodule(name), name)
-            found = single[name] if any(single[name]) else merged[name]
-            doubled = any("" in sources.get(f"{name}.{leaf}", {}) for leaf in FUSED)
-            if doubled or [len(tensors) for tensors in found] != [count] * len(linears_of[name]):
-                own = [rules for tensor, rules in sources.items() if tensor.startswith(f"{name}.")]
-                held = [at for rules in own for tensors in rules.values() for at in tensors]
-                matrices = ", ".join(leaf.removesuffix("_proj") for leaf in linears_of[name])
-                expected = f"{matrices} of {count} experts, each stored once: one by one, or a layer's together"
-                hint = "Is the checkpoint complete, and its config.json its own?"
-                raise UnsupportedModelError(f"{where}: {name}", expected, f"{len(held)} tensors {held[:3]}", hint)
-            model.set_submodule(name, experts)
-            for leaf, tensors in zip(linears_of[name], found, strict=True):
-                sources |= {f"{name}.{expert}.{leaf}.weight": {"": [at]} for expert, at in enumerate(tensors)}
-    names = {}
-    for name in model.state_dict():
-        rules = sources.get(name, {"": [name]})
-        # What is merged by another rule has no linear of its own, and is left to transformers.
-        names[name] = rules[""][0] if list(rules) == [""] and len(rules[""]) == 1 else name
-    return names
+    layers = _expert_layers(model, sources)
+    mergeable = {tensor for layer in layers for tensors in layer.merged for tensor in tensors}
+    if quantized is None or mergeable.intersection(quantized) or any(any(layer.split) for layer in layers):
+        for layer in layers:
+            experts = split_experts(model.get_submodule(layer.name), layer.name)
+            _check_stored_once(layer, sources, where)
+            model.set_submodule(layer.name, experts)
+            for linear, tensors in zip(layer.linears, layer.matrices, strict=True):
+                for expert, tensor in enumerate(tensors):
+                    sources[f"{layer.name}.{expert}.{linear}.weight"] = _Source([tensor])
+    # A tensor that transformers makes by another rule has no linear of its own, and keeps its name.
+    return {name: sources.get(name, _NOTHING).single or name for name in model.state_dict()}
+
+
+def _expert_layers(model: Any, sources: Mapping[str, _Source]) -> list[_ExpertLayer]:
+    """Find the fused experts of a model, and their stored matrices."""
+    layers = []
+    for name, parts in fused_experts(model).items():
+        linears = [linear for linears in parts.values() for linear in linears]
+        count = matrices_shape(model.get_submodule(name), "down_proj")[0]
+        fused = [sources.get(f"{name}.{leaf}", _NOTHING) for leaf in FUSED]
+        merged = [sorted(tensors, key=_natural) for source in fused for tensors in source.converted.values()]
+        own = [
+            [sources.get(f"{name}.{expert}.{linear}.weight", _NOTHING) for expert in range(count)] for linear in linears
+        ]
+        split = [[source.plain[0] for source in matrices if source.plain] for matrices in own]
+        layers.append(_ExpertLayer(name, count, linears, merged, split))
+    return layers
+
+
+def _check_stored_once(layer: _ExpertLayer, sources: Mapping[str, _Source], where: str) -> None:
+    """Raise UnsupportedModelError unless each matrix of a layer's experts is stored as one tensor."""
+    doubled = any(sources.get(f"{layer.name}.{leaf}", _NOTHING).plain for leaf in FUSED)
+    if not doubled and [len(tensors) for tensors in layer.matrices] == [layer.count] * len(layer.linears):
+        return
+    own = [source for tensor, source in sources.items() if tensor.startswith(f"{layer.name}.")]
+    held = [tensor for source in own for tensor in source.tensors]
+    matrices = ", ".join(linear.removesuffix("_proj") for linear in layer.linears)
+    expected = f"{matrices} of {layer.count} experts, each stored once: one by one, or a layer's together"
+    hint = "Check that the checkpoint is complete, and that config.json belongs to it."
+    raise UnsupportedModelError(f"{where}: {layer.name}", expected, f"{len(held)} tensors {held[:3]}", hint)
 
 
 def fused_tensors(model: Any, stored: Collection[str]) -> dict[str, dict[str, str]]:
-    """Fused experts of a model that the checkpoint holds fused, too: module -> its tensor -> the stored one.
+    """Map each module whose experts the checkpoint also holds fused: module -> its tensor -> the stored tensor.
 
     Args:
         model: a transformers model on the meta device.
@@ -84,9 +145,10 @@ def fused_tensors(model: Any, stored: Collection[str]) -> dict[str, dict[str, st
     }
     sources = _sources(model, stored)
     for name, parts in modules.items():
-        rules = {leaf: sources.get(f"{name}.{leaf}", {}) for leaf in parts}
+        own = {leaf: sources.get(f"{name}.{leaf}", _NOTHING) for leaf in parts}
         tensors = {
-            leaf: [tensor for rule in {"", *transposes} for tensor in own.get(rule, [])] for leaf, own in rules.items()
+            leaf: [*source.plain, *(tensor for rule in transposes for tensor in source.converted.get(rule, []))]
+            for leaf, source in own.items()
         }
         if all(len(names) == 1 for names in tensors.values()):
             found[name] = {leaf: names[0] for leaf, names in tensors.items()}
@@ -94,9 +156,9 @@ def fused_tensors(model: Any, stored: Collection[str]) -> dict[str, dict[str, st
 
 
 def joined_tensors(model: Any, stored: Collection[str]) -> dict[str, list[str]]:
-    """Tensors that a model has from several of the checkpoint's, one behind the other: name -> these, in order.
+    """Map each tensor that transformers concatenates to the stored tensors it consists of, in order.
 
-    Linears are none of them, because in the checkpoint they are linears of their own.
+    Linears are left out, because in the checkpoint they are linears of their own.
 
     Args:
         model: a transformers model on the meta device.
@@ -110,9 +172,12 @@ def joined_tensors(model: Any, stored: Collection[str]) -> dict[str, list[str]]:
         and [(type(step), vars(step).get("dim")) for step in rule.operations] == _JOIN
     ]
     return {
-        name: [tensor for tensors in rules.values() for tensor in tensors]
-        for name, rules in (_sources(model, stored).items() if joins else ())
-        if name not in linears and tuple(rules) in joins and all(len(tensors) == 1 for tensors in rules.values())
+        name: source.tensors
+        for name, source in (_sources(model, stored).items() if joins else ())
+        if name not in linears
+        and not source.plain
+        and tuple(source.converted) in joins
+        and all(len(tensors) == 1 for tensors in source.converted.values())
     }
 
 
@@ -120,7 +185,7 @@ _JOIN = [(Concatenate, 0)]
 
 
 def unmerged(conversions: list[Any]) -> list[Any]:
-    """transformers' rules for a model whose experts have been replaced: rename their matrices, do not merge them."""
+    """Return transformers' rules for a model whose experts were replaced: rename their matrices, do not merge them."""
     kept = []
     for conversion in conversions:
         targets = conversion.target_patterns if isinstance(conversion, WeightConverter) else []
@@ -128,7 +193,7 @@ def unmerged(conversions: list[Any]) -> list[Any]:
         if leaves is None:
             kept.append(conversion)
             continue
-        # Of one that only transposes, one pattern stands for both of gate and up, and renames nothing.
+        # In a rule that only transposes, one pattern stands for both gate and up, and renames nothing.
         for pattern, leaf in zip(conversion.source_patterns, leaves, strict=False):
             own = re.fullmatch(r".*experts\.\*\.(\w+)\.weight\$?", pattern)
             if own and own[1] != leaf:
@@ -139,33 +204,28 @@ def unmerged(conversions: list[Any]) -> list[Any]:
 _LEAVES = {f"experts.{leaf}": linears for leaf, linears in FUSED.items()}
 
 
-def _sources(model: Any, stored: Collection[str]) -> _Sources:
+def _sources(model: Any, stored: Collection[str]) -> dict[str, _Source]:
+    """Run transformers' rules on the stored names: name of a tensor of the model -> its source."""
     transforms = get_model_conversion_mapping(model)
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
     expected = model.state_dict()
-    order = ["", *(pattern for converter in converters for pattern in converter.source_patterns)]
-    found: _Sources = {}
+    order = [pattern for converter in converters for pattern in converter.source_patterns]
+    found: dict[str, _Source] = {}
     for name in stored:
         target, rule = rename_source_key(name, renamings, converters, model.base_model_prefix, expected)
         if target not in expected and name in expected:
             target, rule = name, None
-        found.setdefault(target, {}).setdefault(rule or "", []).append(name)
-    return {target: {rule: rules[rule] for rule in sorted(rules, key=order.index)} for target, rules in found.items()}
-
-
-def _merged(name: str, sources: _Sources) -> list[list[str]]:
-    """Stored matrices that transformers merges into a layer's fused experts, by its rules and in the experts' order."""
-    fused = [sources.get(f"{name}.{leaf}", {}) for leaf in FUSED]
-    return [sorted(names, key=_natural) for rules in fused for rule, names in rules.items() if rule]
-
-
-def _single(name: str, count: int, linears: list[str], sources: _Sources) -> list[list[str]]:
-    """Stored matrices of a layer's experts under the names of `Experts`, by linear and in the experts' order."""
-    names = [[f"{name}.{expert}.{leaf}.weight" for expert in range(count)] for leaf in linears]
-    return [[sources[tensor][""][0] for tensor in tensors if "" in sources.get(tensor, {})] for tensors in names]
+        source = found.setdefault(target, _Source())
+        (source.converted.setdefault(rule, []) if rule else source.plain).append(name)
+    return {
+        target: _Source(
+            source.plain, {rule: source.converted[rule] for rule in sorted(source.converted, key=order.index)}
+        )
+        for target, source in found.items()
+    }
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Sort key that puts expert 10 after expert 9."""
+    """Return a sort key that puts expert 10 after expert 9."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]

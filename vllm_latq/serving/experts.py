@@ -4,53 +4,29 @@
 
 Experts without a gate are down_e(act(up_e(x[t]))).
 
-How many tokens an expert gets is known only when it runs, so a graph sees one opaque operator of fixed shapes.
+The number of tokens of an expert is known only when the operator runs, so a graph sees one opaque operator of fixed
+shapes. It runs in one of three ways:
 
-    few tokens, on kernels    one launch per product for all experts; sizes depend on no id (kernels/experts/grouped)
-    else                      each expert multiplies its own tokens; how many these are is read back once a layer
-    else, in a CUDA graph     every expert multiplies all tokens, and what was not asked for is dropped
+    few tokens, on kernels      one launch per product for all experts; sizes depend on no id (kernels/experts/grouped)
+    otherwise                   each expert multiplies its own tokens; their numbers are read back once a layer
+    otherwise, in a CUDA graph  every expert multiplies all tokens; results that no id asked for are dropped
 
-The last two multiply expert by expert, as `latq::linear` does.
+The last two ways multiply expert by expert, as `latq::linear` does.
 
 Invariant: an id outside [0, experts) stands for an expert of another rank, and adds nothing. Sums over experts are
 float32 and rounded once.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch.nn import functional
 
-from vllm_latq.serving.layouts.tiled import grouped_experts
-from vllm_latq.serving.linear import TILED, multiply, scale_columns
-from vllm_latq.serving.operands import Operands
+from vllm_latq.kernels.experts.activations import ACTIVATIONS
+from vllm_latq.serving.layouts.tiled import TiledOperands, grouped_experts
+from vllm_latq.serving.linear import Operands, multiply, scale_columns
 
-Activation = Callable[[torch.Tensor], torch.Tensor]
-_SMOOTH: Mapping[str, Activation] = {
-    "silu": functional.silu,
-    "gelu": functional.gelu,
-    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
-}
-
-
-def _gated(act: Activation, gate_up: torch.Tensor) -> torch.Tensor:
-    gate, up = gate_up.chunk(2, dim=-1)
-    return act(gate) * up
-
-
-def _relu2(x: torch.Tensor) -> torch.Tensor:
-    return functional.relu(x).square()
-
-
-# By vLLM's names: outputs of the first product, [.., rows], -> inputs of the second.
-ACTIVATIONS: Mapping[str, Activation] = {
-    **{name: partial(_gated, act) for name, act in _SMOOTH.items()},
-    **{f"{name}_no_mul": act for name, act in _SMOOTH.items()},
-    "relu2_no_mul": _relu2,
-}
 _SCHEMA = (
     "(Tensor x, Tensor weights, Tensor ids, Tensor?[] gate_up, Tensor?[] down, int[] gate_up_constants, "
     "int[] down_constants, int experts, str[] layouts, str arch, str activation) -> Tensor"
@@ -60,12 +36,12 @@ Run = Callable[[torch.Tensor, int], torch.Tensor]
 
 @dataclass(frozen=True)
 class _Product:
-    """x [n, cols] times the transposed weight of one of the experts.
+    """Multiplies x [n, cols] by the transposed weight of one of the experts.
 
     Attributes:
         column_scales: float32 [experts, cols], or None.
-        tensors: those of `Operands`, [experts, ...] each, [1, ...] what all share, or None.
-        constants, layout, arch: as `multiply` takes them.
+        tensors: of the stacked operands: [experts, ...], or [1, ...] where all experts share a tensor, or None.
+        constants, layout, arch: of the operands.
     """
 
     column_scales: torch.Tensor | None
@@ -81,7 +57,7 @@ class _Product:
 
 
 def by_expert(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, experts: int, run: Run) -> torch.Tensor:
-    """Each expert on its own tokens: float32 [tokens, rows]. Reads back from the device how many each has."""
+    """Run each expert on its own tokens: float32 [tokens, rows]. Reads back from the device how many each has."""
     known = torch.where((ids >= 0) & (ids < experts), ids, experts).flatten()
     order = known.argsort(stable=True)
     counts = torch.bincount(known, minlength=experts + 1).tolist()
@@ -94,14 +70,33 @@ def by_expert(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, experts
 
 
 def by_all(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, experts: int, run: Run) -> torch.Tensor:
-    """Each expert on all tokens, with sizes that depend on no id: float32 [tokens, rows]."""
+    """Run each expert on all tokens, with sizes that depend on no id: float32 [tokens, rows]."""
     y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in range(experts):
         asked = ids == expert
         weight = weights.to(torch.float32).masked_fill(~asked, 0).sum(1, keepdim=True)
-        # Not weighed by zero: what nobody asked for may be infinite.
+        # Masked, not multiplied by zero: outputs that no id asked for may be infinite.
         y += (run(x, expert) * weight).masked_fill(~asked.any(1, keepdim=True), 0)
     return y
+
+
+class ExpertConstants(NamedTuple):
+    """The last arguments of the operator, which are the same in every call.
+
+    Attributes:
+        gate_up, down: constants of the operands of both stacks.
+        experts: number of experts of all ranks.
+        layouts: of both stacks.
+        arch: of the GPU, as the kernels' launch configurations call it.
+        activation: one of ACTIVATIONS.
+    """
+
+    gate_up: list[int]
+    down: list[int]
+    experts: int
+    layouts: list[str]
+    arch: str
+    activation: str
 
 
 torch.library.define("latq::experts", _SCHEMA)
@@ -114,25 +109,22 @@ def _experts(
     ids: torch.Tensor,
     gate_up: list[torch.Tensor | None],
     down: list[torch.Tensor | None],
-    gate_up_constants: list[int],
-    down_constants: list[int],
-    experts: int,
-    layouts: list[str],
-    arch: str,
-    activation: str,
+    *constants: Any,
 ) -> torch.Tensor:
-    products = ((gate_up, gate_up_constants), (down, down_constants))
-    if all(layout == TILED for layout in layouts):
-        y = grouped_experts(x, weights, ids, products, experts, arch, activation)
+    fixed = ExpertConstants(*constants)
+    if all(layout == TiledOperands.layout for layout in fixed.layouts):
+        stacks = (
+            TiledOperands.from_lists(gate_up[1:], fixed.gate_up, fixed.arch),
+            TiledOperands.from_lists(down[1:], fixed.down, fixed.arch),
+        )
+        y = grouped_experts(x, weights, ids, stacks, (gate_up[0], down[0]), fixed.experts, fixed.activation)
         if y is not None:
             return y
-    first, second = (
-        _Product(stacks[0], stacks[1:], constants, layout, arch)
-        for layout, (stacks, constants) in zip(layouts, products, strict=True)
-    )
+    first = _Product(gate_up[0], gate_up[1:], fixed.gate_up, fixed.layouts[0], fixed.arch)
+    second = _Product(down[0], down[1:], fixed.down, fixed.layouts[1], fixed.arch)
 
     def run(tokens: torch.Tensor, expert: int) -> torch.Tensor:
-        return second(ACTIVATIONS[activation](first(tokens, expert)), expert)
+        return second(ACTIVATIONS[fixed.activation](first(tokens, expert)), expert)
 
     local = next(len(stack) for stack in first.tensors if stack is not None)
     way = by_all if x.is_cuda and torch.cuda.is_current_stream_capturing() else by_expert
@@ -144,16 +136,10 @@ def _experts_fake(x: torch.Tensor, *arguments: object) -> torch.Tensor:
     return torch.empty_like(x)
 
 
-def expert_constants(gate_up: Operands, down: Operands, experts: int, activation: str) -> tuple[Any, ...]:
-    """The last arguments of `run_experts`.
-
-    Args:
-        gate_up, down: operands of both stacks.
-        experts: of all ranks.
-        activation: one of ACTIVATIONS.
-    """
-    constants = [list(part.constants.values()) for part in (gate_up, down)]
-    return *constants, experts, [gate_up.layout, down.layout], gate_up.arch or down.arch, activation
+def expert_constants(gate_up: Operands, down: Operands, experts: int, activation: str) -> ExpertConstants:
+    """Return the constants of two stacks of operands; arguments as the attributes of `ExpertConstants`."""
+    layouts, arch = [gate_up.layout, down.layout], gate_up.arch or down.arch
+    return ExpertConstants(gate_up.constants(), down.constants(), experts, layouts, arch, activation)
 
 
 def run_experts(
@@ -162,9 +148,9 @@ def run_experts(
     ids: torch.Tensor,
     gate_up: list[torch.Tensor | None],
     down: list[torch.Tensor | None],
-    *constants: Any,
+    constants: ExpertConstants,
 ) -> torch.Tensor:
-    """The weighted sum of the chosen experts' outputs.
+    """Return the weighted sum of the chosen experts' outputs.
 
     Args:
         x: [tokens, hidden].

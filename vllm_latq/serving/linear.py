@@ -1,47 +1,45 @@
 """The operator that multiplies by a packed weight, on any device: `latq::linear`.
 
-    PackedWeight --make_operands, once at load--> tensors of a layout, constants --latq::linear--> y
+    PackedWeight --make_operands, once at load--> operands of a layout --latq::linear--> y
 
     y[.., i] = sum_j x[.., j] * row_scales[i] * (scales[i, j // group_size] * (z[i, j] + o) + outliers[i, j])
 
-with o = 1/2 on a mid-rise grid, else 0.
+with o = 1/2 on a mid-rise grid, else 0. Column scales are applied to x beforehand by `scale_columns`.
 
     layout      tensors                      product
-    tiled       in the tiles of the kernels  Triton's, on GPUs (`kernel_path.py`)
-    int4        in the order of torch's      torch's with 4-bit codes, and outliers, on CPUs (`cpu_path.py`)
-    checkpoint  as `packed` stores them      dequantize, then matmul, on any device (`dense_path.py`)
+    tiled       in the tiles of the kernels  Triton's, on GPUs (`layouts/tiled.py`)
+    int4        in the order of torch's      torch's with 4-bit codes, and outliers, on CPUs (`layouts/int4.py`)
+    checkpoint  as `packed` stores them      dequantize, then matmul, on any device (`layouts/checkpoint.py`)
 
-Factors of columns are none of its business: `scale_columns` gives them to x first.
-
-It is registered once, when this module is imported, for every backend, with a fake implementation for tracing: a graph
-sees one opaque operator, whatever the layout.
+A layer registers the tensors of its operands and passes them to the operator as a list, with the constants as another:
+torch allows no other types. The class of the layout packs and unpacks both. The operator is registered once, when this
+module is imported, for every backend, with a fake implementation for tracing: a graph sees one opaque operator,
+whatever the layout.
 
 Invariant: the first constant is the number of rows; the others are those of the layout.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from vllm_latq.serving.layouts.checkpoint import dense_product
-from vllm_latq.serving.layouts.int4 import int4_product
-from vllm_latq.serving.layouts.tiled import tiled_product
+from vllm_latq.serving.layouts.checkpoint import CheckpointOperands
+from vllm_latq.serving.layouts.int4 import Int4Operands
+from vllm_latq.serving.layouts.tiled import TiledOperands
 
-TILED, INT4, CHECKPOINT = "tiled", "int4", "checkpoint"
-PRODUCTS: Mapping[str, Callable[..., torch.Tensor]] = {
-    TILED: tiled_product,
-    INT4: int4_product,
-    CHECKPOINT: dense_product,
+Operands = TiledOperands | Int4Operands | CheckpointOperands
+LAYOUTS: Mapping[str, type[Operands]] = {
+    made.layout: made for made in (TiledOperands, Int4Operands, CheckpointOperands)
 }
 
 _SCHEMA = "(Tensor x, Tensor?[] tensors, int[] constants, str layout, str arch) -> Tensor"
 
 
 def scale_columns(x: torch.Tensor, column_scales: torch.Tensor | None) -> torch.Tensor:
-    """x [.., cols] times the factors of the weight's columns, float32 [cols], rounded once to the dtype of x.
+    """Multiply x [.., cols] by the weight's column scales, float32 [cols], rounded once to the dtype of x.
 
-    Outside the operator, so that torch.compile fuses it with what made x, a norm most often.
+    This is not part of the operator, so that torch.compile fuses it with the operation before, most often a norm.
     """
     return x if column_scales is None else (x * column_scales).to(x.dtype)
 
@@ -49,12 +47,12 @@ def scale_columns(x: torch.Tensor, column_scales: torch.Tensor | None) -> torch.
 def multiply(
     x: torch.Tensor, tensors: Sequence[torch.Tensor | None], constants: Sequence[int], layout: str, arch: str
 ) -> torch.Tensor:
-    """What the operator runs; arguments as for `linear`."""
-    return PRODUCTS[layout](x, tensors, constants, arch)
+    """Run the operator; arguments as for `linear`."""
+    return LAYOUTS[layout].from_lists(tensors, constants, arch).product(x)
 
 
 torch.library.define("latq::linear", _SCHEMA)
-# The kernels count on their tickets and leave them at zero, so for its callers the operator changes no input.
+# The kernels write to their tickets but leave them at zero, so for its callers the operator changes no input.
 torch.library.impl("latq::linear", "CompositeExplicitAutograd")(multiply)
 
 
@@ -64,14 +62,13 @@ def _linear_fake(x: torch.Tensor, tensors: Any, constants: Sequence[int], layout
 
 
 def linear(
-    x: torch.Tensor, tensors: Iterable[torch.Tensor | None], constants: Iterable[int], layout: str, arch: str
+    x: torch.Tensor, tensors: Iterable[torch.Tensor | None], constants: list[int], layout: str, arch: str
 ) -> torch.Tensor:
-    """x [.., cols] times the transposed weight -> [.., rows], dtype of x.
+    """Multiply x [.., cols] by the transposed weight: [.., rows], dtype of x.
 
     Args:
         x: activations.
-        tensors, constants: of the layout, in its order.
-        layout: one of PRODUCTS.
-        arch: of the GPU, as the kernels' launch configurations call it; empty but for the tiled layout.
+        tensors: values of the operands' `tensors()`, in order.
+        constants, layout, arch: of the operands.
     """
-    return torch.ops.latq.linear(x, list(tensors), list(constants), layout, arch)  # type: ignore[no-any-return]
+    return torch.ops.latq.linear(x, list(tensors), constants, layout, arch)  # type: ignore[no-any-return]

@@ -1,12 +1,12 @@
-"""The linear method: loads every encoding, cuts this rank's part, hands it to the operator.
+"""The linear method: loads every encoding, cuts this rank's part, gives it to the operator.
 
     checkpoint tensors --CheckpointTensor--> whole shards on the CPU --read_shard, decode, merge--> PackedWeight
         --take--> this rank's PackedWeight --make_operands--> parameters that the operator reads
 
-Which rows a rank owns is not computed here: vLLM's own weight loader is run on an `arange` and says it, so merged
-layers, KV-head replication and vocabulary padding follow vLLM in every release.
+This module does not compute which rows a rank owns. It runs vLLM's own weight loader on an `arange`, whose result says
+so: merged layers, KV-head replication and vocabulary padding follow vLLM in every release.
 
-Invariant: after `process_weights_after_loading` a layer holds validated weights or an error named what is wrong.
+Invariant: after `process_weights_after_loading` a layer holds validated weights, or an error has named the problem.
 vLLM itself does not notice missing tensors of quantized layers.
 """
 
@@ -33,16 +33,16 @@ from vllm_latq.serving.operands import inlier_bits, make_operands
 from vllm_latq.serving.sharding import ZERO_ROW, check_groups, take
 
 COLUMN_SCALES = "column_scales"
-KNOWN_NAMES = {"words": "qweight"}  # LoRA takes a quantized layer's device from a parameter whose name it knows
+KNOWN_NAMES = {"words": "qweight"}  # LoRA takes a layer's device from a parameter with a name it knows
 ShardId = Hashable  # None, "q"/"k"/"v", the index of a merged matrix, or a tuple of indices
 
 
 class CheckpointTensor(BasevLLMParameter):
-    """Collects one tensor of each checkpoint shard, whole and on the CPU, until all of a layer have arrived.
+    """Collects one tensor of each checkpoint shard, whole and on the CPU, until all tensors of a layer have arrived.
 
-    Nothing is cut on arrival: the tensors of a linear only make sense together, and their order is not defined.
-    The parameter's own data counts arrivals, one element per shard, because `reload_weights` processes a layer once
-    as many elements have been copied as its parameters have.
+    Nothing is cut on arrival: the tensors of a linear only make sense together, and they arrive in any order. The
+    parameter's own data has one element per shard and counts arrivals, because `reload_weights` processes a layer once
+    as many elements have been copied as the layer's parameters have.
     """
 
     def __new__(cls, shards: int, dtype: torch.dtype) -> "CheckpointTensor":
@@ -54,7 +54,7 @@ class CheckpointTensor(BasevLLMParameter):
 
     @staticmethod
     def keep(param: Any, loaded_weight: torch.Tensor, loaded_shard_id: ShardId = None) -> None:
-        """A vLLM weight loader; the names of its arguments are part of vLLM's interface."""
+        """Store a loaded tensor. vLLM calls this as a weight loader and knows the names of the arguments."""
         shards = len(loaded_shard_id) if isinstance(loaded_shard_id, tuple) else 1
         param.store(loaded_shard_id, loaded_weight, param.data.numel() if loaded_shard_id is None else shards)
 
@@ -66,7 +66,7 @@ class CheckpointTensor(BasevLLMParameter):
 
 
 def collected(collectors: Mapping[str, CheckpointTensor]) -> dict[ShardId, dict[str, torch.Tensor]]:
-    """What has arrived, shard by shard: its tensors by the collectors' names. The collectors let go of it."""
+    """Return the tensors that have arrived: shard -> collector's name -> tensor. The collectors release them."""
     shards: dict[ShardId, dict[str, torch.Tensor]] = {}
     for suffix, collector in collectors.items():
         for shard_id, tensor in collector.arrived.items():
@@ -85,7 +85,7 @@ class LatqLinearMethod(LinearMethodBase):
         prefix: vLLM's name of the layer.
         shard_names: checkpoint names of the matrices merged into it, in vLLM's order.
         recipe: of the checkpoint; sets the outlier rate of dummy weights.
-        order: name and rows of a shard -> for each row in the order of vLLM's model, the stored one.
+        order: maps the name and the number of rows of a shard to the stored row for each row of vLLM's model.
     """
 
     def __init__(
@@ -101,11 +101,11 @@ class LatqLinearMethod(LinearMethodBase):
         # Fixed by the first load, so that `reload_weights` can write into the same tensors.
         self.bits = scheme.bits
         self.capacity: int | None = None
-        self.stand_in: Any = None
+        self.weight_stand_in = SimpleNamespace(dtype=None, weight_loader=None)
 
     def create_weights(
         self,
-        layer: torch.nn.Module,
+        layer: Any,
         input_size_per_partition: int,
         output_partition_sizes: list[int],
         input_size: int,
@@ -118,11 +118,12 @@ class LatqLinearMethod(LinearMethodBase):
         self.partition_rows, self.dtype = list(output_partition_sizes), params_dtype
         self.dummy = str(get_current_vllm_config().load_config.load_format) == "dummy"
         if self.rows != output_size:
-            # Where vLLM's Mamba hangs a weight loader of its own, which says what a rank owns.
-            self.stand_in = vars(layer)["weight"] = SimpleNamespace(dtype=None, weight_loader=None)
+            # vLLM's Mamba sets `layer.weight.weight_loader`, a loader of its own that knows which rows a rank owns.
+            layer.weight = self.weight_stand_in
         if self.scheme.group_size is not None:
             check_groups(self.scheme.group_size, 0, self.cols, self.prefix)
-        self.suffixes = list(specs := tensor_specs(self.scheme, output_size, input_size, self.prefix))
+        specs = tensor_specs(self.scheme, output_size, input_size, self.prefix)
+        self.suffixes = list(specs)
         for suffix, spec in specs.items():
             layer.register_parameter(suffix, CheckpointTensor(len(output_partition_sizes), spec.dtype))
 
@@ -144,16 +145,16 @@ class LatqLinearMethod(LinearMethodBase):
         self._install(layer, weight, device)
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """x [.., cols] -> [.., rows] of this rank, dtype of x."""
+        """Map x [.., cols] to [.., rows] of this rank, dtype of x."""
         x = scale_columns(x, getattr(layer, COLUMN_SCALES))
         tensors = [getattr(layer, name) for name in self.parameters]
-        y = linear(x, tensors, self.constants.values(), self.layout, self.arch)
+        y = linear(x, tensors, self.constants, self.layout, self.arch)
         return y if bias is None else y + bias
 
     def _local_weight(
         self, layer: torch.nn.Module, shards: Mapping[ShardId, dict[str, torch.Tensor]], device: torch.device
     ) -> PackedWeight:
-        """Validate the shards, merge them, and cut what this rank owns."""
+        """Validate the shards, merge them, and cut the rows and columns that this rank owns."""
         source = torch.full((self.rows,), ZERO_ROW, dtype=torch.int64, device="cpu")
         read: list[Shard] = []
         offset = 0
@@ -171,14 +172,14 @@ class LatqLinearMethod(LinearMethodBase):
         return take(whole, source.to(whole.qweight.device), self._owned_columns(layer), self.prefix)
 
     def _owned_rows(self, layer: Any, shard_id: ShardId, checkpoint_rows: int) -> torch.Tensor:
-        """For each row of this rank, the row of the checkpoint shard that belongs there, or ZERO_ROW; int64 [rows]."""
-        # One-based, because rows that the loader leaves alone or pads are 0.
+        """Return, for each row of this rank, its row in the checkpoint shard, or ZERO_ROW; int64 [rows]."""
+        # Row numbers start at 1, because the loader leaves rows that it does not fill, or pads, at 0.
         numbers = torch.arange(1, checkpoint_rows + 1, device="cpu").unsqueeze(1)
         target = torch.zeros((self.rows, 1), dtype=torch.int64, device="cpu")
         if self.cols != self.all_cols:  # the input is split: every rank has all rows
             return numbers[:, 0] - 1
         loaded = self._load_numbers(layer, numbers, target, shard_id)
-        # vLLM's loader cuts off what is too much; each row is on some rank, but those of a head may lie unevenly.
+        # vLLM's loader drops rows that do not fit. Each row is on some rank, but a head's rows may be spread unevenly.
         if int((loaded > 0).sum()) * layer.tp_size < checkpoint_rows and not isinstance(layer, VocabParallelEmbedding):
             raise self._other_rows(shard_id, f"{checkpoint_rows} rows")
         return loaded[:, 0] - 1
@@ -193,8 +194,7 @@ class LatqLinearMethod(LinearMethodBase):
 
     def _load_numbers(self, layer: Any, numbers: torch.Tensor, target: torch.Tensor, shard_id: ShardId) -> torch.Tensor:
         """Run the layer's own weight loader on numbers instead of weights."""
-        own = getattr(self.stand_in, "weight_loader", None)
-        loader = own or getattr(layer, "weight_loader_v2", None) or layer.weight_loader
+        loader = self.weight_stand_in.weight_loader or getattr(layer, "weight_loader_v2", None) or layer.weight_loader
         probe = ModelWeightParameter(data=target, input_dim=1, output_dim=0, weight_loader=loader)
         probe.tp_rank, probe.tp_size = getattr(layer, "tp_rank", probe.tp_rank), layer.tp_size
         try:
@@ -209,7 +209,7 @@ class LatqLinearMethod(LinearMethodBase):
 
     def _check_complete(self, layer: torch.nn.Module, source: torch.Tensor) -> None:
         if isinstance(layer, VocabParallelEmbedding) and (source >= 0).any():
-            return  # the rest is padding of the vocabulary
+            return  # the missing rows are padding of the vocabulary
         for index, part in enumerate(source.split(self.partition_rows)):
             if (part < 0).any():
                 merged = len(self.shard_names) == len(self.partition_rows)
@@ -218,7 +218,7 @@ class LatqLinearMethod(LinearMethodBase):
                 raise CheckpointError(name, expected, "none of them in the checkpoint", MISSING)
 
     def _shard_name(self, shard_id: ShardId) -> str:
-        """Checkpoint name of a shard; the layer's own name where the checkpoint stores it merged."""
+        """Return the checkpoint name of a shard, or the layer's own name where the checkpoint stores it merged."""
         index = {"q": 0, "k": 1, "v": 2}.get(shard_id) if isinstance(shard_id, str) else shard_id
         known = isinstance(index, int) and index < len(self.shard_names)
         return self.shard_names[index] if known else self.prefix  # type: ignore[call-overload]
@@ -228,14 +228,14 @@ class LatqLinearMethod(LinearMethodBase):
         weight = weight.to(device)
         operands = make_operands(weight, self.dtype, self.prefix, self.capacity)
         self.bits, self.capacity = weight.bits, operands.capacity
-        self.constants, self.layout, self.arch = operands.constants, operands.layout, operands.arch
-        self.parameters = [KNOWN_NAMES.get(name, name) for name in operands.tensors]
-        vars(layer).pop("weight", None)
+        self.constants, self.layout, self.arch = operands.constants(), operands.layout, operands.arch
+        tensors = {KNOWN_NAMES.get(name, name): tensor for name, tensor in operands.tensors().items()}
+        self.parameters = list(tensors)
+        vars(layer).pop("weight", None)  # the stand-in
         for suffix in self.suffixes:
             delattr(layer, suffix)
-        tensors = dict(zip(self.parameters, operands.tensors.values(), strict=True))
         for name, tensor in (tensors | {COLUMN_SCALES: weight.column_scales}).items():
             layer.register_parameter(name, None if tensor is None else Parameter(tensor, requires_grad=False))
         if isinstance(layer, VocabParallelEmbedding):
-            # LoRA asks it for dtype and device of a head; it equals nothing, not even another head's.
+            # LoRA asks `weight` for dtype and device of a head. NaN equals nothing, not even another head's weight.
             layer.weight = torch.full((1, self.cols), torch.nan, dtype=self.dtype, device=device)

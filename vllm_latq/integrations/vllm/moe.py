@@ -1,15 +1,14 @@
 """The method of routed experts: loads every encoding, cuts this rank's part, runs it through `latq::experts`.
 
     checkpoint tensors --ExpertTensor--> whole shards of this rank's experts, on the CPU --read_shard, decode, merge-->
-        a PackedWeight per expert and product --take--> this rank's channels --make_operands, stack_operands-->
+        a PackedWeight per expert and matrix --take--> this rank's channels --make_operands, stack_operands-->
         parameters [experts, ...] that the operator reads
 
-In vLLM's words, w1 and w3 (gate and up) are one matrix, w13, and w2 (down) is another; without a gate, w1 is up, and
-there is no w3. Which experts a rank owns, and which of their intermediate channels, is not computed here: vLLM's expert
-map and its weight loader, run on an `arange`, say it.
+vLLM calls the two matrices of an expert w13, gate (w1) above up (w3), and w2, down. Without a gate, w1 is up, and there
+is no w3. This module does not compute which experts a rank owns, nor which of their intermediate channels: vLLM's
+expert map, and vLLM's weight loader run on an `arange`, say so.
 
-Invariant: as for linears, a layer holds validated weights after `process_weights_after_loading`, or an error named what
-is wrong.
+Invariant: after `process_weights_after_loading` a layer holds validated weights, or an error has named the problem.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,24 +31,24 @@ from vllm_latq.serving.merging import Shard, decode, merge, read_shard
 from vllm_latq.serving.operands import Operands, check_room, inlier_bits, make_operands, stack_operands
 from vllm_latq.serving.sharding import check_groups, take
 
-PRODUCTS = ("w13", "w2")
+MATRICES = ("w13", "w2")
 
 
 def expert_leaves(layer: Any) -> dict[str, dict[str, str]]:
-    """vLLM's names of the products -> of their shards, in order -> the checkpoint's."""
+    """Return vLLM's name of each matrix -> vLLM's name of each of its shards, in order -> the checkpoint's name."""
     first = {"w1": layer.ckpt_gate_proj_name, "w3": layer.ckpt_up_proj_name}
     if not layer.moe_config.is_act_and_mul:
         del first["w3"]
-    return dict(zip(PRODUCTS, (first, {"w2": layer.ckpt_down_proj_name}), strict=True))
+    return dict(zip(MATRICES, (first, {"w2": layer.ckpt_down_proj_name}), strict=True))
 
 
 class ExpertTensor(CheckpointTensor):
-    """Collects one tensor of all shards of a product; those of experts on other ranks are let go.
+    """Collects one tensor of all shards of a matrix; tensors of experts on other ranks are dropped.
 
     Args:
-        shards: number of them on this rank.
+        shards: number of shards on this rank.
         dtype: of the tensor.
-        experts: of this rank, by their numbers in the checkpoint.
+        experts: numbers of this rank's experts in the checkpoint.
     """
 
     def __new__(cls, shards: int, dtype: torch.dtype, experts: Sequence[int]) -> "ExpertTensor":
@@ -68,7 +67,7 @@ class ExpertTensor(CheckpointTensor):
         expert_id: int,
         return_success: bool = False,
     ) -> bool | None:
-        """vLLM's weight loader of experts; the names of its arguments are part of vLLM's interface."""
+        """Store a loaded tensor. vLLM calls this as a weight loader and knows the names of the arguments."""
         mine = expert_id in param.experts
         if mine:
             param.store((expert_id, shard_id), loaded_weight, 1)
@@ -80,7 +79,7 @@ class LatqMoEMethod(FusedMoEMethodBase):
 
     Args:
         moe: vLLM's description of the layer.
-        schemes: how the shards of each of PRODUCTS are stored, in all experts alike.
+        schemes: how the shards of each of MATRICES are stored, the same for all experts.
         prefix: vLLM's name of the layer.
         recipe: of the checkpoint; sets the outlier rate of dummy weights.
     """
@@ -96,11 +95,11 @@ class LatqMoEMethod(FusedMoEMethodBase):
     def maybe_roundup_sizes(
         self, hidden_size: int, intermediate_size_per_partition: int, act_dtype: Any, moe_parallel_config: Any
     ) -> tuple[int, int]:
-        """The same sizes: none of vLLM's kernels run, so none of their paddings are wanted."""
+        """Return the same sizes: vLLM's kernels do not run, so their padding is not needed."""
         return hidden_size, intermediate_size_per_partition
 
     def get_fused_moe_quant_config(self, layer: torch.nn.Module) -> None:
-        """None: it would configure vLLM's kernels."""
+        """Return None: a configuration is for vLLM's kernels."""
 
     def create_weights(
         self,
@@ -111,11 +110,11 @@ class LatqMoEMethod(FusedMoEMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        """Register a collecting parameter per stored tensor and product.
+        """Register a collecting parameter per stored tensor and matrix.
 
         Raises:
-            UnsupportedModelError: experts that are more than gate, up and down, or up and down.
-            UnsupportedShapeError: a scale group that would be cut.
+            UnsupportedModelError: the experts are not gate, up and down, or up and down alone.
+            UnsupportedShapeError: a scale group would be cut.
         """
         self.weighs_inputs = bool(layer.apply_router_weight_on_input)
         self._check_supported(layer)
@@ -124,8 +123,9 @@ class LatqMoEMethod(FusedMoEMethodBase):
         local = {n: int(layer._map_global_expert_id_to_local_expert_id(n)) for n in range(layer.global_num_experts)}
         self.experts = sorted((n for n in local if local[n] >= 0), key=local.__getitem__)
         if not self.experts:
-            hint = "Share them out over fewer processes, or serve without expert parallelism."
-            expected, found = "at least one expert on every rank", f"{layer.global_num_experts} experts, none on this"
+            hint = "Use fewer processes, or serve without expert parallelism."
+            expected = "at least one expert on every rank"
+            found = f"{layer.global_num_experts} experts, none on this rank"
             raise UnsupportedModelError(self.prefix, expected, found, hint)
         channels = self.moe.intermediate_size
         self.shapes = {"w13": (channels, hidden_size), "w2": (hidden_size, channels)}
@@ -133,20 +133,20 @@ class LatqMoEMethod(FusedMoEMethodBase):
             where = f"{self.prefix}.*.{self.leaves['w2']['w2']}"
             check_groups(self.schemes["w2"].group_size, 0, intermediate_size_per_partition, where)
         self.suffixes: dict[str, tuple[str, ...]] = {}
-        for product, shape in self.shapes.items():
-            leaf = next(iter(self.leaves[product].values()))
-            specs = tensor_specs(self.schemes[product], *shape, f"{self.prefix}.*.{leaf}")
-            self.suffixes[product] = tuple(specs)
-            shards = len(self.experts) * len(self.leaves[product])
+        for matrix, shape in self.shapes.items():
+            leaf = next(iter(self.leaves[matrix].values()))
+            specs = tensor_specs(self.schemes[matrix], *shape, f"{self.prefix}.*.{leaf}")
+            self.suffixes[matrix] = tuple(specs)
+            shards = len(self.experts) * len(self.leaves[matrix])
             for suffix, spec in specs.items():
-                layer.register_parameter(f"{product}_{suffix}", ExpertTensor(shards, spec.dtype, self.experts))
+                layer.register_parameter(f"{matrix}_{suffix}", ExpertTensor(shards, spec.dtype, self.experts))
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Turn the collected tensors into the operator's; raises CheckpointError if they are incomplete or invalid."""
         if not hasattr(layer, f"w13_{SHAPE}"):
             return  # already processed
         channels = self._owned_channels(layer)
-        gate_up, down = (self._install(layer, product, channels) for product in PRODUCTS)
+        gate_up, down = (self._install(layer, matrix, channels) for matrix in MATRICES)
         self.constants = expert_constants(gate_up, down, layer.global_num_experts, layer.activation.value)
 
     def apply(
@@ -158,14 +158,14 @@ class LatqMoEMethod(FusedMoEMethodBase):
         shared_experts: Any = None,
         shared_experts_input: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """x [tokens, hidden] -> [tokens, hidden], what this rank adds. vLLM runs shared experts and sums over ranks."""
+        """Map x [tokens, hidden] to this rank's share of the sum, [tokens, hidden]; vLLM runs shared experts."""
         ids = topk_ids
         if layer._expert_map is not None:
             ids = layer._expert_map[ids.to(torch.int64)].masked_fill(ids < 0, -1)
-        if self.weighs_inputs:  # those of the one expert of each token
+        if self.weighs_inputs:  # each token has one expert then
             x, topk_weights = x * topk_weights.to(x.dtype), torch.ones_like(topk_weights)
-        gate_up, down = ([getattr(layer, name) for name in self.parameters[product]] for product in PRODUCTS)
-        return run_experts(x, topk_weights, ids, gate_up, down, *self.constants)
+        gate_up, down = ([getattr(layer, name) for name in self.parameters[matrix]] for matrix in MATRICES)
+        return run_experts(x, topk_weights, ids, gate_up, down, self.constants)
 
     def _check_supported(self, layer: Any) -> None:
         activation = layer.activation.value
@@ -173,83 +173,81 @@ class LatqMoEMethod(FusedMoEMethodBase):
             f"the activation {activation}": activation not in ACTIVATIONS,
             "a limit in the activation": getattr(layer, "swiglu_limit", None) is not None,
             "biases": self.moe.has_bias,
-            "several experts that the router weighs at their input": self.weighs_inputs
+            "several experts per token whose inputs the router scales": self.weighs_inputs
             and self.moe.experts_per_token > 1,
         }
         if any(refused.values()):
-            expected = f"experts of linears alone, with an activation among {', '.join(ACTIVATIONS)}"
+            expected = f"experts that consist of linears, with an activation among {', '.join(ACTIVATIONS)}"
             found = ", ".join(name for name, present in refused.items() if present)
             raise UnsupportedModelError(self.prefix, expected, found, "Leave the experts of this model unquantized.")
 
-    def _install(self, layer: Any, product: str, channels: tuple[int, int]) -> Operands:
-        """Replace the collecting parameters of a product by the operator's."""
-        collectors = {suffix: getattr(layer, f"{product}_{suffix}") for suffix in self.suffixes[product]}
+    def _install(self, layer: Any, matrix: str, channels: tuple[int, int]) -> Operands:
+        """Replace the collecting parameters of a matrix by the operator's."""
+        collectors = {suffix: getattr(layer, f"{matrix}_{suffix}") for suffix in self.suffixes[matrix]}
         device, shards = collectors[SHAPE].device, collected(collectors)
         if shards or not self.dummy:
-            weights = self._local_weights(product, shards, channels, device)
+            weights = self._local_weights(matrix, shards, channels, device)
         else:
-            weights = self._dummy_weights(product, channels)
-        made, scales, capacity = [], [], self.capacity.get(product)
+            weights = self._dummy_weights(matrix, channels)
+        made, scales, capacity = [], [], self.capacity.get(matrix)
         for weight in weights:
             weight = weight.to(device)
             made.append(make_operands(weight, self.dtype, self.prefix, capacity, alone=False))
             check_room(made, self.prefix, capacity)
-            self.bits[product] = weight.bits
+            self.bits[matrix] = weight.bits
             if weight.column_scales is not None:
                 scales.append(weight.column_scales)
         operands = stack_operands(made, self.prefix, capacity)
-        self.capacity[product] = operands.capacity
-        tensors = {COLUMN_SCALES: torch.stack(scales) if scales else None} | operands.tensors
+        self.capacity[matrix] = operands.capacity
+        tensors = {COLUMN_SCALES: torch.stack(scales) if scales else None} | operands.tensors()
         for suffix in collectors:
-            delattr(layer, f"{product}_{suffix}")
+            delattr(layer, f"{matrix}_{suffix}")
         for name, tensor in tensors.items():
             parameter = None if tensor is None else Parameter(tensor, requires_grad=False)
-            layer.register_parameter(f"{product}_{name}", parameter)
-        self.parameters[product] = tuple(f"{product}_{name}" for name in tensors)
+            layer.register_parameter(f"{matrix}_{name}", parameter)
+        self.parameters[matrix] = tuple(f"{matrix}_{name}" for name in tensors)
         return operands
 
     def _local_weights(
         self,
-        product: str,
+        matrix: str,
         shards: Mapping[ShardId, Mapping[str, torch.Tensor]],
         channels: tuple[int, int],
         device: torch.device,
     ) -> Iterator[PackedWeight]:
-        """One product of each expert of this rank, in vLLM's order: validated, merged, cut."""
-        experts = [
-            [self._read_shard(product, n, shard, shards) for shard in self.leaves[product]] for n in self.experts
-        ]
+        """Validate, merge and cut one matrix of each expert of this rank, in vLLM's order."""
+        experts = [[self._read_shard(matrix, n, shard, shards) for shard in self.leaves[matrix]] for n in self.experts]
         integers = [decode(read, device) for read in experts]
-        bits = self.bits.get(product) or inlier_bits(integers, device, self.dtype)
-        rows, cols = self.shapes[product]
-        for number, read, matrices in zip(self.experts, experts, integers, strict=True):
-            whole = merge(read, matrices, device, bits)
-            columns = channels if product == "w2" else (0, cols)
-            kept = torch.arange(*((0, rows) if product == "w2" else channels), device="cpu")
+        bits = self.bits.get(matrix) or inlier_bits(integers, device, self.dtype)
+        rows, cols = self.shapes[matrix]
+        for number, read, decoded in zip(self.experts, experts, integers, strict=True):
+            whole = merge(read, decoded, device, bits)
+            columns = channels if matrix == "w2" else (0, cols)
+            kept = torch.arange(*((0, rows) if matrix == "w2" else channels), device="cpu")
             source = torch.cat([kept + rows * index for index in range(len(read))])
             yield take(whole, source.to(whole.qweight.device), columns, f"{self.prefix}.{number}")
 
     def _read_shard(
-        self, product: str, expert: int, shard: str, shards: Mapping[ShardId, Mapping[str, torch.Tensor]]
+        self, matrix: str, expert: int, shard: str, shards: Mapping[ShardId, Mapping[str, torch.Tensor]]
     ) -> Shard:
-        name = f"{self.prefix}.{expert}.{self.leaves[product][shard]}"
+        name = f"{self.prefix}.{expert}.{self.leaves[matrix][shard]}"
         if (expert, shard) not in shards:
-            expected = f"tensors {', '.join(self.suffixes[product])}"
+            expected = f"tensors {', '.join(self.suffixes[matrix])}"
             raise CheckpointError(name, expected, "none of them in the checkpoint", MISSING)
-        rows, cols = self.shapes[product]
-        return name, read_shard(shards[expert, shard], self.schemes[product], cols, name, rows)
+        rows, cols = self.shapes[matrix]
+        return name, read_shard(shards[expert, shard], self.schemes[matrix], cols, name, rows)
 
-    def _dummy_weights(self, product: str, channels: tuple[int, int]) -> Iterator[PackedWeight]:
+    def _dummy_weights(self, matrix: str, channels: tuple[int, int]) -> Iterator[PackedWeight]:
         hidden, size = self.shapes["w2"][0], channels[1] - channels[0]
-        rows, cols = (hidden, size) if product == "w2" else (len(self.leaves[product]) * size, hidden)
-        weight = dummy_weight(self.schemes[product], rows, cols, self.recipe)
+        rows, cols = (hidden, size) if matrix == "w2" else (len(self.leaves[matrix]) * size, hidden)
+        weight = dummy_weight(self.schemes[matrix], rows, cols, self.recipe)
         return iter([weight] * len(self.experts))
 
     def _owned_channels(self, layer: Any) -> tuple[int, int]:
-        """The range of intermediate channels on this rank: what vLLM's loader makes of a matrix of their numbers."""
+        """Return this rank's range of intermediate channels: vLLM's loader is run on a matrix of channel numbers."""
         found = set()
         for shard, dim in (*((shard, 0) for shard in self.leaves["w13"]), ("w2", 1)):
-            # One-based, because channels that the loader leaves alone or pads are 0.
+            # Channel numbers start at 1, because the loader leaves channels that it does not fill, or pads, at 0.
             numbers = torch.arange(1, self.moe.intermediate_size + 1, device="cpu").unsqueeze(1 - dim)
             width = self.moe.intermediate_size_per_partition * (1 if dim else len(self.leaves["w13"]))
             target = torch.zeros((1, 1, width) if dim else (1, width, 1), dtype=torch.int64, device="cpu")

@@ -1,13 +1,14 @@
-"""The way to dense weights, on any device: a packed weight in checkpoint layout, and the product that dequantizes it.
+"""The layout `checkpoint`, on any device: rows of codes as `packed` stores them; products dequantize, then multiply.
 
-    PackedWeight --dense_arguments, once at load--> rows of codes, padded CSR --dense_product--> y
+    PackedWeight --pack, once at load--> rows of codes, padded CSR --product--> y
 
-Invariant: outlier arrays may be longer than row_ptr[-1]; what lies behind it has column 0 and value 0. The padding
-makes layers of one shape share a compiled graph although their outliers differ in number.
+Invariant: outlier arrays may be longer than row_ptr[-1]; entries after row_ptr[-1] have column 0 and value 0. Layers of
+one shape then share a compiled graph, although they have different numbers of outliers.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 
@@ -15,34 +16,22 @@ from vllm_latq.coding.packing import unpack_codes, zero_point
 from vllm_latq.format.csr import CSR
 from vllm_latq.format.encodings.packed import PackedWeight
 
-WEIGHT_ARGUMENTS = ("qweight", "scales", "row_scales", "row_ptr", "col_idx", "values")
-SMALLEST_CAPACITY = 64
-# Weights unpacked at a time: on a CPU their float32 temporaries stay in a cache, elsewhere in a hundred MB or two.
+TENSORS = ("qweight", "scales", "row_scales", "row_ptr", "col_idx", "values")
+CONSTANTS = ("rows", "cols", "bits", "midrise")
+SMALLEST_CAPACITY = 64  # room for outliers, or for slots of outliers in the layout `tiled`
+# Weights unpacked at a time: on a CPU their float32 temporaries fit a cache, on a GPU they take 100 to 200 MB.
 CPU_BLOCK_WEIGHTS, BLOCK_WEIGHTS = 1 << 20, 1 << 24
 
 
 def outlier_capacity(nnz: int) -> int:
     """Entries to allocate for `nnz` outliers: few distinct sizes, and a sixteenth of headroom for reloaded weights.
 
-    It is 4/4, 5/4, 6/4 or 7/4 of a power of two, so layers of one shape mostly agree; at most a quarter is unused.
+    The capacity is 4/4, 5/4, 6/4 or 7/4 of a power of two, so layers of one shape mostly agree; at most a quarter is
+    unused.
     """
     wanted = max(nnz + nnz // 16, SMALLEST_CAPACITY)
     quarter = 1 << ((wanted - 1).bit_length() - 3)
     return -(-wanted // quarter) * quarter
-
-
-def dense_arguments(
-    weight: PackedWeight, capacity: int | None = None
-) -> tuple[dict[str, torch.Tensor | None], dict[str, int]]:
-    """The layout's tensors and constants by name, outliers padded to `capacity` (default: `outlier_capacity`)."""
-    rows, cols = weight.shape
-    constants = {"rows": rows, "cols": cols, "bits": weight.bits, "midrise": weight.midrise}
-    tensors = {"qweight": weight.qweight, "scales": weight.scales, "row_scales": weight.row_scales}
-    if weight.outliers is None:
-        return tensors | dict.fromkeys(("row_ptr", "col_idx", "values")), constants
-    outliers = pad_outliers(weight.outliers, capacity or outlier_capacity(weight.outliers.nnz))
-    padded = {"row_ptr": outliers.row_ptr, "col_idx": outliers.col_idx, "values": outliers.values}
-    return tensors | padded, constants
 
 
 def pad_outliers(outliers: CSR, capacity: int) -> CSR:
@@ -54,22 +43,13 @@ def pad_outliers(outliers: CSR, capacity: int) -> CSR:
     return CSR(outliers.row_ptr, col_idx, values, outliers.cols)
 
 
-def dequantize(
-    qweight: torch.Tensor,
-    scales: torch.Tensor | None,
-    row_scales: torch.Tensor | None,
-    row_ptr: torch.Tensor | None,
-    col_idx: torch.Tensor | None,
-    values: torch.Tensor | None,
-    rows: int,
-    cols: int,
-    bits: int,
-    midrise: bool,
-    dtype: torch.dtype = torch.float32,
-) -> torch.Tensor:
-    """The dense weight [rows, cols]: each entry computed in float32 and rounded once to `dtype`.
+@dataclass(frozen=True)
+class CheckpointOperands:
+    """A weight [rows, cols] in the layout `checkpoint`; or, to be registered, the weights of several experts.
 
-    Args:
+    The weights of several experts are one object, whose tensors have a leading dimension; `product` takes one weight.
+
+    Attributes:
         qweight: int32 [rows, words].
         scales: bfloat16 [rows, groups], or None.
         row_scales: float32 [rows], or None.
@@ -79,55 +59,104 @@ def dequantize(
         rows, cols: output and input channels.
         bits: code width.
         midrise: whether the grid is.
-        dtype: of the result.
     """
-    weight = torch.empty((rows, cols), dtype=dtype, device=qweight.device)
-    step = max(1, (CPU_BLOCK_WEIGHTS if qweight.device.type == "cpu" else BLOCK_WEIGHTS) // cols)
-    for start in range(0, rows, step):
-        block = slice(start, min(start + step, rows))
-        inliers = unpack_codes(qweight[block], bits, cols).to(torch.float32) - zero_point(bits, midrise)
-        if scales is not None:
-            grouped = inliers.view(*scales[block].shape, -1)
-            inliers = (grouped * scales[block].to(torch.float32).unsqueeze(-1)).view_as(inliers)
-        if row_scales is not None:
-            inliers *= row_scales[block].unsqueeze(1)
-        weight[block] = inliers
-    if row_ptr is not None and col_idx is not None and values is not None:
-        _put_outliers(weight, scales, row_scales, row_ptr, col_idx, values, midrise)
-    return weight
 
+    layout: ClassVar[str] = "checkpoint"
+    arch: ClassVar[str] = ""
 
-def _put_outliers(
-    weight: torch.Tensor,
-    scales: torch.Tensor | None,
-    row_scales: torch.Tensor | None,
-    row_ptr: torch.Tensor,
-    col_idx: torch.Tensor,
-    values: torch.Tensor,
-    midrise: bool,
-) -> None:
-    """Put padded outliers in place. The inlier below an outlier is 0, or on a mid-rise grid half a step: that is taken
-    out and put back with the outlier, so that nothing is rounded twice.
+    qweight: torch.Tensor
+    scales: torch.Tensor | None
+    row_scales: torch.Tensor | None
+    row_ptr: torch.Tensor | None
+    col_idx: torch.Tensor | None
+    values: torch.Tensor | None
+    rows: int
+    cols: int
+    bits: int
+    midrise: bool
 
-    No size here depends on row_ptr's contents: the device is not synchronised, and CUDA graphs can capture it.
-    """
-    rows, cols = weight.shape
-    entry = torch.arange(values.numel(), dtype=row_ptr.dtype, device=row_ptr.device)
-    row = torch.searchsorted(row_ptr[1:].contiguous(), entry, right=True).clamp_(max=rows - 1)
-    col, flat, entries = col_idx.to(torch.int64), weight.view(-1), values.to(torch.float32)
-    place = row * cols + col
-    if midrise:
-        real = entry < row_ptr[-1]
-        flat.index_add_(0, place, torch.where(real, -flat[place], 0.0))
-        entries = entries + 0.5 * real * (1.0 if scales is None else scales[row, col // (cols // scales.shape[1])])
-    if row_scales is not None:
-        entries = entries * row_scales[row]
-    flat.index_add_(0, place, entries.to(weight.dtype))
+    @classmethod
+    def pack(cls, weight: PackedWeight, capacity: int | None = None) -> "CheckpointOperands":
+        """Take a weight's tensors, with room for `capacity` outliers (default: `outlier_capacity`)."""
+        padded = None
+        if weight.outliers is not None:
+            padded = pad_outliers(weight.outliers, capacity or outlier_capacity(weight.outliers.nnz))
+        return cls(
+            qweight=weight.qweight,
+            scales=weight.scales,
+            row_scales=weight.row_scales,
+            row_ptr=None if padded is None else padded.row_ptr,
+            col_idx=None if padded is None else padded.col_idx,
+            values=None if padded is None else padded.values,
+            rows=weight.shape[0],
+            cols=weight.cols,
+            bits=weight.bits,
+            midrise=weight.midrise,
+        )
 
+    @classmethod
+    def from_lists(
+        cls, tensors: Sequence[torch.Tensor | None], constants: Sequence[int], arch: str = ""
+    ) -> "CheckpointOperands":
+        """Unpack the values of `tensors()`, and `constants()`, which the operator is given."""
+        fields: list[Any] = [*tensors, *constants]
+        return cls(*fields)
 
-def dense_product(
-    x: torch.Tensor, tensors: Sequence[torch.Tensor | None], constants: Sequence[int], arch: str
-) -> torch.Tensor:
-    """x [.., cols] times the transposed weight of `dense_arguments` -> [.., rows], dtype of x."""
-    arguments: list[Any] = [*tensors, *constants, x.dtype]
-    return torch.nn.functional.linear(x, dequantize(*arguments))
+    def tensors(self) -> dict[str, torch.Tensor | None]:
+        """Return the tensors to register, by name."""
+        return {name: getattr(self, name) for name in TENSORS}
+
+    def constants(self) -> list[int]:
+        """Return what is the same for every weight of a scheme and shape; the first is the number of rows."""
+        return [int(getattr(self, name)) for name in CONSTANTS]
+
+    @property
+    def capacity(self) -> int | None:
+        """Outliers that the tensors have room for; None for a weight without outliers."""
+        return None if self.values is None else self.values.shape[-1]
+
+    def dense(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Return the dense weight [rows, cols]: each entry computed in float32 and rounded once to `dtype`."""
+        device = self.qweight.device
+        weight = torch.empty((self.rows, self.cols), dtype=dtype, device=device)
+        step = max(1, (CPU_BLOCK_WEIGHTS if device.type == "cpu" else BLOCK_WEIGHTS) // self.cols)
+        for start in range(0, self.rows, step):
+            block = slice(start, min(start + step, self.rows))
+            inliers = unpack_codes(self.qweight[block], self.bits, self.cols).to(torch.float32)
+            inliers = inliers - zero_point(self.bits, self.midrise)
+            if self.scales is not None:
+                scales = self.scales[block]
+                grouped = inliers.view(*scales.shape, -1)
+                inliers = (grouped * scales.to(torch.float32).unsqueeze(-1)).view_as(inliers)
+            if self.row_scales is not None:
+                inliers *= self.row_scales[block].unsqueeze(1)
+            weight[block] = inliers
+        if self.row_ptr is not None and self.col_idx is not None and self.values is not None:
+            self._put_outliers(weight, self.row_ptr, self.col_idx, self.values)
+        return weight
+
+    def _put_outliers(
+        self, weight: torch.Tensor, row_ptr: torch.Tensor, col_idx: torch.Tensor, values: torch.Tensor
+    ) -> None:
+        """Put padded outliers in place.
+
+        The inlier below an outlier is 0, or on a mid-rise grid half a step: that is taken out and put back with the
+        outlier, so that nothing is rounded twice. No size here depends on row_ptr's contents: the device is not
+        synchronised, and CUDA graphs can capture it.
+        """
+        entry = torch.arange(values.numel(), dtype=row_ptr.dtype, device=row_ptr.device)
+        row = torch.searchsorted(row_ptr[1:].contiguous(), entry, right=True).clamp_(max=self.rows - 1)
+        col, flat, entries = col_idx.to(torch.int64), weight.view(-1), values.to(torch.float32)
+        place = row * self.cols + col
+        if self.midrise:
+            real = entry < row_ptr[-1]
+            flat.index_add_(0, place, torch.where(real, -flat[place], 0.0))
+            step = 1.0 if self.scales is None else self.scales[row, col // (self.cols // self.scales.shape[1])]
+            entries = entries + 0.5 * real * step
+        if self.row_scales is not None:
+            entries = entries * self.row_scales[row]
+        flat.index_add_(0, place, entries.to(weight.dtype))
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x [.., cols] times the transposed weight, [.., rows], dtype of x."""
+        return torch.nn.functional.linear(x, self.dense(x.dtype))

@@ -1,30 +1,30 @@
-"""The way to the Triton kernels: what of a packed weight they take, its layout `tiled`, and their products.
+"""The layout `tiled`, on GPUs: the tiles of the Triton kernels, and the kernels' products.
 
-    PackedWeight --kernel_arguments, once at load--> tensors in tile order --tiled_product--> y
+    PackedWeight --pack, once at load--> KernelWeight --product--> y
 
-The only module of this package that imports `vllm_latq.kernels`, and with it Triton, which a CPU installation may lack:
-so each function imports what it needs. With TRITON_INTERPRET=1 the same path runs on the CPU, in Triton's interpreter.
+`kernels/layout` needs no Triton, which a CPU installation may lack; the kernels do, so `product` and `grouped_experts`
+import them when they are called. With TRITON_INTERPRET=1 the same path runs on the CPU, in Triton's interpreter.
 
-Invariant: `kernel_arguments(w, capacity)` has the same shapes for all weights of one scheme and shape, so a reload
-copies into the tensors that CUDA graphs have captured.
+Invariant: `pack(w, capacity)` has the same shapes for all weights of one scheme and shape, so a reload copies into the
+tensors that CUDA graphs have captured.
 """
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 
-from vllm_latq.errors import NO_ROOM, CheckpointError
+from vllm_latq.errors import RESTART_TO_RELOAD, CheckpointError
 from vllm_latq.format.encodings.packed import PackedWeight
+from vllm_latq.kernels.errors import KernelInputError
+from vllm_latq.kernels.layout.fields import SUPPORTED_GROUPS
+from vllm_latq.kernels.layout.outliers import MAX_COLUMNS, SLICE_ROWS, OutlierSlices, bucket, pool_slices
+from vllm_latq.kernels.layout.weight import KernelWeight, prepare
+from vllm_latq.serving.layouts.checkpoint import SMALLEST_CAPACITY
 
-if TYPE_CHECKING:
-    from vllm_latq.kernels.layout.weight import KernelWeight
-
-KERNEL_ARGUMENTS = (
-    "words", "order", "scale_pairs", "flat_scales", "row_scales", "entries", "slice_ptr", "tickets",
-)  # fmt: skip
-SMALLEST_CAPACITY = 64  # outlier slots, of 64 bytes each
+TENSORS = ("words", "order", "scale_pairs", "flat_scales", "row_scales", "entries", "slice_ptr", "tickets")
 CONSTANTS = ("rows", "cols", "bits", "group_size", "midrise", "processors")
 
 
@@ -34,10 +34,7 @@ def has_kernels(device: torch.device) -> bool:
 
 
 def unsupported(weight: PackedWeight, dtype: torch.dtype) -> str | None:
-    """What the kernels cannot do about a weight or its activations; None if they can multiply by it."""
-    from vllm_latq.kernels.layout.fields import SUPPORTED_GROUPS
-    from vllm_latq.kernels.layout.outliers import MAX_COLUMNS
-
+    """Return what the kernels do not support about a weight or its activations; None if they can multiply by it."""
     device = weight.qweight.device
     if device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
         return "a GPU older than Ampere"
@@ -50,108 +47,127 @@ def unsupported(weight: PackedWeight, dtype: torch.dtype) -> str | None:
     return None
 
 
-def kernel_arguments(
-    weight: PackedWeight, where: str, capacity: int | None = None, alone: bool = True
-) -> tuple[dict[str, torch.Tensor | None], dict[str, int], str]:
-    """The layout's tensors and constants by name, and the architecture of the device.
+@dataclass(frozen=True)
+class TiledOperands:
+    """A weight in the layout `tiled`, or the weights of several experts as one KernelWeight."""
 
-    Args:
-        weight: on the device to run on.
-        where: layer name for errors.
-        capacity: outlier slots to allocate; None leaves at least a sixteenth of headroom for reloaded weights.
-        alone: False for what `pool` will put together, which gets its headroom there.
+    layout: ClassVar[str] = "tiled"
 
-    Raises:
-        CheckpointError: the outliers need more slots than `capacity`, or lie further beyond the grid than any should.
-    """
-    from vllm_latq.kernels.errors import KernelInputError
-    from vllm_latq.kernels.layout.outliers import SLICE_ROWS
-    from vllm_latq.kernels.layout.weight import prepare
+    weight: KernelWeight
 
-    csr = weight.outliers
-    outliers: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None] = (None, None, None)
-    if csr is not None:
-        outliers = (csr.row_ptr, csr.col_idx, csr.values)
-    if csr is not None and capacity is not None and csr.nnz > 2 * SLICE_ROWS * capacity:
-        # An entry holds two at most. What has many more would take much memory before their slots are known.
-        raise too_many_slots(where, capacity, f"{csr.nnz} of them")
-    layout = (weight.bits, weight.group_size, weight.cols)
-    try:
-        prepared = prepare(weight.qweight, *layout, weight.scales, weight.row_scales, *outliers, weight.midrise)
-    except KernelInputError as error:
-        raise CheckpointError(f"{where}: {error.where}", error.expected, error.found, error.hint) from error
-    tensors = {name: getattr(prepared, name) for name in KERNEL_ARGUMENTS}
-    if prepared.slice_ptr is not None and prepared.entries is not None:
-        slots = int(prepared.slice_ptr[-1])
-        tensors["entries"] = _with_room(prepared.entries, slots, where, capacity) if alone else prepared.entries[:slots]
-    return tensors, {name: getattr(prepared, name) for name in CONSTANTS}, prepared.arch
+    @classmethod
+    def pack(cls, weight: PackedWeight, where: str, capacity: int | None = None, alone: bool = True) -> "TiledOperands":
+        """Put a weight on its device in tile order.
+
+        Args:
+            weight: on the device to run on.
+            where: layer name for errors.
+            capacity: outlier slots to allocate; None leaves at least a sixteenth of headroom for reloaded weights.
+            alone: False for a weight that `pool` will put together with others; `pool` allocates the headroom then.
+
+        Raises:
+            CheckpointError: the outliers need more slots than `capacity`, or lie further beyond the grid than any
+                should.
+        """
+        csr = weight.outliers
+        outliers: dict[str, Any] = {}
+        if csr is not None:
+            outliers = {"row_ptr": csr.row_ptr, "col_idx": csr.col_idx, "values": csr.values}
+            # An entry holds two outliers at most. Refuse many more before counting their slots, which takes memory.
+            if capacity is not None and csr.nnz > 2 * SLICE_ROWS * capacity:
+                raise too_many_slots(where, capacity, f"{csr.nnz} of them")
+        scales = {"scales": weight.scales, "row_scales": weight.row_scales, "midrise": weight.midrise}
+        try:
+            made = prepare(weight.qweight, weight.bits, weight.group_size, weight.cols, **scales, **outliers)
+        except KernelInputError as error:
+            raise CheckpointError(f"{where}: {error.where}", error.expected, error.found, error.hint) from error
+        if made.entries is not None and made.slice_ptr is not None:
+            slots = int(made.slice_ptr[-1])
+            room = _with_room(made.entries, slots, where, capacity) if alone else made.entries[:slots]
+            made = replace(made, entries=room)
+        return cls(made)
+
+    @classmethod
+    def from_lists(cls, tensors: Sequence[torch.Tensor | None], constants: Sequence[int], arch: str) -> "TiledOperands":
+        """Unpack the values of `tensors()`, and `constants()` and `arch`, which the operator is given."""
+        fields: dict[str, Any] = dict(zip(TENSORS, tensors, strict=True))
+        fields.update(zip(CONSTANTS, constants, strict=True))
+        fields["midrise"] = bool(fields["midrise"])
+        return cls(KernelWeight(**fields, arch=arch))
+
+    def tensors(self) -> dict[str, torch.Tensor | None]:
+        """Return the tensors to register, by name."""
+        return {name: getattr(self.weight, name) for name in TENSORS}
+
+    def constants(self) -> list[int]:
+        """Return what is the same for every weight of a scheme and shape; the first is the number of rows."""
+        return [int(getattr(self.weight, name)) for name in CONSTANTS]
+
+    @property
+    def arch(self) -> str:
+        """The GPU's architecture, as the kernels' launch configurations call it; empty on a CPU."""
+        return self.weight.arch
+
+    @property
+    def capacity(self) -> int | None:
+        """Slots of outliers that the tensors have room for; None for a weight without outliers."""
+        return None if self.weight.entries is None else self.weight.entries.shape[-2]
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x [.., cols] times the transposed weight, [.., rows], dtype of x."""
+        from vllm_latq.kernels.decode.dispatch import ssqr_matmul
+
+        return ssqr_matmul(x, self.weight)
 
 
 def pool(
     entries: Sequence[torch.Tensor], slice_ptr: Sequence[torch.Tensor], where: str, capacity: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Entries and slice pointers of a stack of weights, as `pool_slices` puts them together.
+    """Put the entries of several weights in one array, [1, slots, ..], with slice pointers [weights, ..] into it.
 
     Args:
-        entries, slice_ptr: of each weight, as from `kernel_arguments`.
-        where, capacity: as there, of all together.
-    """
-    from vllm_latq.kernels.layout.outliers import OutlierSlices, pool_slices
+        entries, slice_ptr: tensors of each weight, from `TiledOperands.pack` with alone=False.
+        where: layer name for errors.
+        capacity: outlier slots to allocate for all weights together; None leaves headroom.
 
+    Raises:
+        CheckpointError: the outliers need more slots than `capacity`.
+    """
     pooled = pool_slices([OutlierSlices(*part) for part in zip(entries, slice_ptr, strict=True)])
     return _with_room(pooled.entries, int(pooled.slice_ptr[-1, -1]), where, capacity), pooled.slice_ptr
 
 
 def _with_room(entries: torch.Tensor, slots: int, where: str, capacity: int | None) -> torch.Tensor:
-    """Entries [..., slots padded to a bucket, 16] with zeros up to the capacity, or to one that leaves headroom."""
-    from vllm_latq.kernels.layout.outliers import bucket
-
+    """Pad entries [.., slots padded to a bucket, 16] with zeros to `capacity`, or to a capacity with headroom."""
     capacity = capacity or bucket(max(slots + slots // 16, SMALLEST_CAPACITY))
     if slots > capacity:
         raise too_many_slots(where, capacity, str(slots))
-    # `capacity` is a bucket size, so the entries, padded to one, are never longer.
+    # `capacity` is a bucket size, so the entries, padded to a bucket size too, are never longer.
     return torch.nn.functional.pad(entries, (0, 0, 0, capacity - entries.shape[-2]))
 
 
 def too_many_slots(where: str, capacity: int, found: str) -> CheckpointError:
-    """The error of a reload whose outliers do not fit."""
-    return CheckpointError(where, f"outliers for at most {capacity} slots of 16 rows", found, NO_ROOM)
-
-
-def _kernel_weight(tensors: Sequence[torch.Tensor | None], constants: Sequence[int], arch: str) -> "KernelWeight":
-    """What `kernel_arguments` made, or a stack of it, as the kernels take it."""
-    from vllm_latq.kernels.layout.weight import KernelWeight
-
-    known: dict[str, Any] = dict(zip(KERNEL_ARGUMENTS + CONSTANTS, (*tensors, *constants), strict=True))
-    return KernelWeight(**known | {"midrise": bool(known["midrise"]), "arch": arch})
-
-
-def tiled_product(
-    x: torch.Tensor, tensors: Sequence[torch.Tensor | None], constants: Sequence[int], arch: str
-) -> torch.Tensor:
-    """x [.., cols] times the transposed weight of `kernel_arguments` -> [.., rows], dtype of x."""
-    from vllm_latq.kernels.decode.dispatch import ssqr_matmul
-
-    return ssqr_matmul(x, _kernel_weight(tensors, constants, arch))
+    """Make the error of a reload whose outliers do not fit."""
+    return CheckpointError(where, f"outliers for at most {capacity} slots of 16 rows", found, RESTART_TO_RELOAD)
 
 
 def grouped_experts(
     x: torch.Tensor,
     weights: torch.Tensor,
     ids: torch.Tensor,
-    products: Sequence[tuple[list[torch.Tensor | None], list[int]]],
+    stacks: tuple[TiledOperands, TiledOperands],
+    scales: tuple[torch.Tensor | None, torch.Tensor | None],
     experts: int,
-    arch: str,
     activation: str,
 ) -> torch.Tensor | None:
-    """`latq::experts` by the grouped kernel, with sizes that depend on no id; None for more tokens than it is for.
+    """Run `latq::experts` on the grouped kernel, with sizes that depend on no id; None if there are too many tokens.
 
     Args:
-        products: of gate and up, and of down: stacks (column scales first) and constants, as for the operator.
-        others: as for the operator.
+        x, weights, ids, experts, activation: as for the operator.
+        stacks: of gate and up, and of down.
+        scales: column scales of both stacks, float32 [experts, cols], or None.
     """
     from vllm_latq.kernels.experts.grouped import routed_experts
 
-    gate_up, down = (_kernel_weight(stacks[1:], constants, arch) for stacks, constants in products)
-    (first, _), (second, _) = products
-    return routed_experts(x, weights, ids, (gate_up, down), (first[0], second[0]), experts, activation)
+    gate_up, down = stacks
+    return routed_experts(x, weights, ids, (gate_up.weight, down.weight), scales, experts, activation)
