@@ -11,7 +11,7 @@ from vllm_latq.format.scheme import LayerScheme
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.engine, pytest.mark.xdist_group("engine")]
 
-# The kernels take no float32 activations; the dense model is in float32, so logits differ by roundings to float16.
+# The kernels support no float32 activations; the dense model is in float32, so logits differ by roundings to float16.
 LOGPROB_TOLERANCE = 1e-2
 # vLLM tries a new engine with as many tokens as a step may have, which the interpreter takes its time for.
 SHORT = {"max_model_len": 64, "max_num_batched_tokens": 64}
@@ -52,7 +52,7 @@ def generations(random_model: Any, make_checkpoint: Any, tmp_path_factory: pytes
 
 @pytest.mark.skipif(OLD_VLLM, reason=NO_EXPERTS)
 def test_experts(random_model: Any, make_checkpoint: Any) -> None:
-    """Grouped in float16; in float32, which the kernels do not take, expert by expert through dense weights."""
+    """In float16 the experts run grouped; in float32, which the kernels do not support, one by one on dense weights."""
     mixture = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
     source, _ = random_model("qwen3_moe", "experts", **SIZES, **mixture)
     config = CheckpointConfig(LayerScheme("packed", 4, 32, True), ("lm_head", "mlp.gate"))

@@ -14,21 +14,21 @@ from vllm_latq.errors import CheckpointError
 from vllm_latq.format.encodings.huffman import HuffmanWeight
 from vllm_latq.format.encodings.packed import PackedWeight, pack_integers
 from vllm_latq.serving.decode import decode_on_device
+from vllm_latq.serving.layouts import tiled
 from vllm_latq.serving.layouts.tiled import (
-    CONSTANTS,
-    KERNEL_ARGUMENTS,
     SMALLEST_CAPACITY,
+    TiledOperands,
     has_kernels,
-    kernel_arguments,
     unsupported,
 )
-from vllm_latq.serving.linear import TILED, linear
-from vllm_latq.serving.operands import Operands, make_operands, stack_operands
+from vllm_latq.serving.linear import linear
+from vllm_latq.serving.operands import make_operands, stack_operands
 from vllm_latq.serving.sharding import cat_rows, take
 
 pytestmark = pytest.mark.kernel
 
 needs_torch_compile = pytest.mark.skipif(EMULATED is not None, reason="torch.compile finds no pretended GPU")
+CPU = torch.device("cpu")
 FLOAT16_TOLERANCE = 2**-10  # of the largest output: one rounding to float16, after float32 sums
 
 
@@ -43,7 +43,7 @@ def packed(
 
 
 def decoded(rows: int, cols: int, seed: int = 0, midrise: bool = False, bits: int = 2) -> PackedWeight:
-    """What a coded layer becomes: inliers on row scales, with a row of overflow, which is far beyond 8 bits."""
+    """Make a decoded layer: inliers on row scales, with a row of overflow, which is far beyond 8 bits."""
     generator = torch.Generator().manual_seed(seed)
     integers = torch.randn(rows, cols, generator=generator).round().to(torch.int32)
     integers[-1] = (250 if bits == 8 else 5) + torch.arange(cols, dtype=torch.int32) % 300 // (1 if bits == 8 else 20)
@@ -51,10 +51,14 @@ def decoded(rows: int, cols: int, seed: int = 0, midrise: bool = False, bits: in
     return pack_integers(integers, scales, bits=bits, midrise=midrise).to(DEVICE)
 
 
-def assert_product(weight: PackedWeight, tensors: dict, constants: dict, arch: str, m: int = 3) -> None:
+def run(x: torch.Tensor, operands: TiledOperands) -> torch.Tensor:
+    return linear(x, operands.tensors().values(), operands.constants(), operands.layout, operands.arch)
+
+
+def assert_product(weight: PackedWeight, operands: TiledOperands, m: int = 3) -> None:
     x = torch.randn(1, m, weight.cols, generator=torch.Generator().manual_seed(m)).half()
     expected = x.double() @ weight.dequantize().cpu().double().t()
-    y = linear(x.to(DEVICE), tensors.values(), constants.values(), TILED, arch).cpu()
+    y = run(x.to(DEVICE), operands).cpu()
     assert y.shape == (1, m, weight.shape[0])
     assert (y - expected).abs().max() <= FLOAT16_TOLERANCE * expected.abs().max()
 
@@ -79,90 +83,93 @@ WEIGHTS: dict[str, Callable[[int], PackedWeight]] = {
 
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_equals_the_dense_product_and_reloads_in_place(name: str) -> None:
-    """The second weight is copied into the first one's tensors, as a reload does it, and used with its constants."""
+    """The second weight is copied into the first weight's tensors, as a reload does it."""
     first, second = WEIGHTS[name](0), WEIGHTS[name](1)
-    tensors, constants, arch = kernel_arguments(first, name)
-    assert tuple(tensors) == KERNEL_ARGUMENTS
-    assert tuple(constants) == CONSTANTS
-    assert arch == ARCH
-    assert_product(first, tensors, constants, arch)
-    capacity = None if tensors["entries"] is None else tensors["entries"].shape[0]
-    reloaded, *again = kernel_arguments(second, name, capacity)
-    assert again == [constants, arch]
-    for key, tensor in tensors.items():
-        assert (tensor is None) == (reloaded[key] is None)
+    operands = TiledOperands.pack(first, name)
+    assert operands.arch == ARCH
+    assert_product(first, operands)
+    again = TiledOperands.pack(second, name, operands.capacity)
+    assert (again.constants(), again.arch) == (operands.constants(), operands.arch)
+    copy_tensors(again, operands)
+    assert_product(second, operands)
+
+
+def copy_tensors(source: TiledOperands, target: TiledOperands) -> None:
+    """Copy as a reload does."""
+    tensors = source.tensors()
+    for name, tensor in target.tensors().items():
+        assert (tensor is None) == (tensors[name] is None)
         if tensor is not None:
-            assert tensor.shape == reloaded[key].shape
-            tensor.copy_(reloaded[key])
-    assert_product(second, tensors, constants, arch)
+            assert tensor.shape == tensors[name].shape
+            tensor.copy_(tensors[name])
 
 
 def test_layers_of_one_shape_share_tensor_shapes() -> None:
-    """Those with more outliers than SMALLEST_CAPACITY has room for, and not as many each."""
+    """Their outliers differ in number, and need more slots than SMALLEST_CAPACITY."""
     slots, shapes = set(), set()
     for seed in range(6):
-        tensors, *_ = kernel_arguments(packed(3, 64, 256, 1024, 0.018, seed), "layer")
-        slots.add(int(tensors["slice_ptr"][-1]))
-        shapes.add(tuple(None if tensor is None else tuple(tensor.shape) for tensor in tensors.values()))
+        operands = TiledOperands.pack(packed(3, 64, 256, 1024, 0.018, seed), "layer")
+        slots.add(int(operands.weight.slice_ptr[-1]))
+        shapes.add(tuple(None if tensor is None else tuple(tensor.shape) for tensor in operands.tensors().values()))
     assert len(slots) > 1
     assert min(slots) > SMALLEST_CAPACITY
     assert len(shapes) == 1
 
 
 def test_reload_with_more_outliers_than_fit_is_refused() -> None:
-    tensors, *_ = kernel_arguments(packed(4, 64, 64, 128, 0.01), "layer")
+    capacity = TiledOperands.pack(packed(4, 64, 64, 128, 0.01), "layer").capacity
     with pytest.raises(CheckpointError, match=r"layer: expected outliers for at most \d+ slots of 16 rows, found"):
-        kernel_arguments(packed(4, 64, 64, 128, 0.3), "layer", tensors["entries"].shape[0])
+        TiledOperands.pack(packed(4, 64, 64, 128, 0.3), "layer", capacity)
 
 
 def test_reload_with_far_more_outliers_is_refused_before_they_take_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    capacity = kernel_arguments(decoded(40, 60), "layer")[0]["entries"].shape[0]
+    capacity = TiledOperands.pack(decoded(40, 60), "layer").capacity
     many = pack_integers(torch.full((100, 60), 110, dtype=torch.int32), torch.ones(100), bits=2).to(DEVICE)
-    monkeypatch.setattr("vllm_latq.kernels.layout.weight.prepare", lambda *_: pytest.fail("prepared"))
+    monkeypatch.setattr(tiled, "prepare", lambda *_, **__: pytest.fail("prepared"))
     with pytest.raises(
         CheckpointError, match=r"expected outliers for at most \d+ slots of 16 rows, found 6000 of them"
     ):
-        kernel_arguments(many, "layer", capacity)
+        TiledOperands.pack(many, "layer", capacity)
 
 
-def stacked(rates: Sequence[float], capacity: int | None = None) -> tuple[list[PackedWeight], Operands]:
-    """Experts with so many outliers each, side by side."""
+def stacked(rates: Sequence[float], capacity: int | None = None) -> tuple[list[PackedWeight], TiledOperands]:
+    """Stacked experts, with a rate of outliers each."""
     weights = [packed(4, 64, 64, 128, rate, seed) for seed, rate in enumerate(rates)]
     made = [make_operands(weight, torch.float16, "experts", capacity, alone=False) for weight in weights]
     return weights, stack_operands(made, "experts", capacity)
 
 
-def of_expert(stack: Operands, expert: int) -> dict[str, torch.Tensor | None]:
-    return {
-        name: None if part is None else part[0 if name == "entries" else expert].contiguous()
-        for name, part in stack.tensors.items()
-    }
+def of_expert(stack: TiledOperands, expert: int) -> TiledOperands:
+    parts = [
+        None if part is None else part[0 if name == "entries" else expert].contiguous()
+        for name, part in stack.tensors().items()
+    ]
+    return TiledOperands.from_lists(parts, stack.constants(), stack.arch)
 
 
 def test_experts_take_the_memory_of_their_own_outliers() -> None:
-    """Not of the one that has most; and a reload may share them out otherwise."""
+    """An expert takes no room for the outliers of another; a reload may distribute the outliers differently."""
     weights, stack = stacked([0.02, 0.9, 0.0, 0.05])
-    alone = [kernel_arguments(weight, "expert")[0]["entries"].shape[0] for weight in weights]
-    assert stack.capacity == stack.tensors["entries"].shape[1] <= 1.25 * sum(alone) < 0.5 * len(alone) * max(alone)
+    alone = [TiledOperands.pack(weight, "expert").capacity for weight in weights]
+    assert stack.capacity == stack.weight.entries.shape[1] <= 1.25 * sum(alone) < 0.5 * len(alone) * max(alone)
     for expert, weight in enumerate(weights):
-        assert_product(weight, of_expert(stack, expert), stack.constants, stack.arch)
+        assert_product(weight, of_expert(stack, expert))
     others, again = stacked([0.9, 0.0, 0.05, 0.02], stack.capacity)
-    for name, tensor in stack.tensors.items():
-        if tensor is not None:
-            tensor.copy_(again.tensors[name])
+    assert again.constants() == stack.constants()
+    copy_tensors(again, stack)
     for expert, weight in enumerate(others):
-        assert_product(weight, of_expert(stack, expert), again.constants, again.arch)
+        assert_product(weight, of_expert(stack, expert))
 
 
 def test_stack_without_any_outlier() -> None:
     weights, stack = stacked([0.0, 0.0])
     for expert, weight in enumerate(weights):
-        assert_product(weight, of_expert(stack, expert), stack.constants, stack.arch)
+        assert_product(weight, of_expert(stack, expert))
 
 
 @pytest.mark.parametrize("rates", [(0.1, 0.1, 0.1), (0.0, 0.0, 1.0)])
 def test_experts_with_more_outliers_than_fit_are_refused(rates: Sequence[float]) -> None:
-    """All together, and one alone."""
+    """The limit holds for all experts together, and for one alone."""
     _, stack = stacked([0.1, 0.01, 0.1])
     with pytest.raises(CheckpointError, match=rf"experts: expected outliers for at most {stack.capacity} slots of 16"):
         stacked(rates, stack.capacity)
@@ -174,7 +181,7 @@ def test_outliers_that_the_codes_reach_are_refused() -> None:
     with pytest.raises(
         CheckpointError, match=r"^layer: outlier values: expected integers of at most 32 bits, none in -2"
     ):
-        kernel_arguments(inside, "layer")
+        TiledOperands.pack(inside, "layer")
 
 
 @needs_torch_compile
@@ -182,23 +189,23 @@ def test_outliers_that_the_codes_reach_are_refused() -> None:
 def test_registration(name: str) -> None:
     """Schema, fake implementation and dispatch agree (torch's own checks)."""
     weight = decoded(40, 60) if name == "decoded" else WEIGHTS[name](0)
-    tensors, constants, arch = kernel_arguments(weight, name)
-    x = torch.randn(2, constants["cols"], device=DEVICE).bfloat16()
+    operands = TiledOperands.pack(weight, name)
+    x = torch.randn(2, weight.cols, device=DEVICE).bfloat16()
     torch.library.opcheck(
         torch.ops.latq.linear.default,
-        (x, list(tensors.values()), list(constants.values()), TILED, arch),
+        (x, list(operands.tensors().values()), operands.constants(), operands.layout, operands.arch),
         test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"),
     )
 
 
 @needs_torch_compile
 def test_one_opaque_operator_under_compile() -> None:
-    """Layers of one shape, outliers of different number: one graph, no break."""
+    """Layers of one shape with different numbers of outliers share one graph, without a break."""
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounter()
 
-    def forward(x: torch.Tensor, tensors: dict, constants: dict, arch: str) -> torch.Tensor:
-        return linear(x, tensors.values(), constants.values(), TILED, arch) + 1
+    def forward(x: torch.Tensor, tensors: dict, constants: list[int], arch: str) -> torch.Tensor:
+        return linear(x, tensors.values(), constants, TiledOperands.layout, arch) + 1
 
     compiled = torch.compile(forward, backend=counter, fullgraph=True)
     x = torch.randn(2, 128, device=DEVICE).bfloat16()
@@ -206,7 +213,8 @@ def test_one_opaque_operator_under_compile() -> None:
     for seed in range(3):
         weight = packed(4, 64, 64, 128, 0.02, seed)
         numbers.add(weight.outliers.nnz)
-        arguments = kernel_arguments(weight, "layer", capacity=64)
+        operands = TiledOperands.pack(weight, "layer", capacity=64)
+        arguments = (operands.tensors(), operands.constants(), operands.arch)
         torch.testing.assert_close(compiled(x, *arguments), forward(x, *arguments), rtol=0, atol=0)
     assert len(numbers) > 1
     assert counter.frame_count == 1
@@ -220,7 +228,7 @@ def test_one_opaque_operator_under_compile() -> None:
         (packed(2, -1, 1, 70_000, 0.001), torch.bfloat16, "outliers in 70000 columns"),
     ],
 )
-def test_what_the_kernels_do_not_take(weight: PackedWeight, dtype: torch.dtype, reason: str) -> None:
+def test_unsupported_weights_and_activations(weight: PackedWeight, dtype: torch.dtype, reason: str) -> None:
     assert reason in unsupported(weight, dtype)
     assert unsupported(packed(4, 64, 4, 128, None), torch.float16) is None
 
