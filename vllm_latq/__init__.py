@@ -1,8 +1,9 @@
 """Lattice quantization (GPTQ as Babai's nearest plane) with an error guarantee, served by vLLM.
 
 Importing this package registers the `latq` quantization method with transformers, so that
-`AutoModelForCausalLM.from_pretrained` reads its checkpoints; without that it would load random weights. It is done when
-transformers' models are imported, before or after this package: commands that need none start without them.
+`AutoModelForCausalLM.from_pretrained` reads its checkpoints; without the method it would load random weights. The
+method is registered when transformers' models are imported, before or after this package, so commands that need no
+model start without importing transformers.
 """
 
 from importlib import import_module
@@ -15,7 +16,7 @@ __version__ = "0.1.0"
 
 @when_imported("transformers.quantizers")
 def _import_models(_: ModuleType) -> None:
-    """What may be asked for a quantizer without them must know this one."""
+    """Import transformers' models: its quantizers can be asked for `latq` before the models are imported."""
     import_module("transformers.modeling_utils")
 
 

@@ -1,7 +1,6 @@
 """Memory of this process, as the system counts it.
 
-Invariant: bytes everywhere. Where /proc, or its line, is missing, the peak comes from getrusage, which exec does not
-reset.
+Invariant: bytes everywhere. Without /proc the peak comes from getrusage, which does not start at zero after exec.
 """
 
 import resource
@@ -12,7 +11,7 @@ _STATUS = Path("/proc/self/status")
 
 
 def peak_memory() -> int:
-    """Largest resident size of this process so far."""
+    """Return the largest resident size of this process so far."""
     peak = _status("VmHWM")
     # Linux counts kilobytes, macOS bytes.
     return peak or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

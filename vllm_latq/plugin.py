@@ -1,7 +1,7 @@
 """Entry point of the vLLM plugin (group `vllm.general_plugins`).
 
 vLLM calls `register` in the API server, the engine core, every worker and a model-inspection subprocess, sometimes
-more than once in a process; if importing this module failed, vLLM would only log it. So it imports nothing by itself.
+more than once in a process. If importing this module failed, vLLM would only log it. So the module imports nothing.
 """
 
 

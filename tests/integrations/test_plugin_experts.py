@@ -302,14 +302,16 @@ def test_cutting_a_group_of_an_expert_is_refused(rank_of: Callable[[int], None])
         ({"activation": "swigluoai"}, "the activation swigluoai"),
         ({"has_bias": True}, "biases"),
         ({"swiglu_limit": 7.0}, "a limit in the activation"),
-        ({"apply_router_weight_on_input": True}, "several experts that the router weighs at their input"),
+        ({"apply_router_weight_on_input": True}, "several experts per token whose inputs the router scales"),
     ],
 )
 def test_unsupported_kinds_of_experts_are_refused(
     options: dict[str, Any], found: str, rank_of: Callable[[int], None]
 ) -> None:
     rank_of(0)
-    with pytest.raises(UnsupportedModelError, match=f"experts: expected experts of linears alone.*found {found}"):
+    with pytest.raises(
+        UnsupportedModelError, match=f"experts: expected experts that consist of linears.*found {found}"
+    ):
         build(quantization(PACKED), **options)
 
 

@@ -150,7 +150,7 @@ def matrices_shape(fused: Any, leaf: str) -> tuple[int, int, int]:
 
 
 def is_llama4(fused: Any) -> bool:
-    """Whether a module is Llama 4's: its router scales inputs, and it holds its matrices transposed."""
+    """Return whether a module is Llama 4's: its router scales inputs, and it holds its matrices transposed."""
     return type(fused).__name__ == "Llama4TextExperts"
 
 

@@ -36,7 +36,7 @@ Run = Callable[[torch.Tensor, int], torch.Tensor]
 
 @dataclass(frozen=True)
 class _Product:
-    """Multiplies x [n, cols] by the transposed weight of one of the experts.
+    """The product of x [n, cols] with the transposed weight of one of the experts.
 
     Attributes:
         column_scales: float32 [experts, cols], or None.

@@ -1,4 +1,4 @@
-"""Cutting and stacking packed weights: what tensor parallelism and merged layers do to a matrix.
+"""Cut and stack packed weights, as tensor parallelism and merged layers need it.
 
 Invariant: `take(w, rows, columns).dequantize() == w.dequantize()[rows, low:high]`, bit for bit.
 """
@@ -36,11 +36,11 @@ def cat_rows(weights: Sequence[PackedWeight]) -> PackedWeight:
 
 
 def take(weight: PackedWeight, rows: torch.Tensor, columns: tuple[int, int], where: str = "layer") -> PackedWeight:
-    """The given rows and a range of columns, as new tensors.
+    """Take the given rows and a range of columns of a weight, as new tensors.
 
     Args:
         weight: to cut from.
-        rows: int64 [n], row numbers in the order wanted; ZERO_ROW gives a row of zeros.
+        rows: int64 [n], row numbers in the order of the result; ZERO_ROW gives a row of zeros.
         columns: (low, high).
         where: layer name for errors.
 
@@ -75,7 +75,7 @@ def _cat(tensors: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
 
 
 def _take_columns(qweight: torch.Tensor, bits: int, cols: int, low: int, high: int) -> torch.Tensor:
-    """Codes [low, high) of packed rows."""
+    """Return codes [low, high) of packed rows."""
     if low * bits % WORD_BITS == 0 and high * bits % WORD_BITS == 0:
         start = low * bits // WORD_BITS
         return qweight[:, start : start + packed_words(high - low, bits)].contiguous()
@@ -83,7 +83,7 @@ def _take_columns(qweight: torch.Tensor, bits: int, cols: int, low: int, high: i
 
 
 def _take_row_scales(weight: PackedWeight, rows: torch.Tensor) -> torch.Tensor | None:
-    # On a mid-rise grid no code is worth zero.
+    # On a mid-rise grid no code stands for zero, so the row scale of a row of zeros is zero.
     return None if weight.row_scales is None else weight.row_scales[rows.clamp(min=0)].masked_fill_(rows < 0, 0)
 
 
@@ -91,7 +91,7 @@ def _take_scales(weight: PackedWeight, rows: torch.Tensor, low: int, high: int, 
     if weight.scales is None:
         return None
     scales = weight.scales[rows.clamp(min=0)]
-    scales[rows < 0] = 0  # as of the rows themselves
+    scales[rows < 0] = 0
     if weight.group_size == WHOLE_ROW:
         return scales
     check_groups(weight.group_size, low, high, where)

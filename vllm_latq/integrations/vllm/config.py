@@ -26,8 +26,8 @@ class LatqConfig(QuantizationConfig):
     """The quantization method `latq`.
 
     Args:
-        checkpoint: the parsed `quantization_config`. vLLM passes none for `--quantization latq` on a model that has
-            no such config; that is refused.
+        checkpoint: the parsed `quantization_config`; None, which vLLM passes for `--quantization latq` on a model
+            without such a config, raises ConfigError.
     """
 
     def __init__(self, checkpoint: CheckpointConfig | None = None) -> None:
@@ -43,37 +43,42 @@ class LatqConfig(QuantizationConfig):
         self.model: Any = None
 
     def get_name(self) -> Any:
+        """Return the method's name."""
         return QUANT_METHOD
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        """Return the dtypes that activations may have."""
         return [torch.bfloat16, torch.half, torch.float32]
 
     @classmethod
     def get_min_capability(cls) -> int:
-        return 75  # below 80 every product dequantizes: see `kernel_path.unsupported`
+        """Return the smallest CUDA compute capability, times 10."""
+        return 75  # below 80 every product dequantizes: see `unsupported` in serving/layouts/tiled.py
 
     @staticmethod
     def get_config_filenames() -> list[str]:
+        """Return no file: the configuration is in config.json."""
         return []
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "LatqConfig":
+        """Parse a `quantization_config`; raises ConfigError."""
         return cls(CheckpointConfig.from_dict(config, where="config.json: quantization_config"))
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
-        """Keep the configuration of the model that is quantized, be it a draft's."""
+        """Keep the configuration of the quantized model, which may be a draft model."""
         self.model = None if hf_config is None else hf_config.get_text_config()
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         """Rename the modules that the config names the way vLLM renames the model's."""
-        # Newer mappers also stack names (q_proj -> qkv_proj), which must not touch the unstacked names kept here.
+        # Newer mappers also stack names (q_proj -> qkv_proj). The names kept here must stay unstacked.
         rename = getattr(hf_to_vllm_mapper, "get_rename_mapper", None)
         mapper = rename() if rename else hf_to_vllm_mapper
         ignore, overrides = self.checkpoint.ignore, self.checkpoint.overrides
-        # Prefixes are mapped with the dot behind them, which names of modules end before.
+        # Mappers map prefixes that end with a dot; names of modules have none, so one is added and removed.
         names = {name: mapper.apply_list([f"{name}."]) for name in (*ignore, *overrides)}
         mapped = {name: found[0].removesuffix(".") for name, found in names.items() if found}
-        # vLLM's models themselves call their heads now by the one name, now by the other.
+        # Some of vLLM's models name their heads by the old name, others by the new name: keep both.
         self.checkpoint = replace(
             self.checkpoint,
             ignore=tuple(dict.fromkeys((*ignore, *(mapped[name] for name in ignore if name in mapped)))),
@@ -81,7 +86,7 @@ class LatqConfig(QuantizationConfig):
         )
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """The method of a layer; None leaves attention and embeddings as they are."""
+        """Return the method of a layer; None leaves attention and embeddings as they are."""
         if isinstance(layer, LinearBase):
             shards = self._shard_names(prefix)
             scheme = self._common_scheme(prefix, shards)
@@ -98,12 +103,12 @@ class LatqConfig(QuantizationConfig):
 
     def _linear_method(self, scheme: LayerScheme, prefix: str, shards: list[str]) -> LatqLinearMethod:
         current = get_current_vllm_config().model_config
-        # The code of transformers' models takes rows as they are stored.
+        # transformers' models take rows in the stored order.
         model = None if current is not None and current.using_transformers_backend() else self.model
         if prefix.endswith("query_key_value") and getattr(model, "model_type", None) == "bloom":
-            # Of this one vLLM permutes every tensor, as if it were a weight.
+            # vLLM permutes every tensor of bloom's query_key_value, as if it were a weight.
             expected, found = "a model whose q, k and v are stored one after the other", "bloom"
-            hint = "Load the checkpoint with transformers, or quantize it with query_key_value among those ignored."
+            hint = "Load the checkpoint with transformers, or quantize the model with query_key_value ignored."
             raise UnsupportedModelError(prefix, expected, found, hint)
         return LatqLinearMethod(scheme, prefix, shards, self._recipe(), partial(stored_order, model))
 
@@ -111,27 +116,27 @@ class LatqConfig(QuantizationConfig):
         return dict(self.checkpoint.recipe)
 
     def _shard_names(self, prefix: str) -> list[str]:
-        """Checkpoint modules behind a vLLM layer: three for `...qkv_proj`, one for most."""
+        """Return the checkpoint modules that a vLLM layer merges: three for `...qkv_proj`, one for most layers."""
         parent, _, leaf = prefix.rpartition(".")
         if leaf == "qkv_proj":
-            # vLLM's BERT calls its attention.self.qkv_proj attention.output.qkv_proj.
+            # vLLM's BERT names the layer attention.output.qkv_proj, the checkpoint has attention.self.
             parent = re.sub(r"\.attention\.output$", ".attention.self", parent)
         leaves = self.packed_modules_mapping.get(leaf, [leaf])
         return [f"{parent}.{name}" if parent else name for name in leaves]
 
     def _expert_schemes(self, layer: RoutedExperts, prefix: str) -> dict[str, LayerScheme]:
-        """The scheme of each product, the same for all experts; empty if they are not quantized."""
+        """Return the scheme of each matrix, the same for all experts; empty if they are not quantized."""
         if self.checkpoint.is_ignored(prefix):
             return {}
-        leaves = {product: list(shards.values()) for product, shards in expert_leaves(layer).items()}
+        leaves = {matrix: list(shards.values()) for matrix, shards in expert_leaves(layer).items()}
         schemes = {}
-        for product in leaves:
-            names = [f"{prefix}.{n}.{leaf}" for n in range(layer.global_num_experts) for leaf in leaves[product]]
-            schemes[product] = self._common_scheme(prefix, names)
-        quantized = {product: scheme for product, scheme in schemes.items() if scheme}
+        for matrix in leaves:
+            names = [f"{prefix}.{n}.{leaf}" for n in range(layer.global_num_experts) for leaf in leaves[matrix]]
+            schemes[matrix] = self._common_scheme(prefix, names)
+        quantized = {matrix: scheme for matrix, scheme in schemes.items() if scheme}
         if quantized and len(quantized) < len(schemes):
-            found = f"only {', '.join(leaf for product in quantized for leaf in leaves[product])}"
-            hint = "vLLM serves them by one kernel: quantize or ignore them alike."
+            found = f"only {', '.join(leaf for matrix in quantized for leaf in leaves[matrix])}"
+            hint = "vLLM runs them in one kernel: quantize all of them, or ignore all of them."
             raise ConfigError(prefix, "all matrices of its experts quantized, or none", found, hint)
         return quantized
 
@@ -139,14 +144,14 @@ class LatqConfig(QuantizationConfig):
         schemes = {name: self.checkpoint.scheme_for(name) for name in shards}
         if len(set(schemes.values())) > 1:
             found = "; ".join(f"{name}: {scheme or 'ignored'}" for name, scheme in schemes.items())
-            hint = "vLLM merges these into one matrix: quantize or ignore them alike."
+            hint = "vLLM merges these layers into one matrix: quantize all with one scheme, or ignore all of them."
             raise ConfigError(prefix, "one scheme for all of its shards", found, hint)
         return schemes[shards[0]]
 
 
 def _embeddings_are_tied() -> bool:
-    """Whether the model will use the embedding as its head; a tied head has no tensors of its own."""
-    # Of a multimodal model the current configuration says what it makes of its language model's, which may differ.
+    """Return whether the model will use the embedding as its head; a tied head has no tensors of its own."""
+    # A multimodal model may tie its language model's embeddings or not: the current configuration decides.
     model_config = get_current_vllm_config().model_config
     if model_config is None:
         return False

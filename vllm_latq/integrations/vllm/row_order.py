@@ -1,8 +1,8 @@
-"""The rows of a linear in the order in which a model of vLLM wants them, where it is not the checkpoint's.
+"""The order of rows in which vLLM's models want a linear, where it is not the order in the checkpoint.
 
-Such models permute weights by name and shape before any layer sees them; packed tensors pass them by as they are.
+Such models permute weights by name and shape before any layer sees them, but do not permute packed tensors.
 
-    llama4    q_proj, k_proj    each head [d / 2, 2] -> [2, d / 2]: neighbours are rotated, vLLM rotates halves
+    llama4    q_proj, k_proj    each head [d / 2, 2] -> [2, d / 2]: the model rotates neighbours, vLLM rotates halves
     falcon    query_key_value   [KV heads, queries of each + 2, d] -> all queries, all keys, all values
     gpt_neox  query_key_value   [heads, 3, d] -> the same
 """
@@ -15,12 +15,12 @@ Config = Any  # a configuration of transformers
 
 
 def stored_order(config: Config, linear: str, rows: int) -> torch.Tensor:
-    """For each row in vLLM's order, the stored one, int64 [rows].
+    """Return the stored row for each row in vLLM's order, int64 [rows].
 
     Args:
-        config: of the language model; None for one that vLLM runs by the code of transformers.
+        config: of the language model; None for a model that vLLM runs by the code of transformers.
         linear: name of the stored matrix.
-        rows: that the model gives it.
+        rows: number of rows of the matrix.
     """
     numbers, kind = torch.arange(rows, device="cpu"), (getattr(config, "model_type", None), linear.rpartition(".")[2])
     if kind == ("llama4_text", "q_proj"):
@@ -30,9 +30,9 @@ def stored_order(config: Config, linear: str, rows: int) -> torch.Tensor:
     if kind == ("falcon", "query_key_value"):
         heads = config.num_attention_heads
         groups = config.num_kv_heads if config.new_decoder_architecture else 1 if config.multi_query else heads
-        return _one_behind_the_other(numbers, heads, groups)
+        return _grouped_by_kind(numbers, heads, groups)
     if kind == ("gpt_neox", "query_key_value"):
-        return _one_behind_the_other(numbers, config.num_attention_heads, config.num_attention_heads)
+        return _grouped_by_kind(numbers, config.num_attention_heads, config.num_attention_heads)
     return numbers
 
 
@@ -40,6 +40,6 @@ def _halves(numbers: torch.Tensor, heads: int) -> torch.Tensor:
     return numbers.view(heads, -1, 2).transpose(1, 2).flatten()
 
 
-def _one_behind_the_other(numbers: torch.Tensor, heads: int, groups: int) -> torch.Tensor:
+def _grouped_by_kind(numbers: torch.Tensor, heads: int, groups: int) -> torch.Tensor:
     parts = numbers.view(groups, heads // groups + 2, -1).split([heads // groups, 1, 1], 1)
     return torch.cat([part.flatten() for part in parts])

@@ -46,7 +46,7 @@ FEW_TOKENS = 80  # up to this many tokens int4 matmul beats dequantize + matmul
 
 
 def is_fast(dtype: torch.dtype) -> bool:
-    """Whether torch has a 4-bit kernel on this CPU for activations of `dtype` that is faster than dequantizing."""
+    """Return whether torch has a 4-bit kernel on this CPU for `dtype` activations that is faster than dequantizing."""
     aten = torch.ops.aten
     known = hasattr(aten, "_convert_weight_to_int4pack_for_cpu") and hasattr(aten, "_weight_int4pack_mm_for_cpu")
     # torch also has kernels for other dtypes and other CPUs, which are slower.
@@ -54,14 +54,14 @@ def is_fast(dtype: torch.dtype) -> bool:
 
 
 def supports(weight: PackedWeight, dtype: torch.dtype) -> bool:
-    """Whether torch's product multiplies a weight on its device by activations of `dtype`."""
+    """Return whether torch's product multiplies a weight on its device by activations of `dtype`."""
     on_cpu = weight.qweight.device.type == "cpu" and weight.qweight.numel() > 0
     return on_cpu and is_fast(dtype) and bool(_groups(weight))
 
 
 @cache
 def _silence_sparse_csr_warning() -> None:
-    """Trigger torch's warning that sparse CSR tensors are in beta, which it gives once in a process, unseen."""
+    """Trigger and hide the warning about sparse CSR tensors, which torch gives once in a process."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.sparse_csr_tensor([0, 0], [], [], (1, 1), device="cpu")

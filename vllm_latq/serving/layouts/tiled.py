@@ -1,4 +1,4 @@
-"""The layout `tiled`, on GPUs: the tiles of the Triton kernels, and the kernels' products.
+"""The layout `tiled`, on GPUs: the tiles of the Triton kernels, and the products of the kernels.
 
     PackedWeight --pack, once at load--> KernelWeight --product--> y
 
@@ -29,7 +29,7 @@ CONSTANTS = ("rows", "cols", "bits", "group_size", "midrise", "processors")
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Whether Triton kernels run on `device`: NVIDIA and AMD GPUs, and CPUs under Triton's interpreter."""
+    """Return whether Triton kernels run on `device`: NVIDIA and AMD GPUs, and CPUs under Triton's interpreter."""
     return device.type == "cuda" or (device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1")
 
 
@@ -76,9 +76,9 @@ class TiledOperands:
             # An entry holds two outliers at most. Refuse many more before counting their slots, which takes memory.
             if capacity is not None and csr.nnz > 2 * SLICE_ROWS * capacity:
                 raise too_many_slots(where, capacity, f"{csr.nnz} of them")
-        scales = {"scales": weight.scales, "row_scales": weight.row_scales, "midrise": weight.midrise}
+        given = (weight.qweight, weight.bits, weight.group_size, weight.cols, weight.scales, weight.row_scales)
         try:
-            made = prepare(weight.qweight, weight.bits, weight.group_size, weight.cols, **scales, **outliers)
+            made = prepare(*given, midrise=weight.midrise, **outliers)
         except KernelInputError as error:
             raise CheckpointError(f"{where}: {error.where}", error.expected, error.found, error.hint) from error
         if made.entries is not None and made.slice_ptr is not None:
