@@ -42,7 +42,7 @@ SCHEMES = {
     "rans": RANS,
 }
 RANKS = [(1, False), (2, False), (4, False), (2, True)]  # how many, and whether they share out experts or channels
-# Of the largest output: float32 sums in another order, and factors of columns given to x instead of the weight.
+# Relative to the largest output: float32 sums in another order, and column scales applied to x, not the weight.
 TOLERANCE = 1e-5
 make_experts = getattr(fused_moe, "FusedMoEFactory", None) or fused_moe.FusedMoE  # vLLM renamed it
 

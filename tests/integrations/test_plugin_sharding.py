@@ -147,7 +147,7 @@ def test_every_rank_gets_its_shard(kind: str, size: int, scheme: str, rank_of: C
 
 @pytest.mark.parametrize("scheme", [RANS, RANS_MIDRISE], ids=["midtread", "midrise"])
 @pytest.mark.parametrize("kind", ["row", "gate_up", "qkv_1", "head"])
-def test_every_rank_gets_its_shard_and_its_column_factors(
+def test_every_rank_gets_its_shard_and_its_column_scales(
     kind: str, scheme: LayerScheme, rank_of: Callable[[int, int], None]
 ) -> None:
     check_ranks(kind, 2, scheme, rank_of, RANS_TOLERANCE)

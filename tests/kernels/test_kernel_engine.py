@@ -27,9 +27,10 @@ SIZES = {
 
 @pytest.fixture(scope="module")
 def generations(random_model: Any, make_checkpoint: Any, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """Of a dense model with a LoRA adapter and without, of a second one; and of the first one's checkpoint likewise.
+    """Return outputs of four engines: dense models, then checkpoints.
 
-    That turns into the second's checkpoint and back again. At last the first one's, compiled by torch.
+    A dense model with and without a LoRA adapter; a second dense model; the first model's checkpoint with and without
+    the adapter, which then reloads the second model's checkpoint and its own; the first checkpoint, compiled by torch.
     """
     source, _ = random_model("qwen3", "engine", **SIZES)
     maker = type(make_checkpoint)(source, source.parent)
@@ -80,7 +81,7 @@ def test_reload_weights(generations: list[Any]) -> None:
 
 
 def test_lora_adapter(generations: list[Any]) -> None:
-    """Its products are added to those of the kernels."""
+    """The adapter's products are added to the kernels' products."""
     (expected, dense), _, (adapted, *_), _ = generations
     assert_same(adapted, expected, LOGPROB_TOLERANCE)
     with pytest.raises(AssertionError):

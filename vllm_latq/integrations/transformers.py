@@ -133,6 +133,7 @@ class LatqQuantizationConfig(QuantizationConfigMixin):
 class LatqQuantizer(HfQuantizer):
     """Replaces the quantized linears of a model before loading; turns the loaded tensors into weights afterwards."""
 
+    quantization_config: LatqQuantizationConfig
     requires_calibration = True
     unfused = False
 
@@ -148,7 +149,6 @@ class LatqQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **_: Any) -> None:
         tied = getattr(model.config.get_text_config(), "tie_word_embeddings", False)
         tied_head = model.get_output_embeddings() if tied else None
-        assert isinstance(self.quantization_config, LatqQuantizationConfig)
         shapes = {name: shape for file in checkpoint_files or [] for name, shape in stored_shapes(Path(file)).items()}
         stored = _stored_linears(model, shapes, checkpoint_files)
         self.unfused = any(isinstance(module, Experts) for module in model.modules())

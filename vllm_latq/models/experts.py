@@ -98,7 +98,7 @@ class Experts(nn.ModuleList):
         return output.to(hidden.dtype)
 
 
-class InputWeighedExperts(Experts):
+class InputScaledExperts(Experts):
     """Llama 4's experts: the router scales the input of an expert, not its output."""
 
     def tokens(self, hidden: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
@@ -139,7 +139,7 @@ def split_experts(fused: Any, name: str) -> Experts:
         found = f"{type(fused).__name__} with {layout} and parameters {', '.join(sorted(parameters))}"
         raise UnsupportedModelError(name, "experts without bias, gate and up one after the other", found)
     if is_llama4(fused):
-        return InputWeighedExperts(fused, partial(_gate, fused.act_fn))
+        return InputScaledExperts(fused, partial(_gate, fused.act_fn))
     return Experts(fused, fused._apply_gate if gated else fused.act_fn.__call__)
 
 

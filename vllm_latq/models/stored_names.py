@@ -37,7 +37,7 @@ class _Source:
 
     @property
     def tensors(self) -> list[str]:
-        """All stored tensors."""
+        """The stored tensors, plain ones first."""
         return [*self.plain, *(tensor for tensors in self.converted.values() for tensor in tensors)]
 
 

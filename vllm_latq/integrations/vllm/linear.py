@@ -46,6 +46,7 @@ class CheckpointTensor(BasevLLMParameter):
     """
 
     def __new__(cls, shards: int, dtype: torch.dtype) -> "CheckpointTensor":
+        """Make the parameter, one element per shard."""
         return super().__new__(cls, data=torch.empty(shards, dtype=dtype))
 
     def __init__(self, shards: int, dtype: torch.dtype) -> None:

@@ -52,6 +52,7 @@ class ExpertTensor(CheckpointTensor):
     """
 
     def __new__(cls, shards: int, dtype: torch.dtype, experts: Sequence[int]) -> "ExpertTensor":
+        """Make the parameter, one element per shard."""
         return super().__new__(cls, shards, dtype)  # type: ignore[return-value]
 
     def __init__(self, shards: int, dtype: torch.dtype, experts: Sequence[int]) -> None:
@@ -116,7 +117,7 @@ class LatqMoEMethod(FusedMoEMethodBase):
             UnsupportedModelError: the experts are not gate, up and down, or up and down alone.
             UnsupportedShapeError: a scale group would be cut.
         """
-        self.weighs_inputs = bool(layer.apply_router_weight_on_input)
+        self.scales_inputs = bool(layer.apply_router_weight_on_input)
         self._check_supported(layer)
         self.dtype, self.leaves = params_dtype, expert_leaves(layer)
         self.dummy = str(get_current_vllm_config().load_config.load_format) == "dummy"
@@ -162,7 +163,7 @@ class LatqMoEMethod(FusedMoEMethodBase):
         ids = topk_ids
         if layer._expert_map is not None:
             ids = layer._expert_map[ids.to(torch.int64)].masked_fill(ids < 0, -1)
-        if self.weighs_inputs:  # each token has one expert then
+        if self.scales_inputs:  # each token has one expert then
             x, topk_weights = x * topk_weights.to(x.dtype), torch.ones_like(topk_weights)
         gate_up, down = ([getattr(layer, name) for name in self.parameters[matrix]] for matrix in MATRICES)
         return run_experts(x, topk_weights, ids, gate_up, down, self.constants)
@@ -173,7 +174,7 @@ class LatqMoEMethod(FusedMoEMethodBase):
             f"the activation {activation}": activation not in ACTIVATIONS,
             "a limit in the activation": getattr(layer, "swiglu_limit", None) is not None,
             "biases": self.moe.has_bias,
-            "several experts per token whose inputs the router scales": self.weighs_inputs
+            "several experts per token whose inputs the router scales": self.scales_inputs
             and self.moe.experts_per_token > 1,
         }
         if any(refused.values()):
