@@ -1,9 +1,10 @@
-"""Launch configurations of the decode kernels: one validated table, chosen by GPU architecture and number of rows.
+"""Launch configurations of the decode kernels: a table of literal rows, chosen by architecture, rows and group size.
 
-Hopper's are measured on an H200, the others reasoned: `source` says so, and `bench.py --tune` prints replacements.
+Hopper's rows are measured on an H200, the others are reasoned: `source` says which, and `bench --tune` prints
+replacements.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import triton
@@ -11,11 +12,12 @@ import triton
 from vllm_latq.kernels.errors import require
 from vllm_latq.kernels.layout.weight import HIP
 
-REGIMES = (8, 16, 32, 64)  # numbers of rows that kernels are made for
-GATHER_ROWS = 2  # above, outliers read a transposed copy of x: one vector load per outlier instead of one a row
-START, ADD = 6, 4  # `split_k`; measured on an H200 (NOTES.md)
+REGIMES = (8, 16, 32, 64)  # numbers of activation rows for which there are tensor-core kernels
+GATHER_ROWS = 2  # up to so many rows outliers gather x; above, they read x^T: one vector load instead of one per row
+FUSED_LAUNCHES = 2  # of the widest kernel, that a product takes at most; more rows take the prefill path (NOTES.md)
+WAVE_COST, ADDING_COST = 6, 4  # of `split_k`, in superblocks; measured on an H200 (NOTES.md)
 TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
-COMPILER = {"enable_fp_fusion": True}  # a * b + c is one instruction: from Triton 3.10 on only where asked for
+COMPILER = {"enable_fp_fusion": True}  # a * b + c is one instruction; from Triton 3.10 on that must be asked for
 RESERVED_BYTES = 1024  # of shared memory, for each program
 STATIC = "instruction counts and roofline arithmetic (NOTES.md), Triton 3.9.0 and 3.6.0, 2026-11; not timed"
 H200 = "times on an H200 (NOTES.md), torch 2.11.0, Triton 3.6.0, 2026-11-27"
@@ -27,6 +29,7 @@ class DecodeConfig:
 
     Attributes:
         max_rows: largest number of activation rows it serves; also BLOCK_M of the tensor-core kernel.
+        min_group: the smallest group size it serves; for 8-bit codes twice as large: their scales take more registers.
         block_n: output features per program.
         num_warps: warps per program.
         stages: depth of the asynchronous copies, in superblocks.
@@ -34,16 +37,16 @@ class DecodeConfig:
         paired: take the columns in an order that fills neighbouring registers by one load (`unpack.paired_words`); not
             for Hopper's warp-group instruction, which reads activations from shared memory.
         slots: outliers of a row that a program reads at once, at least where a slot holds two.
-        gathers: the same times the rows of x, four at least, where there is no x^T.
-        min_group: the smallest groups that it serves, of 8-bit codes twice as large ones: scales take registers.
+        gathers: outliers of a row that a program reads at once, times the rows of x (at least four), without x^T.
         programs_per_processor: most programs that are to run on a multiprocessor at once; its registers must hold them.
         shared_kb: shared memory of a multiprocessor, which may hold fewer of them.
-        min_superblocks: fewest superblocks that a part of split-K, or a range of columns, is made of.
+        min_superblocks: fewest superblocks in a part of split-K, or in a range of columns.
         kernel: "tensor_core" or "simt".
-        source: the measurement or the reasoning behind the entry.
+        source: the measurement or the reasoning for the row.
     """
 
     max_rows: int
+    min_group: int
     block_n: int
     num_warps: int
     stages: int
@@ -51,7 +54,6 @@ class DecodeConfig:
     paired: bool = True
     slots: int = 8
     gathers: int = 32
-    min_group: int = 1
     programs_per_processor: int = 4
     shared_kb: int = 164
     min_superblocks: int = 4
@@ -72,18 +74,18 @@ class DecodeConfig:
                 self.max_rows)  # fmt: skip
 
     def serves(self, rows: int, bits: int, group_size: int) -> bool:
-        """Whether a product of so many activation rows may take it; group size -1 is a whole row."""
+        """Return whether it serves so many activation rows of this weight; group size -1 is a whole row."""
         least = self.min_group * (2 if bits == 8 else 1)
         return rows <= self.max_rows and (group_size == -1 or group_size >= least)
 
     def outlier_rows(self, m: int, ranges: int = 1) -> int:
-        """Rows of x for which outliers are added where there are m: one has a kernel of its own."""
+        """Return for how many rows of x the kernel for m rows adds outliers: one row has a kernel of its own."""
         return 1 if m == 1 else self.max_rows // ranges
 
     def slots_for(self, outlier_rows: int, transposed: bool, ranges: int) -> int:
-        """Outliers of a row that a program reads at once, for so many rows of x.
+        """Return how many outliers of a row a program reads at once, for so many rows of x.
 
-        From x itself all ranges together read no more than 64: a row seldom has more (1% of 4096 columns are 41).
+        Without x^T all ranges together read no more than 64: a row seldom has more (1% of 4096 columns are 41).
         """
         return self.slots if transposed else max(1, min(self.gathers // max(4, outlier_rows), 64 // ranges))
 
@@ -98,26 +100,26 @@ class DecodeConfig:
         return 16 * 32 * self.num_warps // self.max_rows
 
     def stages_for(self, bits: int) -> int:
-        """`stages`, or 2 where 8-bit codes would not leave room in the 99 KB of shared memory of sm_86 and sm_89."""
+        """Return `stages`, or 2 where 8-bit codes would not fit into the 99 KB of shared memory of sm_86 and sm_89."""
         return min(self.stages, 2) if bits == 8 else self.stages
 
     def shared_bytes(self, bits: int, group_size: int) -> int:
-        """Shared memory of a program of the tensor-core kernel: what is on its way."""
+        """Return the shared memory of a program of the tensor-core kernel: the buffers of its copies."""
         stages = self.stages_for(bits)
-        scales = 0 if group_size == -1 else 512 // group_size  # bytes, of a feature's superblock
+        scales = 0 if group_size == -1 else 512 // group_size  # bytes per feature and superblock
         weights, activations = self.block_n * (32 * bits + scales), self.max_rows * 512
         # Warp-group instructions still read activations when the next are copied: one more buffer.
         return (stages - 1) * weights + (stages - self.paired) * activations
 
     def programs(self, bits: int, group_size: int) -> int:
-        """Programs that run on a multiprocessor at once."""
+        """Return how many programs run on a multiprocessor at once."""
         fit = (self.shared_kb << 10) // (self.shared_bytes(bits, group_size) + RESERVED_BYTES)
         return max(1, min(self.programs_per_processor, fit))
 
     def split(
         self, m: int, bits: int, group_size: int, padded_rows: int, superblocks: int, processors: int
     ) -> tuple[int, int]:
-        """Parts of split-K, and ranges of columns in a tile, for m rows of x; one of the two is 1."""
+        """Return the parts of split-K, and the ranges of columns in a tile, for m rows of x; one of the two is 1."""
         ranges = 1
         if self.kernel == "tensor_core":  # as often as m rows fit into the tile, which has 16 weight rows at least
             ranges = min(self.max_rows >> (m - 1).bit_length(), self.block_n // 16)
@@ -129,11 +131,13 @@ class DecodeConfig:
 def split_k(
     tiles: int, superblocks: int, processors: int, programs: int, least: int, most_ranges: int
 ) -> tuple[int, int]:
-    """The cheaper way to cut the superblocks of each row tile: (parts, 1), none empty, or (1, ranges) of equal size.
+    """Return the cheaper way to cut the superblocks of each row tile: (parts, 1) or (1, ranges).
 
-    Ranges are a power of two up to `most_ranges`. None, but perhaps the last part, need be smaller than `least`. A
-    multiprocessor runs so many `programs` at once, all of them in waves. One with n programs takes the time of n + 1
-    superblocks for one of each, and of START more to begin and end. Parts have to be added, which takes that of ADD.
+    No part is empty, and all ranges are equally long. Ranges are a power of two up to `most_ranges`. Each part and each
+    range has at least `least` superblocks, except perhaps the last part.
+
+    Cost model: a multiprocessor runs so many `programs` at once, in waves. A wave of n programs takes
+    (n + 1) * superblocks + WAVE_COST; adding the parts of split-K costs ADDING_COST more.
     """
     least = min(least, superblocks)
     ranges = (1 << i for i in range(most_ranges.bit_length()))
@@ -146,117 +150,135 @@ def split_k(
         waves, rest = divmod(tiles * parts * ranges, processors * programs)
 
         def wave(n: int) -> int:
-            return share * (n + 1) + START + (ADD if parts > 1 else 0)
+            return share * (n + 1) + WAVE_COST + (ADDING_COST if parts > 1 else 0)
 
         return waves * wave(programs) + (wave(-(-rest // processors)) if rest else 0)
 
     return min(ways, key=time)
 
 
-def slots_of(outliers: int, beyond: bool) -> int:
-    """Slots that hold so many outliers of a row, at least one: two each if their entries are of that form."""
-    return max(1, outliers // 2) if beyond else outliers
+def slots_of(outliers: int, beyond_entries: bool) -> int:
+    """Return the slots that hold so many outliers of a row, at least one: entries of form `beyond` hold two each."""
+    return max(1, outliers // 2) if beyond_entries else outliers
 
 
-def small_groups(config: DecodeConfig) -> DecodeConfig:
-    """The same with tiles of 64 features: where the scales of small groups would spill registers."""
-    return replace(config, block_n=64, min_group=1)
-
-
+# fmt: off
+# The first row of a table that serves a product is taken; its columns are the first fields of DecodeConfig, in order.
 # Two warps share a tile of 128 features at 8 rows, so every activation fragment serves four fragments of weights; at 16
 # rows registers suffice for that on Ampere only. From 32 rows on the extra dot would cost tensor cores more time than
-# subtracting the bias on the floats costs the schedulers. Slots: as many as leave next to no spill in the loop. The
-# first entry of a table that serves a product is taken.
-AMPERE_8 = DecodeConfig(max_rows=8, block_n=128, num_warps=2, stages=3, bias_dot=True, slots=2, min_superblocks=2)
-AMPERE_16 = DecodeConfig(max_rows=16, block_n=128, num_warps=2, stages=3, bias_dot=True, slots=2, min_group=64)
-AMPERE_32 = DecodeConfig(
-    max_rows=32, block_n=128, num_warps=4, stages=3, bias_dot=False, slots=2, min_group=32, programs_per_processor=2
-)
-AMPERE_64 = DecodeConfig(
-    max_rows=64, block_n=128, num_warps=4, stages=2, bias_dot=False, slots=1, min_group=128, programs_per_processor=2
-)
-AMPERE_64_SMALL = replace(AMPERE_64, num_warps=8, stages=3, slots=2, min_group=1, programs_per_processor=1)
+# subtracting the bias on the floats costs the schedulers. Slots: as many as leave next to no spill in the loop. Tiles
+# of 64 features serve small groups, whose scales would spill registers in tiles of 128.
+#   rows  group  features  warps  stages  bias dot  paired  slots  gathers  programs  shared KB  superblocks
 AMPERE = (
-    AMPERE_8, AMPERE_16, small_groups(AMPERE_16), AMPERE_32, small_groups(AMPERE_32), AMPERE_64, AMPERE_64_SMALL
-)  # fmt: skip
-# Elsewhere 8 bits in groups of 32 would spill in the loop.
-OTHERS_8 = (replace(AMPERE_8, min_group=32), small_groups(AMPERE_8))
+    DecodeConfig(8,    1,  128,  2,  3,  True,   True,   2,  32,  4,  164,  2),
+    DecodeConfig(16,  64,  128,  2,  3,  True,   True,   2,  32,  4,  164,  4),
+    DecodeConfig(16,   1,   64,  2,  3,  True,   True,   2,  32,  4,  164,  4),
+    DecodeConfig(32,  32,  128,  4,  3,  False,  True,   2,  32,  2,  164,  4),
+    DecodeConfig(32,   1,   64,  4,  3,  False,  True,   2,  32,  2,  164,  4),
+    DecodeConfig(64, 128,  128,  4,  2,  False,  True,   1,  32,  2,  164,  4),
+    DecodeConfig(64,   1,  128,  8,  3,  False,  True,   2,  32,  1,  164,  4),
+)
 # sm_86 and sm_89: 100 KB of shared memory, 99 for one program. At 64 rows, 4 bits and groups of 32, three stages of 128
-# features would take 100, and in two stages registers spill.
-ADA = tuple(
-    replace(config, shared_kb=100)
-    for config in (
-        *OTHERS_8, replace(AMPERE_16, num_warps=4, slots=4, min_group=1), AMPERE_32, small_groups(AMPERE_32),
-        AMPERE_64, replace(AMPERE_64_SMALL, min_group=64), replace(small_groups(AMPERE_64), stages=3),
-    )
-)  # fmt: skip
-# Of what was timed on an H200, the least geometric mean over Qwen3-8B's merged layers and 8192x8192, at 3 and 4 bits
-# with 1% outliers. From 3.8 on, Triton takes warp-group products for four warps and eight rows, too, which was not
-# timed: of two warps, of which all versions make the same, the best is 5% slower.
+# features would take 100, and in two stages registers spill. 8 bits in groups of 32 would spill in the loop.
+ADA = (
+    DecodeConfig(8,   32,  128,  2,  3,  True,   True,   2,  32,  4,  100,  2),
+    DecodeConfig(8,    1,   64,  2,  3,  True,   True,   2,  32,  4,  100,  2),
+    DecodeConfig(16,   1,  128,  4,  3,  True,   True,   4,  32,  4,  100,  4),
+    DecodeConfig(32,  32,  128,  4,  3,  False,  True,   2,  32,  2,  100,  4),
+    DecodeConfig(32,   1,   64,  4,  3,  False,  True,   2,  32,  2,  100,  4),
+    DecodeConfig(64, 128,  128,  4,  2,  False,  True,   1,  32,  2,  100,  4),
+    DecodeConfig(64,  64,  128,  8,  3,  False,  True,   2,  32,  1,  100,  4),
+    DecodeConfig(64,   1,   64,  4,  3,  False,  True,   1,  32,  2,  100,  4),
+)
+# The least geometric mean of the times on an H200 over Qwen3-8B's merged layers and 8192x8192, at 3 and 4 bits with 1%
+# outliers. In smaller groups scales take registers, so fewer programs fit, and 64 rows would spill. From 3.8 on, Triton
+# takes warp-group products for four warps and eight rows, too, which was not timed: of two warps, which all versions
+# compile to the same products, the best is 5% slower.
 HOPPER_8 = (
-    replace(AMPERE_8, num_warps=4, slots=8, gathers=64, programs_per_processor=3)
-    if TRITON < (3, 8)
-    else replace(AMPERE_8, block_n=64, slots=4, gathers=64, programs_per_processor=6)
+    DecodeConfig(8,   32,  128,  4,  3,  True,   True,   8,  64,  3,  228,  2, source=H200),
+    DecodeConfig(8,    1,  128,  4,  3,  True,   True,   8,  64,  2,  228,  2),
+) if TRITON < (3, 8) else (
+    DecodeConfig(8,   32,   64,  2,  3,  True,   True,   4,  64,  6,  228,  2, source=H200),
+    DecodeConfig(8,    1,   64,  2,  3,  True,   True,   4,  64,  2,  228,  2),
 )
-HOPPER_MORE = tuple(
-    replace(config, block_n=64, num_warps=4, paired=False)
-    for config in (
-        replace(AMPERE_16, slots=8, min_group=64),
-        replace(AMPERE_32, slots=4, stages=2, programs_per_processor=3),
-        replace(AMPERE_64, slots=4, stages=3, min_group=64),
-    )
-)
-HOPPER_TIMED = tuple(
-    replace(config, shared_kb=228, source=H200) for config in (replace(HOPPER_8, min_group=32), *HOPPER_MORE)
-)
-# In smaller groups scales take registers, so fewer programs fit, and 64 rows would spill.
-HOPPER_SMALL = tuple(
-    replace(config, min_group=1, programs_per_processor=2, source=STATIC) for config in HOPPER_TIMED[:3]
-)
-HOPPER = (
-    *(config for pair in zip(HOPPER_TIMED, HOPPER_SMALL, strict=False) for config in pair),
-    HOPPER_TIMED[3],
-    replace(AMPERE_64_SMALL, paired=False, shared_kb=228),
+HOPPER_MORE = (
+    DecodeConfig(16,  64,   64,  4,  3,  True,   False,  8,  32,  4,  228,  4, source=H200),
+    DecodeConfig(16,   1,   64,  4,  3,  True,   False,  8,  32,  2,  228,  4),
+    DecodeConfig(32,  32,   64,  4,  2,  False,  False,  4,  32,  3,  228,  4, source=H200),
+    DecodeConfig(32,   1,   64,  4,  2,  False,  False,  4,  32,  2,  228,  4),
+    DecodeConfig(64,  64,   64,  4,  3,  False,  False,  4,  32,  2,  228,  4, source=H200),
+    DecodeConfig(64,   1,  128,  8,  3,  False,  False,  2,  32,  1,  228,  4),
 )
 # From four warps on, the compiler takes sm_100's tcgen05. That wants weights in shared memory and an answer after each
 # group, and at 64 rows in groups of 32 Triton 3.9 makes an empty kernel of it. Products of two warps are Ampere's. In
 # small groups registers spill (NOTES.md), but two launches of half the rows would issue as much.
-TWO_WARPS = (
-    *OTHERS_8, AMPERE_16, small_groups(AMPERE_16), replace(AMPERE_32, block_n=64, num_warps=2, min_group=1),
-    replace(AMPERE_64, block_n=64, num_warps=2, min_group=1),
-)  # fmt: skip
-BLACKWELL = tuple(replace(config, shared_kb=228, programs_per_processor=4) for config in TWO_WARPS)
-# sm_120 has what sm_89 has; with a slot less, next to nothing spills.
-BLACKWELL_RTX = tuple(replace(config, slots=1) if config.max_rows in (8, 32) else config for config in ADA)
-# 64 KB of shared memory on gfx90a and gfx942. Compiled for these only, and neither run nor tuned. In small groups eight
-# rows would get no matrix instructions.
-AMD = tuple(
-    replace(config, stages=2 if config.max_rows > 16 else 3, shared_kb=64, min_group=64 if config.max_rows == 8 else 1)
-    for config in (AMPERE_8, AMPERE_16, replace(AMPERE_32, bias_dot=True), AMPERE_64_SMALL)
+BLACKWELL = (
+    DecodeConfig(8,   32,  128,  2,  3,  True,   True,   2,  32,  4,  228,  2),
+    DecodeConfig(8,    1,   64,  2,  3,  True,   True,   2,  32,  4,  228,  2),
+    DecodeConfig(16,  64,  128,  2,  3,  True,   True,   2,  32,  4,  228,  4),
+    DecodeConfig(16,   1,   64,  2,  3,  True,   True,   2,  32,  4,  228,  4),
+    DecodeConfig(32,   1,   64,  2,  3,  False,  True,   2,  32,  4,  228,  4),
+    DecodeConfig(64,   1,   64,  2,  2,  False,  True,   1,  32,  4,  228,  4),
 )
-SIMT = DecodeConfig(max_rows=8, block_n=64, num_warps=2, stages=2, bias_dot=False, slots=4, kernel="simt")
+# sm_120 has what sm_89 has; with a slot less, next to nothing spills.
+BLACKWELL_RTX = (
+    DecodeConfig(8,   32,  128,  2,  3,  True,   True,   1,  32,  4,  100,  2),
+    DecodeConfig(8,    1,   64,  2,  3,  True,   True,   1,  32,  4,  100,  2),
+    DecodeConfig(16,   1,  128,  4,  3,  True,   True,   4,  32,  4,  100,  4),
+    DecodeConfig(32,  32,  128,  4,  3,  False,  True,   1,  32,  2,  100,  4),
+    DecodeConfig(32,   1,   64,  4,  3,  False,  True,   1,  32,  2,  100,  4),
+    DecodeConfig(64, 128,  128,  4,  2,  False,  True,   1,  32,  2,  100,  4),
+    DecodeConfig(64,  64,  128,  8,  3,  False,  True,   2,  32,  1,  100,  4),
+    DecodeConfig(64,   1,   64,  4,  3,  False,  True,   1,  32,  2,  100,  4),
+)
+# 64 KB of shared memory on gfx90a and gfx942. Compiled for these only, and neither run nor tuned. In small groups eight
+# rows would get no matrix instructions, so the 16-row kernel serves them.
+AMD = (
+    DecodeConfig(8,   64,  128,  2,  3,  True,   True,   2,  32,  4,   64,  2),
+    DecodeConfig(16,   1,  128,  2,  3,  True,   True,   2,  32,  4,   64,  4),
+    DecodeConfig(32,   1,  128,  4,  2,  True,   True,   2,  32,  2,   64,  4),
+    DecodeConfig(64,   1,  128,  8,  2,  False,  True,   2,  32,  1,   64,  4),
+)
+# Other GPUs, about which nothing is known: tiles that compile to Ampere's products, and the least shared memory that
+# any GPU has.
+DEFAULT = (
+    DecodeConfig(8,   32,  128,  2,  3,  True,   True,   2,  32,  4,  100,  2),
+    DecodeConfig(8,    1,   64,  2,  3,  True,   True,   2,  32,  4,  100,  2),
+    DecodeConfig(16,  64,  128,  2,  3,  True,   True,   2,  32,  4,  100,  4),
+    DecodeConfig(16,   1,   64,  2,  3,  True,   True,   2,  32,  4,  100,  4),
+    DecodeConfig(32,   1,   64,  2,  3,  False,  True,   2,  32,  2,  100,  4),
+    DecodeConfig(64,   1,   64,  2,  2,  False,  True,   1,  32,  2,  100,  4),
+)
+# fmt: on
+# Dispatched for no product: tests and the tuner name it.
+SIMT = DecodeConfig(8, 1, block_n=64, num_warps=2, stages=2, bias_dot=False, slots=4, kernel="simt")
 TABLE: dict[str, tuple[DecodeConfig, ...]] = {
-    "sm_80": AMPERE, "sm_86": ADA, "sm_87": ADA, "sm_89": ADA, "sm_90": HOPPER, "sm_100": BLACKWELL,
-    "sm_103": BLACKWELL, "sm_110": BLACKWELL, "sm_120": BLACKWELL_RTX, "sm_121": BLACKWELL_RTX,
-}  # fmt: skip
-CPU = ADA  # in the interpreter
-FUSED_LAUNCHES = 2  # of the widest kernel, that a product takes at most; above, the prefill path (NOTES.md)
-# Of other GPUs nothing is known: what compiles to Ampere's products, and the least shared memory that any has.
-DEFAULT = tuple(replace(config, shared_kb=100) for config in TWO_WARPS)
+    "sm_80": AMPERE,
+    "sm_86": ADA,
+    "sm_87": ADA,
+    "sm_89": ADA,
+    "sm_90": HOPPER_8 + HOPPER_MORE,
+    "sm_100": BLACKWELL,
+    "sm_103": BLACKWELL,
+    "sm_110": BLACKWELL,
+    "sm_120": BLACKWELL_RTX,
+    "sm_121": BLACKWELL_RTX,
+    HIP: AMD,
+    "": ADA,  # a CPU: Triton's interpreter
+}
 
 
 def max_decode_rows(bits: int) -> int:
-    """Rows up to which one launch of the fused kernel serves: 8-bit codes spill at 64."""
+    """Return how many rows one launch of the fused kernel serves: 8-bit codes spill at 64."""
     return REGIMES[-2] if bits == 8 else REGIMES[-1]
 
 
 @lru_cache(maxsize=1024)
 def decode_config(rows: int, bits: int, arch: str = "", group_size: int = 128) -> DecodeConfig:
-    """The table's entry for `rows` activation rows (1 to max_decode_rows).
+    """Return the table's row for `rows` activation rows (1 to max_decode_rows).
 
     arch: "sm_90" and the like, or HIP; empty on a CPU.
     """
     require(rows <= max_decode_rows(bits), "decode_config", f"at most {max_decode_rows(bits)} rows", rows,
             "Use the prefill path.")  # fmt: skip
-    table = {HIP: AMD, "": CPU}.get(arch) or TABLE.get(arch, DEFAULT)
-    return next(config for config in table if config.serves(rows, bits, group_size))
+    return next(config for config in TABLE.get(arch, DEFAULT) if config.serves(rows, bits, group_size))

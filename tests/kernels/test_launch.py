@@ -13,10 +13,9 @@ import pytest
 import torch
 
 from vllm_latq.kernels.bench.cases import SHAPES
-from vllm_latq.kernels.configs import TABLE, DecodeConfig, decode_config, split_k
+from vllm_latq.kernels.configs import TABLE, decode_config, split_k
 from vllm_latq.kernels.decode.dispatch import padded_columns
 from vllm_latq.kernels.decode.ssqr import launch_arguments
-from vllm_latq.kernels.errors import KernelInputError
 
 SCRIPT = """
 import dataclasses
@@ -125,12 +124,6 @@ def test_no_copy_where_no_column_is_missing(make_layer) -> None:
     x = torch.randn(2, 512).half()
     assert padded_columns(x, make_layer(3, 64, 512).weight) is x
     assert padded_columns(x[:, :384], make_layer(3, 64, 384).weight).shape == (2, 512)
-
-
-def test_refuses_tiles_that_do_not_divide_the_padded_rows() -> None:
-    """128 rows would otherwise make no tile of 256 at all, and y would stay unwritten."""
-    with pytest.raises(KernelInputError, match="64 or 128, which divide the padded rows"):
-        DecodeConfig(max_rows=8, block_n=256, num_warps=4, stages=3, bias_dot=True)
 
 
 @pytest.mark.parametrize("superblocks", [1, 2, 5, 7, 10, 16, 20, 48, 56])

@@ -160,7 +160,7 @@ def test_row_scales(make_layer, scales: bool, group_size: int) -> None:
 @pytest.mark.parametrize("block_n", [64, 128])
 @pytest.mark.parametrize("bias_dot", [False, True])
 def test_tile_shapes(make_layer, block_n: int, bias_dot: bool) -> None:
-    config = DecodeConfig(max_rows=8, block_n=block_n, num_warps=2, stages=2, bias_dot=bias_dot)
+    config = DecodeConfig(8, 1, block_n=block_n, num_warps=2, stages=2, bias_dot=bias_dot)
     run(make_layer(3, 200, 256), 2, torch.bfloat16, config=config)
     for bits in (2, 8):
         run(make_layer(bits, 200, 256), 2, torch.float16, config=config)
