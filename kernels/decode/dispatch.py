@@ -1,4 +1,4 @@
-"""The one entry point: y = x W^T for any number of rows.
+"""The entry point: y = x W^T for any number of rows.
 
 CUDA-graph safe: no host synchronisation, no autotuning, scratch from the caching allocator, tickets left at zero.
 """
@@ -6,6 +6,7 @@ CUDA-graph safe: no host synchronisation, no autotuning, scratch from the cachin
 import torch
 
 from vllm_latq.kernels.configs import FUSED_LAUNCHES, GATHER_ROWS, DecodeConfig, decode_config, max_decode_rows
+from vllm_latq.kernels.decode.launch import Scratch
 from vllm_latq.kernels.decode.prefill import prefill_matmul
 from vllm_latq.kernels.decode.simt import launch_simt
 from vllm_latq.kernels.decode.ssqr import launch_ssqr
@@ -13,26 +14,24 @@ from vllm_latq.kernels.errors import require
 from vllm_latq.kernels.layout.fields import SUPERBLOCK
 from vllm_latq.kernels.layout.weight import KernelWeight
 
-MAX_OFFSET = 2**31 - 1  # the kernels address x by 32-bit offsets; everything that can be larger by 64-bit ones
+MAX_OFFSET = 2**31 - 1  # the kernels use 32-bit offsets for x, and 64-bit offsets for everything that can be larger
 
 
 def check_activations(x: torch.Tensor, weight: KernelWeight) -> None:
-    """Cheap checks of shape, dtype and device; no synchronisation."""
+    """Refuse x that does not fit the weight, from shape, dtype and device alone: no synchronisation."""
     require(x.dtype in (torch.bfloat16, torch.float16), "x", "bfloat16 or float16", x.dtype)
     require(x.ndim > 0 and x.shape[-1] == weight.cols, "x", f"{weight.cols} columns", tuple(x.shape))
     require(x.device == weight.words.device, "x", f"a tensor on {weight.words.device}", x.device)
 
 
 def padded_columns(x: torch.Tensor, weight: KernelWeight) -> torch.Tensor:
-    """x with zero columns up to whole superblocks; x itself where it has them."""
+    """Return x with zero columns up to whole superblocks; x itself if it has none missing."""
     missing = weight.superblocks * SUPERBLOCK - weight.cols
     return torch.nn.functional.pad(x, (0, missing)) if missing else x  # torch copies even where nothing is missing
 
 
-def scratch(
-    x: torch.Tensor, weight: KernelWeight, config: DecodeConfig, m: int, batches: int = 1
-) -> tuple[int, int, torch.Tensor | None, torch.Tensor | None]:
-    """Parts and ranges (`split_k`) of one launch of `batches` products of up to m rows of x; its partials and x^T."""
+def allocate_scratch(x: torch.Tensor, weight: KernelWeight, config: DecodeConfig, m: int, batches: int = 1) -> Scratch:
+    """Choose how to cut the columns for one launch of `batches` products of up to m rows of x, and allocate for it."""
     tiles = (weight.padded_rows * batches, weight.superblocks, weight.processors)
     parts, ranges = config.split(m, weight.bits, weight.group_size, *tiles)
     partials = transposed = None
@@ -42,7 +41,7 @@ def scratch(
     if weight.entries is not None and m > GATHER_ROWS and config.kernel != "simt":
         rows = config.outlier_rows(m, ranges)
         transposed = torch.empty(batches * weight.cols, rows, dtype=x.dtype, device=x.device)
-    return parts, ranges, partials, transposed
+    return Scratch(parts, ranges, partials, transposed)
 
 
 def decode_matmul(x: torch.Tensor, weight: KernelWeight, config: DecodeConfig, y: torch.Tensor) -> None:
@@ -50,19 +49,19 @@ def decode_matmul(x: torch.Tensor, weight: KernelWeight, config: DecodeConfig, y
     m = x.shape[0]
     if x.stride(1) != 1 or x.stride(0) * m > MAX_OFFSET:
         x = x.contiguous()
-    parts, ranges, partials, transposed = scratch(x, weight, config, m)
+    scratch = allocate_scratch(x, weight, config, m)
     if config.kernel == "simt":
-        launch_simt(padded_columns(x, weight), weight, y, partials, config, parts)
-        return
-    launch_ssqr(x, weight, y, partials, transposed, config, parts, ranges)
+        launch_simt(padded_columns(x, weight), weight, y, config, scratch)
+    else:
+        launch_ssqr(x, weight, y, config, scratch)
 
 
 def ssqr_matmul(x: torch.Tensor, weight: KernelWeight, config: DecodeConfig | None = None) -> torch.Tensor:
-    """x W^T. Few rows: fused, accumulated in float32, rounded once. Many: through dense chunks.
+    """Return x W^T. Few rows: fused, accumulated in float32, rounded once. Many: through dense chunks.
 
-    Few are those of FUSED_LAUNCHES of the widest fused kernel: to read a packed weight twice moves fewer bytes than to
-    write it densely and read that. One stream at a time may multiply by a weight, which holds the tickets of its
-    programs.
+    Rows are few if FUSED_LAUNCHES launches of the widest fused kernel serve them: reading a packed weight twice moves
+    fewer bytes than writing it densely and reading it again. Only one stream at a time may multiply by a weight: the
+    weight holds the tickets of the programs.
 
     Args:
         x: [..., cols], bfloat16 or float16, on the weight's device.

@@ -1,8 +1,8 @@
 """Prefill: tile words -> a dense chunk of W in bf16 or fp16, for the library's matmul.
 
-Two launches per chunk: every code times its scale, rounded once; then every outlier at its place: a value is added, an
-integer beyond the grid is written anew, rounded once. The chunk is bounded, so a layer of any size needs the same
-scratch and the dense weights stay in or near the L2 cache.
+Two launches per chunk. The first writes every code times its scale, rounded once. The second handles every outlier: it
+adds a value to the weight, or overwrites the weight by an integer beyond the grid, rounded once. The chunk is bounded,
+so a layer of any size needs the same scratch and the dense weights stay in or near the L2 cache.
 """
 
 import torch
@@ -18,12 +18,12 @@ from vllm_latq.kernels.layout.outliers import SLICE_ROWS
 from vllm_latq.kernels.layout.weight import KernelWeight
 
 CHUNK_BYTES = 32 << 20  # dense weights at a time: below the L2 cache of an H100 or H200 (50 MB), and enough to fill it
-SLICE_SLOTS, SLICE_PROGRAMS = 16, 8  # outliers of a row at a time, and programs that take them in turn
+SLICE_SLOTS, SLICE_PROGRAMS = 16, 8  # slots of a slice at a time, and programs that take turns with them
 
 
 @triton.jit
 def integer_field(a, b, c, d, F: tl.constexpr, H: tl.constexpr, BITS: tl.constexpr):
-    """int32 integers (code - zero point) of half H of field F of a tile's planes."""
+    """Return the integers (code - zero point) of half H of field F of a tile's planes, int32 [rows, words]."""
     code = tl.zeros(a.shape, tl.int32)
     for s in tl.static_range(segment_count(BITS, F)):
         word = plane(a, b, c, d, field_segment(BITS, F, s, 0))
@@ -34,11 +34,24 @@ def integer_field(a, b, c, d, F: tl.constexpr, H: tl.constexpr, BITS: tl.constex
 
 @triton.jit(do_not_specialize=("first_block", "first_row", "N", "supers"))
 def dequantize_tiles(
-    word_ptr, scale_ptr, flat_scale_ptr, row_scale_ptr, order_ptr, w_ptr, first_block, first_row, N, K, supers,
-    BITS: tl.constexpr, GROUP: tl.constexpr, MIDRISE: tl.constexpr, HAS_FLAT_SCALES: tl.constexpr,
+    word_ptr,  # int32 [row blocks, superblocks, planes, 64, words]: packed codes
+    scale_ptr,  # int32 [row blocks, superblocks, 128 / GROUP, 64]: pairs of bf16 group scales; None without groups
+    flat_scale_ptr,  # float32 [padded rows]: the scale of a whole row; None unless HAS_FLAT_SCALES
+    row_scale_ptr,  # float32 [padded rows]; None unless HAS_ROW_SCALES
+    order_ptr,  # int32 [padded rows]: the row of W that each tile row holds
+    w_ptr,  # [chunk rows, K], contiguous
+    first_block,  # first row block of the chunk
+    first_row,  # first row of the chunk
+    N,  # rows of the weight
+    K,  # columns
+    supers,  # superblocks
+    BITS: tl.constexpr,  # 2, 3, 4 or 8
+    GROUP: tl.constexpr,  # 32, 64 or 128; -1 without group scales
+    MIDRISE: tl.constexpr,  # the grid lies half a step above the multiples of the scale
+    HAS_FLAT_SCALES: tl.constexpr,
     HAS_ROW_SCALES: tl.constexpr,
-):  # fmt: skip
-    """Grid (row blocks of the chunk, superblocks). Writes w [chunk rows, K]: one tile without its outliers."""
+):
+    """Grid (row blocks of the chunk, superblocks). Write one tile of the chunk, without its outliers."""
     block, sb = first_block + tl.program_id(0), tl.program_id(1)
     WORDS: tl.constexpr = words_of(BITS)
     rn = tl.arange(0, 64)
@@ -72,7 +85,7 @@ def dequantize_tiles(
 
 @triton.jit
 def slice_rows(entry_ptr, slice_ptr, order_ptr, row_scale_ptr, s, first_row, HAS_ROW_SCALES: tl.constexpr):
-    """Of a slice: where entries of each row begin, [1, 16], its slots, and its rows of the chunk with their factors."""
+    """Return, for slice s, pointers to the first entries of its rows [1, 16], its slots, chunk rows and row scales."""
     lane = tl.arange(0, 16)[None, :]
     begin = tl.load(slice_ptr + s)
     row = (tl.load(order_ptr + s * 16 + lane) - first_row).to(tl.int64)
@@ -84,12 +97,21 @@ def slice_rows(entry_ptr, slice_ptr, order_ptr, row_scale_ptr, s, first_row, HAS
 
 @triton.jit(do_not_specialize=("first_slice", "first_row", "K"))
 def scatter_outliers(
-    entry_ptr, slice_ptr, order_ptr, row_scale_ptr, w_ptr, first_slice, first_row, K, HAS_ROW_SCALES: tl.constexpr,
-    SLOTS: tl.constexpr,
-):  # fmt: skip
-    """Grid (slices of the chunk, programs of a slice). Adds the outliers of 16 rows to w [chunk rows, K].
+    entry_ptr,  # int32 [slots, 16]: entries of the form `value`
+    slice_ptr,  # int32 [padded rows / 16 + 1]: first slot of each slice
+    order_ptr,  # int32 [padded rows]: the row of W that each tile row holds
+    row_scale_ptr,  # float32 [padded rows]; None unless HAS_ROW_SCALES
+    w_ptr,  # [chunk rows, K], contiguous
+    first_slice,  # first slice of the chunk
+    first_row,  # first row of the chunk
+    K,  # columns
+    HAS_ROW_SCALES: tl.constexpr,
+    SLOTS: tl.constexpr,  # slots that a program handles at once
+):
+    """Grid (slices of the chunk, programs of a slice). Add the outliers of 16 rows to the chunk.
 
-    A row's entries are sorted by column, and at most three share one (`entries.coordinates`): the first adds all.
+    A row's entries are sorted by column, and at most three share a column (`entries.coordinates`): the first of them
+    adds all three.
     """
     at, count, row, factor = slice_rows(
         entry_ptr, slice_ptr, order_ptr, row_scale_ptr, first_slice + tl.program_id(0), first_row, HAS_ROW_SCALES
@@ -112,26 +134,37 @@ def scatter_outliers(
 
 @triton.jit
 def load_first(at, slot, count):
-    """Column and value of the first outlier of each row's entry in a slot; zero behind its last."""
+    """Return column and value of the first outlier of each row's entry in a slot; zero after the row's last slot."""
     return first_outlier(tl.load(at + slot * 16, mask=(slot >= 0) & (slot < count), other=0), True)
 
 
 @triton.jit
-def store_beyond(w_ptr, beyond, factor, mask, BITS: tl.constexpr, MIDRISE: tl.constexpr):
-    """Weights so far beyond the grid, times their rows' factor, rounded once."""
-    end = tl.where(beyond < 0, -(1 << (BITS - 1)), (1 << (BITS - 1)) - 1).to(tl.float32)
-    value = (end + beyond + (0.5 if MIDRISE else 0.0)) * factor
+def store_beyond(w_ptr, excess, factor, mask, BITS: tl.constexpr, MIDRISE: tl.constexpr):
+    """Write weights that lie `excess` steps beyond the nearest end of the grid, times their row scale, rounded once."""
+    end = tl.where(excess < 0, -(1 << (BITS - 1)), (1 << (BITS - 1)) - 1).to(tl.float32)
+    value = (end + excess + (0.5 if MIDRISE else 0.0)) * factor
     tl.store(w_ptr, value.to(w_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=("first_slice", "first_row", "K"))
 def write_beyond(
-    entry_ptr, slice_ptr, order_ptr, row_scale_ptr, w_ptr, first_slice, first_row, K, BITS: tl.constexpr,
-    MIDRISE: tl.constexpr, HAS_ROW_SCALES: tl.constexpr, SLOTS: tl.constexpr,
-):  # fmt: skip
-    """Grid (slices of the chunk, programs of a slice). Writes 16 rows' weights beyond the grid into w [chunk rows, K].
+    entry_ptr,  # int32 [slots, 16]: entries of the form `beyond`
+    slice_ptr,  # int32 [padded rows / 16 + 1]: first slot of each slice
+    order_ptr,  # int32 [padded rows]: the row of W that each tile row holds
+    row_scale_ptr,  # float32 [padded rows]; None unless HAS_ROW_SCALES
+    w_ptr,  # [chunk rows, K], contiguous
+    first_slice,  # first slice of the chunk
+    first_row,  # first row of the chunk
+    K,  # columns
+    BITS: tl.constexpr,  # 2, 3 or 4
+    MIDRISE: tl.constexpr,  # the grid lies half a step above the integers
+    HAS_ROW_SCALES: tl.constexpr,
+    SLOTS: tl.constexpr,  # slots that a program handles at once
+):
+    """Grid (slices of the chunk, programs of a slice). Write the weights beyond the grid of 16 rows into the chunk.
 
-    An integer of several entries is the first outlier of each, one after the other: the first of these adds them.
+    An integer of several entries is the first outlier of each of them, in slots that follow each other: the program of
+    the first entry adds them.
     """
     at, count, row, factor = slice_rows(
         entry_ptr, slice_ptr, order_ptr, row_scale_ptr, first_slice + tl.program_id(0), first_row, HAS_ROW_SCALES
@@ -140,55 +173,71 @@ def write_beyond(
     for start in range(tl.program_id(1) * SLOTS, count, tl.num_programs(1) * SLOTS):
         slot = start + tl.arange(0, SLOTS)[:, None]
         entry = tl.load(at + slot * 16, mask=slot < count, other=0)
-        col, beyond = first_outlier(entry, True)
+        col, excess = first_outlier(entry, True)
         second, other = second_outlier(entry, col)
         store_beyond(out + second, other, factor, other != 0, BITS, MIDRISE)
         before, _ = load_first(at, slot - 1, count)
-        begins = (beyond != 0) & ((slot == 0) | (before != col))
+        begins = (excess != 0) & ((slot == 0) | (before != col))
         goes_on = begins
         while tl.max(goes_on.to(tl.int32)) > 0:
             slot += 1
             following, part = load_first(at, slot, count)
             goes_on = goes_on & (part != 0) & (following == col)
-            beyond += tl.where(goes_on, part, 0.0)
-        store_beyond(out + col, beyond, factor, begins, BITS, MIDRISE)
+            excess += tl.where(goes_on, part, 0.0)
+        store_beyond(out + col, excess, factor, begins, BITS, MIDRISE)
 
 
 def launch_dequantize(weight: KernelWeight, w: torch.Tensor, first_block: int, blocks: int) -> None:
-    """Write rows first_block * 64 .. of the dense weight, beginning and ending with whole ROW_ALIGN rows. Allocates
-    nothing.
+    """Write the dense rows of the row blocks from `first_block` on. Allocates nothing.
 
     Args:
+        weight: see `KernelWeight`.
         w: [rows of the chunk, cols], contiguous, bfloat16 or float16 (float32 in tests).
+        first_block: first row block of the chunk; the chunk begins and ends with whole ROW_ALIGN rows.
         blocks: row blocks in the chunk.
     """
     first_row = first_block * ROW_BLOCK
+    row_scaled = weight.row_scales is not None
     dequantize_tiles[(blocks, weight.superblocks)](
-        weight.words, weight.scale_pairs, weight.flat_scales, weight.row_scales, weight.order, w, first_block,
-        first_row, weight.rows, weight.cols, weight.superblocks, BITS=weight.bits, GROUP=weight.group_size,
-        MIDRISE=weight.midrise, HAS_FLAT_SCALES=weight.flat_scales is not None,
-        HAS_ROW_SCALES=weight.row_scales is not None, num_warps=4, **COMPILER,
-    )  # fmt: skip
+        weight.words,
+        weight.scale_pairs,
+        weight.flat_scales,
+        weight.row_scales,
+        weight.order,
+        w,
+        first_block,
+        first_row,
+        weight.rows,
+        weight.cols,
+        weight.superblocks,
+        BITS=weight.bits,
+        GROUP=weight.group_size,
+        MIDRISE=weight.midrise,
+        HAS_FLAT_SCALES=weight.flat_scales is not None,
+        HAS_ROW_SCALES=row_scaled,
+        num_warps=4,
+        **COMPILER,
+    )
     if weight.entries is not None:
         first_slice = first_block * (ROW_BLOCK // SLICE_ROWS)
         grid = (blocks * (ROW_BLOCK // SLICE_ROWS), SLICE_PROGRAMS)
         slices = (weight.entries, weight.slice_ptr, weight.order, weight.row_scales)
-        named = {"HAS_ROW_SCALES": weight.row_scales is not None, "SLOTS": SLICE_SLOTS, "num_warps": 4, **COMPILER}
+        constants = {"HAS_ROW_SCALES": row_scaled, "SLOTS": SLICE_SLOTS}
         if weight.beyond:
-            named |= {"BITS": weight.bits, "MIDRISE": weight.midrise}
+            constants |= {"BITS": weight.bits, "MIDRISE": weight.midrise}
         kernel = write_beyond if weight.beyond else scatter_outliers
-        kernel[grid](*slices, w, first_slice, first_row, weight.cols, **named)
+        kernel[grid](*slices, w, first_slice, first_row, weight.cols, **constants, num_warps=4, **COMPILER)
 
 
 def chunk_blocks(weight: KernelWeight, dtype: torch.dtype) -> int:
-    """Row blocks per chunk: as many as fit CHUNK_BYTES, at least those that `order` permutes together."""
+    """Return the row blocks of a chunk: as many as fit CHUNK_BYTES, at least those that `order` permutes together."""
     return max(1, CHUNK_BYTES // (ROW_ALIGN * weight.cols * dtype.itemsize)) * (ROW_ALIGN // ROW_BLOCK)
 
 
 def dequantize(weight: KernelWeight, dtype: torch.dtype) -> torch.Tensor:
-    """The whole dense weight [rows, cols], each element rounded once to `dtype`; for inspection and tests.
+    """Return the whole dense weight [rows, cols], each element rounded once to `dtype`; for inspection and tests.
 
-    Where the value of an outlier is added to a code that is not worth zero, as on a mid-rise grid, it is rounded twice.
+    Elements where the value of an outlier is added to a code not worth zero, as on a mid-rise grid, are rounded twice.
     """
     w = torch.empty(weight.rows, weight.cols, dtype=dtype, device=weight.words.device)
     with torch.cuda.device_of(w):
@@ -197,7 +246,7 @@ def dequantize(weight: KernelWeight, dtype: torch.dtype) -> torch.Tensor:
 
 
 def prefill_matmul(x: torch.Tensor, weight: KernelWeight) -> torch.Tensor:
-    """y [m, rows] = x [m, cols] W^T through dense chunks and the library's matmul."""
+    """Return y [m, rows] = x [m, cols] W^T, by dense chunks and the library's matmul."""
     y = torch.empty(x.shape[0], weight.rows, dtype=x.dtype, device=x.device)
     step, blocks = chunk_blocks(weight, x.dtype), weight.padded_rows // ROW_BLOCK
     scratch = torch.empty(min(step * ROW_BLOCK, weight.rows), weight.cols, dtype=x.dtype, device=x.device)

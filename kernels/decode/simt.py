@@ -1,6 +1,8 @@
-"""Decode kernel without tensor cores: y = x W^T for at most 8 rows of x, one fused multiply-add per weight and row.
+"""A decode kernel without tensor cores, kept for tuning and comparison: no row of the configurations dispatches it.
 
-The alternative to `ssqr.ssqr_tensor_core` for the smallest batches; same tile words, outliers, split-K and epilogue.
+y = x W^T for at most 8 rows of x, by one fused multiply-add per weight and row. It shares tile words, outliers, split-K
+and epilogue with `ssqr.ssqr_tensor_core`, and `bench --tune` times it (NOTES.md: "SIMT beyond one row").
+
 A lane keeps some words of some rows; a field becomes a float32 by one `lop3`, because bf16 bits are the high half of a
 float32's. The bias of a field leaves once per group and word column, as a product with the activations:
 
@@ -13,7 +15,8 @@ import triton
 import triton.language as tl
 
 from vllm_latq.kernels.configs import COMPILER, DecodeConfig, slots_of
-from vllm_latq.kernels.decode.ssqr import add_parts, output_rows, store_rows
+from vllm_latq.kernels.decode.launch import Scratch, Variant, variant_of, weight_arguments
+from vllm_latq.kernels.device.epilogue import add_parts, output_rows, store_rows
 from vllm_latq.kernels.device.fields import (
     field_bias,
     field_exponent,
@@ -35,7 +38,7 @@ from vllm_latq.kernels.layout.weight import KernelWeight
 def wide_field(
     a, b, c, d, F: tl.constexpr, H: tl.constexpr, BITS: tl.constexpr, DIGIT: tl.constexpr, ASM: tl.constexpr
 ):
-    """float32 [R, words]: bias + integer of half H of field F (the low or high digit of it, for 8 bits)."""
+    """Return bias + integer of half H of field F, float32 [R, words]; for 8 bits, its low or high digit."""
     down: tl.constexpr = 0 if H == 1 else 16  # the low half is moved up to where the high half is
     high: tl.constexpr = -65536
     exponent: tl.constexpr = field_exponent(BITS, F, False, DIGIT) & high
@@ -52,14 +55,22 @@ def wide_field(
 
 @triton.jit
 def add_field(
-    p, q, a, b, c, d, x_ptr, at, live, F: tl.constexpr, BITS: tl.constexpr, DIGIT: tl.constexpr, MIDRISE: tl.constexpr,
+    p,  # float32 [R, words, ROWS]
+    q,  # float32 [words, ROWS], the same for all weight rows
+    a,  # int32 [R, words]: the planes of the tile, from `load_planes`
+    b,
+    c,
+    d,
+    x_ptr,
+    at,  # int32 [words, ROWS]: offset in x of the superblock's first column of each word, per activation row
+    live,  # bool [words, ROWS]
+    F: tl.constexpr,
+    BITS: tl.constexpr,
+    DIGIT: tl.constexpr,
+    MIDRISE: tl.constexpr,
     ASM: tl.constexpr,
-):  # fmt: skip
-    """p + (bias + integer) * x and q + bias * x over the two halves of field F.
-
-    p: float32 [R, words, ROWS]; q: float32 [words, ROWS], the same for all weight rows.
-    at: int32 [words, ROWS], offset in x of the superblock's first column of each word, per activation row.
-    """
+):
+    """Return p + (bias + integer) * x and q + bias * x, over the two halves of field F."""
     columns: tl.constexpr = 2 * words_of(BITS)
     low = tl.load(x_ptr + at + F * columns, mask=live, other=0.0).to(tl.float32)
     high = tl.load(x_ptr + at + F * columns + 1, mask=live, other=0.0).to(tl.float32)
@@ -72,13 +83,37 @@ def add_field(
 
 @triton.jit(do_not_specialize=("M", "supers", "supers_per_part"))
 def ssqr_simt(
-    x_ptr, word_ptr, scale_ptr, flat_scale_ptr, row_scale_ptr, order_ptr, entry_ptr, slice_ptr,
-    partial_ptr, ticket_ptr, y_ptr, M, N, stride_xm, supers, supers_per_part,
-    BITS: tl.constexpr, GROUP: tl.constexpr, MIDRISE: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
-    STAGES: tl.constexpr, OUTLIERS: tl.constexpr, BEYOND: tl.constexpr, SLOTS: tl.constexpr, SPLIT: tl.constexpr,
-    HAS_FLAT_SCALES: tl.constexpr, HAS_ROW_SCALES: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
-    """Grid (padded rows / BLOCK_N, parts). x is [M, superblocks * 256], zero in the padding."""
+    x_ptr,  # bf16 or fp16 [M, superblocks * 256], zero in the padding
+    word_ptr,  # int32 [row blocks, superblocks, planes, 64, words]: packed codes
+    scale_ptr,  # int32 [row blocks, superblocks, 128 / GROUP, 64]: pairs of bf16 group scales; None without groups
+    flat_scale_ptr,  # float32 [padded rows]: the scale of a whole row; None unless HAS_FLAT_SCALES
+    row_scale_ptr,  # float32 [padded rows]; None unless HAS_ROW_SCALES
+    order_ptr,  # int32 [padded rows]: the row of y that each tile row computes
+    entry_ptr,  # int32 [slots, 16]: outliers; None without
+    slice_ptr,  # int32 [padded rows / 16 + 1]: first slot of each slice; None without outliers
+    partial_ptr,  # float32 [tiles, parts, ROWS, BLOCK_N]; None unless SPLIT
+    ticket_ptr,  # int32 [row blocks]: zeros before and after
+    y_ptr,  # [M, N], contiguous
+    M,  # rows of x
+    N,  # rows of the weight
+    stride_xm,  # elements from one row of x to the next
+    supers,  # superblocks
+    supers_per_part,  # superblocks of a part of split-K
+    BITS: tl.constexpr,  # 2, 3, 4 or 8
+    GROUP: tl.constexpr,  # 32, 64 or 128; -1 without group scales
+    MIDRISE: tl.constexpr,  # the grid lies half a step above the multiples of the scale
+    BLOCK_N: tl.constexpr,  # weight rows of a tile
+    ROWS: tl.constexpr,  # activation rows of a tile, 1 to 8
+    STAGES: tl.constexpr,  # superblocks that are copied ahead
+    OUTLIERS: tl.constexpr,  # the weight has outlier entries
+    BEYOND_ENTRIES: tl.constexpr,  # entries have the form `beyond` of layout/entries.py
+    SLOTS: tl.constexpr,  # slots of a row that are read at once
+    SPLIT: tl.constexpr,  # several parts share a tile
+    HAS_FLAT_SCALES: tl.constexpr,
+    HAS_ROW_SCALES: tl.constexpr,
+    ASM: tl.constexpr,  # NVIDIA inline assembly
+):
+    """Grid (padded rows / BLOCK_N, parts)."""
     tile, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     WORDS: tl.constexpr = words_of(BITS)
     SIZE: tl.constexpr = 128 if GROUP == -1 else GROUP
@@ -122,7 +157,7 @@ def ssqr_simt(
         entries = load_slots(entry_ptr, at, count, part * SLOTS, SLOTS)
         total += outlier_tile(
             x_ptr, stride_xm, entry_ptr, entries, at, count, longest, part, parts, M, BLOCK_N, ROWS, SLOTS, False,
-            BEYOND, HALF,
+            BEYOND_ENTRIES, HALF,
         )  # fmt: skip
     rows, factor = output_rows(order_ptr, row_scale_ptr, tile, BLOCK_N, HAS_ROW_SCALES, OUTLIERS)
     last = True
@@ -132,40 +167,55 @@ def ssqr_simt(
         store_rows(total, rows, factor, y_ptr, N, M, HAS_ROW_SCALES)
 
 
-def launch_simt(
-    x: torch.Tensor,
-    weight: KernelWeight,
-    y: torch.Tensor,
-    partials: torch.Tensor | None,
-    config: DecodeConfig,
-    parts: int,
-) -> None:
+def launch_simt(x: torch.Tensor, weight: KernelWeight, y: torch.Tensor, config: DecodeConfig, scratch: Scratch) -> None:
     """Run the SIMT kernel. Allocates nothing, checks nothing: see `dispatch.ssqr_matmul`.
 
     Args:
         x: [m, superblocks * 256], bfloat16 or float16, last dimension contiguous, zero beyond `cols`, m <= 8.
+        weight: see `KernelWeight`.
         y: [m, rows], contiguous.
-        partials: float32, at least parts * padded rows * row_tile(m) elements; None when parts is 1.
-        parts: split-K factor.
+        config: of kernel "simt".
+        scratch: for m rows of x.
     """
-    m = x.shape[0]
-    ssqr_simt[(weight.padded_rows // config.block_n, parts)](
-        x, weight.words, weight.scale_pairs, weight.flat_scales, weight.row_scales, weight.order, weight.entries,
-        weight.slice_ptr, partials, weight.tickets, y, m, weight.rows, x.stride(0), weight.superblocks,
-        -(-weight.superblocks // parts),
-        BITS=weight.bits, GROUP=weight.group_size, MIDRISE=weight.midrise, BLOCK_N=config.block_n, ROWS=row_tile(m),
-        STAGES=config.stages_for(weight.bits), OUTLIERS=weight.entries is not None, BEYOND=weight.beyond,
-        SLOTS=slots_of(config.slots, weight.beyond), SPLIT=parts > 1,
-        HAS_FLAT_SCALES=weight.flat_scales is not None, HAS_ROW_SCALES=weight.row_scales is not None,
-        ASM=x.is_cuda and torch.version.hip is None, num_warps=warps_of(config, weight.bits, row_tile(m)), **COMPILER,
-    )  # fmt: skip
+    m, parts = x.shape[0], scratch.parts
+    arguments = {
+        "x_ptr": x,
+        "partial_ptr": scratch.partials,
+        "y_ptr": y,
+        "M": m,
+        "stride_xm": x.stride(0),
+        "supers_per_part": -(-weight.superblocks // parts),
+    }
+    constants = simt_constants(config, variant_of(x, weight, m, parts))
+    warps = warps_of(config, weight.bits, row_tile(m))
+    grid = (weight.padded_rows // config.block_n, parts)
+    ssqr_simt[grid](**weight_arguments(weight), **arguments, **constants, num_warps=warps, **COMPILER)
+
+
+def simt_constants(config: DecodeConfig, variant: Variant) -> dict[str, int | bool]:
+    """Return the compile-time arguments of `ssqr_simt`, by name."""
+    return {
+        "BITS": variant.bits,
+        "GROUP": variant.group_size,
+        "MIDRISE": variant.midrise,
+        "BLOCK_N": config.block_n,
+        "ROWS": row_tile(variant.m),
+        "STAGES": config.stages_for(variant.bits),
+        "OUTLIERS": variant.outliers,
+        "BEYOND_ENTRIES": variant.beyond_entries,
+        "SLOTS": slots_of(config.slots, variant.beyond_entries),
+        "SPLIT": variant.split,
+        "HAS_FLAT_SCALES": variant.flat_scales,
+        "HAS_ROW_SCALES": variant.row_scales,
+        "ASM": variant.asm,
+    }
 
 
 def warps_of(config: DecodeConfig, bits: int, rows: int) -> int:
-    """Warps of a program: with fewer, the sums of the tile's rows would not fit in registers."""
+    """Return the warps of a program: with fewer, the sums of the tile's rows would not fit in registers."""
     return min(8, max(config.num_warps, rows * (2 if bits == 8 else 1)))
 
 
 def row_tile(m: int) -> int:
-    """Activation rows of the kernel's tile: the next power of two."""
+    """Return the activation rows of the kernel's tile: the next power of two."""
     return 1 << (m - 1).bit_length()

@@ -10,9 +10,9 @@ One program computes a tile of BLOCK_N output features (the M side of `tl.dot`) 
     acc += outliers                              every lane walks the slots of its own row
     split-K partials go to a workspace; the last program of a row tile adds them in a fixed order and writes y
 
-For few rows of x it can do so for RANGES ranges of columns side by side, instead of split-K: the tile has
-BLOCK_N / RANGES features over and over, and BLOCK_M / RANGES rows of x over and over, each time of another range. Of
-the products, those of one range with itself lie on the diagonal, and `sum_ranges` adds them.
+For few rows of x a program can instead multiply RANGES ranges of columns side by side, without split-K. The tile
+repeats its BLOCK_N / RANGES features RANGES times, once per range, and likewise BLOCK_M / RANGES rows of x. The
+products of a range's weights with the same range's activations lie on the diagonal, and `sum_ranges` adds them.
 
 Index names: rn tile row, rm activation row, sb superblock, part the split-K share.
 """
@@ -24,6 +24,8 @@ import triton
 import triton.language as tl
 
 from vllm_latq.kernels.configs import COMPILER, DecodeConfig, slots_of
+from vllm_latq.kernels.decode.launch import Scratch, Variant, variant_of, weight_arguments
+from vllm_latq.kernels.device.epilogue import add_parts, output_rows, store_rows, sum_ranges
 from vllm_latq.kernels.device.fields import planes_of, words_of
 from vllm_latq.kernels.device.outlier_tile import (
     MOST_WRITERS,
@@ -36,161 +38,69 @@ from vllm_latq.kernels.device.outlier_tile import (
     outlier_tile,
     prefetch_lines,
 )
+from vllm_latq.kernels.device.product import piece_product
 from vllm_latq.kernels.device.tiles import activation_places, load_planes, load_scale, tile_scale_pairs, tile_words
-from vllm_latq.kernels.device.unpack import anew, below, bias_piece, floats_piece, paired_columns, upper_rows
+from vllm_latq.kernels.device.unpack import paired_columns
 from vllm_latq.kernels.layout.weight import KernelWeight
 
 
-@triton.jit
-def multiply(a, b, acc, UPCAST: tl.constexpr):
-    """acc + a . b in float32. The interpreter multiplies raw bits of bf16, so it gets float32 operands."""
-    if UPCAST:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
-    else:
-        return tl.dot(a, b, acc)
-
-
-@triton.jit
-def constant_dot(
-    words, x, P: tl.constexpr, SIZE: tl.constexpr, BITS: tl.constexpr, HALF: tl.constexpr, BIAS_ROWS: tl.constexpr,
-    MIDRISE: tl.constexpr, PAIRED: tl.constexpr, UPCAST: tl.constexpr,
-):  # fmt: skip
-    """float32 [rows of words, BLOCK_M], equal rows: what is the same for all weights of a piece, by BIAS_ROWS rows.
-
-    That is minus the bias times x.
-
-    The constant operand is built from the loaded words (their bits cancel), so that the compiler gives both dots one
-    operand layout: otherwise x would be read from shared memory twice and no longer copied asynchronously.
-    """
-    rows: tl.constexpr = words.shape[0]
-    top = words
-    if rows > BIAS_ROWS:
-        top = upper_rows(top)
-    if rows > 2 * BIAS_ROWS:
-        top = upper_rows(top)
-    if rows > 4 * BIAS_ROWS:
-        top = upper_rows(top)
-    zero = (top.to(tl.uint32, bitcast=True) >> 16 >> 16).to(tl.int32, bitcast=True)
-    p = tl.zeros((BIAS_ROWS, x.shape[1]), tl.float32)
-    bias = anew(bias_piece(zero, P, SIZE, BITS, 0, HALF, MIDRISE, PAIRED), P, PAIRED)
-    p = multiply(bias, anew(x, 5, PAIRED), p, UPCAST)
-    if BITS == 8:
-        bias = anew(bias_piece(zero, P, SIZE, BITS, 1, HALF, MIDRISE, PAIRED), P, PAIRED)
-        p = multiply(bias, anew(x, 1, PAIRED), p, UPCAST)
-    if rows > BIAS_ROWS:
-        p = below(p, p)
-    if rows > 2 * BIAS_ROWS:
-        p = below(p, p)
-    if rows > 4 * BIAS_ROWS:
-        p = below(p, p)
-    return p
-
-
-@triton.jit
-def piece_product(
-    a, b, c, d, x, P: tl.constexpr, SIZE: tl.constexpr, BITS: tl.constexpr, HALF: tl.constexpr, BLOCK_N: tl.constexpr,
-    BIAS_DOT: tl.constexpr, BIAS_ROWS: tl.constexpr, MIDRISE: tl.constexpr, PAIRED: tl.constexpr, ASM: tl.constexpr,
-    UPCAST: tl.constexpr,
-):  # fmt: skip
-    """float32 [BLOCK_N, BLOCK_M]: the integers of one piece, plus 1/2 if MIDRISE, times x [SIZE, BLOCK_M]."""
-    EXACT: tl.constexpr = not BIAS_DOT
-    p = tl.zeros((BLOCK_N, x.shape[1]), tl.float32)
-    w = floats_piece(a, b, c, d, P, SIZE, BITS, 0, HALF, MIDRISE, EXACT, PAIRED, ASM, UPCAST)
-    p = multiply(w, anew(x, 3, PAIRED), p, UPCAST)
-    if BITS == 8:
-        w = floats_piece(a, b, c, d, P, SIZE, BITS, 1, HALF, MIDRISE, EXACT, PAIRED, ASM, UPCAST)
-        p = multiply(w, anew(x, 4, PAIRED), p, UPCAST)
-    if BIAS_DOT:
-        # In a sum of its own, because in one sum each product waits for the one before it. Triton would make one sum of
-        # `p + product`, and sees no product here; the last compiler stage makes it an addition.
-        p -= constant_dot(a, x, P, SIZE, BITS, HALF, BIAS_ROWS, MIDRISE, PAIRED, UPCAST) * -1.0
-    return p
-
-
-@triton.jit
-def sum_ranges(acc, extra, RANGES: tl.constexpr):
-    """float32 [TILE_ROWS, ROWS], TILE_ROWS = BLOCK_N / RANGES: sums over the ranges of columns.
-
-    acc: [BLOCK_N, RANGES * ROWS], weight rows of each range times x of each; what belongs together is on the diagonal.
-    extra: [BLOCK_N, ROWS], added.
-    """
-    TILE_ROWS: tl.constexpr = acc.shape[0] // RANGES
-    ROWS: tl.constexpr = acc.shape[1] // RANGES
-    weight_range = tl.arange(0, acc.shape[0])[:, None] // TILE_ROWS
-    acc = tl.where(weight_range == tl.arange(0, acc.shape[1])[None, :] // ROWS, acc, 0.0)
-    acc = tl.sum(tl.reshape(acc, (acc.shape[0], RANGES, ROWS)), 1) + extra
-    return tl.sum(tl.reshape(acc, (RANGES, TILE_ROWS, ROWS)), 0)
-
-
-@triton.jit
-def output_rows(
-    order_ptr, row_scale_ptr, tile, TILE_ROWS: tl.constexpr, HAS_ROW_SCALES: tl.constexpr, PERMUTED: tl.constexpr
-):
-    """Row of y of each row of a tile, int32 [TILE_ROWS], and its factor; asked for before the ticket is taken."""
-    rn = tile * TILE_ROWS + tl.arange(0, TILE_ROWS)
-    factor = tl.load(row_scale_ptr + rn) if HAS_ROW_SCALES else 1.0
-    return tl.load(order_ptr + rn) if PERMUTED else rn, factor
-
-
-@triton.jit
-def store_rows(acc, rows, factor, y_ptr, N, M, HAS_ROW_SCALES: tl.constexpr):
-    """Scale the tile's rows, round once and write y [M, N]. rows, factor: from `output_rows`."""
-    rm = tl.arange(0, acc.shape[1])
-    if HAS_ROW_SCALES:
-        acc = acc * factor[:, None]
-    at = y_ptr + rm[None, :].to(tl.int64) * N + rows[:, None]
-    tl.store(at, acc.to(y_ptr.dtype.element_ty), mask=(rm < M)[None, :] & (rows < N)[:, None])
-
-
-@triton.jit
-def add_parts(acc, partial_ptr, ticket_ptr, tile, part, parts, M):
-    """Write this part; the tile's last program gets the sum over parts, in order, and True. Rows from M up: zero."""
-    BLOCK_N: tl.constexpr = acc.shape[0]
-    BLOCK_M: tl.constexpr = acc.shape[1]
-    rn = tl.arange(0, BLOCK_N)
-    rm = tl.arange(0, BLOCK_M)
-    size: tl.constexpr = BLOCK_N * BLOCK_M
-    # Features side by side: what M rows write and read are whole sectors, however few they are.
-    at = partial_ptr + tile.to(tl.int64) * parts * size + rm[None, :] * BLOCK_N + rn[:, None]
-    live = (rm < M)[None, :] & (rn >= 0)[:, None]
-    tl.store(at + part * size, acc, mask=live)
-    # All of this program's stores come before its ticket, and the other programs' stores before the loads below.
-    tl.debug_barrier()
-    last = tl.atomic_add(ticket_ptr + tile, 1, sem="acq_rel", scope="gpu") == parts - 1
-    tl.debug_barrier()
-    if last:
-        AT_ONCE: tl.constexpr = max(1, min(4, 64 // BLOCK_M))  # in memory's time; more would need registers
-        acc = tl.zeros(acc.shape, tl.float32)
-        for first in range(0, parts, AT_ONCE):
-            loaded = ()
-            for u in tl.static_range(AT_ONCE):
-                there = live & (tl.full((1, 1), first + u, tl.int32) < parts)
-                loaded = loaded + (tl.load(at + (first + u) * size, mask=there, other=0.0, cache_modifier=".cg"),)
-            for u in tl.static_range(AT_ONCE):
-                acc += loaded[u]
-        tl.store(ticket_ptr + tile, 0)  # ready for the next launch: no memset
-    return acc, last
-
-
-# Numbers of rows change while serving: none may compile a kernel of its own.
+# Numbers of rows change while serving, and no new number may compile another kernel.
 @triton.jit(do_not_specialize=("M", "supers", "supers_per_part", "writers"))
 def ssqr_tensor_core(
-    x_ptr, word_ptr, scale_ptr, flat_scale_ptr, row_scale_ptr, order_ptr, entry_ptr, slice_ptr, xt_ptr, fours_ptr,
-    partial_ptr, ticket_ptr, y_ptr, M, N, K, stride_xm, supers, supers_per_part, writers,
-    BITS: tl.constexpr, GROUP: tl.constexpr, MIDRISE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
-    STAGES: tl.constexpr, BIAS_DOT: tl.constexpr, BIAS_ROWS: tl.constexpr, PAIRED: tl.constexpr,
-    OUTLIER_ROWS: tl.constexpr, SLOTS: tl.constexpr, TRANSPOSED: tl.constexpr, BEYOND: tl.constexpr,
-    PIECE: tl.constexpr, SPLIT: tl.constexpr, RANGES: tl.constexpr, EVEN_K: tl.constexpr, HAS_FLAT_SCALES: tl.constexpr,
-    HAS_ROW_SCALES: tl.constexpr, ASM: tl.constexpr, UPCAST: tl.constexpr,
-):  # fmt: skip
-    """Grid (padded rows / BLOCK_N * RANGES, parts). See the module docstring, and the launcher for arguments."""
+    x_ptr,  # bf16 or fp16 [M, K]
+    word_ptr,  # int32 [row blocks, superblocks, planes, 64, words]: packed codes
+    scale_ptr,  # int32 [row blocks, superblocks, 128 / GROUP, 64]: pairs of bf16 group scales; None without groups
+    flat_scale_ptr,  # float32 [padded rows]: the scale of a whole row; None unless HAS_FLAT_SCALES
+    row_scale_ptr,  # float32 [padded rows]; None unless HAS_ROW_SCALES
+    order_ptr,  # int32 [padded rows]: the row of y that each tile row computes
+    entry_ptr,  # int32 [slots, 16]: outliers; None without
+    slice_ptr,  # int32 [padded rows / 16 + 1]: first slot of each slice; None without outliers
+    xt_ptr,  # dtype of x [K, OUTLIER_ROWS]: x^T, which the kernel writes; None unless TRANSPOSED
+    xt_as_int64_ptr,  # int64 [K, OUTLIER_ROWS / 4]: the same memory, four rows of x at a time; None unless TRANSPOSED
+    partial_ptr,  # float32 [tiles, parts, BLOCK_M, BLOCK_N]; None unless SPLIT
+    ticket_ptr,  # int32 [row blocks + 1]: zeros before and after; the last counts the writers of x^T
+    y_ptr,  # [M, N], contiguous
+    M,  # rows of x
+    N,  # rows of the weight
+    K,  # columns
+    stride_xm,  # elements from one row of x to the next
+    supers,  # superblocks
+    supers_per_part,  # superblocks of a part of split-K, or of a range of columns
+    writers,  # programs that write x^T
+    BITS: tl.constexpr,  # 2, 3, 4 or 8
+    GROUP: tl.constexpr,  # 32, 64 or 128; -1 without group scales
+    MIDRISE: tl.constexpr,  # the grid lies half a step above the multiples of the scale
+    BLOCK_N: tl.constexpr,  # weight rows of a tile, 64 or 128
+    BLOCK_M: tl.constexpr,  # activation rows of a tile, 8 to 64
+    STAGES: tl.constexpr,  # superblocks that are copied ahead
+    BIAS_DOT: tl.constexpr,  # the bias leaves by an extra dot, instead of on the floats
+    BIAS_ROWS: tl.constexpr,  # rows of the constant operand of this dot
+    PAIRED: tl.constexpr,  # columns are taken in the order of `unpack.paired_words`
+    OUTLIER_ROWS: tl.constexpr,  # rows of x for which outliers are added; 0 without outliers
+    SLOTS: tl.constexpr,  # slots of a row that are read at once
+    TRANSPOSED: tl.constexpr,  # outliers read x^T, instead of gathering x
+    BEYOND_ENTRIES: tl.constexpr,  # entries have the form `beyond` of layout/entries.py
+    PIECE: tl.constexpr,  # columns of x^T that are written at once
+    SPLIT: tl.constexpr,  # several parts share a tile
+    RANGES: tl.constexpr,  # ranges of columns side by side in a tile
+    EVEN_K: tl.constexpr,  # K is a multiple of 256
+    HAS_FLAT_SCALES: tl.constexpr,
+    HAS_ROW_SCALES: tl.constexpr,
+    ASM: tl.constexpr,  # NVIDIA inline assembly
+    UPCAST: tl.constexpr,  # products take float32 operands
+):
+    """Grid (padded rows / BLOCK_N * RANGES, parts). See the module docstring."""
     tile, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     TILE_ROWS: tl.constexpr = BLOCK_N // RANGES
     TILE_M: tl.constexpr = BLOCK_M // RANGES
     HALF: tl.constexpr = x_ptr.dtype.element_ty == tl.float16
     SIZE: tl.constexpr = 128 if GROUP == -1 else GROUP
-    # Brings outliers into L2; in small groups the loop of 16 and 32 rows has no registers for it.
-    PREFETCH: tl.constexpr = OUTLIER_ROWS > 0 and ASM and (BLOCK_M == 64 or (BLOCK_M > 8 and GROUP != 32))
+    # When outliers are asked for depends on the registers that the loop leaves. At 8 rows the first turn's entries are
+    # loaded before the loop, which hides the time that memory takes. At more rows they are loaded after it, and lines
+    # are brought into L2 ahead: in the loop, at 64 rows before it, and not at all in groups of 32 below 64 rows.
+    LOAD_FIRST: tl.constexpr = OUTLIER_ROWS > 0 and BLOCK_M == 8
+    PREFETCH_FIRST: tl.constexpr = OUTLIER_ROWS > 0 and ASM and BLOCK_M == 64
+    PREFETCH_IN_LOOP: tl.constexpr = OUTLIER_ROWS > 0 and ASM and BLOCK_M > 8 and BLOCK_M < 64 and GROUP != 32
     rn = tl.arange(0, BLOCK_N)
     begin = part * supers_per_part
     end = min(begin + supers_per_part, supers)
@@ -203,24 +113,24 @@ def ssqr_tensor_core(
         row = row % TILE_M
     xs = x_ptr + begin * 256 + row * stride_xm + col
     live = (row < M) & (col >= 0)
-    counter_ptr = ticket_ptr + tl.num_programs(0) * TILE_ROWS // 64  # behind the tickets of all row blocks
+    counter_ptr = ticket_ptr + tl.num_programs(0) * TILE_ROWS // 64  # after the tickets of all row blocks
     if TRANSPOSED:
         begin_transposed(x_ptr, stride_xm, xt_ptr, counter_ptr, M, K, writers, OUTLIER_ROWS, PIECE)
     if OUTLIER_ROWS > 0:
         longest = longest_slice(slice_ptr, tile, TILE_ROWS)
-        if PREFETCH:
-            lines, last, step, turns = entry_lines(entry_ptr, slice_ptr, tile, part, parts, TILE_ROWS)
-            if BLOCK_M == 64:  # the loop has no registers for it
-                for _ in range(turns):
-                    prefetch_lines(lines, last)
-                    lines += step
-        elif BLOCK_M == 8:  # hides the time that memory takes; the sums of more rows leave no registers for it
-            at, count = outlier_places(slice_ptr, tile, M, BLOCK_N, OUTLIER_ROWS, SLOTS, TRANSPOSED, RANGES)
-            entries = load_slots(entry_ptr, at, count, part * SLOTS, SLOTS)
+    if PREFETCH_FIRST or PREFETCH_IN_LOOP:
+        lines, last, step, turns = entry_lines(entry_ptr, slice_ptr, tile, part, parts, TILE_ROWS)
+    if PREFETCH_FIRST:
+        for _ in range(turns):
+            prefetch_lines(lines, last)
+            lines += step
+    if LOAD_FIRST:
+        at, count = outlier_places(slice_ptr, tile, M, BLOCK_N, OUTLIER_ROWS, SLOTS, TRANSPOSED, RANGES)
+        entries = load_slots(entry_ptr, at, count, part * SLOTS, SLOTS)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for sb in tl.range(begin, end, num_stages=STAGES):
-        if PREFETCH and BLOCK_M < 64:  # noqa: SIM102 (the first is known to the compiler)
-            if sb > begin:  # behind the first superblock, which everything waits for
+        if PREFETCH_IN_LOOP:  # noqa: SIM102 (the compiler knows it)
+            if sb > begin:  # after the first superblock, which everything waits for
                 prefetch_lines(lines, last)
                 lines += step
         a, b, c, d = load_planes(words, BITS)
@@ -245,14 +155,14 @@ def ssqr_tensor_core(
     if HAS_FLAT_SCALES:
         acc *= tl.load(flat_scale_ptr + tile * TILE_ROWS + rn % TILE_ROWS)[:, None]
     if OUTLIER_ROWS > 0:
-        if BLOCK_M > 8:
+        if not LOAD_FIRST:
             at, count = outlier_places(slice_ptr, tile, M, BLOCK_N, OUTLIER_ROWS, SLOTS, TRANSPOSED, RANGES)
             entries = load_slots(entry_ptr, at, count, part * SLOTS, SLOTS)
         if TRANSPOSED:
             finish_transposed(x_ptr, stride_xm, xt_ptr, counter_ptr, M, K, writers, OUTLIER_ROWS, PIECE)
         extra = outlier_tile(
-            fours_ptr if TRANSPOSED else x_ptr, stride_xm, entry_ptr, entries, at, count, longest, part * RANGES,
-            parts * RANGES, M, BLOCK_N, OUTLIER_ROWS, SLOTS, TRANSPOSED, BEYOND, HALF,
+            xt_as_int64_ptr if TRANSPOSED else x_ptr, stride_xm, entry_ptr, entries, at, count, longest, part * RANGES,
+            parts * RANGES, M, BLOCK_N, OUTLIER_ROWS, SLOTS, TRANSPOSED, BEYOND_ENTRIES, HALF,
         )  # fmt: skip
         if OUTLIER_ROWS < TILE_M:
             extra = tl.where((tl.arange(0, TILE_M) == 0)[None, :], extra, 0.0)
@@ -269,86 +179,72 @@ def ssqr_tensor_core(
         store_rows(acc, rows, factor, y_ptr, N, M, HAS_ROW_SCALES)
 
 
-def launch_ssqr(
-    x: torch.Tensor,
-    weight: KernelWeight,
-    y: torch.Tensor,
-    partials: torch.Tensor | None,
-    transposed: torch.Tensor | None,
-    config: DecodeConfig,
-    parts: int,
-    ranges: int = 1,
-) -> None:
+def launch_ssqr(x: torch.Tensor, weight: KernelWeight, y: torch.Tensor, config: DecodeConfig, scratch: Scratch) -> None:
     """Run the tensor-core kernel. Allocates nothing, checks nothing: see `dispatch.ssqr_matmul`.
 
     Args:
         x: [m, cols], bfloat16 or float16, last dimension contiguous, m <= config.max_rows.
+        weight: see `KernelWeight`.
         y: [m, rows], contiguous, dtype of x.
-        partials: float32, at least parts * padded rows * config.max_rows elements; None when parts is 1.
-        transposed: [cols, config.outlier_rows(m, ranges)], dtype of x, in which x^T is written for the outliers; None
-            for no more than GATHER_ROWS rows, or without outliers.
-        parts: split-K factor.
-        ranges: of columns, that are multiplied side by side in a tile; 1 unless parts is, divides the superblocks, and
-            leaves 16 weight rows of the tile at least.
+        config: serves m rows.
+        scratch: for m rows of x.
     """
-    grid, arguments, named = launch_arguments(x, weight, y, partials, transposed, config, parts, ranges, x.shape[0])
-    ssqr_tensor_core[grid](*arguments, **named)
+    grid, arguments = launch_arguments(x, weight, y, config, scratch, x.shape[0])
+    ssqr_tensor_core[grid](**arguments)
 
 
 def launch_arguments(
-    x: torch.Tensor,
-    weight: KernelWeight,
-    y: torch.Tensor,
-    partials: torch.Tensor | None,
-    transposed: torch.Tensor | None,
-    config: DecodeConfig,
-    parts: int,
-    ranges: int,
-    m: int,
-) -> tuple[tuple[int, int], tuple[Any, ...], dict[str, Any]]:
-    """Grid, run-time and compile-time arguments of `launch_ssqr` for m rows."""
+    x: torch.Tensor, weight: KernelWeight, y: torch.Tensor, config: DecodeConfig, scratch: Scratch, m: int
+) -> tuple[tuple[int, int], dict[str, Any]]:
+    """Return the grid and the arguments, by name, of `ssqr_tensor_core` for m rows."""
+    parts, ranges, xt = scratch.parts, scratch.ranges, scratch.transposed
     assert parts == 1 or ranges == 1, "the kernel has either"
     assert ranges <= config.block_n // 16, "slices of outliers have 16 rows"
-    fours = None if transposed is None else transposed.view(torch.int64)
-    outlier_rows = 0 if weight.entries is None else config.outlier_rows(m, ranges)
     grid = (weight.padded_rows // config.block_n * ranges, parts)
     writers = 0
-    if transposed is not None:  # the programs that write it should all run at once
+    if xt is not None:  # the programs that write it should all run at once
         together = weight.processors * config.programs(weight.bits, weight.group_size)
         writers = min(grid[0] * grid[1], together, -(-weight.cols // config.piece), MOST_WRITERS)
-    arguments = (
-        x, weight.words, weight.scale_pairs, weight.flat_scales, weight.row_scales, weight.order, weight.entries,
-        weight.slice_ptr, transposed, fours, partials, weight.tickets, y, m, weight.rows, weight.cols, x.stride(0),
-        weight.superblocks, -(-weight.superblocks // (parts * ranges)), writers,
-    )  # fmt: skip
-    outliers = (outlier_rows, transposed is not None, weight.beyond)
-    named = constants(weight.bits, weight.group_size, config, *outliers, parts > 1, ranges) | {
-        "MIDRISE": weight.midrise, "EVEN_K": weight.cols % 256 == 0, "num_warps": config.num_warps,
-        "HAS_FLAT_SCALES": weight.flat_scales is not None, "HAS_ROW_SCALES": weight.row_scales is not None,
-        "ASM": x.is_cuda and torch.version.hip is None, "UPCAST": not x.is_cuda, **COMPILER,
-    }  # fmt: skip
-    return grid, arguments, named
+    arguments = {
+        "x_ptr": x,
+        "xt_ptr": xt,
+        "xt_as_int64_ptr": None if xt is None else xt.view(torch.int64),
+        "partial_ptr": scratch.partials,
+        "y_ptr": y,
+        "M": m,
+        "K": weight.cols,
+        "stride_xm": x.stride(0),
+        "supers_per_part": -(-weight.superblocks // (parts * ranges)),
+        "writers": writers,
+    }
+    constants = ssqr_constants(config, variant_of(x, weight, m, parts, ranges))
+    return grid, weight_arguments(weight) | arguments | constants | {"num_warps": config.num_warps} | COMPILER
 
 
-def constants(
-    bits: int, group_size: int, config: DecodeConfig, outlier_rows: int, transposed: bool, beyond: bool, split: bool,
-    ranges: int,
-) -> dict[str, int | bool]:  # fmt: skip
-    """The compile-time arguments that follow from a configuration; `audit` compiles with the same."""
+def ssqr_constants(config: DecodeConfig, variant: Variant) -> dict[str, int | bool]:
+    """Return the compile-time arguments of `ssqr_tensor_core`, by name."""
+    outlier_rows = config.outlier_rows(variant.m, variant.ranges) if variant.outliers else 0
+    slots = config.slots_for(outlier_rows, variant.transposed, variant.ranges)
     return {
-        "BITS": bits,
-        "GROUP": group_size,
+        "BITS": variant.bits,
+        "GROUP": variant.group_size,
+        "MIDRISE": variant.midrise,
         "BLOCK_N": config.block_n,
         "BLOCK_M": config.max_rows,
-        "STAGES": config.stages_for(bits),
+        "STAGES": config.stages_for(variant.bits),
         "BIAS_DOT": config.bias_dot,
         "BIAS_ROWS": config.bias_rows,
         "PAIRED": config.paired,
         "OUTLIER_ROWS": outlier_rows,
-        "SLOTS": slots_of(config.slots_for(outlier_rows, transposed, ranges), beyond),
-        "TRANSPOSED": transposed,
-        "BEYOND": beyond,
+        "SLOTS": slots_of(slots, variant.beyond_entries),
+        "TRANSPOSED": variant.transposed,
+        "BEYOND_ENTRIES": variant.beyond_entries,
         "PIECE": config.piece,
-        "SPLIT": split,
-        "RANGES": ranges,
+        "SPLIT": variant.split,
+        "RANGES": variant.ranges,
+        "EVEN_K": variant.whole_superblocks,
+        "HAS_FLAT_SCALES": variant.flat_scales,
+        "HAS_ROW_SCALES": variant.row_scales,
+        "ASM": variant.asm,
+        "UPCAST": variant.upcast,
     }

@@ -1,7 +1,8 @@
 """Machine-code audit of the kernels, on a machine with no GPU: `python -m vllm_latq.kernels.dev.audit [--json]`.
 
 Every kernel is compiled ahead of time for each architecture and its main loop is read back: instructions per weight and
-thread, registers, spills, shared memory. The counts are static: what the GPU has to issue, not how long it takes.
+thread, registers, spills, shared memory. The counts are static: they say what the GPU has to issue, not how long it
+takes.
 """
 
 import argparse
@@ -23,17 +24,16 @@ from triton.compiler import ASTSource
 from vllm_latq.kernels.bench.compile_pool import available_processes
 from vllm_latq.kernels.configs import (
     COMPILER,
-    GATHER_ROWS,
     REGIMES,
     SIMT,
     DecodeConfig,
     decode_config,
     max_decode_rows,
-    slots_of,
 )
+from vllm_latq.kernels.decode.launch import Variant
 from vllm_latq.kernels.decode.prefill import SLICE_SLOTS, dequantize_tiles, scatter_outliers, write_beyond
-from vllm_latq.kernels.decode.simt import ssqr_simt, warps_of
-from vllm_latq.kernels.decode.ssqr import constants, ssqr_tensor_core
+from vllm_latq.kernels.decode.simt import simt_constants, ssqr_simt, warps_of
+from vllm_latq.kernels.decode.ssqr import ssqr_constants, ssqr_tensor_core
 from vllm_latq.kernels.dev.sass import MachineCode, disassemble
 from vllm_latq.kernels.entropy.chunks import LANES
 from vllm_latq.kernels.entropy.huffman import huffman_chunks
@@ -48,7 +48,7 @@ _POINTERS = {
     "stream_ptr": "*i32", "table_ptr": "*i32", "start_ptr": "*i64", "used_ptr": "*i32", "z_ptr": "*i32",
     "slot_ptr": "*i64", "row_class_ptr": "*i32", "column_class_ptr": "*i32", "state_ptr": "*i32",
     "entry_ptr": "*i32", "slice_ptr": "*i32", "partial_ptr": "*fp32", "ticket_ptr": "*i32",
-    "fours_ptr": "*i64", "expert_ptr": "*i32", "begin_ptr": "*i32", "live_ptr": "*i32",
+    "xt_as_int64_ptr": "*i64", "expert_ptr": "*i32", "begin_ptr": "*i32", "live_ptr": "*i32",
 }  # fmt: skip
 
 
@@ -56,7 +56,10 @@ _POINTERS = {
 class Row:
     """One line of the table.
 
-    sass_per_weight: instructions of the main loop, per weight and thread. bits 0: any width. max_rows 0: any number.
+    Attributes:
+        bits: 0 for any width.
+        max_rows: 0 for any number of rows.
+        sass_per_weight: instructions of the main loop, per weight and thread.
     """
 
     kernel: str
@@ -71,14 +74,17 @@ class Row:
 
 @dataclass(frozen=True)
 class Audit:
-    """A row with what its gates need: opcodes of the main loop, and the whole kernel's code."""
+    """A row of the table, with the opcodes of the main loop and the whole kernel's code.
+
+    Tests check them against limits.
+    """
 
     row: Row
     loop: Counter[str]
     code: MachineCode
 
     def bytes_loaded(self, width: int) -> int:
-        """Bytes per thread and trip that asynchronous copies load in pieces of `width` bytes."""
+        """Return the bytes per thread and trip that asynchronous copies load in pieces of `width` bytes."""
         marks = {16: ".128", 8: ".64"}
         copies = [opcode for opcode in self.loop.elements() if opcode.startswith("LDGSTS")]
         return width * sum(
@@ -90,20 +96,20 @@ class Audit:
 def compile_kernel(
     kernel: Any, target: GPUTarget, values: dict[str, Any], num_warps: int, activations: str = "*bf16"
 ) -> Any:
-    """Triton's compiled `kernel` for `target`, with compile-time `values` and typed activations."""
+    """Compile `kernel` for `target`, with compile-time `values` and typed activations."""
     require(isinstance(kernel, triton.JITFunction), "audit", "Triton's compiler", "its interpreter",
             "Unset TRITON_INTERPRET.")  # fmt: skip
     general = {parameter.name for parameter in kernel.params if parameter.do_not_specialize}
     dynamic = [name for name in kernel.arg_names if name not in values]
     types = {name: _POINTERS.get(name, activations) if name.endswith("_ptr") else "i32" for name in dynamic}
-    # As the launch would: what is specialized is divisible by 16 in a real model.
+    # As the launch would: the arguments that Triton specializes are divisible by 16 in a real model.
     return compile_ahead(kernel, target, types, values, set(dynamic) - general, num_warps)
 
 
 def compile_ahead(
     kernel: Any, target: GPUTarget, types: dict[str, str], values: dict[str, Any], aligned: set[str], num_warps: int
 ) -> Any:
-    """Triton's compiled `kernel`: arguments of `types`, those in `aligned` divisible by 16, the others `values`."""
+    """Compile `kernel`: arguments have `types`, those in `aligned` are divisible by 16, the others are `values`."""
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
     hints = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(signature) if name in aligned}
     source = ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=hints)
@@ -114,7 +120,7 @@ def _audit(
     kernel: Any, arch: str, bits: int, rows: int, weights: int, values: dict[str, Any], num_warps: int,
     activations: str = "*bf16",
 ) -> Audit:  # fmt: skip
-    """Compile one kernel; `weights` is what a program handles per trip of its main loop."""
+    """Compile one kernel and read it back; `weights`: those that a program handles per trip of its main loop."""
     target = GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
     compiled = compile_kernel(kernel, target, values, num_warps, activations)
     code, shared = disassemble(compiled.asm["cubin"]), compiled.metadata.shared
@@ -123,73 +129,30 @@ def _audit(
     return Audit(Row(kernel.__name__, arch, bits, rows, count, code.registers, code.spill_bytes(), shared), loop, code)
 
 
-def tensor_core_values(
-    bits: int,
-    config: DecodeConfig,
-    group_size: int = 128,
-    outliers: bool = True,
-    asm: bool = True,
-    midrise: bool = False,
-    beyond: bool = False,
-    m: int = 0,
-    ranges: int = 1,
-) -> dict[str, Any]:
-    """Compile-time arguments of the tensor-core kernel for m rows, or as many as it serves; split-K if ranges is 1."""
-    m = m or config.max_rows
-    outlier_rows = config.outlier_rows(m, ranges) if outliers else 0
-    transposed = outliers and m > GATHER_ROWS
-    values = constants(bits, group_size, config, outlier_rows, transposed, beyond, ranges == 1, ranges)
-    fixed = {"EVEN_K": True, "HAS_FLAT_SCALES": False, "HAS_ROW_SCALES": False, "UPCAST": False}
-    return values | fixed | {"ASM": asm, "MIDRISE": midrise}
-
-
 def audit_tensor_core(
-    arch: str,
-    bits: int,
-    config: DecodeConfig,
-    group_size: int = 128,
-    outliers: bool = True,
-    activations: str = "*bf16",
-    midrise: bool = False,
-    grouped: bool = False,
-    beyond: bool = False,
-    m: int = 0,
-    ranges: int = 1,
+    arch: str, config: DecodeConfig, variant: Variant, activations: str = "*bf16", grouped: bool = False
 ) -> Audit:
-    """One configuration of the tensor-core kernel, with split-K; `grouped` for routed experts, `beyond` for coded
-    weights, whose entries hold up to two outliers; m: rows, as many as it serves if 0; ranges: instead of split-K."""
-    values = tensor_core_values(bits, config, group_size, outliers, midrise=midrise, beyond=beyond, m=m, ranges=ranges)
-    weights, kernel = config.block_n * 256, ssqr_grouped if grouped else ssqr_tensor_core
-    return _audit(kernel, arch, bits, config.max_rows, weights, values, config.num_warps, activations)
+    """Audit one configuration and variant of the tensor-core kernel; `grouped`: the kernel of routed experts."""
+    kernel, values = ssqr_grouped if grouped else ssqr_tensor_core, ssqr_constants(config, variant)
+    label = (arch, variant.bits, config.max_rows)
+    return _audit(kernel, *label, config.block_n * 256, values, config.num_warps, activations)
 
 
-def audit_simt(
-    arch: str,
-    bits: int,
-    config: DecodeConfig = SIMT,
-    rows: int = 1,
-    group_size: int = 128,
-    midrise: bool = False,
-    beyond: bool = False,
-) -> Audit:
-    """The SIMT kernel for `rows` activation rows, with split-K; `beyond` for coded weights."""
-    values = {
-        "BITS": bits, "GROUP": group_size, "BLOCK_N": config.block_n, "ROWS": rows, "STAGES": config.stages_for(bits),
-        "OUTLIERS": True, "SLOTS": slots_of(config.slots, beyond), "SPLIT": True, "HAS_FLAT_SCALES": False,
-        "HAS_ROW_SCALES": beyond, "ASM": True, "MIDRISE": midrise, "BEYOND": beyond,
-    }  # fmt: skip
-    return _audit(ssqr_simt, arch, bits, rows, config.block_n * 256, values, warps_of(config, bits, rows))
+def audit_simt(arch: str, variant: Variant, config: DecodeConfig = SIMT) -> Audit:
+    """Audit one variant of the SIMT kernel."""
+    label, warps = (arch, variant.bits, variant.m), warps_of(config, variant.bits, variant.m)
+    return _audit(ssqr_simt, *label, config.block_n * 256, simt_constants(config, variant), warps)
 
 
 def audit_dequantize(arch: str, bits: int) -> Audit:
-    """Packed tiles to dense bf16, group size 128."""
+    """Audit the kernel that writes packed tiles as dense bf16, group size 128."""
     values = {"BITS": bits, "GROUP": 128, "MIDRISE": False, "HAS_FLAT_SCALES": False, "HAS_ROW_SCALES": False}
     return _audit(dequantize_tiles, arch, bits, 0, 64 * 256, values, 4)
 
 
-def audit_scatter(arch: str, beyond: bool) -> Audit:
-    """Outliers into dense weights; `beyond` for coded weights."""
-    if not beyond:
+def audit_scatter(arch: str, beyond_entries: bool) -> Audit:
+    """Audit the kernel that writes outliers into dense weights, from entries of form `value` or `beyond`."""
+    if not beyond_entries:
         values: dict[str, Any] = {"HAS_ROW_SCALES": False, "SLOTS": SLICE_SLOTS}
         return _audit(scatter_outliers, arch, 0, 0, 16 * SLICE_SLOTS, values, 4)
     values = {"BITS": 3, "MIDRISE": True, "HAS_ROW_SCALES": True, "SLOTS": SLICE_SLOTS}
@@ -197,20 +160,20 @@ def audit_scatter(arch: str, beyond: bool) -> Audit:
 
 
 def audit_decoding(arch: str, rans: bool) -> Audit:
-    """Entropy decoding at load, of rANS or Huffman streams."""
+    """Audit the decoder of Huffman or rANS streams, which runs at load."""
     return _audit(rans_chunks if rans else huffman_chunks, arch, 0, 0, LANES, {"LANES": LANES}, 1)
 
 
 def audits(
     architectures: tuple[str, ...] = ARCHITECTURES, bits: tuple[int, ...] = BITS
 ) -> Iterator[Callable[[], Audit]]:
-    """What audits each kernel of the table."""
+    """Yield, for each kernel of the table, the function that audits it."""
     for arch in architectures:
         for width in bits:
             for rows in REGIMES:
                 if rows <= max_decode_rows(width):
-                    yield partial(audit_tensor_core, arch, width, decode_config(rows, width, arch))
-            yield partial(audit_simt, arch, width)
+                    yield partial(audit_tensor_core, arch, decode_config(rows, width, arch), Variant(width, rows))
+            yield partial(audit_simt, arch, Variant(width, 1))
             yield partial(audit_dequantize, arch, width)
         for function, flag in product((audit_scatter, audit_decoding), (False, True)):
             yield partial(function, arch, flag)
@@ -221,7 +184,7 @@ def _row(audit: Callable[[], Audit]) -> Row:
 
 
 def print_table(rows: Iterable[Row]) -> None:
-    """A Markdown table, a column per GPU: SASS per weight / registers / shared KB (/ spilled bytes, if any)."""
+    """Print a Markdown table, a column per GPU: SASS per weight / registers / shared KB (/ spilled bytes, if any)."""
     cells: dict[tuple[str, int, int], dict[str, str]] = {}
     for row in rows:
         spilled = f" / {row.spill_bytes} spilled" if row.spill_bytes else ""
@@ -238,7 +201,7 @@ def print_table(rows: Iterable[Row]) -> None:
 def main(arguments: list[str] | None = None) -> None:
     """Command line."""
     parser = argparse.ArgumentParser(prog="python -m vllm_latq.kernels.dev.audit", description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="a list of objects instead of a table")
+    parser.add_argument("--json", action="store_true", help="print a list of objects instead of a table")
     parser.add_argument("--arch", nargs="+", choices=ARCHITECTURES, default=ARCHITECTURES)
     parser.add_argument("--bits", nargs="+", type=int, choices=BITS, default=BITS)
     options = parser.parse_args(arguments)

@@ -47,7 +47,7 @@ def shifted(v, shift: tl.constexpr):
 def add_pair(v, addend: tl.constexpr, HALF: tl.constexpr):
     """v + addend in both halves; bf16, which has no packed sum before sm_90, by a fused multiply-add: exact, too.
 
-    -1 * -addend + v: with v as a factor, the machine code would make the 1 anew for every word.
+    -1 * -addend + v: with v as a factor, the machine code would make the 1 opaque_copy for every word.
     """
     if HALF:
         return tl.inline_asm_elementwise(
@@ -62,7 +62,7 @@ def add_pair(v, addend: tl.constexpr, HALF: tl.constexpr):
 
 
 @triton.jit
-def anew(v, N: tl.constexpr, PAIRED: tl.constexpr):
+def opaque_copy(v, N: tl.constexpr, PAIRED: tl.constexpr):
     """v, bf16 or fp16, as the N-th value of its own; costs nothing, because the last compiler stage sees through it.
 
     Triton 3.8 takes an operand that two products share through shared memory (triton-lang/triton#11526). Not where

@@ -5,8 +5,8 @@
 
 Experts without a gate have act(up).
 
-Places and batches are those of `routing.py`. The product is the decode kernel of `ssqr.py` with batches as the third
-dimension; a batch that the routing left empty ends at once.
+Places and batches come from `routing.py`. The product is the decode kernel of `ssqr.py` with batches as the third
+dimension of its grid; the programs of an empty batch end at once.
 """
 
 from dataclasses import replace
@@ -16,20 +16,30 @@ import triton
 import triton.language as tl
 
 from vllm_latq.kernels.configs import COMPILER, decode_config
-from vllm_latq.kernels.decode.dispatch import check_activations, scratch
+from vllm_latq.kernels.decode.dispatch import allocate_scratch, check_activations
 from vllm_latq.kernels.decode.ssqr import launch_arguments, ssqr_tensor_core
 from vllm_latq.kernels.errors import require
 from vllm_latq.kernels.experts.activations import ACTIVATIONS, UNGATED
 from vllm_latq.kernels.experts.routing import Routing, batch_size, route
 from vllm_latq.kernels.layout.weight import KernelWeight
 
-COLUMNS = 1024  # of a row, that a program handles which is no product
-MOST_PAIRS = 4096  # that are multiplied at once: bounds the scratch memory of a layer
+COLUMNS = 1024  # columns of a row that a program gathers, activates or combines
+MOST_PAIRS = 4096  # pairs that are multiplied at once: bounds the scratch memory of a layer
 
 
 @triton.jit(do_not_specialize=("k",))
-def gather_rows(x_ptr, id_ptr, place_ptr, scale_ptr, out_ptr, K, stride_xm, k, COLUMNS: tl.constexpr):
-    """Grid (pairs, columns / COLUMNS): the row of x of each pair to its place, times its expert's column scales."""
+def gather_rows(
+    x_ptr,  # bf16 or fp16 [tokens, K]
+    id_ptr,  # integers [pairs]: the expert of each pair
+    place_ptr,  # int32 [pairs]: the row of out, or -1
+    scale_ptr,  # float32 [experts, K]: column scales, or None
+    out_ptr,  # dtype of x [pairs, K]
+    K,
+    stride_xm,  # elements from one row of x to the next
+    k,  # experts of a token
+    COLUMNS: tl.constexpr,
+):
+    """Grid (pairs, columns / COLUMNS). Write each pair's row of x at its place, times its expert's column scales."""
     pair = tl.program_id(0)
     place = tl.load(place_ptr + pair)
     if place >= 0:
@@ -42,16 +52,23 @@ def gather_rows(x_ptr, id_ptr, place_ptr, scale_ptr, out_ptr, K, stride_xm, k, C
 
 @triton.jit
 def load_scales(scale_ptr, id_ptr, pair, col, K):
-    """float32: the column scales of a pair's expert, which is one of those here."""
+    """Return the column scales of a pair's expert, float32; the expert must be on this rank."""
     return tl.load(scale_ptr + tl.load(id_ptr + pair).to(tl.int64) * K + col, mask=col < K)
 
 
 @triton.jit
 def activate_rows(
-    y_ptr, id_ptr, place_ptr, scale_ptr, out_ptr, K,
-    ACTIVATION: tl.constexpr, GATED: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Grid (pairs, columns / COLUMNS): act(gate) * up, times the column scales of the pair's expert, at its place."""
+    y_ptr,  # bf16 or fp16 [pairs, 2 * K], gate before up; without a gate [pairs, K]
+    id_ptr,  # integers [pairs]: the expert of each pair
+    place_ptr,  # int32 [pairs]: the row of y and of out, or -1
+    scale_ptr,  # float32 [experts, K]: column scales, or None
+    out_ptr,  # dtype of y [pairs, K]
+    K,
+    ACTIVATION: tl.constexpr,  # a name of ACTIVATIONS, without UNGATED
+    GATED: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Grid (pairs, columns / COLUMNS). Write act(gate) * up, times the column scales of the pair's expert."""
     pair = tl.program_id(0)
     place = tl.load(place_ptr + pair).to(tl.int64)
     if place >= 0:
@@ -74,8 +91,16 @@ def activate_rows(
 
 
 @triton.jit(do_not_specialize=("k",))
-def combine_pairs(y_ptr, weight_ptr, place_ptr, out_ptr, N, k, COLUMNS: tl.constexpr):
-    """Grid (tokens, columns / COLUMNS): weighted sums of rows of y [pairs, N], in float32, rounded once."""
+def combine_pairs(
+    y_ptr,  # bf16 or fp16 [pairs, N]
+    weight_ptr,  # floats [tokens, k]
+    place_ptr,  # int32 [tokens, k]: the row of y, or -1
+    out_ptr,  # dtype of y [tokens, N]
+    N,
+    k,  # experts of a token
+    COLUMNS: tl.constexpr,
+):
+    """Grid (tokens, columns / COLUMNS). Write weighted sums of rows of y, in float32, rounded once."""
     token = tl.program_id(0)
     col = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     acc = tl.zeros((COLUMNS,), tl.float32)
@@ -89,16 +114,59 @@ def combine_pairs(y_ptr, weight_ptr, place_ptr, out_ptr, N, k, COLUMNS: tl.const
 
 @triton.jit(do_not_specialize=("M", "supers", "supers_per_part", "writers"))
 def ssqr_grouped(
-    expert_ptr, begin_ptr, live_ptr, word_stride, pair_stride, slice_stride, ticket_stride,
-    x_ptr, word_ptr, scale_ptr, flat_scale_ptr, row_scale_ptr, order_ptr, entry_ptr, slice_ptr, xt_ptr, fours_ptr,
-    partial_ptr, ticket_ptr, y_ptr, M, N, K, stride_xm, supers, supers_per_part, writers,
-    BITS: tl.constexpr, GROUP: tl.constexpr, MIDRISE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
-    STAGES: tl.constexpr, BIAS_DOT: tl.constexpr, BIAS_ROWS: tl.constexpr, PAIRED: tl.constexpr,
-    OUTLIER_ROWS: tl.constexpr, SLOTS: tl.constexpr, TRANSPOSED: tl.constexpr, BEYOND: tl.constexpr,
-    PIECE: tl.constexpr, SPLIT: tl.constexpr, RANGES: tl.constexpr, EVEN_K: tl.constexpr,
-    HAS_FLAT_SCALES: tl.constexpr, HAS_ROW_SCALES: tl.constexpr, ASM: tl.constexpr, UPCAST: tl.constexpr,
-):  # fmt: skip
-    """Grid (padded rows / BLOCK_N * RANGES, parts, batches): `ssqr_tensor_core` on one batch, its own M rows."""
+    expert_ptr,  # int32 [batches]: the expert of each batch
+    begin_ptr,  # int32 [batches]: first row of x and of y
+    live_ptr,  # int32 [batches]: number of rows, 0 for an empty batch
+    word_stride,  # elements from one expert to the next, in word_ptr
+    pair_stride,  # in scale_ptr
+    slice_stride,  # in slice_ptr
+    ticket_stride,  # elements from one batch to the next, in ticket_ptr
+    x_ptr,  # bf16 or fp16 [pairs, K], in the order of places
+    word_ptr,  # int32 [experts, row blocks, superblocks, planes, 64, words]: packed codes
+    scale_ptr,  # int32 [experts, row blocks, superblocks, 128 / GROUP, 64]: pairs of bf16 group scales, or None
+    flat_scale_ptr,  # float32 [experts, padded rows]: the scale of a whole row; None unless HAS_FLAT_SCALES
+    row_scale_ptr,  # float32 [experts, padded rows]; None unless HAS_ROW_SCALES
+    order_ptr,  # int32 [experts, padded rows]: the row of y that each tile row computes
+    entry_ptr,  # int32 [slots, 16]: outliers of all experts; None without
+    slice_ptr,  # int32 [experts, padded rows / 16 + 1]: first slot of each slice; None without outliers
+    xt_ptr,  # dtype of x [batches, K, OUTLIER_ROWS]: x^T, which the kernel writes; None unless TRANSPOSED
+    xt_as_int64_ptr,  # int64 [batches, K, OUTLIER_ROWS / 4]: the same memory; None unless TRANSPOSED
+    partial_ptr,  # float32 [batches, tiles, parts, BLOCK_M, BLOCK_N]; None unless SPLIT
+    ticket_ptr,  # int32 [batches, ticket_stride]: zeros before and after
+    y_ptr,  # [pairs, N], contiguous
+    M,  # most rows of a batch; unused, because each batch has its own number
+    N,  # rows of the weight
+    K,  # columns
+    stride_xm,  # elements from one row of x to the next
+    supers,  # superblocks
+    supers_per_part,  # superblocks of a part of split-K, or of a range of columns
+    writers,  # programs that write x^T
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    MIDRISE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    STAGES: tl.constexpr,
+    BIAS_DOT: tl.constexpr,
+    BIAS_ROWS: tl.constexpr,
+    PAIRED: tl.constexpr,
+    OUTLIER_ROWS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    BEYOND_ENTRIES: tl.constexpr,
+    PIECE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    RANGES: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    HAS_FLAT_SCALES: tl.constexpr,
+    HAS_ROW_SCALES: tl.constexpr,
+    ASM: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Grid (padded rows / BLOCK_N * RANGES, parts, batches). Run `ssqr_tensor_core` on one batch and its M rows.
+
+    The compile-time parameters are those of `ssqr_tensor_core`.
+    """
     M = tl.load(live_ptr + tl.program_id(2))
     if M == 0:
         return
@@ -116,27 +184,63 @@ def ssqr_grouped(
         slice_ptr += expert * slice_stride
     if xt_ptr is not None:
         xt_ptr += batch * K * OUTLIER_ROWS
-        fours_ptr += batch * K * (OUTLIER_ROWS // 4)
+        xt_as_int64_ptr += batch * K * (OUTLIER_ROWS // 4)
     if partial_ptr is not None:
         partial_ptr += batch * tl.num_programs(1) * padded * BLOCK_M
     ssqr_tensor_core(
-        x_ptr + begin * stride_xm, word_ptr + expert * word_stride, scale_ptr, flat_scale_ptr, row_scale_ptr,
-        order_ptr + expert * padded, entry_ptr, slice_ptr, xt_ptr, fours_ptr, partial_ptr,
-        ticket_ptr + batch * ticket_stride, y_ptr + begin * N, M, N, K, stride_xm, supers, supers_per_part,
-        writers, BITS, GROUP, MIDRISE, BLOCK_N, BLOCK_M, STAGES, BIAS_DOT, BIAS_ROWS, PAIRED, OUTLIER_ROWS, SLOTS,
-        TRANSPOSED, BEYOND, PIECE, SPLIT, RANGES, EVEN_K, HAS_FLAT_SCALES, HAS_ROW_SCALES, ASM, UPCAST,
-    )  # fmt: skip
+        x_ptr=x_ptr + begin * stride_xm,
+        word_ptr=word_ptr + expert * word_stride,
+        scale_ptr=scale_ptr,
+        flat_scale_ptr=flat_scale_ptr,
+        row_scale_ptr=row_scale_ptr,
+        order_ptr=order_ptr + expert * padded,
+        entry_ptr=entry_ptr,
+        slice_ptr=slice_ptr,
+        xt_ptr=xt_ptr,
+        xt_as_int64_ptr=xt_as_int64_ptr,
+        partial_ptr=partial_ptr,
+        ticket_ptr=ticket_ptr + batch * ticket_stride,
+        y_ptr=y_ptr + begin * N,
+        M=M,
+        N=N,
+        K=K,
+        stride_xm=stride_xm,
+        supers=supers,
+        supers_per_part=supers_per_part,
+        writers=writers,
+        BITS=BITS,
+        GROUP=GROUP,
+        MIDRISE=MIDRISE,
+        BLOCK_N=BLOCK_N,
+        BLOCK_M=BLOCK_M,
+        STAGES=STAGES,
+        BIAS_DOT=BIAS_DOT,
+        BIAS_ROWS=BIAS_ROWS,
+        PAIRED=PAIRED,
+        OUTLIER_ROWS=OUTLIER_ROWS,
+        SLOTS=SLOTS,
+        TRANSPOSED=TRANSPOSED,
+        BEYOND_ENTRIES=BEYOND_ENTRIES,
+        PIECE=PIECE,
+        SPLIT=SPLIT,
+        RANGES=RANGES,
+        EVEN_K=EVEN_K,
+        HAS_FLAT_SCALES=HAS_FLAT_SCALES,
+        HAS_ROW_SCALES=HAS_ROW_SCALES,
+        ASM=ASM,
+        UPCAST=UPCAST,
+    )
 
 
 def gather(x: torch.Tensor, scales: torch.Tensor | None, routing: Routing) -> torch.Tensor:
-    """Rows of x in the order of places, times their expert's column scales, rounded once.
+    """Return rows of x in the order of places, times their expert's column scales, rounded once.
 
     Args:
         x: [tokens, cols].
         scales: float32 [experts, cols], contiguous, or None.
 
     Returns:
-        [pairs, cols], dtype of x; undefined behind the last place. A view of x where all rows are one.
+        [pairs, cols], dtype of x; undefined after the last place. A view of x if x has one row and no scales.
     """
     pairs, cols = routing.ids.numel(), x.shape[1]
     if x.stride(1) != 1:
@@ -153,7 +257,7 @@ def gather(x: torch.Tensor, scales: torch.Tensor | None, routing: Routing) -> to
 
 
 def activate(y: torch.Tensor, activation: str, scales: torch.Tensor | None, routing: Routing) -> torch.Tensor:
-    """act(gate) * up, or act(up), times their expert's column scales, in float32, rounded once.
+    """Return act(gate) * up, or act(up), times their expert's column scales, in float32, rounded once.
 
     Args:
         y: [pairs, 2 * cols], gate before up, or [pairs, cols] without a gate; contiguous, in the order of places.
@@ -161,7 +265,7 @@ def activate(y: torch.Tensor, activation: str, scales: torch.Tensor | None, rout
         scales: float32 [experts, cols], contiguous, or None.
 
     Returns:
-        [pairs, cols], dtype of y; undefined behind the last place.
+        [pairs, cols], dtype of y; undefined after the last place.
     """
     require(activation in ACTIVATIONS, "activation", f"one of {', '.join(ACTIVATIONS)}", activation)
     gated = not activation.endswith(UNGATED)
@@ -176,15 +280,16 @@ def activate(y: torch.Tensor, activation: str, scales: torch.Tensor | None, rout
 
 
 def grouped_matmul(x: torch.Tensor, stack: KernelWeight, routing: Routing) -> torch.Tensor:
-    """Each batch of rows times the transposed weight of its expert, in one launch.
+    """Multiply each batch of rows by the transposed weight of its expert, in one launch.
 
     Args:
-        x: [pairs, cols], bfloat16 or float16, in the order of places, columns contiguous; anything behind the last one.
+        x: [pairs, cols], bfloat16 or float16, in the order of places, columns contiguous; of any value after the last
+            place.
         stack: the experts' weights, see KernelWeight.
-        routing: of the rows of x; its tickets are zero before and after.
+        routing: places the rows of x; its tickets are zero before and after.
 
     Returns:
-        [pairs, rows], dtype of x; undefined behind the last place.
+        [pairs, rows], dtype of x; undefined after the last place.
 
     Raises:
         KernelInputError: x does not fit the weights.
@@ -196,21 +301,27 @@ def grouped_matmul(x: torch.Tensor, stack: KernelWeight, routing: Routing) -> to
     require(dense and len(x) == pairs, "x", f"{pairs} rows without gaps between columns",
             f"{tuple(x.shape)} of strides {x.stride()}")  # fmt: skip
     config = decode_config(size, weight.bits, weight.arch, weight.group_size)
-    parts, ranges, partials, transposed = scratch(x, weight, config, size, batches)
+    scratch = allocate_scratch(x, weight, config, size, batches)
     y = torch.empty(pairs, weight.rows, dtype=x.dtype, device=x.device)
-    parted = (weight.words, weight.scale_pairs, weight.slice_ptr, weight.tickets)
-    strides = (0 if part is None else part.stride(0) for part in parted)
+    batch = {
+        "expert_ptr": routing.expert,
+        "begin_ptr": routing.begin,
+        "live_ptr": routing.live,
+        "word_stride": weight.words.stride(0),
+        "pair_stride": 0 if weight.scale_pairs is None else weight.scale_pairs.stride(0),
+        "slice_stride": 0 if weight.slice_ptr is None else weight.slice_ptr.stride(0),
+        "ticket_stride": weight.tickets.stride(0),
+    }
     with torch.cuda.device_of(x):
-        grid, arguments, named = launch_arguments(x, weight, y, partials, transposed, config, parts, ranges, size)
-        batch = (routing.expert, routing.begin, routing.live)
-        ssqr_grouped[(*grid, batches)](*batch, *strides, *arguments, **named)
+        grid, arguments = launch_arguments(x, weight, y, config, scratch, size)
+        ssqr_grouped[(*grid, batches)](**batch, **arguments)
     return y
 
 
 def combine(y: torch.Tensor, weights: torch.Tensor, routing: Routing) -> torch.Tensor:
-    """For each token the sum of its pairs' rows of y [pairs, rows] times weights [tokens, k]: [tokens, rows].
+    """Return the sum of each token's rows of y [pairs, rows] times weights [tokens, k]: [tokens, rows].
 
-    In float32, rounded once to the dtype of y; pairs without a place add nothing.
+    Sums are in float32, rounded once to the dtype of y; pairs without a place add nothing.
     """
     tokens, k = routing.place.shape
     out = torch.empty(tokens, y.shape[1], dtype=y.dtype, device=y.device)
@@ -230,16 +341,16 @@ def routed_experts(
     experts: int,
     activation: str,
 ) -> torch.Tensor | None:
-    """For each token the weighted sum of its experts' outputs; None for more tokens than the decode kernel is for.
+    """Return the weighted sum of each token's experts; None for more tokens than the decode kernel serves.
 
     Args:
         x: [tokens, hidden], bfloat16 or float16.
-        weights: [tokens, k], of the outputs.
-        ids: integers [tokens, k]; any number outside the stacks is an expert that is not here, and adds nothing.
-        stacks: experts' weights of gate above up, [2 * intermediate, hidden], or without a gate of up, and of down,
+        weights: [tokens, k], factors of the experts' outputs.
+        ids: integers [tokens, k]; a number outside the stacks is an expert of another rank, and adds nothing.
+        stacks: the experts' weights of gate above up [2 * intermediate, hidden], or of up without a gate, and of down
             [hidden, intermediate].
-        scales: of their columns, float32 [experts here, columns], contiguous, or None.
-        experts: from which the ids are chosen, those of other ranks included.
+        scales: column scales of both stacks, float32 [experts of this rank, columns], contiguous, or None.
+        experts: number of experts on all ranks, from which the ids are chosen.
         activation: one of ACTIVATIONS.
 
     Returns:

@@ -36,10 +36,16 @@ class _Pointer(MockTensor):
         return self.offset
 
 
+def _pointer(value: Any) -> Any:
+    """Return what stands for a tensor; any other value as it is."""
+    return _Pointer(value) if isinstance(value, torch.Tensor) else value
+
+
 def _dry(self: JITFunction, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> Any:
     launched.append(warmup)
-    pointers = [_Pointer(value) if isinstance(value, torch.Tensor) else value for value in arguments]
-    return launch(self, *pointers, grid=grid, warmup=True, **options)
+    positional = [_pointer(value) for value in arguments]
+    named = {name: _pointer(value) for name, value in options.items()}
+    return launch(self, *positional, grid=grid, warmup=True, **named)
 
 
 def pretend_driver() -> None:

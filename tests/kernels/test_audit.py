@@ -89,8 +89,10 @@ OTHERS = [
 
 SCRIPT = """
 import json, sys
+from dataclasses import replace
 from vllm_latq.kernels.dev.audit import audit_decoding, audit_dequantize, audit_scatter, audit_simt, audit_tensor_core
 from vllm_latq.kernels.configs import decode_config
+from vllm_latq.kernels.decode.launch import Variant
 
 def together(code):
     # Most loads of four activations that a loop has on their way before it adds the first.
@@ -105,10 +107,10 @@ def together(code):
 
 found = []
 for arch, bits, rows, activations, group, *flags in json.loads(sys.argv[1]):
-    options = dict(zip(("midrise", "grouped", "beyond", "ranges"), flags), group_size=group)
+    midrise, grouped, beyond_entries, ranges = [*flags, *(False, False, False, 1)[len(flags) :]]
+    variant = Variant(bits, abs(rows), group, midrise, beyond_entries=beyond_entries, ranges=ranges, split=ranges == 1)
     if rows < 0:
-        options.pop("grouped", None)
-        audited = audit_simt(arch, bits, rows=-rows, **options)
+        audited = audit_simt(arch, replace(variant, row_scales=beyond_entries))
     elif rows == 0 and bits:
         audited = audit_dequantize(arch, bits)
     elif rows == 0:
@@ -116,7 +118,7 @@ for arch, bits, rows, activations, group, *flags in json.loads(sys.argv[1]):
         audited = max(others, key=lambda other: other.row.spill_bytes)
     else:
         config = decode_config(rows, bits, arch, group)
-        audited = audit_tensor_core(arch, bits, config, activations=activations, m=rows, **options)
+        audited = audit_tensor_core(arch, config, variant, activations, grouped)
     loop = audited.loop
     found.append({
         **vars(audited.row),
@@ -134,13 +136,14 @@ print(json.dumps(found))
 AMD_SCRIPT = """
 import json
 from triton.backends.compiler import GPUTarget
-from vllm_latq.kernels.dev.audit import compile_kernel, tensor_core_values
+from vllm_latq.kernels.dev.audit import compile_kernel
 from vllm_latq.kernels.configs import HIP, decode_config
-from vllm_latq.kernels.decode.ssqr import ssqr_tensor_core
+from vllm_latq.kernels.decode.launch import Variant
+from vllm_latq.kernels.decode.ssqr import ssqr_constants, ssqr_tensor_core
 found = []
 for bits, rows, group in ((3, 8, 128), (3, 8, 32), (8, 8, 64), (4, 64, 128), (8, 32, 128)):
     config = decode_config(rows, bits, HIP, group)
-    values = tensor_core_values(bits, config, group_size=group, asm=False)
+    values = ssqr_constants(config, Variant(bits, config.max_rows, group, asm=False))
     found.append(compile_kernel(ssqr_tensor_core, GPUTarget("hip", "gfx942", 64), values, config.num_warps))
 print(json.dumps([{"shared_bytes": c.metadata.shared, "matrix": c.asm["amdgcn"].count("v_mfma")} for c in found]))
 """

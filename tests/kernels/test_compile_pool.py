@@ -20,6 +20,7 @@ from helpers.dry_launch import empty, launched, on_gpu, pretend_driver
 from vllm_latq.kernels.bench.compile_pool import CompilePool, kernels_of
 from vllm_latq.kernels.configs import decode_config
 from vllm_latq.kernels.decode.prefill import launch_dequantize
+from vllm_latq.kernels.decode.launch import Scratch
 from vllm_latq.kernels.decode.ssqr import launch_ssqr
 
 pretend_driver()
@@ -31,14 +32,14 @@ def fails():
 
 with FakeTensorMode():
     x, y = empty(torch.bfloat16, 1, 256), empty(torch.bfloat16, 1, 128)
-    decode = partial(launch_ssqr, x, weight, y, None, None, config, 1)
-    halves = partial(launch_ssqr, x.half(), weight, y.half(), None, None, config, 1)
+    decode = partial(launch_ssqr, x, weight, y, config, Scratch())
+    halves = partial(launch_ssqr, x.half(), weight, y.half(), config, Scratch())
     dense = partial(launch_dequantize, weight, empty(torch.bfloat16, 128, 256), 0, 1)  # two kernels
     launches = [decode, fails, dense, decode, halves]
 """
 PARTS = {
     "each kernel is compiled once, whatever another ends in": """
-    wrong = partial(launch_ssqr, x.float(), weight, y, None, None, config, 1)  # launchers leave such checks to dispatch
+    wrong = partial(launch_ssqr, x.float(), weight, y, config, Scratch())  # launchers leave such checks to dispatch
     kernels = kernels_of([wrong, *launches])
     names = [name for _, name, _ in kernels]
     assert names == ["ssqr_tensor_core"] * 2 + ["dequantize_tiles", "scatter_outliers", "ssqr_tensor_core"], names

@@ -23,8 +23,9 @@ from vllm_latq.kernels.bench import cases
 from vllm_latq.kernels.configs import GATHER_ROWS, SIMT, decode_config
 from vllm_latq.kernels.decode import prefill as dequantize
 from vllm_latq.kernels.decode.dispatch import ssqr_matmul
-from vllm_latq.kernels.decode.ssqr import launch_ssqr, ssqr_tensor_core
-from vllm_latq.kernels.dev.audit import compile_kernel, tensor_core_values
+from vllm_latq.kernels.decode.launch import Scratch, Variant
+from vllm_latq.kernels.decode.ssqr import launch_ssqr, ssqr_constants, ssqr_tensor_core
+from vllm_latq.kernels.dev.audit import compile_kernel
 from vllm_latq.kernels.dev.emulation.launch import emulation
 from vllm_latq.kernels.dev.emulation.memory import GlobalMemory, Traffic
 from vllm_latq.kernels.dev.emulation.ptx import parse
@@ -61,7 +62,7 @@ def float32_product(
     if weight.entries is not None and m > GATHER_ROWS:
         transposed = torch.full((weight.cols, config.outlier_rows(m, ranges)), float("nan"), dtype=x.dtype)
     with emulation(arch, **options) as traffic:
-        launch_ssqr(x, weight, y, partials, transposed, config, parts, ranges)
+        launch_ssqr(x, weight, y, config, Scratch(parts, ranges, partials, transposed))
     assert not weight.tickets.any()
     return y, traffic
 
@@ -249,7 +250,7 @@ def test_activations_are_transposed_whoever_comes_first(make_layer, m: int) -> N
 
 def test_ticket_is_between_barriers() -> None:
     """All of a program's partials before its ticket, all loads of others' after it. Emulated programs never overlap."""
-    values = tensor_core_values(3, decode_config(8, 3, "sm_80"), outliers=False)
+    values = ssqr_constants(decode_config(8, 3, "sm_80"), Variant(3, 8, outliers=False))
     compiled = compile_kernel(ssqr_tensor_core, GPUTarget("cuda", 80, 32), values, num_warps=2)
     code = [i.opcode for i in parse(compiled.asm["ptx"]).instructions]
     ticket = next(at for at, opcode in enumerate(code) if opcode.startswith("atom"))
@@ -263,7 +264,7 @@ def test_ticket_is_between_barriers() -> None:
 def test_shares_of_transposed_activations_are_counted_between_barriers() -> None:
     """A writer's stores before it counts itself, released; a reader's loads after it looks at the count, acquired."""
     config = decode_config(16, 3, "sm_80")
-    values = tensor_core_values(3, config, outliers=True, m=16)
+    values = ssqr_constants(config, Variant(3, 16))
     compiled = compile_kernel(ssqr_tensor_core, GPUTarget("cuda", 80, 32), values, num_warps=config.num_warps)
     code = [i.opcode for i in parse(compiled.asm["ptx"]).instructions]
     counted, looked, _ticket = [at for at, opcode in enumerate(code) if opcode.startswith(("atom", "red"))]

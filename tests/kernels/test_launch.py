@@ -15,6 +15,7 @@ import torch
 from vllm_latq.kernels.bench.cases import SHAPES
 from vllm_latq.kernels.configs import TABLE, decode_config, split_k
 from vllm_latq.kernels.decode.dispatch import padded_columns
+from vllm_latq.kernels.decode.launch import Scratch
 from vllm_latq.kernels.decode.ssqr import launch_arguments
 
 SCRIPT = """
@@ -30,6 +31,7 @@ from vllm_latq.kernels.experts.grouped import activate, combine, gather, grouped
 from vllm_latq.kernels.entropy.huffman import launch_huffman
 from vllm_latq.kernels.entropy.rans import launch_rans
 from vllm_latq.kernels.experts.routing import batch_size, route
+from vllm_latq.kernels.decode.launch import Scratch
 from vllm_latq.kernels.decode.simt import launch_simt
 from vllm_latq.kernels.decode.ssqr import launch_ssqr
 
@@ -51,13 +53,13 @@ with FakeTensorMode():
             x, y = empty(bf16, m, weight.cols), empty(bf16, m, weight.rows)
             partials = empty(torch.float32, 1) if parts > 1 else None
             transposed = empty(bf16, weight.cols, config.max_rows) if m > GATHER_ROWS else None
-            launch_ssqr(x, weight, y, partials, transposed, config, parts)
+            launch_ssqr(x, weight, y, config, Scratch(parts, 1, partials, transposed))
             if weight.cols == 4096 and m <= 4:
                 ranges = 8 >> (m - 1).bit_length()
-                launch_ssqr(x, weight, y, None, transposed, config, 1, ranges)
-                launch_ssqr(x, shorter, y, None, transposed, config, 1, ranges)
+                launch_ssqr(x, weight, y, config, Scratch(1, ranges, None, transposed))
+                launch_ssqr(x, shorter, y, config, Scratch(1, ranges, None, transposed))
             if m in (3, 4):
-                launch_simt(x, weight, y, partials, SIMT, parts)
+                launch_simt(x, weight, y, SIMT, Scratch(parts, 1, partials))
     for weight in weights + coded:
         for first in (0, 2):
             launch_dequantize(weight, empty(torch.bfloat16, 128, weight.cols), first, 2)
@@ -116,8 +118,9 @@ def test_writers_of_transposed_activations_fit_their_counter(make_layer) -> None
     wide = {"cols": 1 << 16, "order": torch.empty(1 << 18, device="meta"), "processors": 1 << 16}
     weight, config = replace(make_layer(3, 64, 256).weight, **wide), decode_config(64, 3)
     x, transposed = (torch.empty(64, 1 << 16, dtype=torch.float16, device="meta") for _ in range(2))
-    _, (*_, writers), _ = launch_arguments(x, weight, x, None, transposed.view(1 << 16, 64), config, 1, 1, 64)
-    assert writers == 2047
+    scratch = Scratch(transposed=transposed.view(1 << 16, 64))
+    _, arguments = launch_arguments(x, weight, x, config, scratch, 64)
+    assert arguments["writers"] == 2047
 
 
 def test_no_copy_where_no_column_is_missing(make_layer) -> None:

@@ -12,6 +12,7 @@ from helpers.builders import poisoned
 from helpers.kernel_device import DEVICE, EMULATED, INTERPRETED
 from vllm_latq.kernels.configs import GATHER_ROWS, SIMT, DecodeConfig, decode_config
 from vllm_latq.kernels.decode.dispatch import padded_columns, ssqr_matmul
+from vllm_latq.kernels.decode.launch import Scratch
 from vllm_latq.kernels.decode.simt import launch_simt
 from vllm_latq.kernels.decode.ssqr import launch_ssqr
 from vllm_latq.kernels.dev.reference import matmul_reference
@@ -39,12 +40,13 @@ def run(
     transposed = None
     if weight.entries is not None and m > GATHER_ROWS:
         transposed = poisoned(weight.cols, config.outlier_rows(m, ranges), dtype=dtype, device=DEVICE)
+    scratch = Scratch(parts, ranges, partials, transposed)
     for _ in range(2 if parts > 1 else 1):  # the second launch finds the tickets as the first one left them
         y.fill_(float("nan"))
         if config.kernel == "simt":
-            launch_simt(padded_columns(x.to(DEVICE), weight), weight, y, partials, config, parts)
+            launch_simt(padded_columns(x.to(DEVICE), weight), weight, y, config, scratch)
         else:
-            launch_ssqr(x.to(DEVICE), weight, y, partials, transposed, config, parts, ranges)
+            launch_ssqr(x.to(DEVICE), weight, y, config, scratch)
         expected = matmul_reference(x, layer.dense)
         # Over random signs of x: one output, which may happen to be small, is no measure of what it is a sum of.
         deviation = matmul_reference(x.double().square(), layer.dense.square()).sqrt().max()
@@ -193,7 +195,7 @@ def test_large_activations_do_not_lose_the_weights(make_layer) -> None:
     layer = make_layer(2, 64, 1024, outliers=0.0)
     x = torch.full((1, 1024), 100.0, dtype=torch.bfloat16)
     y = poisoned(1, 64, device=DEVICE)
-    launch_ssqr(x.to(DEVICE), layer.weight, y, None, None, decode_config(1, 2, layer.weight.arch), 1)
+    launch_ssqr(x.to(DEVICE), layer.weight, y, decode_config(1, 2, layer.weight.arch), Scratch())
     expected = matmul_reference(x, layer.dense)
     assert (y.cpu() - expected).abs().max() <= 2e-5 * expected.abs().max()
 
