@@ -36,13 +36,16 @@ from vllm_latq.kernels.decode.simt import simt_constants, ssqr_simt, warps_of
 from vllm_latq.kernels.decode.ssqr import ssqr_constants, ssqr_tensor_core
 from vllm_latq.kernels.dev.sass import MachineCode, disassemble
 from vllm_latq.kernels.entropy.chunks import LANES
-from vllm_latq.kernels.entropy.huffman import huffman_chunks
-from vllm_latq.kernels.entropy.rans import rans_chunks
+from vllm_latq.kernels.entropy.huffman import HuffmanCode, huffman_chunks, huffman_constants
+from vllm_latq.kernels.entropy.rans import RansCode, rans_chunks, rans_constants
 from vllm_latq.kernels.errors import require
 from vllm_latq.kernels.experts.grouped import ssqr_grouped
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 BITS = (2, 3, 4, 8)
+# The constants of the format (FORMAT.md sections 3.3 and 3.4), which `serving` passes; a test holds them equal.
+HUFFMAN = HuffmanCode(max_length=15, max_symbols=4096, escape_bits=32)
+RANS = RansCode(probability_bits=12, max_tables=31, state_low=1 << 16)
 _POINTERS = {
     "word_ptr": "*i32", "scale_ptr": "*i32", "flat_scale_ptr": "*fp32", "row_scale_ptr": "*fp32", "order_ptr": "*i32",
     "stream_ptr": "*i32", "table_ptr": "*i32", "start_ptr": "*i64", "used_ptr": "*i32", "z_ptr": "*i32",
@@ -161,7 +164,8 @@ def audit_scatter(arch: str, beyond_entries: bool) -> Audit:
 
 def audit_decoding(arch: str, rans: bool) -> Audit:
     """Audit the decoder of Huffman or rANS streams, which runs at load."""
-    return _audit(rans_chunks if rans else huffman_chunks, arch, 0, 0, LANES, {"LANES": LANES}, 1)
+    kernel, values = (rans_chunks, rans_constants(RANS)) if rans else (huffman_chunks, huffman_constants(HUFFMAN))
+    return _audit(kernel, arch, 0, 0, LANES, values, 1)
 
 
 def audits(

@@ -1,4 +1,4 @@
-"""What the kernels compute, in plain torch. Shares no helper with them: it reads the checkpoint's bits one by one.
+"""References of the kernels in plain torch. They share no helper with them, and read the checkpoint bit by bit.
 
 W[i, j] = row_scales[i] * (scales[i, j // group_size] * (code[i, j] - zero) + outlier[i, j])
 
@@ -15,19 +15,17 @@ def dequantize_reference(
     cols: int,
     scales: torch.Tensor | None = None,
     row_scales: torch.Tensor | None = None,
-    row_ptr: torch.Tensor | None = None,
-    col_idx: torch.Tensor | None = None,
-    values: torch.Tensor | None = None,
+    outliers: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     midrise: bool = False,
 ) -> torch.Tensor:
-    """The weight matrix, float64 [rows, cols], of checkpoint tensors.
+    """Return the weight matrix of checkpoint tensors, float64 [rows, cols].
 
     Args:
         qweight: int32 [rows, ceil(cols * bits / 32)], a little-endian bit stream per row.
         scales: bfloat16 [rows, groups] or None for 1.
         row_scales: float32 [rows] or None for 1.
-        row_ptr, col_idx, values: CSR outliers or all None; entries of one place add up.
-        midrise: whether the grid is.
+        outliers: CSR row_ptr, col_idx and values, or None; entries of one place add up.
+        midrise: whether the grid lies half a step above the multiples of the scale.
     """
     rows, device = qweight.shape[0], qweight.device
     stream = (qweight.to(torch.int64)[:, :, None] >> torch.arange(32, device=device)) & 1
@@ -37,7 +35,8 @@ def dequantize_reference(
     if scales is not None:
         group = torch.arange(cols, device=device) // (cols if group_size == -1 else group_size)
         weight *= scales.double()[:, group]
-    if row_ptr is not None and col_idx is not None and values is not None:
+    if outliers is not None:
+        row_ptr, col_idx, values = outliers
         for row in range(rows):
             entry = slice(int(row_ptr[row]), int(row_ptr[row + 1]))
             weight[row].index_add_(0, col_idx[entry].to(torch.int64), values[entry].double())
@@ -47,7 +46,7 @@ def dequantize_reference(
 
 
 def matmul_reference(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x [m, cols] times weight [rows, cols] transposed, float64 [m, rows]."""
+    """Return x [m, cols] times weight [rows, cols] transposed, float64 [m, rows]."""
     return x.double() @ weight.double().t()
 
 
@@ -56,13 +55,13 @@ def huffman_reference(
     chunk_bits: torch.Tensor,
     code_lengths: torch.Tensor,
     first_symbol: int,
-    rows: int,
-    cols: int,
+    shape: tuple[int, int],
+    chunk_shape: tuple[int, int],
 ) -> torch.Tensor:
-    """Integers int32 [rows, cols] of an entropy-coded layer, read bit by bit; arguments as for `decode_huffman`."""
+    """Return the integers of an entropy-coded layer, int32 `shape`, read bit by bit; see `decode_huffman`."""
     meaning = canonical_codes(code_lengths.tolist())
     bits = "".join(format(word & 0xFFFFFFFF, "032b") for word in stream.tolist())
-    chunk_rows, chunk_cols = max(1, 1024 // cols), min(cols, 1024)
+    (rows, cols), (chunk_rows, chunk_cols) = shape, chunk_shape
     z = torch.zeros(rows, cols, dtype=torch.int32)
     position = 0
     for block_row in range(chunk_bits.shape[0]):
@@ -86,7 +85,7 @@ def huffman_reference(
 
 
 def canonical_codes(lengths: list[int]) -> dict[tuple[int, int], int]:
-    """(length, code) -> symbol index."""
+    """Return symbol index by (length, code)."""
     meaning, code, previous = {}, 0, 0
     for index in sorted((i for i, length in enumerate(lengths) if length), key=lambda i: (lengths[i], i)):
         code <<= lengths[index] - previous

@@ -93,6 +93,9 @@ def make_layer(request: pytest.FixtureRequest) -> Callable[..., Layer]:
             "midrise": midrise,
         }
         there = {name: part.to(device) if isinstance(part, torch.Tensor) else part for name, part in tensors.items()}
-        return Layer(tensors, dequantize_reference(**tensors), prepare(**there))
+        csr = {name: tensors[name] for name in ("row_ptr", "col_idx", "values")}
+        plain = {name: part for name, part in tensors.items() if name not in csr}
+        dense = dequantize_reference(**plain, outliers=tuple(csr.values()) if has_outliers else None)
+        return Layer(tensors, dense, prepare(**there))
 
     return make

@@ -35,6 +35,7 @@ from vllm_latq.kernels.entropy.rans import decode_rans
 from vllm_latq.kernels.experts.grouped import combine, gather, grouped_matmul
 from vllm_latq.kernels.experts.routing import batch_size, route
 from vllm_latq.kernels.layout.weight import stack_weights
+from vllm_latq.serving.decode import huffman_arguments, rans_arguments
 
 pytestmark = pytest.mark.compiler
 
@@ -189,15 +190,10 @@ def test_prefill(make_layer, monkeypatch: pytest.MonkeyPatch, arch: str, bits: i
 def test_entropy_decoders() -> None:
     z = (torch.randn(40, 33, generator=torch.Generator().manual_seed(0)) * 2).round().to(torch.int32)
     z[0, :4] = torch.tensor([2**31 - 1, -(2**31), 99999, -77777])
-    coded = huffman_encode(z)
-    lengths = torch.from_numpy(coded.table.lengths)
     with emulation("sm_80"):
-        assert torch.equal(decode_huffman(coded.stream, coded.chunk_bits, lengths, coded.table.first_symbol, 40, 33), z)
-    stream = rans_encode(z)
-    model = stream.model()
-    tables = (stream.table_ranges, stream.frequencies)
+        assert torch.equal(decode_huffman(*huffman_arguments(huffman_encode(z), z.device)), z)
     with emulation("sm_90"):
-        found = decode_rans(stream.stream, stream.chunk_words, model.row_class, model.column_class, *tables)
+        found = decode_rans(*rans_arguments(rans_encode(z), z.device))
     assert torch.equal(found, z)
 
 

@@ -28,6 +28,8 @@ from helpers.dry_launch import empty, on_gpu, pretend_driver
 from vllm_latq.kernels.configs import GATHER_ROWS, SIMT, decode_config
 from vllm_latq.kernels.decode.prefill import launch_dequantize
 from vllm_latq.kernels.experts.grouped import activate, combine, gather, grouped_matmul
+from vllm_latq.kernels.dev.audit import HUFFMAN, RANS
+from vllm_latq.kernels.entropy.chunks import Cut
 from vllm_latq.kernels.entropy.huffman import launch_huffman
 from vllm_latq.kernels.entropy.rans import launch_rans
 from vllm_latq.kernels.experts.routing import batch_size, route
@@ -80,9 +82,10 @@ with FakeTensorMode():
             combine(y, empty(torch.float32, tokens, 2), routing)
     for rows, cols in ((1, 1), (160, 4096), (17, 100)):
         starts, used, z = empty(torch.int64, 16), ints(16), ints(rows, cols)
-        launch_huffman(ints(cols), ints(1 << 15), starts, used, z, (rows, cols), -rows, rows)
+        cut = Cut(rows, cols, rows, cols)
+        launch_huffman(ints(cols), ints(1 << 15), (-rows, rows), starts, used, z, cut, HUFFMAN)
         slots = empty(torch.int64, rows, 4096)
-        launch_rans(ints(cols), slots, ints(rows), ints(cols), starts, used, used, z, (rows, cols))
+        launch_rans(ints(cols), slots, (ints(rows), ints(cols)), starts, (used, used), z, cut, RANS)
 for name, kernels in compiled.items():
     print(name, len(kernels))
 """

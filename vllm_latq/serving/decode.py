@@ -6,7 +6,10 @@ from typing import Any
 
 import torch
 
+from vllm_latq.coding.huffman import stream as huffman
 from vllm_latq.coding.huffman.stream import HuffmanStream
+from vllm_latq.coding.rans import model
+from vllm_latq.coding.rans import stream as rans
 from vllm_latq.coding.rans.stream import RansStream
 from vllm_latq.errors import REPAIR, CheckpointError
 from vllm_latq.format.encodings.weight import Weight
@@ -29,12 +32,21 @@ def _huffman_on_device(device: torch.device, stream: HuffmanStream, where: str) 
     from vllm_latq.kernels.entropy.huffman import decode_huffman
     from vllm_latq.kernels.errors import KernelInputError
 
-    tensors = (stream.stream, stream.chunk_bits, torch.from_numpy(stream.table.lengths))
-    words, chunk_bits, lengths = (tensor.to(device) for tensor in tensors)
     try:
-        return decode_huffman(words, chunk_bits, lengths, stream.table.first_symbol, *stream.shape)
+        return decode_huffman(*huffman_arguments(stream, device))
     except KernelInputError as error:
         raise CheckpointError(where, error.expected, error.found, REPAIR) from error
+
+
+def huffman_arguments(stream: HuffmanStream, device: torch.device) -> tuple[Any, ...]:
+    """Return the arguments of `decode_huffman` for a stream: its tensors on `device`, and constants of the format."""
+    from vllm_latq.kernels.entropy.chunks import Cut
+    from vllm_latq.kernels.entropy.huffman import HuffmanCode
+
+    tensors = (stream.stream, stream.chunk_bits, torch.from_numpy(stream.table.lengths))
+    cut = Cut(*stream.shape, *huffman.chunks_of(stream.shape).shape)
+    code = HuffmanCode(huffman.MAX_LENGTH, huffman.MAX_SYMBOLS, huffman.ESCAPE_BITS)
+    return *(part.to(device) for part in tensors), stream.table.first_symbol, cut, code
 
 
 def _rans_on_device(device: torch.device, stream: RansStream, where: str) -> torch.Tensor:
@@ -42,11 +54,24 @@ def _rans_on_device(device: torch.device, stream: RansStream, where: str) -> tor
     from vllm_latq.kernels.entropy.rans import decode_rans
     from vllm_latq.kernels.errors import KernelInputError
 
-    tensors = (stream.stream, stream.chunk_words, *stream.classes(), stream.table_ranges, stream.frequencies)
     try:
-        return decode_rans(*(tensor.to(device) for tensor in tensors))
+        return decode_rans(*rans_arguments(stream, device))
     except KernelInputError as error:
         raise CheckpointError(where, error.expected, error.found, REPAIR) from error
+
+
+def rans_arguments(stream: RansStream, device: torch.device) -> tuple[Any, ...]:
+    """Return the arguments of `decode_rans` for a stream: its tensors on `device`, and constants of the format."""
+    from vllm_latq.kernels.entropy.chunks import Cut
+    from vllm_latq.kernels.entropy.rans import RansCode
+
+    words, chunk_words, ranges, frequencies = (
+        part.to(device) for part in (stream.stream, stream.chunk_words, stream.table_ranges, stream.frequencies)
+    )
+    rows, columns = (part.to(device) for part in stream.classes())
+    cut = Cut(*stream.shape, *rans.chunks_of(stream.shape).shape)
+    code = RansCode(model.PROBABILITY_BITS, model.MAX_TABLES, rans.STATE_LOW)
+    return words, chunk_words, (rows, columns), ranges, frequencies, cut, code
 
 
 # Kernels by encoding; an encoding without one is decoded on the CPU.
