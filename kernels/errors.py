@@ -1,13 +1,13 @@
-"""The one error the kernels raise on purpose."""
+"""The error that the kernels raise for input they cannot run."""
 
 
 class KernelInputError(ValueError):
-    """Weights or activations that no kernel here can run.
+    """Weights or activations that no kernel can run.
 
     Args:
-        where: function or argument concerned.
-        expected: what would have been right.
-        found: what was there.
+        where: the function or argument that is wrong.
+        expected: a valid value.
+        found: the value given.
         hint: what the caller can do about it.
     """
 

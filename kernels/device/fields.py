@@ -1,4 +1,4 @@
-"""How a kernel turns a field of a packed word (`layout.fields`) into floats: constants of its compilation.
+"""Constants by which a kernel turns a field of a packed word (`layout.fields`) into floats.
 
 A kernel turns a field into floats with one `lop3`: (word >> shift) & mask ^ pattern. With the pattern's exponent chosen
 so that the field's lowest bit is one unit, an even column's float equals bias + code, bias = 2^(mantissa - offset),
@@ -6,8 +6,8 @@ exactly. In the odd columns the pattern also flips the code and the sign: their 
 the biases of neighbouring columns nearly cancel in a dot product, and its partial sums, which tensor cores truncate,
 stay small. bf16 has 7 mantissa bits, fp16 has 10, so each has its own shifts; the stored words are the same.
 
-On a mid-rise grid fields are *raised*: they begin at bit 1 or above, so that their bias is 64 or less, and bf16 holds a
-half, too, in the number that is subtracted: the grid costs a shift for those fields that begin at bit 0 elsewhere.
+On a mid-rise grid fields are *raised*: they begin at bit 1 or above. Then their bias is at most 64, so the bf16 number
+that is subtracted holds a half, too. This costs a shift for the fields that begin at bit 0 on other grids.
 """
 
 import triton
@@ -34,7 +34,7 @@ _FP16 = {
     "a": ((-4, 4), (0, 4), (0, 7), (6, 4), (6, 7)),
     "b": ((-4, 4), (0, 3), (0, 6), (7, 2), (7, 5)),
     "c": ((-4, 4), (0, 3), (0, 6), (6, 3), (6, 6)),
-    "spare": (-4, 7, 6, 7),  # ... to bits 7, 8 and 9
+    "spare": (-4, 7, 6, 7),  # the same, to bits 7, 8 and 9
 }
 
 
@@ -51,7 +51,7 @@ _RAISED = {
 
 @triton.constexpr_function
 def field_plane(bits, field, digit):
-    """Plane that a field is read from; `digit` 1 is the high digit of 8-bit codes."""
+    """Return the plane that a field is read from; `digit` 1 is the high digit of 8-bit codes."""
     if bits == 8:
         return 2 * digit + field // 4
     return {2: field // 8, 3: field // 5, 4: field // 4}[bits]
@@ -59,7 +59,7 @@ def field_plane(bits, field, digit):
 
 @triton.constexpr_function
 def field_shift(bits, field, half, raised=False):
-    """Right shift (left where negative) before the mask. `half`: the activations are fp16."""
+    """Return the right shift (left where negative) before the mask. `half`: the activations are fp16."""
     table = _FP16 if half else _RAISED if raised else _BF16
     if bits == 3:
         return table["abc"[field // 5]][field % 5][0]
@@ -68,7 +68,7 @@ def field_shift(bits, field, half, raised=False):
 
 @triton.constexpr_function
 def field_offset(bits, field, half, raised=False):
-    """Bit of the half-word where the shifted field starts."""
+    """Return the bit of the half-word where the shifted field starts."""
     table = _FP16 if half else _RAISED if raised else _BF16
     if bits == 3:
         return table["spare"][3] if field == 15 else table["abc"[field // 5]][field % 5][1]
@@ -77,20 +77,20 @@ def field_offset(bits, field, half, raised=False):
 
 @triton.constexpr_function
 def spare_shift(plane, half):
-    """Right shift that brings plane `plane`'s spare bit to bit field_offset(3, 15) + plane."""
+    """Return the right shift that brings plane `plane`'s spare bit to bit field_offset(3, 15) + plane."""
     return (_FP16 if half else _BF16)["spare"][plane]
 
 
 @triton.constexpr_function
 def field_mask(bits, field, half, raised=False):
-    """The field's bits in both halves of a word, after the shift."""
+    """Return the field's bits in both halves of a word, after the shift."""
     width = 4 if bits == 8 else bits
     return ((1 << width) - 1 << field_offset(bits, field, half, raised)) * 0x10001
 
 
 @triton.constexpr_function
 def field_exponent(bits, field, half, digit, raised=False):
-    """Exponent bits, in both halves, that make the field's lowest bit worth 1 (16 for the high digit of 8 bits)."""
+    """Return the exponent bits, in both halves, that make the field's lowest bit worth 1 (16 for the high digit)."""
     mantissa, excess = (10, 15) if half else (7, 127)
     exponent = excess + mantissa - field_offset(bits, field, half, raised) + 4 * digit
     return (exponent << mantissa) * 0x10001
@@ -98,9 +98,9 @@ def field_exponent(bits, field, half, digit, raised=False):
 
 @triton.constexpr_function
 def field_pattern(bits, field, half, digit, raised=False):
-    """What the masked field is xor-ed with: the exponent; in odd columns the sign and the field's bits, too.
+    """Return the int32 that the masked field is xor-ed with: the exponent; in odd columns sign and code bits, too.
 
-    As an int32, which the sign bit makes negative.
+    The sign bit makes it negative.
     """
     flips = 0x8000_0000 | field_mask(bits, field, half, raised) & 0xFFFF_0000
     return (field_exponent(bits, field, half, digit, raised) | flips) - (1 << 32)
@@ -108,8 +108,10 @@ def field_pattern(bits, field, half, digit, raised=False):
 
 @triton.constexpr_function
 def field_bias(bits, field, half, digit, odd=False, raised=False):
-    """What the float exceeds the weight's integer by, if raised also a half, in even or odd columns; exact in both
-    types."""
+    """Return by how much the float exceeds the weight's integer (if raised, plus a half) in even or odd columns.
+
+    It is exact in both types.
+    """
     unit, width = (16 if digit else 1), (4 if bits == 8 else bits)
     zero_point = 0 if bits == 8 and not digit else 2 ** (bits - 1)
     if raised and not digit:
@@ -120,8 +122,10 @@ def field_bias(bits, field, half, digit, odd=False, raised=False):
 
 @triton.constexpr_function
 def minus_pair(even, odd, half):
-    """Bits of -even and -odd (halves of integers, exact in the type) as fp16 or bf16 in the halves of a word, a signed
-    int32."""
+    """Return -even and -odd as fp16 or bf16 in the two halves of a signed int32.
+
+    Both are multiples of 1/2, exact in the type.
+    """
     mantissa, excess = (10, 15) if half else (7, 127)
     word = 0
     for place, value in ((0, -even), (16, -odd)):
@@ -134,6 +138,6 @@ def minus_pair(even, odd, half):
 
 @triton.constexpr_function
 def minus_bias(bits, field, half, digit, raised=False):
-    """Minus the biases of a field's even and odd columns, as a pair of floats in an int32."""
+    """Return minus the biases of a field's even and odd columns, as a pair of floats in an int32."""
     even, odd = (field_bias(bits, field, half, digit, place, raised) for place in (False, True))
     return minus_pair(even, odd, half)

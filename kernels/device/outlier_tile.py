@@ -1,26 +1,33 @@
 """The outliers of a row tile, for the decode kernels: every lane walks the slots of its own rows.
 
-An outlier needs the activations of one column, so for many rows they are read from x^T. The launch itself writes that:
-the first programs before they begin with their superblocks, and they are long done when the first outlier is added.
+An outlier needs the activations of one column, so for many rows of x they are read from x^T. The launch itself writes
+x^T: its first programs do so before they begin with their superblocks, long before the first outlier is added.
 
-A slot is loaded in the very layout in which it is used, and sums are kept in that layout: no slot needs an exchange
-between lanes, nor a barrier. To that end the compiler must not see which lanes are neighbours, or it would load vectors
-and exchange them: where a lane's own offset enters an address, it is by `|`. The sums become a tile once, at the end.
+A slot is loaded in the layout in which it is used, and sums are kept in that layout, so no slot needs an exchange
+between lanes, nor a barrier. For that the compiler must not see which lanes are neighbours, or it would load vectors
+and exchange them: a lane's own offset enters an address by `|`. The sums become a tile once, at the end.
 
-Lanes are one-dimensional, those of an outlier next to each other, so that a warp reads few lines of x^T: the L1 cache
-looks up one line per cycle. Of two dimensions Triton 3.6 made neighbours of the weight rows, and read 32 lines for 8.
+Lanes are one-dimensional, and the lanes of an outlier are neighbours, so that a warp reads few lines of x^T: the L1
+cache looks up one line per cycle. With two dimensions, Triton 3.6 made neighbours of the weight rows, and read 32 lines
+instead of 8.
+
+Many functions share the parameters M (rows of x), ROWS (rows of x for which outliers are added), SLOTS (slots of a row
+that a program reads at once), TRANSPOSED (x^T is read) and BEYOND_ENTRIES (entries have the form `beyond` of
+layout/entries.py, with up to two outliers each).
 """
 
 import triton
 import triton.language as tl
 
-MOST_WRITERS = 2047  # of x^T: their number is the low 11 bits of a counter
+MOST_WRITERS = 2047  # programs that write x^T: their number is the low 11 bits of a counter
 
 
 @triton.jit
 def longest_slice(slice_ptr, tile, TILE_ROWS: tl.constexpr):
-    """Slots of a tile's longest row. Loaded before the superblocks, it brings the tile's bounds into the L1 cache, too
-    (the last one may lie in a sector of its own): behind them, nothing hides the time that memory takes.
+    """Return the slots of a tile's longest row.
+
+    This also brings the tile's bounds into the L1 cache (the last one may lie in a sector of its own). It is called
+    before the loop over superblocks: after the loop nothing hides the time that memory takes.
     """
     at = slice_ptr + tile * (TILE_ROWS // 16)
     longest = tl.load(at + 1) - tl.load(at)  # the first slice of a row block, or of a part of it, is its longest
@@ -31,7 +38,7 @@ def longest_slice(slice_ptr, tile, TILE_ROWS: tl.constexpr):
 
 @triton.jit
 def transpose_pieces(x_ptr, stride_xm, xt_ptr, M, K, first, step, ROWS: tl.constexpr, PIECE: tl.constexpr):
-    """Write every `step`-th piece of PIECE columns of x^T [K, ROWS], from number `first` on; zero from row M on."""
+    """Write every `step`-th piece of PIECE columns of x^T [K, ROWS], from piece `first` on; zero from row M on."""
     rows = tl.arange(0, ROWS)[None, :]
     for piece in range(first, tl.cdiv(K, PIECE), step):
         cols = (piece * PIECE + tl.arange(0, PIECE))[:, None]
@@ -51,13 +58,13 @@ def begin_transposed(x_ptr, stride_xm, xt_ptr, counter_ptr, M, K, writers, ROWS:
 
 @triton.jit
 def finish_transposed(x_ptr, stride_xm, xt_ptr, counter_ptr, M, K, writers, ROWS: tl.constexpr, PIECE: tl.constexpr):
-    """Return when all of x^T is written; the launch's last program that is here leaves the counter at zero.
+    """Make sure that all of x^T is written; the last program of the launch that comes here sets the counter to zero.
 
-    Where a share is missing, the program writes all of it, the same values: to wait could be for a program that does
+    If a share is missing, the program writes all of x^T, with the same values: it must not wait for a program that may
     not begin before this one ends.
     """
     programs = tl.num_programs(0) * tl.num_programs(1)
-    # Programs that came here, in units of 2048, and below that the writers that are done.
+    # The counter: writers that are done in its low 11 bits, and above them the programs that came here.
     seen = tl.atomic_add(counter_ptr, 2048, sem="acquire", scope="gpu")
     tl.debug_barrier()
     if seen % 2048 < writers:
@@ -69,8 +76,12 @@ def finish_transposed(x_ptr, stride_xm, xt_ptr, counter_ptr, M, K, writers, ROWS
 
 @triton.jit
 def entry_lines(entry_ptr, slice_ptr, tile, part, parts, TILE_ROWS: tl.constexpr):
-    """Addresses of a part's first lines of a tile's entries, int64 [TILE_ROWS], and where the tile's end; how far it is
-    to the part's next lines, and how often it has some. A line of 128 bytes has two slots."""
+    """Return the lines of a tile's entries that a part prefetches. A line of 128 bytes has two slots.
+
+    Returns:
+        Addresses of the part's first lines, int64 [TILE_ROWS]; the end of the tile's entries; bytes to the part's next
+        lines; and how often it has lines.
+    """
     bounds = slice_ptr + tile * (TILE_ROWS // 16)
     begin, end = tl.load(bounds) // 2, tl.cdiv(tl.load(bounds + TILE_ROWS // 16), 2)
     line = begin + part * TILE_ROWS + tl.arange(0, TILE_ROWS)
@@ -81,9 +92,9 @@ def entry_lines(entry_ptr, slice_ptr, tile, part, parts, TILE_ROWS: tl.constexpr
 
 @triton.jit
 def prefetch_lines(lines, last):
-    """Bring the lines at these addresses into L2, those before `last`.
+    """Bring the lines at these addresses into L2, except those from `last` on.
 
-    A turn's entries are loaded while those of the turn before it are used, which takes less time than memory does.
+    `outlier_tile` loads a turn's entries while it uses those of the turn before, which takes less time than memory.
     """
     tl.inline_asm_elementwise(
         "{ .reg .pred there; setp.ne.b32 there, $2, 0; @there prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
@@ -93,7 +104,7 @@ def prefetch_lines(lines, last):
 
 @triton.jit
 def load_slots(entry_ptr, at, count, slot, SLOTS: tl.constexpr):
-    """A tuple of the entries of SLOTS slots; zero behind a row's last."""
+    """Return a tuple of the entries of SLOTS slots; zero after a row's last slot."""
     entries = ()
     for u in tl.static_range(SLOTS):
         entries = entries + (tl.load(entry_ptr + (at + (slot + u) * 16), mask=slot + u < count, other=0),)
@@ -102,13 +113,19 @@ def load_slots(entry_ptr, at, count, slot, SLOTS: tl.constexpr):
 
 @triton.jit
 def outlier_places(
-    slice_ptr, tile, M, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr, TRANSPOSED: tl.constexpr,
-    RANGES: tl.constexpr,
-):  # fmt: skip
-    """Of each row of a tile: where its entries begin, and how many slots it has.
+    slice_ptr,  # int32 [padded rows / 16 + 1]: first slot of each slice
+    tile,
+    M,
+    BLOCK_N: tl.constexpr,
+    ROWS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    RANGES: tl.constexpr,  # times that the tile repeats its weight rows, each time from the next SLOTS slots on
+):
+    """Return, for each lane of a tile, the offset of its row's first entry and the row's slot count.
 
-    TRANSPOSED: [BLOCK_N * ROWS / 4], and none for lanes whose four activation rows are M and beyond; else [BLOCK_N].
-    RANGES: how many times the tile has its weight rows; each time it begins with the next SLOTS slots.
+    TRANSPOSED: [BLOCK_N * ROWS / 4], with no slots for lanes whose four activation rows are all at or above M. Else
+    [BLOCK_N].
     """
     LANES: tl.constexpr = ROWS // 4 if TRANSPOSED else 1  # of a weight row
     TILE_ROWS: tl.constexpr = BLOCK_N // RANGES
@@ -131,16 +148,27 @@ def outlier_places(
 
 @triton.jit
 def outlier_tile(
-    x_ptr, stride_xm, entry_ptr, entries, at, count, longest, part, parts, M, BLOCK_N: tl.constexpr,
-    ROWS: tl.constexpr, SLOTS: tl.constexpr, TRANSPOSED: tl.constexpr, BEYOND: tl.constexpr, HALF: tl.constexpr,
-):  # fmt: skip
-    """float32 [BLOCK_N, ROWS]: this part's outliers of a row tile times x. Parts take turns of SLOTS slots: where rows
-    are in the tile more than once, each time is a part.
+    x_ptr,  # x; with TRANSPOSED x^T, int64 [K, ROWS / 4], four rows of x at a time
+    stride_xm,
+    entry_ptr,  # int32 [slots, 16]
+    entries,  # entries of the first turn, from `load_slots`
+    at,  # first entry of each lane's row, from `outlier_places`
+    count,  # slots of each lane's row, from `outlier_places`
+    longest,  # slots of the tile's longest row, from `longest_slice`
+    part,  # parts take turns of SLOTS slots; each repetition of the weight rows in a tile counts as a part
+    parts,
+    M,
+    BLOCK_N: tl.constexpr,
+    ROWS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    BEYOND_ENTRIES: tl.constexpr,
+    HALF: tl.constexpr,  # x is fp16 instead of bf16
+):
+    """Return this part's outliers of a row tile times x, float32 [BLOCK_N, ROWS].
 
-    entries: of the first turn, from `load_slots`; at, count: from `outlier_places`; longest: from `longest_slice`.
-    Not TRANSPOSED: a lane has all activation rows of a weight row, and gathers x one by one. TRANSPOSED: it has four of
-    them, and x_ptr is x^T [K, ROWS] as int64 [K, ROWS / 4].
-    BEYOND: entries are of that form, of up to two outliers each (`entries.py`); HALF: x is fp16 instead of bf16.
+    Without TRANSPOSED a lane has all activation rows of a weight row, and gathers x one by one; with it a lane has four
+    activation rows.
     """
     if TRANSPOSED:
         LANES: tl.constexpr = ROWS // 4  # of a weight row
@@ -149,9 +177,9 @@ def outlier_tile(
         sums = repeated(tl.zeros((BLOCK_N,), tl.float32), ROWS)
     for slot in range(part * SLOTS, longest, parts * SLOTS):
         ahead = load_slots(entry_ptr, at, count, slot + parts * SLOTS, SLOTS)
-        # Behind the last slot of a row value and column are zero, which x has, so no lane needs a mask of its own.
-        cols, values = outliers_of(entries, BEYOND)
-        found = ()  # all of it asked for before any is added, or the compiler would save registers and wait in between
+        # After a row's last slot value and column are zero, and x has a column 0, so no lane needs a mask of its own.
+        cols, values = outliers_of(entries, BEYOND_ENTRIES)
+        found = ()  # all loads come before the first sum, or the compiler would save registers and wait in between
         for u in tl.static_range(len(cols)):
             found = found + (gathered(cols[u], x_ptr, stride_xm, M, ROWS, TRANSPOSED),)
         for u in tl.static_range(len(cols)):
@@ -161,12 +189,12 @@ def outlier_tile(
 
 
 @triton.jit
-def first_outlier(entry, BEYOND: tl.constexpr):
-    """Column, int32, and value, float32, of an entry, or of the first of its two."""
-    if BEYOND:
-        # Its digit, in bits 8 to 11, becomes the last of a float between 2^15 and 2^16: 2^15 + 8 more than it is.
+def first_outlier(entry, BEYOND_ENTRIES: tl.constexpr):
+    """Return column, int32, and value, float32, of an entry's first outlier."""
+    if BEYOND_ENTRIES:
+        # Its digit, in bits 8 to 11, becomes the low bits of a float between 2^15 and 2^16: the digit plus 2^15 + 8.
         digit = ((entry & 0xF00) ^ 0x47000800).to(tl.float32, bitcast=True) - 32776.0
-        # Alone, it is multiplied by a power of 4: twice bits 12 to 15 are added to the float's exponent.
+        # An outlier alone is multiplied by a power of 4: twice bits 12 to 15 are added to the float's exponent.
         power = tl.where((entry & 0xFF) == 0, (entry & 0xF000) << 12, 0)
         value = (digit.to(tl.int32, bitcast=True) + power).to(tl.float32, bitcast=True)
         return (entry.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), value
@@ -176,22 +204,22 @@ def first_outlier(entry, BEYOND: tl.constexpr):
 
 @triton.jit
 def second_outlier(entry, col):
-    """The same of the second of its two, zero if there is none; col: of the first."""
-    # In bits 12 to 15, so of a float between 2^11 and 2^12.
+    """Return column and value of an entry's second outlier, zero if there is none; col: the first outlier's column."""
+    # Its digit is in bits 12 to 15: the low bits of a float between 2^11 and 2^12.
     digit = ((entry & 0xF000) ^ 0x45008000).to(tl.float32, bitcast=True) - 2056.0
     return col + (entry & 0xFF), tl.where((entry & 0xFF) == 0, 0.0, digit)
 
 
 @triton.jit
-def outliers_of(entries, BEYOND: tl.constexpr):
-    """Tuples of the columns and the values of a turn's outliers."""
+def outliers_of(entries, BEYOND_ENTRIES: tl.constexpr):
+    """Return the columns and the values of a turn's outliers, a tuple each."""
     cols = ()
     values = ()
     for u in tl.static_range(len(entries)):
-        col, value = first_outlier(entries[u], BEYOND)
+        col, value = first_outlier(entries[u], BEYOND_ENTRIES)
         cols = cols + (col,)
         values = values + (value,)
-        if BEYOND:
+        if BEYOND_ENTRIES:
             col, value = second_outlier(entries[u], col)
             cols = cols + (col,)
             values = values + (value,)
@@ -200,21 +228,21 @@ def outliers_of(entries, BEYOND: tl.constexpr):
 
 @triton.jit
 def gathered(col, x_ptr, stride_xm, M, ROWS: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """x in column col: four of its rows in an int64, or a tuple of all; arguments as of `outlier_tile`."""
+    """Load x in column `col`: four of its rows in an int64, or a tuple of all; arguments as for `outlier_tile`."""
     if TRANSPOSED:
         LANES: tl.constexpr = ROWS // 4
         return tl.load(x_ptr + (col * LANES | tl.arange(0, col.shape[0]) % LANES))
     else:
         found = ()
         for r in tl.static_range(ROWS):
-            live = tl.full(col.shape, r, tl.int32) < M  # what is added from row M on is never used
+            live = tl.full(col.shape, r, tl.int32) < M  # sums of rows from M on are never used
             found = found + (tl.load(x_ptr + col + r * stride_xm, mask=live),)
         return found
 
 
 @triton.jit
 def with_outlier(sums, value, found, ROWS: tl.constexpr, TRANSPOSED: tl.constexpr, HALF: tl.constexpr):
-    """Each sum plus value times x, which is `gathered`."""
+    """Return each sum plus value times x; found: x, from `gathered`."""
     if TRANSPOSED:
         return add_four(sums, value, found, HALF)
     else:
@@ -226,7 +254,7 @@ def with_outlier(sums, value, found, ROWS: tl.constexpr, TRANSPOSED: tl.constexp
 
 @triton.jit
 def repeated(value, TIMES: tl.constexpr):
-    """A tuple of equal values."""
+    """Return a tuple of TIMES equal values."""
     values = ()
     for _ in tl.static_range(TIMES):
         values = values + (value,)
@@ -235,7 +263,7 @@ def repeated(value, TIMES: tl.constexpr):
 
 @triton.jit
 def add_four(sums, value, four, HALF: tl.constexpr):
-    """Each of four sums plus value times x, the four rows of x side by side in an int64."""
+    """Return each of four sums plus value times x; four: the four rows of x, side by side in an int64."""
     low, high = four.to(tl.int32), (four >> 32).to(tl.int32)
     return (
         sums[0] + value * half_word(low, 0, HALF),
@@ -247,7 +275,7 @@ def add_four(sums, value, four, HALF: tl.constexpr):
 
 @triton.jit
 def half_word(word, ODD: tl.constexpr, HALF: tl.constexpr):
-    """float32: the lower (ODD 0) or upper bf16, or fp16, of an int32."""
+    """Return the lower (ODD 0) or upper bf16, or fp16, of an int32, as float32."""
     if HALF:
         return (word >> 16 * ODD).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     elif ODD:
@@ -258,7 +286,7 @@ def half_word(word, ODD: tl.constexpr, HALF: tl.constexpr):
 
 @triton.jit
 def joined(values, FIRST: tl.constexpr, STEP: tl.constexpr, COUNT: tl.constexpr):
-    """[..., 2, ..., 2] of COUNT values, every STEP-th from FIRST: in registers, a `join` being a new fastest bit."""
+    """Join COUNT values, every STEP-th from FIRST on, to [..., 2, ..., 2] in registers: a `join` adds a fastest bit."""
     if COUNT == 1:
         return values[FIRST]
     else:

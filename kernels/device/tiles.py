@@ -1,6 +1,7 @@
-"""Reading a row tile superblock by superblock, for the decode kernels: addresses, packed words and scales.
+"""Addresses, packed words and scales of a row tile, superblock by superblock, for the decode kernels.
 
-Invariant: a tile covers whole row blocks of 64 rows, so no word of the weight is ever masked. Layout: `layout.py`.
+Invariant: a tile covers whole row blocks of 64 rows, or a whole part of one, so no word of the weight is ever masked.
+The layout is that of `layout/codes.py`.
 """
 
 import triton
@@ -11,10 +12,13 @@ from vllm_latq.kernels.device.fields import planes_of, words_of
 
 @triton.jit
 def tile_rows(tile, supers, share, BLOCK_N: tl.constexpr, RANGES: tl.constexpr):
-    """Where the rows of a tile lie, for its first superblock: a row block's superblock, int64, from which each row's is
-    so many further, int32 [BLOCK_N], and the row's number in it, int32 [BLOCK_N].
+    """Return where the rows of a tile lie, for the tile's first superblock.
 
-    RANGES > 1: the tile has BLOCK_N / RANGES weight rows, over and over, each time `share` superblocks further.
+    RANGES > 1: the tile repeats its BLOCK_N / RANGES weight rows RANGES times, each time `share` superblocks further.
+
+    Returns:
+        The superblock of the first row, int64; how many superblocks further each row's lies, int32 [BLOCK_N]; and
+        each row's number in its row block, int32 [BLOCK_N].
     """
     ROWS: tl.constexpr = BLOCK_N // RANGES
     rn = tl.arange(0, BLOCK_N)
@@ -26,7 +30,7 @@ def tile_rows(tile, supers, share, BLOCK_N: tl.constexpr, RANGES: tl.constexpr):
 
 @triton.jit
 def tile_words(word_ptr, tile, supers, sb, share, BITS: tl.constexpr, BLOCK_N: tl.constexpr, RANGES: tl.constexpr):
-    """Addresses [BLOCK_N, words] of plane 0 of superblock `sb` in row tile `tile`; RANGES as in `tile_rows`."""
+    """Return the addresses of plane 0 of superblock `sb` in a row tile, [BLOCK_N, words]; RANGES as in `tile_rows`."""
     WORDS: tl.constexpr = words_of(BITS)
     SIZE: tl.constexpr = planes_of(BITS) * 64 * WORDS  # of one row block's part of a superblock
     block, further, row = tile_rows(tile, supers, share, BLOCK_N, RANGES)
@@ -40,7 +44,7 @@ def tile_words(word_ptr, tile, supers, sb, share, BITS: tl.constexpr, BLOCK_N: t
 def tile_scale_pairs(
     scale_ptr, tile, supers, sb, share, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, RANGES: tl.constexpr
 ):
-    """Addresses [BLOCK_N] of the first pair of group scales of superblock `sb` in row tile `tile`; RANGES as there."""
+    """Return the addresses of the first pair of group scales of superblock `sb` in a row tile, [BLOCK_N]."""
     PAIRS: tl.constexpr = 128 // GROUP
     block, further, row = tile_rows(tile, supers, share, BLOCK_N, RANGES)
     return scale_ptr + (block + sb) * (PAIRS * 64) + further * (PAIRS * 64) + row
@@ -48,9 +52,9 @@ def tile_scale_pairs(
 
 @triton.jit
 def activation_places(SIZE: tl.constexpr, BLOCK_M: tl.constexpr, PAIRED: tl.constexpr):
-    """Row and column of each activation of a piece: a tile [SIZE, BLOCK_M], or PAIRED [SIZE / 16 * BLOCK_M, 16].
+    """Return row and column of each activation of a piece: [SIZE, BLOCK_M], or with PAIRED [SIZE / 16 * BLOCK_M, 16].
 
-    In the latter the eight rows of a matrix fragment lie side by side in shared memory, and in different banks.
+    With PAIRED the eight rows of a matrix fragment lie side by side in shared memory, and in different banks.
     """
     if PAIRED:
         block = tl.arange(0, SIZE // 16 * BLOCK_M)[:, None]
@@ -65,17 +69,17 @@ def activation_places(SIZE: tl.constexpr, BLOCK_M: tl.constexpr, PAIRED: tl.cons
 
 @triton.jit
 def by_four(col):
-    """The same columns, of which the compiler sees that four are neighbours, and no more.
+    """Return the same columns in a form that shows the compiler runs of four neighbours, and no longer ones.
 
-    It copies 8 bytes of x at a time then, which pass through the L1 cache: of 16 bytes, which pass it by, all programs
-    would ask L2 for the same few lines at once.
+    The compiler then copies 8 bytes of x at a time, which pass through the L1 cache. Copies of 16 bytes bypass it, so
+    all programs would ask L2 for the same few lines at once.
     """
     return tl.multiple_of(col // 8 * 8 | col // 4 % 2 * 4, 4) + col % 4
 
 
 @triton.jit
 def load_planes(words, BITS: tl.constexpr):
-    """int32 [BLOCK_N, words] of each plane at the addresses of plane 0; the first stands in for missing ones."""
+    """Load each plane, int32 [BLOCK_N, words], from the addresses of plane 0, which replaces missing planes."""
     PLANES: tl.constexpr = planes_of(BITS)
     PLANE: tl.constexpr = 64 * words_of(BITS)
     a = tl.load(words, eviction_policy="evict_first")
@@ -87,13 +91,13 @@ def load_planes(words, BITS: tl.constexpr):
 
 @triton.jit
 def plane(a, b, c, d, PLANE: tl.constexpr):
-    """One of the planes that `load_planes` returned."""
+    """Return one of the planes that `load_planes` returned."""
     return a if PLANE == 0 else b if PLANE == 1 else c if PLANE == 2 else d
 
 
 @triton.jit
 def load_scale(pairs, G: tl.constexpr):
-    """float32 [rows]: the scales of group G of a superblock, from the addresses of its first pair."""
+    """Load the scales of group G of a superblock, float32 [rows], from the addresses of its first pair."""
     pair = tl.load(pairs + (G // 2) * 64)
     bits = (pair << 16) if G % 2 == 0 else (pair & -65536)  # bf16 bits are the high half of float32's
     return bits.to(tl.float32, bitcast=True)

@@ -1,8 +1,20 @@
 """Packed words -> floats in registers, for the kernels. The bit positions are those of `fields.py`.
 
 The floats exceed the weights' integers, on a MIDRISE grid with a half, by a bias that depends only on the field and on
-whether the column is even. HALF: fp16 floats instead of bf16. ASM: NVIDIA inline assembly, which keeps the two halves
-of a word together (with plain operators the compiler splits them and doubles the work).
+whether the column is even. Parameters that many functions share:
+
+    a, b, c, d  int32 [R, words]: the planes of a tile's superblock, from `load_planes`
+    F           number of a field of the superblock
+    P, SIZE     number of a piece of the superblock, and its columns: 32, 64 or 128
+    BITS        of a code: 2, 3, 4 or 8
+    DIGIT       of 8-bit codes, 1 for the high digit and 0 for the low one; else 0
+    HALF        fp16 floats instead of bf16
+    MIDRISE     the grid lies half a step above the integers
+    EXACT       subtract the bias from the floats
+    PAIRED      take the columns in the order of `paired_words`
+    ASM         use NVIDIA inline assembly, which keeps the two halves of a word together (with plain operators the
+                compiler splits them and doubles the work)
+    UPCAST      return float32, for Triton's interpreter
 """
 
 import triton
@@ -23,7 +35,7 @@ from vllm_latq.kernels.device.tiles import plane
 
 @triton.jit
 def mask_xor(v, mask: tl.constexpr, pattern, ASM: tl.constexpr):
-    """(v & mask) ^ pattern in one instruction."""
+    """Return (v & mask) ^ pattern, by one instruction."""
     if ASM:
         return tl.inline_asm_elementwise(
             "lop3.b32 $0, $1, $2, $3, 0x6a;", "=r,r,r,r", [v, mask, pattern], dtype=tl.int32, is_pure=True, pack=1
@@ -34,7 +46,7 @@ def mask_xor(v, mask: tl.constexpr, pattern, ASM: tl.constexpr):
 
 @triton.jit
 def shifted(v, shift: tl.constexpr):
-    """v >> shift, or v << -shift. The sign bits that a right shift brings in are masked off later."""
+    """Return v >> shift, or v << -shift. The sign bits that a right shift brings in are masked off later."""
     if shift > 0:
         return v >> shift
     elif shift < 0:
@@ -45,9 +57,9 @@ def shifted(v, shift: tl.constexpr):
 
 @triton.jit
 def add_pair(v, addend: tl.constexpr, HALF: tl.constexpr):
-    """v + addend in both halves; bf16, which has no packed sum before sm_90, by a fused multiply-add: exact, too.
+    """Return v + addend in both halves. bf16 has no packed sum before sm_90: a fused multiply-add is exact, too.
 
-    -1 * -addend + v: with v as a factor, the machine code would make the 1 opaque_copy for every word.
+    It computes -1 * -addend + v: with v as a factor, the machine code would load the 1 again for every word.
     """
     if HALF:
         return tl.inline_asm_elementwise(
@@ -63,10 +75,11 @@ def add_pair(v, addend: tl.constexpr, HALF: tl.constexpr):
 
 @triton.jit
 def opaque_copy(v, N: tl.constexpr, PAIRED: tl.constexpr):
-    """v, bf16 or fp16, as the N-th value of its own; costs nothing, because the last compiler stage sees through it.
+    """Return a copy of v, bf16 or fp16, that Triton cannot recognise as v; copies of different N differ, too.
 
-    Triton 3.8 takes an operand that two products share through shared memory (triton-lang/triton#11526). Not where
-    columns are not paired: there x stays in shared memory, and would be brought from it and back.
+    Two dots with one operand would share it through shared memory (triton-lang/triton#11526, from Triton 3.8 on). A
+    copy costs nothing, because the last compiler stage removes it. Without PAIRED v is returned itself: x stays in
+    shared memory then, and a copy would be read from there and written back.
     """
     if PAIRED:
         bits = v.to(tl.uint16, bitcast=True)
@@ -90,11 +103,11 @@ def below(a, b):
 
 @triton.jit
 def paired_words(v):
-    """int32 [R, C] -> the same words, those of 32 columns (field half j, place t, word h) sorted by h, t, j.
+    """Sort the words int32 [R, C] of each 32 columns (field half j, place t, word h) by h, t, j.
 
     A tensor core takes columns 2 t and 2 t + 8 of 16 in two neighbouring registers. The compiler, which sees `join`,
-    would fill them from two vector loads, and every product would begin with moves. The columns of a dot product may
-    be taken in any order: in this one both registers come from one load, here and in `paired_columns`.
+    would fill them from two vector loads, and every product would begin with moves. A dot product may take its columns
+    in any order: in this order both registers come from one load, here and in `paired_columns`.
     """
     R: tl.constexpr = v.shape[0]
     C: tl.constexpr = v.shape[1]
@@ -103,7 +116,7 @@ def paired_words(v):
 
 @triton.jit
 def paired_columns(x, M: tl.constexpr):
-    """Activations [columns / 16 * M, 16] -> [columns, M], the columns in the order of `paired_words`."""
+    """Arrange activations [columns / 16 * M, 16] as [columns, M], the columns in the order of `paired_words`."""
     columns: tl.constexpr = 16 * x.shape[0] // M
     v = tl.reshape(x, (columns // 32, 2, M, 4, 2, 2))  # 32 columns, half j, row, place t, word h, half-word
     return tl.reshape(tl.permute(v, (0, 4, 3, 1, 5, 2)), (columns, M))
@@ -111,7 +124,7 @@ def paired_columns(x, M: tl.constexpr):
 
 @triton.jit
 def halves(v, HALF: tl.constexpr, PAIRED: tl.constexpr):
-    """int32 [R, C] -> floats [R, 2C]: low half, high half, low half, ...; the words as they are, or paired."""
+    """Split words int32 [R, C] into floats [R, 2C]: low half, high half, low half, ..."""
     dtype: tl.constexpr = tl.float16 if HALF else tl.bfloat16
     if PAIRED:
         v = paired_words(v)
@@ -122,7 +135,7 @@ def halves(v, HALF: tl.constexpr, PAIRED: tl.constexpr):
 
 @triton.jit
 def spare_field(a, b, c, HALF: tl.constexpr, ASM: tl.constexpr):
-    """Field 15 of 3-bit codes: one bit from each plane."""
+    """Return field 15 of 3-bit codes: one bit from each plane."""
     first: tl.constexpr = 0x10001 << field_offset(3, 15, HALF)
     v = mask_xor(shifted(a, spare_shift(0, HALF)), first, field_pattern(3, 15, HALF, 0), ASM)
     v = mask_xor(shifted(b, spare_shift(1, HALF)), 2 * first, v, ASM)
@@ -131,10 +144,19 @@ def spare_field(a, b, c, HALF: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def field(
-    a, b, c, d, F: tl.constexpr, BITS: tl.constexpr, DIGIT: tl.constexpr, HALF: tl.constexpr, MIDRISE: tl.constexpr,
-    EXACT: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
-    """int32 [R, words]: field F as pairs of floats, bias + integer; with EXACT, without the bias (needs ASM)."""
+    a,
+    b,
+    c,
+    d,
+    F: tl.constexpr,
+    BITS: tl.constexpr,
+    DIGIT: tl.constexpr,
+    HALF: tl.constexpr,
+    MIDRISE: tl.constexpr,
+    EXACT: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Return field F as pairs of floats, int32 [R, words]: bias + integer; with EXACT the integer (needs ASM)."""
     if BITS == 3 and F == 15:
         v = spare_field(a, b, c, HALF, ASM)
     else:
@@ -147,7 +169,7 @@ def field(
 
 @triton.jit
 def upper_rows(v):
-    """The first half of the rows of [R, C], in registers."""
+    """Return the first half of the rows of [R, C], in registers."""
     top, _ = tl.split(tl.permute(tl.reshape(v, (2, v.shape[0] // 2, v.shape[1])), (1, 2, 0)))
     return top
 
@@ -156,16 +178,25 @@ def upper_rows(v):
 def bias_field(
     zero, F: tl.constexpr, BITS: tl.constexpr, DIGIT: tl.constexpr, HALF: tl.constexpr, MIDRISE: tl.constexpr
 ):
-    """int32 [R, words]: minus the bias of field F, as pairs of floats."""
+    """Return minus the bias of field F, as pairs of floats: int32 [R, words]. zero: int32 zeros [R, words]."""
     return zero | minus_bias(BITS, F, HALF, DIGIT, MIDRISE)
 
 
 @triton.jit
 def words32(
-    a, b, c, d, P: tl.constexpr, BITS: tl.constexpr, DIGIT: tl.constexpr, HALF: tl.constexpr, MIDRISE: tl.constexpr,
-    EXACT: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
-    """int32 [R, 16]: codes 32 P .. 32 P + 31 of a superblock as pairs of floats."""
+    a,
+    b,
+    c,
+    d,
+    P: tl.constexpr,
+    BITS: tl.constexpr,
+    DIGIT: tl.constexpr,
+    HALF: tl.constexpr,
+    MIDRISE: tl.constexpr,
+    EXACT: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Return codes 32 P .. 32 P + 31 of a superblock as pairs of floats, int32 [R, 16]."""
     if words_of(BITS) == 8:
         left = field(a, b, c, d, 2 * P, BITS, DIGIT, HALF, MIDRISE, EXACT, ASM)
         right = field(a, b, c, d, 2 * P + 1, BITS, DIGIT, HALF, MIDRISE, EXACT, ASM)
@@ -176,9 +207,19 @@ def words32(
 
 @triton.jit
 def words64(
-    a, b, c, d, P: tl.constexpr, BITS: tl.constexpr, DIGIT: tl.constexpr, HALF: tl.constexpr, MIDRISE: tl.constexpr,
-    EXACT: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
+    a,
+    b,
+    c,
+    d,
+    P: tl.constexpr,
+    BITS: tl.constexpr,
+    DIGIT: tl.constexpr,
+    HALF: tl.constexpr,
+    MIDRISE: tl.constexpr,
+    EXACT: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Return codes 64 P .. 64 P + 63 of a superblock as pairs of floats, int32 [R, 32]."""
     left = words32(a, b, c, d, 2 * P, BITS, DIGIT, HALF, MIDRISE, EXACT, ASM)
     right = words32(a, b, c, d, 2 * P + 1, BITS, DIGIT, HALF, MIDRISE, EXACT, ASM)
     return beside(left, right)
@@ -186,10 +227,20 @@ def words64(
 
 @triton.jit
 def words_piece(
-    a, b, c, d, P: tl.constexpr, SIZE: tl.constexpr, BITS: tl.constexpr, DIGIT: tl.constexpr, HALF: tl.constexpr,
-    MIDRISE: tl.constexpr, EXACT: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
-    """int32 [R, SIZE / 2]: codes SIZE * P .. SIZE * (P + 1) - 1 of a superblock, SIZE in {32, 64, 128}."""
+    a,
+    b,
+    c,
+    d,
+    P: tl.constexpr,
+    SIZE: tl.constexpr,
+    BITS: tl.constexpr,
+    DIGIT: tl.constexpr,
+    HALF: tl.constexpr,
+    MIDRISE: tl.constexpr,
+    EXACT: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Return codes SIZE * P .. SIZE * (P + 1) - 1 of a superblock as pairs of floats, int32 [R, SIZE / 2]."""
     if SIZE == 32:
         return words32(a, b, c, d, P, BITS, DIGIT, HALF, MIDRISE, EXACT, ASM)
     elif SIZE == 64:
@@ -202,7 +253,7 @@ def words_piece(
 
 @triton.jit
 def bias32(zero, P: tl.constexpr, BITS: tl.constexpr, DIGIT: tl.constexpr, HALF: tl.constexpr, MIDRISE: tl.constexpr):
-    """int32 [R, 16]: minus the bias of `words32`, as pairs of floats."""
+    """Return minus the bias of `words32`, as pairs of floats, int32 [R, 16]."""
     if words_of(BITS) == 8:
         left = bias_field(zero, 2 * P, BITS, DIGIT, HALF, MIDRISE)
         return beside(left, bias_field(zero, 2 * P + 1, BITS, DIGIT, HALF, MIDRISE))
@@ -212,16 +263,23 @@ def bias32(zero, P: tl.constexpr, BITS: tl.constexpr, DIGIT: tl.constexpr, HALF:
 
 @triton.jit
 def bias64(zero, P: tl.constexpr, BITS: tl.constexpr, DIGIT: tl.constexpr, HALF: tl.constexpr, MIDRISE: tl.constexpr):
+    """Return minus the bias of `words64`, as pairs of floats, int32 [R, 32]."""
     left = bias32(zero, 2 * P, BITS, DIGIT, HALF, MIDRISE)
     return beside(left, bias32(zero, 2 * P + 1, BITS, DIGIT, HALF, MIDRISE))
 
 
 @triton.jit
 def bias_piece(
-    zero, P: tl.constexpr, SIZE: tl.constexpr, BITS: tl.constexpr, DIGIT: tl.constexpr, HALF: tl.constexpr,
-    MIDRISE: tl.constexpr, PAIRED: tl.constexpr,
-):  # fmt: skip
-    """[R, SIZE] bf16 or fp16: minus the bias of `floats_piece`, the same in every row. zero: int32 zeros [R, words]."""
+    zero,
+    P: tl.constexpr,
+    SIZE: tl.constexpr,
+    BITS: tl.constexpr,
+    DIGIT: tl.constexpr,
+    HALF: tl.constexpr,
+    MIDRISE: tl.constexpr,
+    PAIRED: tl.constexpr,
+):
+    """Return minus the bias of `floats_piece`, bf16 or fp16 [R, SIZE], the same in every row."""
     if SIZE == 32:
         v = bias32(zero, P, BITS, DIGIT, HALF, MIDRISE)
     elif SIZE == 64:
@@ -234,10 +292,22 @@ def bias_piece(
 
 @triton.jit
 def floats_piece(
-    a, b, c, d, P: tl.constexpr, SIZE: tl.constexpr, BITS: tl.constexpr, DIGIT: tl.constexpr, HALF: tl.constexpr,
-    MIDRISE: tl.constexpr, EXACT: tl.constexpr, PAIRED: tl.constexpr, ASM: tl.constexpr, UPCAST: tl.constexpr,
-):  # fmt: skip
-    """[R, SIZE] bias + integer, or with EXACT the integers themselves; bf16 or fp16, float32 with UPCAST."""
+    a,
+    b,
+    c,
+    d,
+    P: tl.constexpr,
+    SIZE: tl.constexpr,
+    BITS: tl.constexpr,
+    DIGIT: tl.constexpr,
+    HALF: tl.constexpr,
+    MIDRISE: tl.constexpr,
+    EXACT: tl.constexpr,
+    PAIRED: tl.constexpr,
+    ASM: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Return bias + integer of a piece, or with EXACT the integers: bf16 or fp16 [R, SIZE], float32 with UPCAST."""
     v = halves(words_piece(a, b, c, d, P, SIZE, BITS, DIGIT, HALF, MIDRISE, EXACT and ASM, ASM), HALF, PAIRED)
     if UPCAST:
         v = v.to(tl.float32)

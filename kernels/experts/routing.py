@@ -1,9 +1,9 @@
-"""Which rows each expert of a mixture multiplies, with nothing read back: batches of one expert's rows.
+"""Batches of rows for each expert of a mixture, made on the device, with nothing read back.
 
     ids [tokens, k] --route--> the place of every pair, expert by expert; batches of up to `size` places of one expert
 
-The numbers of batches and places follow from shapes alone, so a CUDA graph may capture all of it; batches that the
-routing leaves empty have no rows.
+The numbers of batches and places follow from shapes alone, so a CUDA graph may capture the routing; batches that it
+leaves empty have no rows.
 """
 
 from collections.abc import Sequence
@@ -21,10 +21,21 @@ CHUNK = 32  # pairs that a program of `route_pairs` places
 
 @triton.jit(do_not_specialize=("pairs", "experts", "batches", "tickets"))
 def route_pairs(
-    id_ptr, expert_ptr, begin_ptr, live_ptr, place_ptr, ticket_ptr, pairs, experts, batches, tickets,
-    SIZE: tl.constexpr, PADDED_EXPERTS: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """Grid (pairs / CHUNK). Each program places CHUNK pairs and describes CHUNK batches; there are no more of these.
+    id_ptr,  # integers [pairs]: the expert of each pair
+    expert_ptr,  # int32 [batches]: gets the expert of each batch
+    begin_ptr,  # int32 [batches]: gets its first place
+    live_ptr,  # int32 [batches]: gets its number of rows
+    place_ptr,  # int32 [pairs]: gets the place of each pair, or -1
+    ticket_ptr,  # int32 [tickets]: gets zeros
+    pairs,
+    experts,
+    batches,  # at most as many as pairs
+    tickets,
+    SIZE: tl.constexpr,  # most rows of a batch
+    PADDED_EXPERTS: tl.constexpr,  # a power of two
+    CHUNK: tl.constexpr,
+):
+    """Grid (pairs / CHUNK). Each program places CHUNK pairs and describes CHUNK batches.
 
     Pairs keep their order within an expert. All programs count all pairs.
     """
@@ -57,14 +68,14 @@ def route_pairs(
 
 @triton.jit
 def load_experts(id_ptr, at, pairs, experts):
-    """int32: the expert of each pair, -1 for none of these experts."""
+    """Load the expert of each pair, int32; -1 for an expert of another rank."""
     expert = tl.load(id_ptr + at, mask=at < pairs, other=-1)
     return tl.where((expert >= 0) & (expert < experts), expert, -1).to(tl.int32)
 
 
 @triton.jit
 def count_experts(id_ptr, begin, end, pairs, experts, PADDED_EXPERTS: tl.constexpr, CHUNK: tl.constexpr):
-    """int32 [PADDED_EXPERTS]: how many of the pairs from `begin` to `end` ask for each expert. In whole chunks."""
+    """Count how many pairs from `begin` to `end`, in whole chunks, ask for each expert: int32 [PADDED_EXPERTS]."""
     asked = tl.zeros((PADDED_EXPERTS, CHUNK), tl.int32)  # a lane has one pair: it loads one
     for start in range(begin, end, CHUNK):
         expert = load_experts(id_ptr, start + tl.arange(0, CHUNK), pairs, experts)
@@ -74,13 +85,13 @@ def count_experts(id_ptr, begin, end, pairs, experts, PADDED_EXPERTS: tl.constex
 
 @dataclass(frozen=True)
 class Routing:
-    """Which rows each expert multiplies: batches of up to `size` rows.
+    """Batches of up to `size` rows, each multiplied by one expert.
 
     Attributes:
         size: most rows of a batch.
-        ids: integers [tokens, k], the experts that were asked for.
-        place: int32 [tokens, k], the row that each pair went to; -1 for an expert that is not here.
-        expert, begin, live: int32 [batches]: of each batch, its first row, its number of rows.
+        ids: integers [tokens, k], the expert of each pair.
+        place: int32 [tokens, k], the row that each pair went to; -1 for an expert of another rank.
+        expert, begin, live: int32 [batches]: the expert of each batch, its first row and its number of rows.
         tickets: int32 [batches, ...], zeros, for the products.
     """
 
@@ -94,13 +105,16 @@ class Routing:
 
 
 def batch_size(tokens: int, k: int, experts: int, stacks: Sequence[KernelWeight]) -> int | None:
-    """Most rows of a batch; None if there are too many pairs for the decode kernel, as for a single matrix.
+    """Return the most rows of a batch; None if there are too many pairs for the decode kernel, as for a single matrix.
 
-    A token alone gets a batch for each expert. Else batches have room for half as much again as an expert gets on
-    average: of evenly chosen experts less than a tenth need a second batch, and are read twice.
+    A single token gets a batch for each of its experts. For more tokens a batch has room for 1.5 times the rows that an
+    expert gets on average: if experts are chosen evenly, less than a tenth of them need a second batch, and are read
+    twice.
 
     Args:
-        experts: from which the ids are chosen, those of other ranks included.
+        tokens: rows of x.
+        k: experts of a token.
+        experts: number of experts on all ranks, from which the ids are chosen.
         stacks: the weights of the products that will be made.
     """
     if tokens == 1:
@@ -115,13 +129,13 @@ def route(ids: torch.Tensor, size: int, stacks: Sequence[KernelWeight]) -> Routi
     """Put every (token, expert) pair into a batch of its expert.
 
     Args:
-        ids: integers [tokens, k], contiguous; any number outside [0, experts) is an expert that is not here.
+        ids: integers [tokens, k], contiguous; a number outside [0, experts) is an expert of another rank.
         size: most rows of a batch.
         stacks: the weights of the products that will be made.
     """
     experts, pairs = len(stacks[0].words), ids.numel()
-    # An expert with n > 0 pairs fills at most (n + size - 1) // size batches; these add up to most for as many experts
-    # as can be.
+    # An expert with n > 0 pairs fills at most (n + size - 1) // size batches; the sum is largest if as many experts as
+    # possible have pairs.
     batches = (pairs + min(experts, pairs) * (size - 1)) // size
     width = max(stack.tickets.shape[1] for stack in stacks)
     shapes = (tuple(ids.shape), (batches,), (batches,), (batches,), (batches, width))
