@@ -34,8 +34,8 @@ class DecodeConfig:
         num_warps: warps per program.
         stages: depth of the asynchronous copies, in superblocks.
         bias_dot: remove the bias by a small extra dot (few rows) or on the unpacked floats (many rows).
-        paired: take the columns in an order that fills neighbouring registers by one load (`unpack.paired_words`); not
-            for Hopper's warp-group instruction, which reads activations from shared memory.
+        paired: take the columns in an order that fills neighbouring registers by one load: `registers.paired_words`.
+            Not for Hopper's warp-group instruction, which reads activations from shared memory.
         slots: outliers of a row that a program reads at once, at least where a slot holds two.
         gathers: outliers of a row that a program reads at once, times the rows of x (at least four), without x^T.
         programs_per_processor: most programs that are to run on a multiprocessor at once; its registers must hold them.

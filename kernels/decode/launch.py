@@ -1,4 +1,4 @@
-"""What the launchers of the decode kernels share: scratch memory, the variant to compile, a weight's arguments."""
+"""Scratch memory, compiled variant and weight arguments of a launch: the part that both decode kernels share."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +31,7 @@ class Scratch:
 
 @dataclass(frozen=True)
 class Variant:
-    """What a decode kernel is compiled for, apart from its launch configuration.
+    """The properties of a product that a decode kernel is compiled for, apart from its launch configuration.
 
     Attributes:
         bits, group_size, midrise: of the weight, as in `KernelWeight`.
@@ -62,12 +62,12 @@ class Variant:
 
     @property
     def transposed(self) -> bool:
-        """Whether outliers read x^T; for few rows of x they gather x itself."""
+        """True if outliers read x^T; for few rows of x they gather x itself."""
         return self.outliers and self.m > GATHER_ROWS
 
 
 def variant_of(x: torch.Tensor, weight: KernelWeight, m: int, parts: int, ranges: int = 1) -> Variant:
-    """Return what a product of m rows of x needs compiled."""
+    """Return the variant for a product of m rows of x."""
     return Variant(
         bits=weight.bits,
         m=m,

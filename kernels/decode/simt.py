@@ -1,4 +1,4 @@
-"""A decode kernel without tensor cores, kept for tuning and comparison: no row of the configurations dispatches it.
+"""A decode kernel without tensor cores, kept for tuning: no row of the configuration table dispatches it.
 
 y = x W^T for at most 8 rows of x, by one fused multiply-add per weight and row. It shares tile words, outliers, split-K
 and epilogue with `ssqr.ssqr_tensor_core`, and `bench --tune` times it (NOTES.md: "SIMT beyond one row").

@@ -39,8 +39,8 @@ from vllm_latq.kernels.device.outlier_tile import (
     prefetch_lines,
 )
 from vllm_latq.kernels.device.product import piece_product
+from vllm_latq.kernels.device.registers import paired_columns
 from vllm_latq.kernels.device.tiles import activation_places, load_planes, load_scale, tile_scale_pairs, tile_words
-from vllm_latq.kernels.device.unpack import paired_columns
 from vllm_latq.kernels.layout.weight import KernelWeight
 
 
@@ -75,7 +75,7 @@ def ssqr_tensor_core(
     STAGES: tl.constexpr,  # superblocks that are copied ahead
     BIAS_DOT: tl.constexpr,  # the bias leaves by an extra dot, instead of on the floats
     BIAS_ROWS: tl.constexpr,  # rows of the constant operand of this dot
-    PAIRED: tl.constexpr,  # columns are taken in the order of `unpack.paired_words`
+    PAIRED: tl.constexpr,  # columns are taken in the order of `registers.paired_words`
     OUTLIER_ROWS: tl.constexpr,  # rows of x for which outliers are added; 0 without outliers
     SLOTS: tl.constexpr,  # slots of a row that are read at once
     TRANSPOSED: tl.constexpr,  # outliers read x^T, instead of gathering x

@@ -203,7 +203,7 @@ def print_table(rows: Iterable[Row]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m vllm_latq.kernels.dev.audit", description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print a list of objects instead of a table")
     parser.add_argument("--arch", nargs="+", choices=ARCHITECTURES, default=ARCHITECTURES)

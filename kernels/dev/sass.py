@@ -1,4 +1,4 @@
-"""Reading machine code: what one trip of a kernel's main loop costs. Needs the triton wheel's tools, no GPU."""
+"""Machine code of a compiled kernel, and the instructions of its main loop. Needs Triton's own tools, no GPU."""
 
 import re
 import subprocess
@@ -16,13 +16,18 @@ _REGISTERS = re.compile(r"REG:(\d+)")
 
 @dataclass(frozen=True)
 class MachineCode:
-    """opcodes: [(address, opcode with modifiers, operands)]; registers: per thread."""
+    """The machine code of one kernel.
+
+    Attributes:
+        instructions: (address, opcode with modifiers, operands) of each.
+        registers: per thread.
+    """
 
     instructions: list[tuple[int, str, str]]
     registers: int
 
     def loops(self) -> list[tuple[int, int]]:
-        """Innermost loops as index ranges (first, last) of `instructions`."""
+        """Return the innermost loops as index ranges (first, last) of `instructions`."""
         index = {address: i for i, (address, _, _) in enumerate(self.instructions)}
         found = []
         for i, (address, opcode, operands) in enumerate(self.instructions):
@@ -32,7 +37,10 @@ class MachineCode:
         return [a for a in found if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in found)]
 
     def main_loop(self) -> Counter[str]:
-        """Opcodes (with modifiers) of the innermost loop with the most matrix instructions, then the most `LOP3`."""
+        """Count the opcodes (with modifiers) of the main loop.
+
+        It is the innermost loop with the most matrix instructions, then with the most `LOP3`.
+        """
 
         def weight(loop: tuple[int, int]) -> tuple[int, int]:
             names = [opcode for _, opcode, _ in self.instructions[loop[0] : loop[1] + 1]]
@@ -45,18 +53,18 @@ class MachineCode:
         return Counter(o for _, o, _ in self.instructions[first : last + 1] if not o.startswith("NOP"))
 
     def count(self, prefix: str) -> int:
-        """Instructions of the whole kernel whose opcode starts with `prefix`."""
+        """Return how many instructions of the kernel have an opcode that starts with `prefix`."""
         return sum(opcode.startswith(prefix) for _, opcode, _ in self.instructions)
 
     def spill_bytes(self) -> int:
-        """Bytes per thread written to local memory."""
+        """Return the bytes per thread written to local memory."""
         widths = {"64": 8, "128": 16}
         stores = [opcode for _, opcode, _ in self.instructions if opcode.startswith("STL")]
         return sum(next((widths[part] for part in opcode.split(".") if part in widths), 4) for opcode in stores)
 
 
 def disassemble(cubin: bytes) -> MachineCode:
-    """Machine code of a cubin holding one kernel."""
+    """Return the machine code of a cubin that holds one kernel."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)

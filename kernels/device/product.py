@@ -6,7 +6,8 @@ A piece is one group of a superblock, or half a superblock without groups: SIZE 
 import triton
 import triton.language as tl
 
-from vllm_latq.kernels.device.unpack import below, bias_piece, floats_piece, opaque_copy, upper_rows
+from vllm_latq.kernels.device.registers import below, opaque_copy, upper_rows
+from vllm_latq.kernels.device.unpack import bias_piece, floats_piece
 
 
 @triton.jit

@@ -32,8 +32,9 @@ from vllm_latq.kernels.dev.emulation.ptx import parse
 from vllm_latq.kernels.dev.reference import matmul_reference
 from vllm_latq.kernels.entropy.huffman import decode_huffman
 from vllm_latq.kernels.entropy.rans import decode_rans
-from vllm_latq.kernels.experts.grouped import combine, gather, grouped_matmul
+from vllm_latq.kernels.experts.grouped import grouped_matmul
 from vllm_latq.kernels.experts.routing import batch_size, route
+from vllm_latq.kernels.experts.rows import combine, gather
 from vllm_latq.kernels.layout.weight import stack_weights
 from vllm_latq.serving.decode import huffman_arguments, rans_arguments
 

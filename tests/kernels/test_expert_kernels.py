@@ -16,7 +16,7 @@ from vllm_latq.kernels.decode import dispatch
 from vllm_latq.kernels.decode.prefill import prefill_matmul
 from vllm_latq.kernels.dev.emulation.launch import KERNELS
 from vllm_latq.kernels.errors import KernelInputError
-from vllm_latq.kernels.experts import grouped
+from vllm_latq.kernels.experts import grouped, rows
 from vllm_latq.kernels.experts import routing as kernel_routing
 from vllm_latq.kernels.experts.grouped import grouped_matmul
 from vllm_latq.kernels.experts.routing import route
@@ -74,7 +74,7 @@ def test_launches(scheme: str, tokens: int, count: int, monkeypatch: pytest.Monk
     """Of this package's kernels; torch makes views and memory only."""
     mixture, kernel = Mixture(SCHEMES[scheme], torch.float16, device=DEVICE), RecordedKernel()
     for module, name in KERNELS:
-        if module in (grouped, kernel_routing):
+        if module in (grouped, rows, kernel_routing):
             monkeypatch.setattr(module, name, kernel)
     x, weights, ids = (part.to(DEVICE) for part in routing(tokens, 2))
     x = x.half()

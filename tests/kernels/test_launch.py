@@ -27,12 +27,13 @@ from triton import knobs
 from helpers.dry_launch import empty, on_gpu, pretend_driver
 from vllm_latq.kernels.configs import GATHER_ROWS, SIMT, decode_config
 from vllm_latq.kernels.decode.prefill import launch_dequantize
-from vllm_latq.kernels.experts.grouped import activate, combine, gather, grouped_matmul
+from vllm_latq.kernels.experts.grouped import grouped_matmul
 from vllm_latq.kernels.dev.audit import HUFFMAN, RANS
 from vllm_latq.kernels.entropy.chunks import Cut
 from vllm_latq.kernels.entropy.huffman import launch_huffman
 from vllm_latq.kernels.entropy.rans import launch_rans
 from vllm_latq.kernels.experts.routing import batch_size, route
+from vllm_latq.kernels.experts.rows import activate, combine, gather
 from vllm_latq.kernels.decode.launch import Scratch
 from vllm_latq.kernels.decode.simt import launch_simt
 from vllm_latq.kernels.decode.ssqr import launch_ssqr

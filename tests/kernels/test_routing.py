@@ -11,6 +11,7 @@ from vllm_latq.kernels.errors import KernelInputError
 from vllm_latq.kernels.experts.activations import ACTIVATIONS
 from vllm_latq.kernels.experts.grouped import COLUMNS, activate, combine, gather
 from vllm_latq.kernels.experts.routing import Routing, batch_size, route
+from vllm_latq.kernels.experts.rows import COLUMNS, activate, combine, gather
 
 pytestmark = pytest.mark.kernel
 

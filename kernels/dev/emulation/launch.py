@@ -21,11 +21,11 @@ from vllm_latq.kernels.dev.emulation.machine import run
 from vllm_latq.kernels.dev.emulation.memory import WARP, GlobalMemory, Traffic, address
 from vllm_latq.kernels.dev.emulation.ptx import Kernel, parse
 from vllm_latq.kernels.entropy import huffman, rans
-from vllm_latq.kernels.experts import grouped, routing
+from vllm_latq.kernels.experts import grouped, routing, rows
 
 KERNELS = (
-    (ssqr, "ssqr_tensor_core"), (grouped, "ssqr_grouped"), (routing, "route_pairs"), (grouped, "gather_rows"),
-    (grouped, "activate_rows"), (grouped, "combine_pairs"),
+    (ssqr, "ssqr_tensor_core"), (grouped, "ssqr_grouped"), (routing, "route_pairs"), (rows, "gather_rows"),
+    (rows, "activate_rows"), (rows, "combine_pairs"),
     (simt, "ssqr_simt"), (dequantize, "dequantize_tiles"),
     (dequantize, "scatter_outliers"), (dequantize, "write_beyond"), (huffman, "huffman_chunks"), (rans, "rans_chunks"),
 )  # fmt: skip
