@@ -6,6 +6,7 @@ The dense weight is built from the integers, never from packed words: it shares 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -101,7 +102,7 @@ def make_layer(case: Case, device: torch.device, seed: int = 0) -> Layer:
         groups = case.cols // GROUP_SIZE
         scales = (torch.rand(case.rows, groups, generator=generator, device=device) * 0.01 + 0.005).bfloat16()
         dense = (dense.view(case.rows, groups, GROUP_SIZE) * scales.float()[:, :, None]).view(shape)
-    outliers: tuple[torch.Tensor | None, ...] = (None, None, None)
+    outliers: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None] = (None, None, None)
     if case.outlier_rate:
         mask = torch.rand(shape, generator=generator, device=device) < case.outlier_rate
         codes[mask] = zero_point
@@ -130,7 +131,7 @@ def activations(m: int, cols: int, device: torch.device) -> torch.Tensor:
 def rotating(weight: KernelWeight, cache: int) -> list[KernelWeight]:
     """The weight, and copies of it in memory of their own that exceed a cache of so many bytes with it."""
     tensors = {field.name: getattr(weight, field.name) for field in fields(weight)}
-    copied = {name: part for name, part in tensors.items() if isinstance(part, torch.Tensor)}
+    copied: dict[str, Any] = {name: part for name, part in tensors.items() if isinstance(part, torch.Tensor)}
     copies = copies_beyond_cache(weight.storage_bytes(), cache)
     others = (replace(weight, **{name: part.clone() for name, part in copied.items()}) for _ in range(copies - 1))
     return [weight, *others]

@@ -23,7 +23,6 @@ from vllm_latq.kernels.bench.cases import (
 from vllm_latq.kernels.bench.compile_pool import CompilePool
 from vllm_latq.kernels.bench.timing import Launch, Timing, copies_beyond_cache, reads
 from vllm_latq.kernels.errors import KernelInputError
-from vllm_latq.kernels.layout.weight import KernelWeight
 
 Timer = Callable[[Sequence[Launch]], Timing]
 
@@ -75,8 +74,8 @@ class Bench:
 
     def run(self, cases: Iterable[Case]) -> Iterator[Result]:
         """Results in order, baselines before the cases that they are for; cases of one layer share its weight."""
-        for _, group in groupby(cases, key=lambda case: case.layer):
-            group = list(group)
+        for _, same_layer in groupby(cases, key=lambda case: case.layer):
+            group = list(same_layer)
             self.peers.clear()
             try:
                 made = self._make(group[0])
@@ -108,17 +107,17 @@ class Bench:
         reason = f"{type(failure).__name__}: {failure}".splitlines()[0]
         return Result(case, kernel, float("inf"), 0, None, reason=reason)
 
-    def _launch(self, case: Case, made: tuple[Layer, list[KernelWeight]]) -> torch.Tensor:
+    def _launch(self, case: Case, made: Any) -> torch.Tensor:
         return product(case)(activations(case.m, case.cols, self.device), made[0].weight)
 
-    def _ours(self, case: Case, made: tuple[Layer, list[KernelWeight]]) -> Result:
+    def _ours(self, case: Case, made: Any) -> Result:
         layer, weights = made
         x, ours = activations(case.m, case.cols, self.device), product(case)
         error = relative_error(ours(x, layer.weight), x, layer.dense)
         launches = [partial(ours, x, weight) for weight in weights]
         return self._result(case, case.path, error, moved(case, layer.weight.storage_bytes()), launches)
 
-    def _baselines(self, case: Case, made: tuple[Layer, list[KernelWeight]]) -> Iterator[Result]:
+    def _baselines(self, case: Case, made: Any) -> Iterator[Result]:
         """bf16, and the peers that serve these bits, once for each shape and m; reading the weight once for each."""
         layer, _ = made
         x = activations(case.m, case.cols, self.device)

@@ -14,7 +14,7 @@ from torch.nn.functional import silu
 
 from vllm_latq.kernels.bench.cases import BITS, Case, Layer, make_layer
 from vllm_latq.kernels.bench.measure import Bench, Result
-from vllm_latq.kernels.errors import require
+from vllm_latq.kernels.errors import KernelInputError
 from vllm_latq.kernels.experts.grouped import routed_experts
 from vllm_latq.kernels.layout.weight import KernelWeight, stack_weights
 
@@ -42,7 +42,8 @@ class Experts:
 
     def __call__(self, batch: Batch) -> torch.Tensor:
         y = routed_experts(batch.x, batch.weights, batch.ids, self.stacks, (None, None), len(self.layers[0]), "silu")
-        require(y is not None, "tokens", "so few that the decode kernel serves them", len(batch.x))
+        if y is None:
+            raise KernelInputError("tokens", "so few that the decode kernel serves them", str(len(batch.x)))
         return y
 
     def error(self, batch: Batch) -> float:

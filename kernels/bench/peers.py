@@ -64,7 +64,7 @@ def _marlin(dense: torch.Tensor, bits: int, group_size: int, cache: int) -> Peer
 
     weight = dense.t().contiguous().bfloat16()
     # Older releases also take and return what act-order needs.
-    extra = {"act_order": False} if "act_order" in inspect.signature(marlin_quantize).parameters else {}
+    extra: dict[str, Any] = {"act_order": False} if "act_order" in inspect.signature(marlin_quantize).parameters else {}
     reference, packed, scales = marlin_quantize(weight, scalar_types.uint4b8, group_size, **extra)[:3]
     empty = torch.empty(0, dtype=torch.int32, device=dense.device)
     options: dict[str, Any] = {
@@ -81,7 +81,7 @@ def _marlin(dense: torch.Tensor, bits: int, group_size: int, cache: int) -> Peer
     known = inspect.signature(marlin_utils.apply_gptq_marlin_linear).parameters
     options = {key: value for key, value in options.items() if key in known}
     size = packed.nbytes + scales.nbytes
-    products = [
+    products: list[Product] = [
         partial(marlin_utils.apply_gptq_marlin_linear, weight=packed.clone(), weight_scale=scales.clone(), **options)
         for _ in range(copies_beyond_cache(size, cache))
     ]

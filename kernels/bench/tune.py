@@ -90,15 +90,15 @@ def tune(
     (NOTES.md). Each better one is printed when it is found, so a search that is cut short is not lost.
     """
     layers = []
-    for rows, cols in SHAPES:
+    for features, cols in SHAPES:
         for bits in BITS:
-            case = Case(rows, cols, bits, 0.01, 1, "tensor_core")
+            case = Case(features, cols, bits, 0.01, 1, "tensor_core")
             layer = make_layer(case, device)
             layers.append((case, layer, rotating(layer.weight, cache_bytes(device))))
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
     write(f"# {name}, torch {torch.__version__}: geometric mean over {SHAPES}, {BITS} bits")
     arch = layers[0][1].weight.arch
-    starts = [replace(decode_config(rows, 4, arch), min_group=GROUP_SIZE) for rows in regimes]
+    starts = [replace(decode_config(most, 4, arch), min_group=GROUP_SIZE) for most in regimes]
     for start in (*starts, *((SIMT,) if 8 in regimes else ())):
         # One row gathers x for its outliers, eight read x^T.
         rows = (start.max_rows,) if start.max_rows > 8 else (1,) if start.kernel == "simt" else (1, 8)

@@ -1,6 +1,8 @@
 """PTX instructions that compute: each maker here returns what its instruction does to a program."""
 
+from collections.abc import Callable
 from functools import partial, reduce
+from typing import Any
 
 import numpy as np
 
@@ -61,7 +63,7 @@ def _table(inputs: tuple[np.ndarray, ...], products: list[int]) -> np.ndarray:
     return result
 
 
-BINARY = {
+BINARY: dict[str, Callable[..., Any]] = {
     "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b, "and": lambda a, b: a & b,
     "or": lambda a, b: a | b, "xor": lambda a, b: a ^ b, "min": np.minimum, "max": np.maximum,
     "max.NaN": np.maximum, "div": _divide,
@@ -69,7 +71,7 @@ BINARY = {
 }  # fmt: skip
 # Right to two units in the last place on a GPU, to half a one here.
 APPROXIMATE = {"ex2.approx.f32": np.exp2, "div.full.f32": np.divide}
-_COMPARE = {
+_COMPARE: dict[str, Callable[..., Any]] = {
     "eq": np.equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
     "ne": lambda a, b: (a < b) | (a > b),  # false where either is NaN, as the others are
     "neu": np.not_equal,  # true there
@@ -80,7 +82,7 @@ _FLOATS = {
     "f32x2": ("add", "sub", "mul", "fma"),
 }  # fmt: skip
 # Of formats that are computed in a wider one, and rounded to float32 first, as no GPU does it.
-_ROUNDED = {
+_ROUNDED: dict[str, Callable[..., Any]] = {
     "add": lambda a, b: a + b, "mul": lambda a, b: a * b, "fma": lambda a, b, c: a * b + c, "max.NaN": np.maximum,
 }  # fmt: skip
 _NARROW = {"bf16": ("mul", "fma", "max.NaN"), **dict.fromkeys(("bf16x2", "f16x2"), tuple(_ROUNDED))}

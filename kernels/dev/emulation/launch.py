@@ -45,12 +45,17 @@ class EmulatedKernel:
         self.compiled: dict[Any, tuple[Kernel, int]] = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return partial(self._launch, (*grid, 1, 1)[:3])
+        columns, rows, layers = (*grid, 1, 1)[:3]
+        return partial(self._launch, (columns, rows, layers))
 
     def _launch(self, grid: tuple[int, int, int], *positional: Any, num_warps: int = 4, **named: Any) -> None:
         arguments = dict(zip(self.kernel.arg_names, positional, strict=False)) | named
         arguments |= {name: value for name, value in ON_NVIDIA.items() if name in self.kernel.arg_names}
-        types, values, aligned, given, buffers = {}, {}, set(), [], []
+        types: dict[str, str] = {}
+        values: dict[str, Any] = {}
+        aligned: set[str] = set()
+        given: list[int] = []
+        buffers: list[np.ndarray] = []
         for parameter in self.kernel.params:
             name, value = parameter.name, arguments[parameter.name]
             special = not parameter.do_not_specialize

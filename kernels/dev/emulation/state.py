@@ -16,8 +16,8 @@ from vllm_latq.kernels.errors import require
 Step = Callable[["Program"], None]
 Value = Callable[["Program"], np.ndarray]
 
-WORDS = {1: np.bool_, 8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
-TYPES = {
+WORDS: dict[int, Any] = {1: np.bool_, 8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
+TYPES: dict[str, Any] = {
     "pred": np.bool_, "b8": np.uint8, "u8": np.uint8, "b16": np.uint16, "u16": np.uint16, "s16": np.int16,
     "f16": np.float16, "bf16": np.uint16, "b32": np.uint32, "u32": np.uint32, "s32": np.int32, "f32": np.float32,
     "f16x2": np.uint32, "bf16x2": np.uint32, "f32x2": np.uint64, "b64": np.uint64, "u64": np.uint64, "s64": np.int64,
