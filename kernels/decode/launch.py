@@ -1,7 +1,7 @@
 """Scratch memory, compiled variant and weight arguments of a launch: the part that both decode kernels share."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,9 +29,10 @@ class Scratch:
     transposed: torch.Tensor | None = None
 
 
-@dataclass(frozen=True)
-class Variant:
+class Variant(NamedTuple):
     """The properties of a product that a decode kernel is compiled for, apart from its launch configuration.
+
+    A tuple, because every launch makes one: a frozen dataclass takes several times as long.
 
     Attributes:
         bits, group_size, midrise: of the weight, as in `KernelWeight`.

@@ -17,6 +17,7 @@ products of a range's weights with the same range's activations lie on the diago
 Index names: rn tile row, rm activation row, sb superblock, part the split-K share.
 """
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -205,7 +206,8 @@ def launch_arguments(
     if xt is not None:  # the programs that write it should all run at once
         together = weight.processors * config.programs(weight.bits, weight.group_size)
         writers = min(grid[0] * grid[1], together, -(-weight.cols // config.piece), MOST_WRITERS)
-    arguments = {
+    arguments = weight_arguments(weight)
+    arguments |= {
         "x_ptr": x,
         "xt_ptr": xt,
         "xt_as_int64_ptr": None if xt is None else xt.view(torch.int64),
@@ -216,11 +218,14 @@ def launch_arguments(
         "stride_xm": x.stride(0),
         "supers_per_part": -(-weight.superblocks // (parts * ranges)),
         "writers": writers,
+        "num_warps": config.num_warps,
     }
-    constants = ssqr_constants(config, variant_of(x, weight, m, parts, ranges))
-    return grid, weight_arguments(weight) | arguments | constants | {"num_warps": config.num_warps} | COMPILER
+    arguments |= ssqr_constants(config, variant_of(x, weight, m, parts, ranges))
+    arguments |= COMPILER
+    return grid, arguments
 
 
+@lru_cache(maxsize=1024)
 def ssqr_constants(config: DecodeConfig, variant: Variant) -> dict[str, int | bool]:
     """Return the compile-time arguments of `ssqr_tensor_core`, by name."""
     outlier_rows = config.outlier_rows(variant.m, variant.ranges) if variant.outliers else 0

@@ -89,7 +89,6 @@ OTHERS = [
 
 SCRIPT = """
 import json, sys
-from dataclasses import replace
 from vllm_latq.kernels.dev.audit import audit_decoding, audit_dequantize, audit_scatter, audit_simt, audit_tensor_core
 from vllm_latq.kernels.configs import decode_config
 from vllm_latq.kernels.decode.launch import Variant
@@ -110,7 +109,7 @@ for arch, bits, rows, activations, group, *flags in json.loads(sys.argv[1]):
     midrise, grouped, beyond_entries, ranges = [*flags, *(False, False, False, 1)[len(flags) :]]
     variant = Variant(bits, abs(rows), group, midrise, beyond_entries=beyond_entries, ranges=ranges, split=ranges == 1)
     if rows < 0:
-        audited = audit_simt(arch, replace(variant, row_scales=beyond_entries))
+        audited = audit_simt(arch, variant._replace(row_scales=beyond_entries))
     elif rows == 0 and bits:
         audited = audit_dequantize(arch, bits)
     elif rows == 0:

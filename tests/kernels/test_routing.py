@@ -9,7 +9,6 @@ from helpers.kernel_device import DEVICE, EMULATED
 from helpers.stacks import stack_of_experts
 from vllm_latq.kernels.errors import KernelInputError
 from vllm_latq.kernels.experts.activations import ACTIVATIONS
-from vllm_latq.kernels.experts.grouped import COLUMNS, activate, combine, gather
 from vllm_latq.kernels.experts.routing import Routing, batch_size, route
 from vllm_latq.kernels.experts.rows import COLUMNS, activate, combine, gather
 
