@@ -16,6 +16,7 @@ from vllm_latq.kernels.decode.dispatch import ssqr_matmul
 from vllm_latq.kernels.decode.prefill import prefill_matmul
 from vllm_latq.kernels.errors import require
 from vllm_latq.kernels.layout.codes import codes_to_stream
+from vllm_latq.kernels.layout.outliers import OutlierCsr
 from vllm_latq.kernels.layout.weight import KernelWeight, prepare
 
 # Merged layers of Qwen3-8B (qkv, o, gate and up, down), and a square one of a larger model.
@@ -102,7 +103,7 @@ def make_layer(case: Case, device: torch.device, seed: int = 0) -> Layer:
         groups = case.cols // GROUP_SIZE
         scales = (torch.rand(case.rows, groups, generator=generator, device=device) * 0.01 + 0.005).bfloat16()
         dense = (dense.view(case.rows, groups, GROUP_SIZE) * scales.float()[:, :, None]).view(shape)
-    outliers: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None] = (None, None, None)
+    outliers = None
     if case.outlier_rate:
         mask = torch.rand(shape, generator=generator, device=device) < case.outlier_rate
         codes[mask] = zero_point
@@ -114,12 +115,12 @@ def make_layer(case: Case, device: torch.device, seed: int = 0) -> Layer:
             values = torch.where(values < 0, -zero_point - 1 - beyond, zero_point + beyond)
         else:
             values = (values * 0.05 * zero_point).bfloat16()
-        outliers = (row_ptr, mask.nonzero()[:, 1].to(torch.int32), values)
+        outliers = OutlierCsr(row_ptr, mask.nonzero()[:, 1].to(torch.int32), values)
         dense[mask] = values.float()
     if row_scales is not None:
         dense *= row_scales[:, None]
     packed, group_size = codes_to_stream(codes, case.bits), -1 if case.coded else GROUP_SIZE
-    return Layer(prepare(packed, case.bits, group_size, case.cols, scales, row_scales, *outliers), dense)
+    return Layer(prepare(packed, case.bits, group_size, case.cols, scales, row_scales, outliers), dense)
 
 
 def activations(m: int, cols: int, device: torch.device) -> torch.Tensor:

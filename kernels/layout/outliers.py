@@ -25,6 +25,18 @@ _BUCKETS_PER_OCTAVE = 8
 
 
 @dataclass(frozen=True)
+class OutlierCsr:
+    """Outliers as the checkpoint stores them.
+
+    row_ptr: int32 [rows + 1]; col_idx: integer [n]; values: bfloat16 or float32 [n].
+    """
+
+    row_ptr: torch.Tensor
+    col_idx: torch.Tensor
+    values: torch.Tensor
+
+
+@dataclass(frozen=True)
 class OutlierSlices:
     """entries: int32 [slots padded to a bucket, 16]; slice_ptr: int32 [padded rows / 16 + 1]."""
 

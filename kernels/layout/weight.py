@@ -7,8 +7,22 @@ import torch
 
 from vllm_latq.kernels.errors import require
 from vllm_latq.kernels.layout.codes import ROW_BLOCK, check_shape, padded_rows, tile_scales, tile_weight
-from vllm_latq.kernels.layout.entries import BEYOND_BITS, beyond_entries, coordinates, integers, value_entries
-from vllm_latq.kernels.layout.outliers import OutlierSlices, check_csr, pool_slices, row_order, slice_entries
+from vllm_latq.kernels.layout.entries import (
+    BEYOND_BITS,
+    Integers,
+    beyond_entries,
+    coordinates,
+    integers,
+    value_entries,
+)
+from vllm_latq.kernels.layout.outliers import (
+    OutlierCsr,
+    OutlierSlices,
+    check_csr,
+    pool_slices,
+    row_order,
+    slice_entries,
+)
 
 HIP = "hip"
 
@@ -108,12 +122,10 @@ def prepare(
     cols: int,
     scales: torch.Tensor | None = None,
     row_scales: torch.Tensor | None = None,
-    row_ptr: torch.Tensor | None = None,
-    col_idx: torch.Tensor | None = None,
-    values: torch.Tensor | None = None,
+    outliers: OutlierCsr | None = None,
     midrise: bool = False,
 ) -> KernelWeight:
-    """Checkpoint tensors of one layer (or of merged layers, stacked by rows) -> KernelWeight, on their device.
+    """Bring checkpoint tensors of one layer (or merged layers, stacked by rows) into tile order, on their device.
 
     Args:
         qweight: int32 [rows, ceil(cols * bits / 32)], code j in bits [j * bits, (j + 1) * bits) of its row.
@@ -121,51 +133,79 @@ def prepare(
         group_size: 32, 64, 128 or -1 for one group per row.
         scales: bfloat16 [rows, groups], or None for 1.
         row_scales: float32 [rows], or None for 1.
-        row_ptr, col_idx, values: CSR outliers, int32 [rows + 1], integer [nnz], bfloat16 or float32 [nnz]; or all None.
-            Without scales and with 2, 3 or 4 bits their values are the weights' integers, which lie beyond the grid.
+        outliers: None for a scheme without outliers. Without scales and with 2, 3 or 4 bits the values of outliers are
+            the weights' integers, which lie beyond the grid.
         midrise: whether the grid lies half a step above the multiples of the scale.
 
     Raises:
         KernelInputError: shapes, dtypes or CSR arrays that a kernel must not be given.
     """
     check_shape(qweight, bits, group_size, cols)
+    _check_scales(scales, row_scales, qweight.shape[0], 1 if group_size == -1 else cols // group_size)
     rows, device = qweight.shape[0], qweight.device
-    groups = 1 if group_size == -1 else cols // group_size
-    if scales is not None:
-        require(scales.shape == (rows, groups) and scales.dtype == torch.bfloat16, "scales",
-                f"bfloat16 {(rows, groups)}", f"{scales.dtype} {tuple(scales.shape)}")  # fmt: skip
-    if row_scales is not None:
-        require(row_scales.shape == (rows,), "row_scales", f"{(rows,)}", tuple(row_scales.shape))
-    padded = padded_rows(rows)
+    order = torch.arange(padded_rows(rows), device=device)
+    beyond = entries = slice_ptr = None
+    if outliers is not None:
+        order, slices, beyond = _slice_outliers(outliers, rows, cols, bits, integer_codes=scales is None)
+        entries, slice_ptr = slices.entries, slices.slice_ptr
+    scale_pairs = flat_scales = None
+    if scales is not None and group_size == -1:
+        flat_scales = _in_tile_order(scales[:, 0], order)
+    elif scales is not None:
+        scale_pairs = tile_scales(scales, group_size, cols, order)
     processors, arch = _device_facts(device)
-    order = torch.arange(padded, device=device)
-    slices = beyond = None
-    given = sum(part is not None for part in (row_ptr, col_idx, values))
-    require(given in (0, 3), "row_ptr, col_idx, values", "all three or none", f"{given} of them")
-    if row_ptr is not None and col_idx is not None and values is not None:
-        check_csr(row_ptr, col_idx, values, rows, cols)
-        csr = (row_ptr, col_idx, values, cols)
-        if scales is None and bits in BEYOND_BITS:
-            beyond = integers(*csr, bits)
-        entries = value_entries(coordinates(*csr)) if beyond is None else beyond_entries(beyond, bits)
-        order = row_order(torch.bincount(entries.row, minlength=rows), padded)
-        slices = slice_entries(entries, order)
-    per_group = scales is not None and group_size != -1
-    counters = padded // ROW_BLOCK + 1
     return KernelWeight(
         bits=bits,
-        group_size=group_size if per_group else -1,
+        group_size=group_size if scale_pairs is not None else -1,
         rows=rows,
         cols=cols,
         midrise=midrise,
         words=tile_weight(qweight, bits, cols, order, beyond),
         order=order.to(torch.int32),
-        scale_pairs=tile_scales(scales, group_size, cols, order) if scales is not None and per_group else None,
-        flat_scales=_in_tile_order(scales[:, 0], order) if scales is not None and not per_group else None,
+        scale_pairs=scale_pairs,
+        flat_scales=flat_scales,
         row_scales=_in_tile_order(row_scales, order) if row_scales is not None else None,
-        entries=slices.entries if slices else None,
-        slice_ptr=slices.slice_ptr if slices else None,
-        tickets=torch.zeros(-(-counters // 4) * 4, dtype=torch.int32, device=device),
+        entries=entries,
+        slice_ptr=slice_ptr,
+        tickets=torch.zeros(_ticket_count(order.numel()), dtype=torch.int32, device=device),
         processors=processors,
         arch=arch,
     )
+
+
+def _check_scales(scales: torch.Tensor | None, row_scales: torch.Tensor | None, rows: int, groups: int) -> None:
+    """Refuse scales of the wrong shape or dtype."""
+    if scales is not None:
+        require(scales.shape == (rows, groups) and scales.dtype == torch.bfloat16, "scales",
+                f"bfloat16 {(rows, groups)}", f"{scales.dtype} {tuple(scales.shape)}")  # fmt: skip
+    if row_scales is not None:
+        require(row_scales.shape == (rows,), "row_scales", f"{(rows,)}", tuple(row_scales.shape))
+
+
+def _slice_outliers(
+    csr: OutlierCsr, rows: int, cols: int, bits: int, integer_codes: bool
+) -> tuple[torch.Tensor, OutlierSlices, Integers | None]:
+    """Check outliers, sort the rows by their entries and lay the entries out in slices.
+
+    Returns:
+        The checkpoint row of each tile row, int64 [padded rows]; the slices; and the outliers as integers where entries
+        hold distances from the grid, else None.
+    """
+    check_csr(csr.row_ptr, csr.col_idx, csr.values, rows, cols)
+    beyond = None
+    if integer_codes and bits in BEYOND_BITS:
+        beyond = integers(csr.row_ptr, csr.col_idx, csr.values, cols, bits)
+        entries = beyond_entries(beyond, bits)
+    else:
+        entries = value_entries(coordinates(csr.row_ptr, csr.col_idx, csr.values, cols))
+    order = row_order(torch.bincount(entries.row, minlength=rows), padded_rows(rows))
+    return order, slice_entries(entries, order), beyond
+
+
+def _ticket_count(padded: int) -> int:
+    """Return one ticket per row block and one for the writers of x^T, rounded up to 16 bytes.
+
+    In a stack of experts the tickets of each expert then begin at an aligned address, as Triton assumes of pointers.
+    """
+    needed = padded // ROW_BLOCK + 1
+    return -(-needed // 4) * 4

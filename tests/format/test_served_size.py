@@ -9,6 +9,7 @@ from vllm_latq.format import served_size
 from vllm_latq.format.encodings.packed import PackedWeight, pack_integers
 from vllm_latq.format.scheme import SUPPORTED_BITS
 from vllm_latq.format.served_size import best_bits, outlier_bits, served_bits, served_overhead
+from vllm_latq.kernels.layout.outliers import OutlierCsr
 from vllm_latq.kernels.layout.weight import KernelWeight, prepare
 
 
@@ -23,7 +24,8 @@ def heavy_tailed(rows: int, cols: int, size: float, seed: int = 0, spread: float
 def kernel_weight(weight: PackedWeight) -> KernelWeight:
     layout = (weight.bits, weight.group_size, weight.cols, weight.scales, weight.row_scales)
     csr = weight.outliers
-    return prepare(weight.qweight, *layout, *((csr.row_ptr, csr.col_idx, csr.values) if csr else ()))
+    outliers = OutlierCsr(csr.row_ptr, csr.col_idx, csr.values) if csr else None
+    return prepare(weight.qweight, *layout, outliers)
 
 
 def in_slices(integers: torch.Tensor, bits: int) -> int:

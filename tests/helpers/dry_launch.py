@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction, MockTensor
 
+from vllm_latq.kernels.layout.outliers import OutlierCsr
 from vllm_latq.kernels.layout.weight import KernelWeight, prepare
 
 launch = JITFunction.run
@@ -63,9 +64,10 @@ def empty(dtype: torch.dtype, *shape: int) -> torch.Tensor:
 
 def on_gpu(rows: int, cols: int, coded: bool = False) -> KernelWeight:
     """Return a weight of 2 bits with an outlier in every row; `coded`: without group scales, as of hptq and latq."""
-    csr = torch.arange(rows + 1, dtype=torch.int32), torch.zeros(rows, dtype=torch.int32), torch.full((rows,), 5.0)
+    columns, values = torch.zeros(rows, dtype=torch.int32), torch.full((rows,), 5.0)
+    csr = OutlierCsr(torch.arange(rows + 1, dtype=torch.int32), columns, values)
     words, scales = torch.zeros(rows, cols // 16, dtype=torch.int32), torch.ones(rows, cols // 128).bfloat16()
-    weight = prepare(words, 2, 128, cols, None if coded else scales, None, *csr)
+    weight = prepare(words, 2, 128, cols, None if coded else scales, None, csr)
     tensors = {name: tensor for name, tensor in vars(weight).items() if isinstance(tensor, torch.Tensor)}
     with FakeTensorMode():
         fake: dict[str, Any] = {name: empty(tensor.dtype, *tensor.shape) for name, tensor in tensors.items()}

@@ -13,6 +13,7 @@ import torch
 from helpers.kernel_device import DEVICE, INTERPRETED, RUNNABLE
 from vllm_latq.kernels.dev.reference import dequantize_reference
 from vllm_latq.kernels.layout.codes import codes_to_stream
+from vllm_latq.kernels.layout.outliers import OutlierCsr
 from vllm_latq.kernels.layout.weight import KernelWeight, prepare
 
 
@@ -93,9 +94,11 @@ def make_layer(request: pytest.FixtureRequest) -> Callable[..., Layer]:
             "midrise": midrise,
         }
         there = {name: part.to(device) if isinstance(part, torch.Tensor) else part for name, part in tensors.items()}
-        csr = {name: tensors[name] for name in ("row_ptr", "col_idx", "values")}
-        plain = {name: part for name, part in tensors.items() if name not in csr}
-        dense = dequantize_reference(**plain, outliers=tuple(csr.values()) if has_outliers else None)
-        return Layer(tensors, dense, prepare(**there))
+        csr = tuple(tensors[name] for name in ("row_ptr", "col_idx", "values"))
+        plain = {name: part for name, part in tensors.items() if name not in ("row_ptr", "col_idx", "values")}
+        dense = dequantize_reference(**plain, outliers=csr if has_outliers else None)
+        on_device = [there.pop(name) for name in ("row_ptr", "col_idx", "values")]
+        weight = prepare(**there, outliers=OutlierCsr(*on_device) if has_outliers else None)
+        return Layer(tensors, dense, weight)
 
     return make

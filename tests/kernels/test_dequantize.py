@@ -9,6 +9,7 @@ from vllm_latq.kernels.decode.dispatch import ssqr_matmul
 from vllm_latq.kernels.decode.prefill import dequantize, launch_dequantize, prefill_matmul
 from vllm_latq.kernels.dev.reference import matmul_reference
 from vllm_latq.kernels.layout.codes import codes_to_stream
+from vllm_latq.kernels.layout.outliers import OutlierCsr
 from vllm_latq.kernels.layout.weight import KernelWeight, prepare
 
 pytestmark = pytest.mark.kernel
@@ -64,7 +65,7 @@ def test_far_integers_are_put_together_again() -> None:
     col = torch.cat((torch.arange(4), torch.arange(396), torch.arange(400), torch.tensor([0])))
     qweight = codes_to_stream(torch.full((4, 416), 4, dtype=torch.uint8), 3)
     csr = (part.to(DEVICE) for part in (row_ptr, col, z))
-    weight = prepare(qweight.to(DEVICE), 3, -1, 416, None, None, *csr)
+    weight = prepare(qweight.to(DEVICE), 3, -1, 416, None, None, OutlierCsr(*csr))
     dense = torch.zeros(4, 416)
     dense[torch.repeat_interleave(torch.arange(4), row_ptr.diff()), col] = z
     assert torch.equal(dequantize(weight, torch.float32).cpu(), dense)
@@ -77,7 +78,7 @@ def test_overflowing_integers_are_put_together_again() -> None:
     qweight, *csr = (
         part.to(DEVICE) for part in (torch.full((2, 2), -2139062144, dtype=torch.int32), row_ptr, col_idx, values)
     )
-    weight = prepare(qweight, 8, -1, 8, None, None, *csr)
+    weight = prepare(qweight, 8, -1, 8, None, None, OutlierCsr(*csr))
     dense = torch.zeros(2, 8)
     dense[[0, 0, 1, 1], col_idx] = values
     assert torch.equal(dequantize(weight, torch.float32).cpu(), dense)

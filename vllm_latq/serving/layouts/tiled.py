@@ -20,7 +20,7 @@ from vllm_latq.errors import RESTART_TO_RELOAD, CheckpointError
 from vllm_latq.format.encodings.packed import PackedWeight
 from vllm_latq.kernels.errors import KernelInputError
 from vllm_latq.kernels.layout.fields import SUPPORTED_GROUPS
-from vllm_latq.kernels.layout.outliers import MAX_COLUMNS, SLICE_ROWS, OutlierSlices, bucket, pool_slices
+from vllm_latq.kernels.layout.outliers import MAX_COLUMNS, SLICE_ROWS, OutlierCsr, OutlierSlices, bucket, pool_slices
 from vllm_latq.kernels.layout.weight import KernelWeight, prepare
 from vllm_latq.serving.layouts.checkpoint import SMALLEST_CAPACITY
 
@@ -70,15 +70,13 @@ class TiledOperands:
                 should.
         """
         csr = weight.outliers
-        outliers: dict[str, Any] = {}
-        if csr is not None:
-            outliers = {"row_ptr": csr.row_ptr, "col_idx": csr.col_idx, "values": csr.values}
-            # An entry holds two outliers at most. Refuse many more before counting their slots, which takes memory.
-            if capacity is not None and csr.nnz > 2 * SLICE_ROWS * capacity:
-                raise too_many_slots(where, capacity, f"{csr.nnz} of them")
-        given = (weight.qweight, weight.bits, weight.group_size, weight.cols, weight.scales, weight.row_scales)
+        outliers = None if csr is None else OutlierCsr(csr.row_ptr, csr.col_idx, csr.values)
+        # An entry holds two outliers at most. Refuse many more before counting their slots, which takes memory.
+        if csr is not None and capacity is not None and csr.nnz > 2 * SLICE_ROWS * capacity:
+            raise too_many_slots(where, capacity, f"{csr.nnz} of them")
+        layout = (weight.bits, weight.group_size, weight.cols)
         try:
-            made = prepare(*given, midrise=weight.midrise, **outliers)
+            made = prepare(weight.qweight, *layout, weight.scales, weight.row_scales, outliers, weight.midrise)
         except KernelInputError as error:
             raise CheckpointError(f"{where}: {error.where}", error.expected, error.found, error.hint) from error
         if made.entries is not None and made.slice_ptr is not None:
