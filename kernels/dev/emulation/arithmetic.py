@@ -1,4 +1,4 @@
-"""PTX instructions that compute: each maker here returns what its instruction does to a program."""
+"""PTX instructions that compute: each function here returns the step that its instruction does in a program."""
 
 from collections.abc import Callable
 from functools import partial, reduce
@@ -23,15 +23,15 @@ def _shift(values: np.ndarray, amounts: np.ndarray, left: bool) -> np.ndarray:
         kept = amounts.astype(values.dtype)
         return values << kept if left else values >> kept
     amounts = np.minimum(amounts.astype(np.int64), bits)
-    beyond = amounts >= bits
-    kept = np.where(beyond, 0, amounts).astype(values.dtype)
+    all_out = amounts >= bits
+    kept = np.where(all_out, 0, amounts).astype(values.dtype)
     shifted = values << kept if left else values >> kept
     rest = np.where(values < 0, -1, 0) if not left and values.dtype.kind == "i" else 0
-    return np.where(beyond, rest, shifted).astype(values.dtype)
+    return np.where(all_out, rest, shifted).astype(values.dtype)
 
 
 def _divide(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Towards zero, as integers do on a GPU."""
+    """Divide integers and round towards zero, as a GPU does."""
     quotient = np.abs(a.astype(np.int64)) // np.maximum(np.abs(b.astype(np.int64)), 1)
     return (quotient * np.sign(a.astype(np.int64)) * np.sign(b.astype(np.int64))).astype(a.dtype)
 
@@ -81,69 +81,70 @@ _FLOATS = {
     "f16": ("add", "sub", "mul", "max.NaN", "neg"),
     "f32x2": ("add", "sub", "mul", "fma"),
 }  # fmt: skip
-# Of formats that are computed in a wider one, and rounded to float32 first, as no GPU does it.
+# bf16 and pairs are computed in float64 and rounded to float32, then to their format; a GPU rounds once.
 _ROUNDED: dict[str, Callable[..., Any]] = {
     "add": lambda a, b: a + b, "mul": lambda a, b: a * b, "fma": lambda a, b, c: a * b + c, "max.NaN": np.maximum,
 }  # fmt: skip
 _NARROW = {"bf16": ("mul", "fma", "max.NaN"), **dict.fromkeys(("bf16x2", "f16x2"), tuple(_ROUNDED))}
 
 
+# Instructions whose operands and result have one type. `_fused` is of float32.
+_PLAIN: dict[str, Callable[..., Any]] = BINARY | {
+    "mad": lambda a, b, c: a * b + c, "fma": _fused, "bfe": _field, "neg": lambda a: -a, "not": lambda a: ~a,
+}  # fmt: skip
+
+
 def arithmetic(instruction: Instruction, parts: list[str], kernel: Kernel) -> Step:
     """One result from one to three operands of one type."""
     name, kind = ".".join(part for part in parts if part in (parts[0], "NaN")), parts[-1]
     if instruction.opcode in APPROXIMATE:
-        target, *operands = instruction.operands
-        inputs = [value_of(operand, kind, kernel) for operand in operands]
-        near = APPROXIMATE[instruction.opcode]
-        return lambda p: assign(p, kernel, str(target), near(*(source(p) for source in inputs)))
+        return _apply(APPROXIMATE[instruction.opcode], instruction, kind, kernel)
     if parts[-2:] in (["f32", "bf16"], ["f32", "f16"]):
         return _widened(instruction, name, kind, kernel)
     require({*parts[1:-1]} <= {"lo", "wide", "rn", "NaN"} and name in (_FLOATS | _NARROW).get(kind, (name,)),
             f"PTX of {kernel.name}", "arithmetic that the emulator knows", instruction.text)  # fmt: skip
-    target = str(instruction.operands[0])
     if "wide" in parts:
-        wide = {"s32": "s64", "u32": "u64", "s16": "s32", "u16": "u32"}[kind]
-        left, right = (value_of(operand, kind, kernel) for operand in instruction.operands[1:3])
-        addend = value_of(instruction.operands[3], wide, kernel) if name == "mad" else None
-
-        def widened(p: Program) -> None:
-            product = left(p).astype(TYPES[wide]) * right(p).astype(TYPES[wide])
-            assign(p, kernel, target, product if addend is None else product + addend(p))
-
-        return widened
-    amounts = name in ("shl", "shr", "bfe")
-    sources = [
-        value_of(operand, "u32" if amounts and place else kind, kernel)
-        for place, operand in enumerate(instruction.operands[1:])
-    ]
+        return _wide(instruction, name, kind, kernel)
     if kind in _NARROW:
-        read, write = (
-            (from_bf16, to_bf16) if kind == "bf16" else (partial(f, kind=kind) for f in (from_pairs, to_pairs))
-        )
-
-        def rounded(p: Program) -> None:
-            wide = _ROUNDED[name](*(read(source(p)).astype(np.float64) for source in sources))
-            assign(p, kernel, target, write(wide.astype(np.float32)))
-
-        return rounded
+        return _apply(_narrow(name, kind), instruction, kind, kernel)
+    require(name in _PLAIN, f"PTX of {kernel.name}", "an instruction that the emulator knows", instruction.text)
     if kind == "f32x2":
-        pairwise = _fused if name == "fma" else BINARY[name]
-        return lambda p: assign(
-            p, kernel, target, pairwise(*(source(p).view(np.float32) for source in sources)).view(np.uint64)
-        )
-    if name in BINARY:
-        two = BINARY[name]
-        return lambda p: assign(p, kernel, target, two(sources[0](p), sources[1](p)))
-    if name == "mad":
-        return lambda p: assign(p, kernel, target, sources[0](p) * sources[1](p) + sources[2](p))
-    if name == "fma":
-        return lambda p: assign(p, kernel, target, _fused(*(source(p) for source in sources)))
-    if name == "bfe":
-        return lambda p: assign(p, kernel, target, _field(*(source(p) for source in sources)))
-    if name == "neg":
-        return lambda p: assign(p, kernel, target, -sources[0](p))
-    require(name == "not", f"PTX of {kernel.name}", "an instruction that the emulator knows", instruction.text)
-    return lambda p: assign(p, kernel, target, ~sources[0](p))
+        return _apply(_pairwise(_PLAIN[name]), instruction, kind, kernel)
+    return _apply(_PLAIN[name], instruction, kind, kernel)
+
+
+def _apply(function: Callable[..., Any], instruction: Instruction, kind: str, kernel: Kernel) -> Step:
+    """Return the step that assigns function(operands), all of type `kind` except amounts of bits, which are u32."""
+    target, *operands = instruction.operands
+    amounts = instruction.parts[0] in ("shl", "shr", "bfe")
+    sources = [
+        value_of(operand, "u32" if amounts and place else kind, kernel) for place, operand in enumerate(operands)
+    ]
+    return lambda p: assign(p, kernel, str(target), function(*(source(p) for source in sources)))
+
+
+def _pairwise(function: Callable[..., Any]) -> Callable[..., np.ndarray]:
+    """Return `function` of float32s for pairs of them in uint64s."""
+    return lambda *pairs: function(*(pair.view(np.float32) for pair in pairs)).view(np.uint64)
+
+
+def _narrow(name: str, kind: str) -> Callable[..., np.ndarray]:
+    """Return an instruction on bf16, or on pairs of bf16 or fp16, that is computed in float64."""
+    read, write = (from_bf16, to_bf16) if kind == "bf16" else (partial(f, kind=kind) for f in (from_pairs, to_pairs))
+    return lambda *words: write(_ROUNDED[name](*(read(word).astype(np.float64) for word in words)).astype(np.float32))
+
+
+def _wide(instruction: Instruction, name: str, kind: str, kernel: Kernel) -> Step:
+    """mul.wide and mad.wide: a product, and an addend, of integers of twice the width of the factors."""
+    wide = {"s32": "s64", "u32": "u64", "s16": "s32", "u16": "u32"}[kind]
+    left, right = (value_of(operand, kind, kernel) for operand in instruction.operands[1:3])
+    addend = value_of(instruction.operands[3], wide, kernel) if name == "mad" else None
+
+    def step(p: Program) -> None:
+        product = left(p).astype(TYPES[wide]) * right(p).astype(TYPES[wide])
+        assign(p, kernel, str(instruction.operands[0]), product if addend is None else product + addend(p))
+
+    return step
 
 
 def _widened(instruction: Instruction, name: str, kind: str, kernel: Kernel) -> Step:

@@ -38,7 +38,7 @@ Order = Callable[[int], list[int]]
 
 
 class EmulatedKernel:
-    """Stands in for a compiled Triton function: `kernel[grid](*arguments, **constants)`."""
+    """A Triton function that the emulator runs: `kernel[grid](*arguments, **constants)`."""
 
     def __init__(self, kernel: Any, arch: str, traffic: Traffic, order: Order) -> None:
         self.kernel, self.arch, self.traffic, self.order = kernel, arch, traffic, order
@@ -58,20 +58,16 @@ class EmulatedKernel:
         buffers: list[np.ndarray] = []
         for parameter in self.kernel.params:
             name, value = parameter.name, arguments[parameter.name]
-            special = not parameter.do_not_specialize
-            if parameter.is_constexpr or value is None or (special and isinstance(value, int) and value == 1):
+            if _is_compiled_in(parameter, value):
                 values[name] = value
                 continue
+            types[name] = _type_of(value)
             if isinstance(value, torch.Tensor):
-                types[name] = _TYPES[value.dtype]
                 given.append(address(len(buffers)))
                 buffers.append(_bytes(value))
-                divisible = value.data_ptr() % 16 == 0
             else:
-                types[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
                 given.append(value)
-                divisible = value % 16 == 0
-            if special and divisible:
+            if not parameter.do_not_specialize and _is_divisible(value):
                 aligned.add(name)
         code, shared = self._compile(types, values, aligned, num_warps)
         given += [0] * (len(code.parameters) - len(given))  # scratch that these kernels do not use
@@ -90,8 +86,26 @@ class EmulatedKernel:
         return self.compiled[key]
 
 
+def _is_compiled_in(parameter: Any, value: Any) -> bool:
+    """Return whether Triton makes an argument part of the code: a constexpr, None, or a specialized integer 1."""
+    one = isinstance(value, int) and value == 1 and not parameter.do_not_specialize
+    return parameter.is_constexpr or value is None or one
+
+
+def _type_of(value: torch.Tensor | int) -> str:
+    """Return the type in the signature of the kernel that Triton compiles for an argument."""
+    if isinstance(value, torch.Tensor):
+        return _TYPES[value.dtype]
+    return "i32" if -(2**31) <= value < 2**31 else "i64"
+
+
+def _is_divisible(value: torch.Tensor | int) -> bool:
+    """Return whether an integer or an address is a multiple of 16, for which Triton compiles code of its own."""
+    return (value.data_ptr() if isinstance(value, torch.Tensor) else value) % 16 == 0
+
+
 def _bytes(tensor: torch.Tensor) -> np.ndarray:
-    """What a tensor spans, as uint8 that shares its memory."""
+    """Return the memory that a tensor spans, uint8, without copying it."""
     if not tensor.numel():
         return np.zeros(0, np.uint8)
     extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -100,11 +114,11 @@ def _bytes(tensor: torch.Tensor) -> np.ndarray:
 
 @contextmanager
 def emulation(arch: str, order: Order = lambda programs: list(range(programs))) -> Iterator[Traffic]:
-    """Launches of this package's kernels run in the emulator; yields what they move, added up.
+    """Run the launches of this package's kernels in the emulator; yield the traffic of all of them, added up.
 
     Args:
         arch: one of `audit.ARCHITECTURES`.
-        order: the order in which to run so many programs.
+        order: returns, for a number of programs, the order in which they run.
     """
     traffic = Traffic()
     with ExitStack() as stack:

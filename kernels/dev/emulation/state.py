@@ -42,23 +42,11 @@ class Program:
 
 
 def value_of(operand: Any, kind: str, kernel: Kernel) -> Value:
-    """How to read an operand as an array of `kind`, one element per thread."""
+    """Return how to read an operand as an array of `kind`, one element per thread."""
     dtype = np.dtype(TYPES[kind])
     bits = 1 if kind == "pred" else 8 * dtype.itemsize
     if isinstance(operand, tuple):
-        word = {32: "b16", 64: "b32"}[bits]
-        parts = [value_of(part, word, kernel) for part in operand]
-        unwritten = np.array([_UNDEFINED], np.uint64).astype(TYPES[word])
-
-        def joined(p: Program) -> np.ndarray:
-            # Of one number that is computed with as a pair, the compiler leaves the other half as it is.
-            halves = [
-                np.repeat(unwritten, p.threads) if kernel.is_register(name) and name not in p.registers else part(p)
-                for name, part in zip(operand, parts, strict=True)
-            ]
-            return np.stack(halves, 1).view(dtype)[:, 0]
-
-        return joined
+        return _joined(operand, dtype, kernel)
     constant = _constant(operand, dtype)
     if constant is not None:
         return _for_all(lambda threads: np.repeat(constant, threads))
@@ -76,8 +64,28 @@ def value_of(operand: Any, kind: str, kernel: Kernel) -> Value:
     return lambda p: p.registers[operand].astype(WORDS[bits]).view(dtype)  # the low bits, as PTX does
 
 
+def _joined(names: tuple[str, ...], dtype: np.dtype, kernel: Kernel) -> Value:
+    """Return how to read several registers as one value, the first in the lowest bits."""
+    word = {4: "b16", 8: "b32"}[dtype.itemsize]
+    parts = [value_of(name, word, kernel) for name in names]
+    unwritten = np.array([_UNDEFINED], np.uint64).astype(TYPES[word])
+
+    def read(p: Program) -> np.ndarray:
+        # The compiler computes with one number as a pair and never writes the other half.
+        halves = [
+            np.repeat(unwritten, p.threads) if kernel.is_register(name) and name not in p.registers else part(p)
+            for name, part in zip(names, parts, strict=True)
+        ]
+        return np.stack(halves, 1).view(dtype)[:, 0]
+
+    return read
+
+
 def _for_all(make: Callable[[int], np.ndarray]) -> Value:
-    """What depends on the number of threads only; no instruction writes into an array that it has read."""
+    """Return how to read a value that depends only on the number of threads, made once for each number.
+
+    The array is shared: no instruction writes into an array that it has read.
+    """
     made: dict[int, np.ndarray] = {}
 
     def read(p: Program) -> np.ndarray:
@@ -91,7 +99,7 @@ def _for_all(make: Callable[[int], np.ndarray]) -> Value:
 
 
 def _constant(operand: str, dtype: np.dtype) -> np.ndarray | None:
-    """An immediate as an array of one element; None if the operand is none."""
+    """Return an immediate as an array of one element; None for another operand."""
     if operand[:2].lower() == "0f":
         return np.array([int(operand[2:], 16)], np.uint32).view(dtype)
     if not (operand[0].isdigit() or operand[0] == "-"):
@@ -116,7 +124,7 @@ def assign(program: Program, kernel: Kernel, name: str, values: np.ndarray) -> N
 
 
 def address_of(operand: str, kernel: Kernel, kind: str) -> Value:
-    """[register + offset] or [symbol + offset]."""
+    """Return how to read the address [register + offset] or [symbol + offset]."""
     base, _, offset = operand.strip("[]").replace(" ", "").partition("+")
     start, shift = value_of(base, kind, kernel), int(offset or 0)
     return lambda p: (start(p).astype(np.int64) + shift).astype(TYPES[kind])
