@@ -21,10 +21,8 @@ from vllm_latq.kernels.bench.cases import (
     rotating,
 )
 from vllm_latq.kernels.bench.compile_pool import CompilePool
-from vllm_latq.kernels.bench.timing import Launch, Timing, copies_beyond_cache, reads
+from vllm_latq.kernels.bench.timing import Launch, Timer, Timing, copies_beyond_cache, reads
 from vllm_latq.kernels.errors import KernelInputError
-
-Timer = Callable[[Sequence[Launch]], Timing]
 
 
 @dataclass(frozen=True)

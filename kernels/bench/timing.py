@@ -35,6 +35,9 @@ class Timing:
     high: float
 
 
+Timer = Callable[[Sequence[Launch]], Timing]
+
+
 def require_gpu() -> torch.device:
     """The current GPU; KernelInputError on a machine that has none."""
     hint = "Without one, the modules `roofline` and `audit` of this package predict times and count instructions."

@@ -1,13 +1,13 @@
-"""Search for launch configurations on the GPU at hand: what `python -m vllm_latq.kernels.bench --tune` prints.
+"""Search for launch configurations on this machine's GPU and print them: `python -m vllm_latq.kernels.bench --tune`.
 
-Descent from the table's entry: of the configurations that differ in one field, the one that makes the geometric mean
-over layers and bit widths fastest, and again from there. Those of a round are compiled together. Only configurations
-whose products pass the correctness gate are timed. Serving never tunes: the winner is pasted into `configs.py`.
+The search descends from the table's entry. Each round compiles and times all configurations that differ from the best
+in one field, and takes the one with the lowest geometric mean over layers and bit widths. Only configurations whose
+products pass the correctness gate are timed. Serving never tunes: the winner is pasted into `configs.py`.
 """
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -28,10 +28,11 @@ from vllm_latq.kernels.bench.cases import (
     rotating,
 )
 from vllm_latq.kernels.bench.compile_pool import CompilePool
-from vllm_latq.kernels.bench.timing import Launch, Timing, cache_bytes
+from vllm_latq.kernels.bench.timing import Timer, cache_bytes
 from vllm_latq.kernels.configs import REGIMES, SIMT, DecodeConfig, decode_config
 from vllm_latq.kernels.decode.dispatch import ssqr_matmul
 from vllm_latq.kernels.errors import KernelInputError
+from vllm_latq.kernels.layout.weight import KernelWeight
 
 SHAPES = ((4096, 4096), (8192, 8192))
 CHOICES: dict[str, tuple[Any, ...]] = {
@@ -46,6 +47,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "paired": (False, True),
 }
 TENSOR_CORE_ONLY = ("gathers", "bias_dot", "paired")
+TunedLayer = tuple[Case, Layer, Sequence[KernelWeight]]
 
 
 def _print(line: str) -> None:
@@ -53,7 +55,7 @@ def _print(line: str) -> None:
 
 
 def neighbours(config: DecodeConfig) -> Iterator[DecodeConfig]:
-    """Valid configurations that differ from `config` in one field."""
+    """Yield the valid configurations that differ from `config` in one field."""
     for name, values in CHOICES.items():
         if config.kernel == "simt" and name in TENSOR_CORE_ONLY:
             continue
@@ -67,7 +69,11 @@ def neighbours(config: DecodeConfig) -> Iterator[DecodeConfig]:
 def descend(
     start: DecodeConfig, costs: Callable[[Sequence[DecodeConfig]], Sequence[float]]
 ) -> tuple[DecodeConfig, float]:
-    """The configuration from which no single change helps, and its cost. `costs`: of the configurations of a round."""
+    """Return the configuration that no single change improves, and its cost.
+
+    Args:
+        costs: returns the cost of each configuration of a round.
+    """
     best, (lowest,) = start, costs([start])
     while True:
         candidates = list(neighbours(best))
@@ -77,17 +83,65 @@ def descend(
         best, lowest = candidate, fastest
 
 
+@dataclass
+class Search:
+    """Times configurations with random layers, and remembers the time of each.
+
+    Attributes:
+        layers: cases, their layers, and copies of their weights that together exceed the cache.
+        compilers: compile the launches of a round before the first is timed.
+        write: receives a line for each configuration that is faster than all before it.
+    """
+
+    layers: Sequence[TunedLayer]
+    timer: Timer
+    compilers: CompilePool
+    write: Callable[[str], None]
+
+    def run(self, start: DecodeConfig, rows: Sequence[int]) -> tuple[DecodeConfig, str]:
+        """Descend from `start` with these numbers of activation rows; return the best and a remark on its times."""
+        known: dict[DecodeConfig, float] = {}
+        best, lowest = descend(start, partial(self._costs, rows, known))
+        at = " and ".join(map(str, rows))
+        return best, f"{lowest:.1f} us at {at} rows, from {known[start]:.1f}; {len(known)} tried"
+
+    def _costs(
+        self, rows: Sequence[int], known: dict[DecodeConfig, float], configs: Sequence[DecodeConfig]
+    ) -> list[float]:
+        """Return the time of each configuration, microseconds; time those that `known` lacks and add them to it."""
+        new = [config for config in configs if config not in known]
+        self.compilers.compile(
+            partial(ssqr_matmul, activations(m, case.cols, layer.dense.device), layer.weight, config)
+            for config in new
+            for case, layer, _ in self.layers
+            for m in rows
+        )
+        for config in new:
+            fastest = min(known.values(), default=math.inf)
+            known[config] = mean_time(config, rows, self.layers, self.timer)
+            if known[config] < fastest:
+                self.write(f"# {known[config]:.1f} us: {config!r}")
+        return [known[config] for config in configs]
+
+
+def rows_to_tune(start: DecodeConfig) -> tuple[int, ...]:
+    """Return the numbers of activation rows that decide a table entry: one row gathers x for outliers, 8 read x^T."""
+    if start.kernel == "simt":
+        return (1,)
+    return (start.max_rows,) if start.max_rows > 8 else (1, 8)
+
+
 def tune(
     device: torch.device,
-    timer: Callable[[Sequence[Launch]], Timing],
+    timer: Timer,
     compilers: CompilePool,
     regimes: Sequence[int] = REGIMES,
     write: Callable[[str], None] = _print,
 ) -> None:
-    """Print the best entry of each regime, ready for `configs.py`; with that of 8 rows, the SIMT kernel's.
+    """Print the best table entry of each regime, ready for `configs.py`; after the entry of 8 rows, the SIMT kernel's.
 
-    It belongs in front of those for smaller groups, with which it has not been run: some would be wrong on sm_100
-    (NOTES.md). Each better one is printed when it is found, so a search that is cut short is not lost.
+    Put the new entry before the entries for smaller groups, which the search does not run: some configurations would
+    be wrong for them on sm_100 (NOTES.md). Each improvement is printed at once, so an interrupted search is not lost.
     """
     layers = []
     for features, cols in SHAPES:
@@ -99,43 +153,20 @@ def tune(
     write(f"# {name}, torch {torch.__version__}: geometric mean over {SHAPES}, {BITS} bits")
     arch = layers[0][1].weight.arch
     starts = [replace(decode_config(most, 4, arch), min_group=GROUP_SIZE) for most in regimes]
+    search = Search(layers, timer, compilers, write)
     for start in (*starts, *((SIMT,) if 8 in regimes else ())):
-        # One row gathers x for its outliers, eight read x^T.
-        rows = (start.max_rows,) if start.max_rows > 8 else (1,) if start.kernel == "simt" else (1, 8)
-        known: dict[DecodeConfig, float] = {}
-
-        def costs(
-            configs: Sequence[DecodeConfig],
-            rows: Sequence[int] = rows,
-            known: dict[DecodeConfig, float] = known,
-        ) -> list[float]:
-            new = [config for config in configs if config not in known]
-            compilers.compile(
-                partial(ssqr_matmul, activations(m, case.cols, device), layer.weight, config)
-                for config in new
-                for case, layer, _ in layers
-                for m in rows
-            )
-            for config in new:
-                fastest = min(known.values(), default=math.inf)
-                known[config] = mean_time(config, rows, layers, timer)
-                if known[config] < fastest:
-                    write(f"# {known[config]:.1f} us: {config!r}")
-            return [known[config] for config in configs]
-
-        best, lowest = descend(start, costs)
+        best, remark = search.run(start, rows_to_tune(start))
         best = replace(best, source=f"bench --tune, {name}, Triton {triton.__version__}")
-        at = " and ".join(map(str, rows))
-        write(f"{best!r},  # {lowest:.1f} us at {at} rows, from {known[start]:.1f}; {len(known)} tried")
+        write(f"{best!r},  # {remark}")
 
 
 def mean_time(
     config: DecodeConfig,
     rows: Sequence[int],
-    layers: Sequence[tuple[Case, Layer, Sequence[Any]]],
-    timer: Callable[[Sequence[Launch]], Timing],
+    layers: Sequence[TunedLayer],
+    timer: Timer,
 ) -> float:
-    """Geometric mean of microseconds; infinite where the configuration does not compile or fit, or is wrong."""
+    """Return the geometric mean of microseconds; infinity if the configuration does not run or its product is wrong."""
     times = []
     for (case, layer, weights), m in product(layers, rows):
         x = activations(m, case.cols, layer.dense.device)
@@ -144,6 +175,6 @@ def mean_time(
             times.append(timer([partial(ssqr_matmul, x, weight, config) for weight in weights]).median)
         except (TritonError, KernelInputError, RuntimeError):
             if layer.dense.is_cuda:
-                torch.cuda.synchronize()  # raises if the GPU's context is lost, and nothing would run any more
+                torch.cuda.synchronize()  # raises if the GPU's context is lost: no later launch would run
             return math.inf
     return math.exp(sum(math.log(time) for time in times) / len(times))

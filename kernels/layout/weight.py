@@ -205,7 +205,8 @@ def _slice_outliers(
 def _ticket_count(padded: int) -> int:
     """Return one ticket per row block and one for the writers of x^T, rounded up to 16 bytes.
 
-    In a stack of experts the tickets of each expert then begin at an aligned address, as Triton assumes of pointers.
+    The tickets of one expert in a stack then begin at a multiple of 16 bytes, as those of a single weight do, so Triton
+    does not compile another kernel for an unaligned pointer.
     """
     needed = padded // ROW_BLOCK + 1
     return -(-needed // 4) * 4
