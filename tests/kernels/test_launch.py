@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,78 +19,23 @@ from vllm_latq.kernels.decode.dispatch import padded_columns
 from vllm_latq.kernels.decode.launch import Scratch
 from vllm_latq.kernels.decode.ssqr import launch_arguments
 
-SCRIPT = """
-import dataclasses
-from collections import defaultdict
-import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from triton import knobs
-from helpers.dry_launch import empty, on_gpu, pretend_driver
-from vllm_latq.kernels.configs import GATHER_ROWS, SIMT, decode_config
-from vllm_latq.kernels.decode.prefill import launch_dequantize
-from vllm_latq.kernels.experts.grouped import grouped_matmul
-from vllm_latq.kernels.dev.audit import HUFFMAN, RANS
-from vllm_latq.kernels.entropy.chunks import Cut
-from vllm_latq.kernels.entropy.huffman import launch_huffman
-from vllm_latq.kernels.entropy.rans import launch_rans
-from vllm_latq.kernels.experts.routing import batch_size, route
-from vllm_latq.kernels.experts.rows import activate, combine, gather
-from vllm_latq.kernels.decode.launch import Scratch
-from vllm_latq.kernels.decode.simt import launch_simt
-from vllm_latq.kernels.decode.ssqr import launch_ssqr
-
-compiled = defaultdict(set)
-
-def note(*, src, metadata, **_):
-    compiled[src.fn.__name__].add(metadata["hash"])
-    assert metadata["enable_fp_fusion"]
-
-knobs.compilation.listener = note
-pretend_driver()
-weights = [on_gpu(100, 256), on_gpu(256, 4096), on_gpu(64, 512)]
-shorter = on_gpu(128, 8192)
-coded = [on_gpu(100, 512, coded=True), on_gpu(256, 4096, coded=True)]
-with FakeTensorMode():
-    for m in (1, 2, 3, 4, 9, 16):
-        for weight, parts in zip(weights, (1, 16, 2)):
-            config, bf16 = decode_config(m, 2), torch.bfloat16
-            x, y = empty(bf16, m, weight.cols), empty(bf16, m, weight.rows)
-            partials = empty(torch.float32, 1) if parts > 1 else None
-            transposed = empty(bf16, weight.cols, config.max_rows) if m > GATHER_ROWS else None
-            launch_ssqr(x, weight, y, config, Scratch(parts, 1, partials, transposed))
-            if weight.cols == 4096 and m <= 4:
-                ranges = 8 >> (m - 1).bit_length()
-                launch_ssqr(x, weight, y, config, Scratch(1, ranges, None, transposed))
-                launch_ssqr(x, shorter, y, config, Scratch(1, ranges, None, transposed))
-            if m in (3, 4):
-                launch_simt(x, weight, y, SIMT, Scratch(parts, 1, partials))
-    for weight in weights + coded:
-        for first in (0, 2):
-            launch_dequantize(weight, empty(torch.bfloat16, 128, weight.cols), first, 2)
-    ints = lambda *shape: empty(torch.int32, *shape)
-    for weight in weights[1:]:
-        tensors = {name: t for name, t in vars(weight).items() if isinstance(t, torch.Tensor)}
-        stacks = {name: empty(t.dtype, 8, *t.shape) for name, t in tensors.items()}
-        stack = dataclasses.replace(weight, processors=108, **stacks)
-        for tokens in (1, 2, 3, 9, 32, 64, 90):  # batches of 1, 8, 8, 8, 16, 32 and 64 rows
-            ids = ints(tokens, 2)
-            routing = route(ids, batch_size(*ids.shape, 8, [stack]), [stack])
-            x, scales = empty(torch.bfloat16, tokens, stack.cols), empty(torch.float32, 8, stack.cols)
-            grouped_matmul(gather(x, scales, routing), stack, routing)
-            y = grouped_matmul(gather(x, None, routing), stack, routing)
-            for activation in ("silu", "relu2_no_mul"):
-                activate(y, activation, None, routing)
-                activate(y, activation, scales, routing)
-            combine(y, empty(torch.float32, tokens, 2), routing)
-    for rows, cols in ((1, 1), (160, 4096), (17, 100)):
-        starts, used, z = empty(torch.int64, 16), ints(16), ints(rows, cols)
-        cut = Cut(rows, cols, rows, cols)
-        launch_huffman(ints(cols), ints(1 << 15), (-rows, rows), starts, used, z, cut, HUFFMAN)
-        slots = empty(torch.int64, rows, 4096)
-        launch_rans(ints(cols), slots, (ints(rows), ints(cols)), starts, (used, used), z, cut, RANS)
-for name, kernels in compiled.items():
-    print(name, len(kernels))
-"""
+PROGRAM = Path(__file__).parents[1] / "programs" / "launch_specializations.py"
+# How often each kernel is compiled, and why. Shapes of layers and numbers of tokens must add nothing.
+TILES = 4  # one row, two rows (without x^T), 3 to 8 (with x^T), 9 to 16
+SPECIALIZATIONS = {
+    "ssqr_tensor_core": TILES * 2 + 3,  # with split-K and without; and 8, 4 and 2 ranges of columns
+    "route_pairs": 5,  # batches of 1, 8, 16, 32 and 64 rows
+    "gather_rows": 2,  # with column scales and without
+    "activate_rows": 2 * 2,  # two activations, with column scales and without
+    "ssqr_grouped": 5 * 2,  # for each of these batches, columns that are cut (4096) or whole (512)
+    "combine_pairs": 1,
+    "ssqr_simt": 2,  # with and without split-K
+    "dequantize_tiles": 2,  # with group scales, and coded
+    "scatter_outliers": 1,  # outliers of weights with group scales
+    "write_beyond": 1,  # outliers of coded weights
+    "huffman_chunks": 1,
+    "rans_chunks": 1,
+}
 
 
 def test_sizes_that_change_while_serving_compile_nothing_new() -> None:
@@ -97,24 +43,11 @@ def test_sizes_that_change_while_serving_compile_nothing_new() -> None:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["TRITON_DEFAULT_FP_FUSION"] = "0"  # Triton 3.10's default
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    command = [sys.executable, "-W", "ignore", "-c", SCRIPT]
+    command = [sys.executable, "-W", "ignore", str(PROGRAM)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     compiled = dict(line.split() for line in done.stdout.splitlines())
-    assert {name: int(count) for name, count in compiled.items()} == {
-        "ssqr_tensor_core": 4 * 2 + 3,
-        "route_pairs": 5,
-        "gather_rows": 2,
-        "activate_rows": 2 * 2,
-        "ssqr_grouped": 5 * 2,
-        "combine_pairs": 1,
-        "ssqr_simt": 2,
-        "dequantize_tiles": 2,
-        "scatter_outliers": 1,
-        "write_beyond": 1,
-        "huffman_chunks": 1,
-        "rans_chunks": 1,
-    }
+    assert {name: int(count) for name, count in compiled.items()} == SPECIALIZATIONS
 
 
 def test_writers_of_transposed_activations_fit_their_counter(make_layer) -> None:

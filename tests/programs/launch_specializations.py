@@ -1,0 +1,85 @@
+"""Launch kernels with sizes that change while serving, on an sm_80 that is not there; count what Triton compiles.
+
+Prints a line for each kernel: its name and its number of specializations. `test_launch.py` starts it.
+"""
+
+import dataclasses
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from triton import knobs
+
+from helpers.dry_launch import empty, on_gpu, pretend_driver
+from vllm_latq.kernels.configs import GATHER_ROWS, SIMT, decode_config
+from vllm_latq.kernels.decode.launch import Scratch
+from vllm_latq.kernels.decode.prefill import launch_dequantize
+from vllm_latq.kernels.decode.simt import launch_simt
+from vllm_latq.kernels.decode.ssqr import launch_ssqr
+from vllm_latq.kernels.dev.audit import HUFFMAN, RANS
+from vllm_latq.kernels.entropy.chunks import Cut
+from vllm_latq.kernels.entropy.huffman import launch_huffman
+from vllm_latq.kernels.entropy.rans import launch_rans
+from vllm_latq.kernels.experts.grouped import grouped_matmul
+from vllm_latq.kernels.experts.routing import batch_size, route
+from vllm_latq.kernels.experts.rows import activate, combine, gather
+
+compiled: defaultdict[str, set[str]] = defaultdict(set)
+
+
+def note(*, src: Any, metadata: dict[str, Any], **_: Any) -> None:
+    """Remember a compiled kernel."""
+    compiled[src.fn.__name__].add(metadata["hash"])
+    assert metadata["enable_fp_fusion"]
+
+
+def ints(*shape: int) -> torch.Tensor:
+    """Return a fake int32 tensor."""
+    return empty(torch.int32, *shape)
+
+
+knobs.compilation.listener = note
+pretend_driver()
+weights = [on_gpu(100, 256), on_gpu(256, 4096), on_gpu(64, 512)]
+shorter = on_gpu(128, 8192)
+coded = [on_gpu(100, 512, coded=True), on_gpu(256, 4096, coded=True)]
+with FakeTensorMode():
+    for m in (1, 2, 3, 4, 9, 16):
+        for weight, parts in zip(weights, (1, 16, 2), strict=True):
+            config, bf16 = decode_config(m, 2), torch.bfloat16
+            x, y = empty(bf16, m, weight.cols), empty(bf16, m, weight.rows)
+            partials = empty(torch.float32, 1) if parts > 1 else None
+            transposed = empty(bf16, weight.cols, config.max_rows) if m > GATHER_ROWS else None
+            launch_ssqr(x, weight, y, config, Scratch(parts, 1, partials, transposed))
+            if weight.cols == 4096 and m <= 4:
+                ranges = 8 >> (m - 1).bit_length()
+                launch_ssqr(x, weight, y, config, Scratch(1, ranges, None, transposed))
+                launch_ssqr(x, shorter, y, config, Scratch(1, ranges, None, transposed))
+            if m in (3, 4):
+                launch_simt(x, weight, y, SIMT, Scratch(parts, 1, partials))
+    for weight in weights + coded:
+        for first in (0, 2):
+            launch_dequantize(weight, empty(torch.bfloat16, 128, weight.cols), first, 2)
+    for weight in weights[1:]:
+        tensors = {name: t for name, t in vars(weight).items() if isinstance(t, torch.Tensor)}
+        stacks = {name: empty(t.dtype, 8, *t.shape) for name, t in tensors.items()}
+        stack = dataclasses.replace(weight, processors=108, **stacks)
+        for tokens in (1, 2, 3, 9, 32, 64, 90):  # batches of 1, 8, 8, 8, 16, 32 and 64 rows
+            ids = ints(tokens, 2)
+            routing = route(ids, batch_size(*ids.shape, 8, [stack]), [stack])
+            x, scales = empty(torch.bfloat16, tokens, stack.cols), empty(torch.float32, 8, stack.cols)
+            grouped_matmul(gather(x, scales, routing), stack, routing)
+            y = grouped_matmul(gather(x, None, routing), stack, routing)
+            for activation in ("silu", "relu2_no_mul"):
+                activate(y, activation, None, routing)
+                activate(y, activation, scales, routing)
+            combine(y, empty(torch.float32, tokens, 2), routing)
+    for rows, cols in ((1, 1), (160, 4096), (17, 100)):
+        starts, used, z = empty(torch.int64, 16), ints(16), ints(rows, cols)
+        cut = Cut(rows, cols, rows, cols)
+        launch_huffman(ints(cols), ints(1 << 15), (-rows, rows), starts, used, z, cut, HUFFMAN)
+        slots = empty(torch.int64, rows, 4096)
+        launch_rans(ints(cols), slots, (ints(rows), ints(cols)), starts, (used, used), z, cut, RANS)
+for name, kernels in compiled.items():
+    print(name, len(kernels))
