@@ -57,7 +57,7 @@ HEADER = """| layer | bits | outliers | rows | kernel | microseconds | GB/s | of
 
 
 def environment(device: torch.device, copy_rate: float) -> dict[str, Any]:
-    """What a result depends on."""
+    """Return what the results depend on: device, versions, commit and settings."""
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
     return {
@@ -68,7 +68,7 @@ def environment(device: torch.device, copy_rate: float) -> dict[str, Any]:
 
 
 def write_json(path: Path, facts: dict[str, Any], results: Sequence[Result]) -> None:
-    """`facts`, and one line per row, as written by `Result`; the file is whole at any time."""
+    """Write `facts` and one line per result; an interruption leaves the old file or the new one, never half of one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(".draft")
     rows = ",\n  ".join(json.dumps(_short(asdict(result))) for result in results)
@@ -78,17 +78,17 @@ def write_json(path: Path, facts: dict[str, Any], results: Sequence[Result]) -> 
 
 
 def _short(value: Any) -> Any:
-    """The same with floats of five digits, which is more than they are good for."""
+    """Return a JSON value with floats rounded to five digits, more than a measurement has."""
     if isinstance(value, dict):
         return {key: _short(part) for key, part in value.items()}
     return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
 def report(bench: Bench, cases: Iterable[Case], facts: dict[str, Any], path: Path, minutes: float = math.inf) -> int:
-    """Run, print every row as it comes, write the JSON; the number of our products that were wrong or did not run.
+    """Run the cases, print each row at once and write the JSON; return how many of our products were wrong or failed.
 
     Args:
-        minutes: after which no other row is begun.
+        minutes: time after which no new row is started.
     """
     print(HEADER, flush=True)
     results, complete, started = [], False, time.monotonic()
@@ -133,7 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         path = options.out or Path(f"{facts['device'].replace(' ', '-').lower()}{suffix}.json")
         kind, others = (ExpertBench, {}) if options.experts else (Bench, peers.installed())
         bench = kind(device, time_graph, cache_bytes(device), rate, others, compilers)
-        # What was measured is written then, too.
+        # A terminated run still writes the rows that it has measured.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         sys.exit(min(1, report(bench, cases, facts, path, options.minutes)))
 
@@ -149,35 +149,35 @@ def launch_once(cases: Iterable[Case], device: torch.device) -> None:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Exits where they do not fit together."""
+    """Parse the command line; exit if options contradict each other."""
     parser = argparse.ArgumentParser(prog="python -m vllm_latq.kernels.bench", description=__doc__.splitlines()[0])
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--quick", action="store_true", help="three shapes, six numbers of rows: a first look")
     what.add_argument("--experts", action="store_true", help="layers of routed experts instead of linears")
-    parser.add_argument("--coded", action="store_true", help="linears as hptq and latq have them once decoded")
-    parser.add_argument("--bits", nargs="+", type=int, choices=BITS, help="these widths only")
-    parser.add_argument("--outliers", nargs="+", type=percentage, metavar="PERCENT", help="these rates only")
-    parser.add_argument("--rows", nargs="+", type=positive, help="these numbers of rows of x (of tokens) only")
+    parser.add_argument("--coded", action="store_true", help="decoded weights of hptq and latq instead of group scales")
+    parser.add_argument("--bits", nargs="+", type=int, choices=BITS, help="only these bit widths")
+    parser.add_argument("--outliers", nargs="+", type=percentage, metavar="PERCENT", help="only these outlier rates")
+    parser.add_argument("--rows", nargs="+", type=positive, help="only these numbers of activation rows (or tokens)")
     parser.add_argument(
         "--tune",
         nargs="*",
         type=int,
         choices=REGIMES,
-        help="search launch configurations for tiles of so many rows (default: each) and print them instead",
+        help="search launch configurations for these tile sizes in rows (default: all) and print them",
     )
     what.add_argument("--once", action="store_true", help="launch each product once and time nothing: for a profiler")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no other row after so many")
-    parser.add_argument("--jobs", type=positive, help="processes that compile (default: one per core, up to 16)")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="start no new row after this many minutes")
+    parser.add_argument("--jobs", type=positive, help="compiler processes (default: one per core, at most 16)")
     parser.add_argument("--out", type=Path, help="JSON file (default: named after the GPU, in the working directory)")
     options = parser.parse_args(arguments)
     if options.coded and options.experts:
-        parser.error("--coded is for linears")
+        parser.error("--coded does not apply to --experts")
     taken = ("quick", "experts", "once", "coded", "bits", "outliers", "rows", "out")
     useless = [name for name in ("minutes", "jobs", "out") if getattr(options, name) != parser.get_default(name)]
     if options.once and useless:
         parser.error(f"--once times nothing and writes nothing: leave out --{' --'.join(useless)}")
     if options.tune is not None and (others := [name for name in taken if getattr(options, name)]):
-        parser.error(f"--tune chooses its products itself, and prints: leave out --{' --'.join(others)}")
+        parser.error(f"--tune chooses its own products and writes no file: leave out --{' --'.join(others)}")
     return options
 
 
@@ -196,7 +196,7 @@ def percentage(text: str) -> float:
 
 
 def selection(options: argparse.Namespace) -> tuple[str, Iterator[Case]]:
-    """What tells the results from those of all cases, for the file's name; and the cases."""
+    """Return the suffix of the file name that names the selection, and the selected cases."""
     chosen = {"bits": options.bits, "rates": options.outliers, "rows": options.rows}
     some: dict[str, Any] = {key: tuple(values) for key, values in chosen.items() if values}
     suffix = ("-experts" if options.experts else "-quick" if options.quick else "") + "-coded" * options.coded

@@ -36,7 +36,7 @@ _CHUNK_ROWS = 4096  # rows of the float64 reference at a time
 class Case:
     """One product: weight [rows, cols] of `bits` with a rate of outliers, times m activation rows.
 
-    coded: an entropy-coded weight, once decoded: scales of rows only, outliers as how far they lie beyond the grid.
+    coded: an entropy-coded weight after decoding: scales of rows only, outliers as distances beyond the grid.
     """
 
     rows: int
@@ -62,7 +62,7 @@ class Layer:
 
 
 def paths(m: int, bits: int) -> tuple[str, ...]:
-    """The kernels that can serve m rows."""
+    """Return the kernels that can serve m rows."""
     widest = max_decode_rows(bits)
     if m > FUSED_LAUNCHES * widest:
         return ("prefill",)
@@ -78,7 +78,7 @@ def all_cases(
     rows: tuple[int, ...] = ROWS,
     coded: bool = False,
 ) -> Iterator[Case]:
-    """Every combination, cases of one layer next to each other."""
+    """Yield every combination, cases of one layer next to each other."""
     for shape in shapes:
         for width in bits:
             for rate in rates:
@@ -88,9 +88,9 @@ def all_cases(
 
 
 def make_layer(case: Case, device: torch.device, seed: int = 0) -> Layer:
-    """A random layer; outliers are evenly likely everywhere, and most lie far beyond the largest inlier.
+    """Return a random layer; outliers are evenly likely everywhere, and most lie far beyond the largest inlier.
 
-    Those of a coded one lie up to eight steps beyond the grid.
+    The outliers of a coded layer lie up to eight steps beyond the grid.
     """
     generator = torch.Generator(device=device).manual_seed(seed)
     shape, zero_point = (case.rows, case.cols), 1 << (case.bits - 1)
@@ -130,7 +130,7 @@ def activations(m: int, cols: int, device: torch.device) -> torch.Tensor:
 
 
 def rotating(weight: KernelWeight, cache: int) -> list[KernelWeight]:
-    """The weight, and copies of it in memory of their own that exceed a cache of so many bytes with it."""
+    """Return the weight and copies of it that together exceed a cache of this many bytes."""
     tensors = {field.name: getattr(weight, field.name) for field in fields(weight)}
     copied: dict[str, Any] = {name: part for name, part in tensors.items() if isinstance(part, torch.Tensor)}
     copies = copies_beyond_cache(weight.storage_bytes(), cache)
@@ -139,7 +139,7 @@ def rotating(weight: KernelWeight, cache: int) -> list[KernelWeight]:
 
 
 def product(case: Case) -> Callable[[torch.Tensor, KernelWeight], torch.Tensor]:
-    """What the case launches, of x and a weight."""
+    """Return the function of x and a weight that the case launches."""
     if case.path == "prefill":
         return prefill_matmul
     return partial(ssqr_matmul, config=SIMT if case.path == "simt" else None)

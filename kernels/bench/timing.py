@@ -39,19 +39,19 @@ Timer = Callable[[Sequence[Launch]], Timing]
 
 
 def require_gpu() -> torch.device:
-    """The current GPU; KernelInputError on a machine that has none."""
+    """Return the current GPU; raise KernelInputError on a machine without one."""
     hint = "Without one, the modules `roofline` and `audit` of this package predict times and count instructions."
     require(torch.cuda.is_available(), "benchmark", "a CUDA GPU", "none", hint)
     return torch.device("cuda", torch.cuda.current_device())
 
 
 def copies_beyond_cache(bytes_per_launch: int, cache_bytes: int) -> int:
-    """Copies of the data, at least two, that exceed ROTATION times the cache."""
+    """Return how many copies of the data, at least two, exceed ROTATION times the cache."""
     return max(2, -(-ROTATION * cache_bytes // max(bytes_per_launch, 1)))
 
 
 def cache_bytes(device: torch.device) -> int:
-    """Size of the L2 cache."""
+    """Return the size of the L2 cache in bytes."""
     return torch.cuda.get_device_properties(device).L2_cache_size
 
 
@@ -84,15 +84,15 @@ def time_graph(launches: Sequence[Launch]) -> Timing:
 
 
 def summary(microseconds: Sequence[float]) -> Timing:
-    """Median and percentiles of repeated measurements, at least two."""
+    """Return the median and percentiles of two or more measurements."""
     tenths = statistics.quantiles(microseconds, n=10, method="inclusive")
     return Timing(statistics.median(microseconds), tenths[0], tenths[-1])
 
 
 def copy_gb_per_s(device: torch.device) -> float:
-    """GB/s, read and written together, of a kernel that copies: the roofline of everything bound by memory.
+    """Return GB/s, read and written together, of a kernel that copies: the roofline of everything bound by memory.
 
-    Not of `copy_`: as a node of a CUDA graph it reaches 2.7 TB/s on an H200, a kernel 4.3.
+    `copy_` is not used: as a node of a CUDA graph `copy_` reaches 2.7 TB/s on an H200, a kernel 4.3.
     """
     source = torch.zeros(COPY_BYTES // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
@@ -109,10 +109,10 @@ def read_words(words_ptr, out_ptr, BLOCK: tl.constexpr):
 
 
 def reads(size: int, cache: int, device: torch.device) -> list[Launch]:
-    """Launches that read so many bytes, rounded up to whole programs, each of another copy.
+    """Return launches that read `size` bytes, rounded up to whole programs, each from another copy.
 
-    That is the floor of a kernel that has as many to read: the copy's rate is that of a gigabyte, and of a layer's few
-    megabytes the first arrive after a microsecond and more.
+    Their time is the floor of a kernel that reads as many bytes. The rate of the plain copy is too high a bar for a few
+    megabytes: it is measured over a gigabyte, and the first bytes arrive only after a microsecond or more.
     """
     words = triton.cdiv(size, READ_WORDS * 4) * READ_WORDS
     copies = copies_beyond_cache(size, cache)

@@ -1,4 +1,4 @@
-"""Words that outliers are kept in: one int32, an entry, of one of two forms.
+"""Entries, the int32 words that hold outliers, in one of two forms.
 
     value    bits 31..16 bf16 value     15..0 column
     beyond   bits 31..16 column     15..12 second digit     11..8 first digit     7..0 columns from first to second
@@ -78,7 +78,7 @@ def integers(row_ptr: torch.Tensor, col_idx: torch.Tensor, values: torch.Tensor,
     """CSR -> integers, where all are beyond the grid of `bits`; entries of one place are summed first.
 
     Raises:
-        KernelInputError: others, or integers of more than 32 bits.
+        KernelInputError: a value inside the grid, a fraction, or an integer of more than 32 bits.
     """
     place, total = _summed(row_ptr, col_idx, values, cols)
     half, limit = 1 << (bits - 1), 1 << 31
@@ -102,19 +102,20 @@ def _summed(
     return place, total.index_add_(0, inverse, values.to(torch.float64))
 
 
-def _beyond(z: torch.Tensor, bits: int) -> torch.Tensor:
+def _distance_from_grid(z: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return how far integers lie beyond the grid, negative below it."""
     half = 1 << (bits - 1)
     return torch.where(z < 0, z + half, z - half + 1)
 
 
 def value_entries(points: Coordinates) -> Entries:
-    """One entry for each outlier."""
+    """Return one entry for each outlier."""
     return Entries(points.row, points.value.view(torch.int16).to(torch.int32) << 16 | points.col.to(torch.int32))
 
 
 def beyond_entries(points: Integers, bits: int) -> Entries:
-    """Far digits alone, the others two to an entry where they are near, in the order of their columns."""
-    owner, digit, exponent = _digits(_beyond(points.z, bits))
+    """Return entries of digits: a digit with an exponent alone, near neighbours two to an entry, in column order."""
+    owner, digit, exponent = _digits(_distance_from_grid(points.z, bits))
     row, col, alone = points.row[owner], points.col[owner], exponent > 0
     index = torch.arange(row.numel(), device=row.device)
     # Runs of digits near each other are cut into pairs.
@@ -130,14 +131,14 @@ def beyond_entries(points: Integers, bits: int) -> Entries:
     return Entries(row[first], (entry - ((entry >> 31) << 32)).to(torch.int32))
 
 
-def _digits(beyond: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of numbers that are not 0, [n]: digit * 4^exponent that add up to each, its far ones first.
+def _digits(distance: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Split numbers other than 0, int64 [n], into digit * 4^exponent that add up to them, largest exponent first.
 
     Returns:
-        Which number, digit, exponent: int64 [m] each, sorted by the first.
+        Index of the number, digit, exponent: int64 [m] each, sorted by the first.
     """
-    powers = 4 ** torch.arange(_LARGEST_EXPONENT + 1, device=beyond.device)
-    owner, rest = torch.arange(beyond.numel(), device=beyond.device), beyond
+    powers = 4 ** torch.arange(_LARGEST_EXPONENT + 1, device=distance.device)
+    owner, rest = torch.arange(distance.numel(), device=distance.device), distance
     found = []
     while owner.numel():
         near = (rest >= _LEAST_DIGIT) & (rest <= _LARGEST_DIGIT)
@@ -149,7 +150,7 @@ def _digits(beyond: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
         rest = rest - digit * power
         owner, rest = owner[rest != 0], rest[rest != 0]
     owner, digit, exponent = (
-        torch.cat(found, 1) if found else torch.zeros((3, 0), dtype=torch.int64, device=beyond.device)
+        torch.cat(found, 1) if found else torch.zeros((3, 0), dtype=torch.int64, device=distance.device)
     )
     by_owner = torch.argsort(owner, stable=True)
     return owner[by_owner], digit[by_owner], exponent[by_owner]

@@ -1,4 +1,4 @@
-"""The weight as the kernels want it, made once at load."""
+"""The weight in the form that the kernels read, made once at load."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -35,7 +35,7 @@ class KernelWeight:
 
     Attributes:
         midrise: whether zero is 2^(bits-1) - 1/2, between two codes, instead of 2^(bits-1).
-        words: int32 [row blocks, superblocks, planes, 64, words], see `layout.py`.
+        words: int32 [row blocks, superblocks, planes, 64, words], see `codes.py`.
         order: int32 [padded rows], checkpoint row of each tile row.
         scale_pairs: int32 [row blocks, superblocks, pairs, 64] for group sizes 32, 64, 128; else None.
         flat_scales: float32 [padded rows], tile order, where one scale serves the whole row; else None.
@@ -67,20 +67,22 @@ class KernelWeight:
 
     @property
     def padded_rows(self) -> int:
+        """Rows after padding to ROW_ALIGN."""
         return self.order.shape[-1]
 
     @property
     def superblocks(self) -> int:
+        """Superblocks of 256 columns."""
         return self.words.shape[-4]
 
     @property
     def beyond(self) -> bool:
-        """Whether entries say how far up to two outliers lie beyond the grid, and not the value of one."""
+        """Return whether an entry holds the distances of up to two outliers from the grid, not the value of one."""
         scaled = self.scale_pairs is not None or self.flat_scales is not None
         return self.entries is not None and not scaled and self.bits in BEYOND_BITS
 
     def storage_bytes(self) -> int:
-        """Bytes of the weight that one product reads: not the room behind its outliers. Synchronises the device."""
+        """Return the bytes that one product reads, without the room after the last entry. Synchronises the device."""
         parts = [self.words, self.scale_pairs, self.flat_scales, self.row_scales, self.slice_ptr]
         if self.entries is not None and self.slice_ptr is not None:
             parts += [self.order, self.entries[: int(self.slice_ptr[-1])]]
@@ -88,7 +90,7 @@ class KernelWeight:
 
 
 def stack_weights(weights: Sequence[KernelWeight]) -> KernelWeight:
-    """The weights of several experts, of one scheme and shape, as one."""
+    """Return the weights of several experts, of one scheme and shape, as one weight."""
     names = [name for name, part in vars(weights[0]).items() if isinstance(part, torch.Tensor) and name != "entries"]
     parts = {name: torch.stack([getattr(weight, name) for weight in weights]) for name in names}
     slices = [
@@ -100,7 +102,7 @@ def stack_weights(weights: Sequence[KernelWeight]) -> KernelWeight:
 
 
 def _in_tile_order(vector: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """float32 [padded rows]; zero for padding."""
+    """Return a vector of rows in tile order, float32 [padded rows], zero for padding."""
     tiled = torch.zeros(order.numel(), dtype=torch.float32, device=vector.device)
     real = order < vector.numel()
     tiled[real] = vector[order[real]].to(torch.float32)
@@ -108,7 +110,7 @@ def _in_tile_order(vector: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
 
 
 def _device_facts(device: torch.device) -> tuple[int, str]:
-    """Multiprocessors, and the compute capability as "sm_XY", HIP for AMD; empty on a CPU."""
+    """Return the number of multiprocessors, and "sm_XY" for NVIDIA, HIP for AMD or nothing for a CPU."""
     if device.type != "cuda":
         return 1, ""
     facts = torch.cuda.get_device_properties(device)
