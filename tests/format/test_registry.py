@@ -8,8 +8,8 @@ from typing import Self
 import pytest
 import tiny_checkpoints
 import torch
-from tiny_checkpoints import SHAPES, write_tiny_checkpoint
 
+from helpers.checkpoints import SHAPES, write_tiny_checkpoint
 from vllm_latq.cli.inspect import inspect_checkpoint
 from vllm_latq.cli.report_page import report_page
 from vllm_latq.errors import CheckpointError, ConfigError
