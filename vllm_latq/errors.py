@@ -1,11 +1,16 @@
 """Errors of vllm-latq. Each says where it happened, what was expected, what was found, and what to do."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 SHOWN_CHARACTERS = 2000
 # Hints that more than one place gives.
 REPAIR = "The checkpoint is damaged: copy or download it again, or quantize again."
 OTHER_MODEL = "config.json and the tensors are of different models."
 MISSING = "The checkpoint is incomplete, or its `ignore` list does not name a layer stored unquantized."
 RESTART_TO_RELOAD = "Reloading reuses the first checkpoint's buffers: restart the server with this checkpoint."
+# Stands for the name of the layer in a hint, until `naming` fills it in.
+LAYER = "LAYER"
 
 
 def printable(text: str) -> str:
@@ -35,6 +40,17 @@ class LatqError(ValueError):
     def __reduce__(self) -> tuple[type, tuple[str, ...]]:
         # Worker processes pickle exceptions: rebuild from the four parts, not from the joined message.
         return type(self), (self.where, self.expected, self.found, self.hint)
+
+
+@contextmanager
+def naming(layer: str) -> Iterator[None]:
+    """Raise an error of the code inside again with the layer's name as its `where`; "" leaves errors as they are."""
+    try:
+        yield
+    except LatqError as error:
+        if not layer:
+            raise
+        raise type(error)(layer, error.expected, error.found, error.hint.replace(LAYER, layer)) from error
 
 
 class ConfigError(LatqError):

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from vllm_latq.errors import ConfigError
+from vllm_latq.errors import ConfigError, naming
 from vllm_latq.quantize.allocation.served_allocation import allocate_served, served_curves, served_lattices
 from vllm_latq.quantize.allocation.stored_allocation import allocate, rate_curve
 from vllm_latq.quantize.calibration.experts import expert_stacks
@@ -231,8 +231,9 @@ def after_prefix(
     if hessian is None or hessian.drift is None:
         return dict(members), None
     inputs, drift = hessian.matrix / hessian.tokens, hessian.drift.mean(hessian.tokens)
-    for part in drift.sums:
-        require_finite(part, "drift of the activations", hessian.shared.leader)
+    with naming(hessian.shared.leader):
+        for part in drift.sums:
+            require_finite(part, "drift of the activations")
     return {name: replace(layer, inputs=inputs) for name, layer in members.items()}, drift
 
 

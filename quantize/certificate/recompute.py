@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from vllm_latq.coding.packing import unpack_codes
+from vllm_latq.errors import naming
 from vllm_latq.format.encodings.huffman import HuffmanWeight
 from vllm_latq.format.encodings.packed import PackedWeight
 from vllm_latq.format.encodings.rans import RansWeight
@@ -72,7 +73,8 @@ def _measured(
         target = corrected_target(weight, factor, hessian.drift, recipe.correction)
     gram = hessian.matrix if factor is None else factor.undamped
     quantized = stored.dequantize().to(weight.device)
-    errors = measure_errors(quantized, weight, target, gram, hessian.drift, hessian.shared.leader)
+    with naming(hessian.shared.leader):
+        errors = measure_errors(quantized, weight, target, gram, hessian.drift)
     bound = expected = None
     if factor is not None:
         bound, beyond = worst_case(stored, factor, recipe, quantized - target)
@@ -202,9 +204,8 @@ def _measured_on_loss(
     # The same numbers as the stored weight's own, decoded once.
     packed = stored.pack(stored.integers(), width)
     quantized = packed.dequantize().to(weight.device)
-    errors = measure_errors(quantized, weight, aim.target, statistics.inputs, aim.drift, name)
-    assert errors.total is not None
-    assert errors.rounding is not None
+    with naming(name):
+        errors = measure_errors(quantized, weight, aim.target, statistics.inputs, aim.drift)
     error = errors.rounding * statistics.tokens
     moved = quantized.double() - aim.target.double()
     seen = (moved @ statistics.inputs.double()).split([len(gram) for gram in statistics.outputs])

@@ -17,7 +17,7 @@ from functools import cached_property
 
 import torch
 
-from vllm_latq.errors import ConfigError, NumericalError
+from vllm_latq.errors import LAYER, ConfigError, NumericalError
 from vllm_latq.quantize.lattice.choices import ORDERS
 
 MAX_DAMPING = 1.0
@@ -107,7 +107,7 @@ class Factor:
         return self.upper / self.upper.diagonal()[:, None]
 
 
-def factorize(hessian: torch.Tensor, order: str = "act", damping: float = 0.01, where: str = "") -> Factor:
+def factorize(hessian: torch.Tensor, order: str = "act", damping: float = 0.01) -> Factor:
     """Factorise H + lambda I, lambda = damping * mean(diag(H)).
 
     If the Cholesky factorisation fails, or loses its digits, the damping is raised tenfold up to MAX_DAMPING; the
@@ -117,16 +117,15 @@ def factorize(hessian: torch.Tensor, order: str = "act", damping: float = 0.01, 
         hessian: float32 or float64 [c, c], X^T X, symmetric. Zero rows (dead inputs) are fine.
         order: one of ORDERS.
         damping: relative, positive.
-        where: name of the layer, for errors.
 
     Raises:
         NumericalError: H is not finite, not symmetric, all zero, or not positive definite at the largest damping.
     """
     if order not in ORDERS:
-        raise ConfigError(where or "order", f"one of {', '.join(ORDERS)}", repr(order))
+        raise ConfigError("order", f"one of {', '.join(ORDERS)}", repr(order))
     if not 0 < damping < float("inf"):
-        raise ConfigError(where or "damping", "a positive number", repr(damping))
-    undamped = _checked(hessian, where)
+        raise ConfigError("damping", "a positive number", repr(damping))
+    undamped = _checked(hessian)
     mean_diagonal = float(undamped.diagonal().mean()) if undamped.numel() else 1.0
     current = damping
     while True:
@@ -141,7 +140,7 @@ def factorize(hessian: torch.Tensor, order: str = "act", damping: float = 0.01, 
             return Factor(columns, upper, upper.diagonal().pow(-2), current, ridge, undamped)
         if current >= MAX_DAMPING:
             raise NumericalError(
-                where or "hessian",
+                "hessian",
                 f"a positive definite Hessian at a damping of at most {max(MAX_DAMPING, damping):g}",
                 f"a Cholesky factorisation that fails at damping {current:g}",
                 "Its calibration activations are broken or far too correlated: calibrate on more and other text.",
@@ -168,7 +167,7 @@ def rounding_order(hessian: torch.Tensor, name: str) -> torch.Tensor:
     raise ConfigError("order", f"one of {', '.join(ORDERS)}", repr(name))
 
 
-def require_finite(tensor: torch.Tensor, what: str, where: str) -> None:
+def require_finite(tensor: torch.Tensor, what: str) -> None:
     """Raise NumericalError naming the first entry of a 2-d `tensor` that is NaN or infinite."""
     # Cheaper than isfinite().all(): a sum is finite unless an entry is not, or it overflows, which the mask settles.
     if torch.isfinite(tensor.sum(dtype=torch.float64)):
@@ -178,32 +177,32 @@ def require_finite(tensor: torch.Tensor, what: str, where: str) -> None:
         return
     row, col = (int(index) for index in bad[0])
     raise NumericalError(
-        where or what,
+        what,
         f"finite {what}",
         f"{float(tensor[row, col])} at [{row}, {col}] and {len(bad)} such entries in all",
         "The model or its activations overflow: check the source checkpoint and its dtype.",
     )
 
 
-def _checked(hessian: torch.Tensor, where: str) -> torch.Tensor:
+def _checked(hessian: torch.Tensor) -> torch.Tensor:
     if hessian.dim() != 2 or hessian.shape[0] != hessian.shape[1]:
-        raise NumericalError(where or "hessian", "a square Hessian", f"shape {tuple(hessian.shape)}")
-    require_finite(hessian, "Hessian", where)
+        raise NumericalError("hessian", "a square Hessian", f"shape {tuple(hessian.shape)}")
+    require_finite(hessian, "Hessian")
     hessian = hessian.to(torch.float64)
     diagonal = hessian.diagonal()
     if not hessian.numel():
         return hessian
     if float(diagonal.min()) < 0 or float(diagonal.max()) == 0:
         raise NumericalError(
-            where or "hessian",
+            "hessian",
             "a Hessian X^T X with a non-negative diagonal that is not all zero",
             f"a diagonal between {float(diagonal.min()):g} and {float(diagonal.max()):g}",
             "No calibration activation reached this layer, or H is not a Gram matrix. Calibrate on other text, or "
-            f"leave the layer out{f', with --ignore {where}' if where else '.'}",
+            f"leave the layer out, with --ignore {LAYER}",
         )
     skew = float((hessian - hessian.T).abs().max())
     if skew > _ASYMMETRY * float(diagonal.max()):
-        raise NumericalError(where or "hessian", "a symmetric Hessian", f"entries that differ by {skew:g} across it")
+        raise NumericalError("hessian", "a symmetric Hessian", f"entries that differ by {skew:g} across it")
     return hessian
 
 

@@ -24,7 +24,6 @@ def fitted_scales(
     bits: int,
     group_size: int,
     block_size: int = 128,
-    where: str = "",
     offset: float = 0.0,
 ) -> torch.Tensor:
     """Signed MSE scales whose squared errors are weighted by D_t, times what each row's rounding loses least at.
@@ -35,14 +34,13 @@ def fitted_scales(
         bits: of the grid.
         group_size: input channels per scale, -1 for the whole row.
         block_size: columns per lazy batch.
-        where: name of the layer, for errors.
         offset: of the grid, in steps. A mid-rise grid is symmetric: its scales need no signs.
 
     Returns:
         bfloat16 [r, G], finite and not zero.
     """
     how = "mse" if offset else "signed"
-    base = group_scales(weight, bits, group_size, how, where, factor.importance, offset)
+    base = group_scales(weight, bits, group_size, how, factor.importance, offset)
     low, high = grid(bits)
     chosen = []
     for rows, own in zip(weight.split(_ROWS_AT_ONCE), base.split(_ROWS_AT_ONCE), strict=True):
@@ -55,7 +53,6 @@ def fitted_scales(
             high,
             block_size=block_size,
             group_size=group_size,
-            where=where,
             offset=offset,
         )
         best = tried.loss.view(len(MULTIPLES), -1).argmin(0)

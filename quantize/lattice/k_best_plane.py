@@ -43,7 +43,6 @@ def k_best_plane(
     *,
     block_size: int = 128,
     group_size: int | None = None,
-    where: str = "",
     seed: int | None = None,
     threshold: float | None = None,
     offset: float = 0.0,
@@ -58,9 +57,9 @@ def k_best_plane(
         width: K, survivors per row.
     """
     if seed is not None or (keep_overflow != "clip") != (threshold is not None):
-        raise ConfigError(where or "k_best_plane", "nearest rounding, clipped or with a threshold", keep_overflow)
+        raise ConfigError("k_best_plane", "nearest rounding, clipped or with a threshold", keep_overflow)
     rows, cols = weight.shape
-    steps = Steps.of(scales, weight, group_size, factor.order, where)
+    steps = Steps.of(scales, weight, group_size, factor.order)
     limits = (-math.inf if low is None else low, math.inf if high is None else high)
     # Costs are compared in squares, which float32 holds of weights near 1: a power of two makes them so, exactly.
     unit = _unit(weight, steps.by_group)
@@ -71,7 +70,7 @@ def k_best_plane(
     paths = [search.run(weight[start : start + band] / unit, start) for start in range(0, rows, band)]
     integers, errors, kept, clipped = (torch.cat(parts, -1) for parts in zip(*paths, strict=True))
     loss = factor.diagonal @ errors.to(torch.float64).square() * unit**2
-    check_range(integers, loss, where)
+    check_range(integers, loss)
     bound = scaled.weighted_squares(factor.diagonal, rows) / 4
     beyond = torch.zeros_like(loss)
     if low is not None:

@@ -84,7 +84,6 @@ def nearest_plane(
     *,
     block_size: int = 128,
     group_size: int | None = None,
-    where: str = "",
     seed: int | None = None,
     threshold: float | None = None,
     offset: float = 0.0,
@@ -100,7 +99,6 @@ def nearest_plane(
         keep_overflow: what happens to a weight whose integer leaves the grid: "clip" it, or keep its current value
             "exact"ly, rounded to bfloat16.
         block_size: columns per lazy batch; does not change the result beyond floating-point rounding.
-        where: name of the layer, for errors.
         seed: of stochastic rounding (see stochastic.py); None rounds to nearest.
         threshold: with "exact", keep instead the weights whose clipped rounding would add more than this to the loss,
             D_t (w'_t - q_t)^2 > threshold, wherever their integers lie; the others are clipped.
@@ -112,8 +110,8 @@ def nearest_plane(
     """
     rows, cols = weight.shape
     if (low is None) != (high is None):
-        raise ConfigError(where or "nearest_plane", "both of low and high, or neither", f"low={low}, high={high}")
-    steps = Steps.of(scales, weight, group_size, factor.order, where)
+        raise ConfigError("nearest_plane", "both of low and high, or neither", f"low={low}, high={high}")
+    steps = Steps.of(scales, weight, group_size, factor.order)
     state = _State(
         residual=weight.T[factor.order].contiguous(),
         integers=weight.new_empty(cols, rows),
@@ -130,7 +128,7 @@ def nearest_plane(
     )
     for start in range(0, cols, block_size):
         state.round_batch(start, min(start + block_size, cols))
-    return state.finish(factor, where)
+    return state.finish(factor)
 
 
 @dataclass(frozen=True)
@@ -148,7 +146,6 @@ class Steps:
         weight: torch.Tensor,
         group_size: int | None,
         order: torch.Tensor,
-        where: str,
     ) -> "Steps":
         rows, cols = weight.shape
         scales = scales.to(weight)
@@ -158,7 +155,7 @@ class Steps:
         expected = (rows, max(1, -(-cols // width)))
         if tuple(scales.shape) != expected:
             hint = f"Groups of {width} columns in a weight of {rows} x {cols}."
-            raise ConfigError(where or "scales", f"scales of shape {expected}", f"{tuple(scales.shape)}", hint)
+            raise ConfigError("scales", f"scales of shape {expected}", f"{tuple(scales.shape)}", hint)
         by_group = scales.T.contiguous()
         return cls(by_group, order // width, width)
 
@@ -236,7 +233,7 @@ class _State:
             nearest = integer.clamp(self.low, self.high) if self.clip else integer
         current.addcmul_(nearest, scale, value=-1)
 
-    def finish(self, factor: Factor, where: str) -> Rounding:
+    def finish(self, factor: Factor) -> Rounding:
         """Back to the original layout, with loss and bound."""
         cols, rows = self.residual.shape
         reach = 0.5 if self.dither is None else REACH
@@ -253,7 +250,7 @@ class _State:
             if self.limit is not None and self.kept is not None:
                 excess = self.steps.excess(lo, self.residual[part], reach)
                 beyond += factor.diagonal[part] @ excess.masked_fill_(~outside[part] | self.kept[part], 0)
-        check_range(self.integers, loss, where)
+        check_range(self.integers, loss)
         if self.clip:
             self.integers.clamp_(self.low, self.high)
         if self.kept is not None:
@@ -275,14 +272,14 @@ class _State:
         )
 
 
-def check_range(integers: torch.Tensor, loss: torch.Tensor, where: str = "") -> None:
+def check_range(integers: torch.Tensor, loss: torch.Tensor) -> None:
     """Refuse what does not fit: NaN and infinities, and integers that their floating dtype no longer holds exactly."""
     bits = 24 if integers.dtype == torch.float32 else 31
     largest = max(abs(float(end)) for end in integers.aminmax()) if integers.numel() else 0.0
     if torch.isfinite(loss).all() and largest < 1 << bits:
         return
     raise NumericalError(
-        where or "nearest_plane",
+        "nearest_plane",
         f"finite weights and integers below 2^{bits}",
         f"integers up to {largest:g} and a loss of {float(loss.sum()):g}",
         "The scales are far too small for this Hessian: raise the damping, or lower the target bits if there are any.",

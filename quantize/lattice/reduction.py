@@ -47,19 +47,19 @@ class Reduction:
     factor: Factor
 
     def nearest_plane(
-        self, weight: torch.Tensor, scale: torch.Tensor, block_size: int, where: str = "", seed: int | None = None
+        self, weight: torch.Tensor, scale: torch.Tensor, block_size: int, seed: int | None = None
     ) -> Rounding:
         """As `rounding.nearest_plane` unclipped with a scalar scale, on the reduced basis, in float64.
 
         Integers are those of the original basis; loss and bound are those of the reduced one, where they are made.
         """
         moved = weight.to(torch.float64) @ self.inverse.T
-        rounding = nearest_plane(moved, self.factor, scale, block_size=block_size, where=where, seed=seed)
+        rounding = nearest_plane(moved, self.factor, scale, block_size=block_size, seed=seed)
         integers = rounding.z.to(torch.float64) @ self.transform.T
         largest = float(integers.abs().max()) if integers.numel() else 0.0
         if largest >= 1 << 31:
             hint = "Round without --reduction, or raise the damping."
-            raise NumericalError(where or "reduction", "integers below 2^31", f"{largest:g}", hint)
+            raise NumericalError("reduction", "integers below 2^31", f"{largest:g}", hint)
         return dataclasses.replace(rounding, z=integers.to(torch.int32))
 
 

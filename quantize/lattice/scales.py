@@ -33,7 +33,6 @@ def group_scales(
     bits: int,
     group_size: int,
     how: str = "mse",
-    where: str = "",
     importance: torch.Tensor | None = None,
     offset: float = 0.0,
     power: int = 2,
@@ -51,7 +50,6 @@ def group_scales(
         bits: of the grid.
         group_size: input channels per group, a divisor of c; -1 for the whole row.
         how: one of SCALE_METHODS.
-        where: name of the layer, for errors.
         importance: weights of the columns' squared errors, non-negative [c]; None for equal ones.
         offset: of the grid, in steps; with 1/2 no point is zero, so an all-zero group takes the smallest scale of its
             row, an all-zero row a millionth of the smallest elsewhere.
@@ -64,10 +62,10 @@ def group_scales(
         bfloat16 [r, groups], finite and not zero; positive unless signed.
     """
     if how not in SCALE_METHODS:
-        raise ConfigError(where or "scales", f"one of {', '.join(SCALE_METHODS)}", repr(how))
-    require_finite(weight, "weight", where)
+        raise ConfigError("scales", f"one of {', '.join(SCALE_METHODS)}", repr(how))
+    require_finite(weight, "weight")
     rows, cols = weight.shape
-    groups = LayerScheme("packed", bits, group_size).groups(cols, where)
+    groups = LayerScheme("packed", bits, group_size).groups(cols)
     if weight.numel() == 0:
         return torch.ones(rows, groups, dtype=SCALE_DTYPE, device=weight.device)
     grouped = weight.reshape(rows, groups, cols // groups)
@@ -85,7 +83,7 @@ def group_scales(
         scales = torch.cat([_best_shrink(piece, absmax, *options) for piece, absmax in pieces])
     if not torch.isfinite(scales * (1 << bits) * _HEADROOM).all():
         found, hint = f"weights up to {float(grouped.abs().max()):g}", "Is the model damaged?"
-        raise NumericalError(where or "scales", "scales that bfloat16 can hold", found, hint)
+        raise NumericalError("scales", "scales that bfloat16 can hold", found, hint)
     return scales
 
 

@@ -133,7 +133,7 @@ def output_energy(weight: torch.Tensor, gram: torch.Tensor, drift: Drift | None 
 
 @dataclass(frozen=True)
 class LayerErrors:
-    """Errors of a quantized layer, as in LayerRecord; None without a Hessian.
+    """Errors of a quantized layer, as in LayerRecord.
 
     Attributes:
         total: ||Y Q^T - X W^T||^2, or with the residual's target ||Y Q^T - (Y W^T + R - S)||^2.
@@ -141,23 +141,20 @@ class LayerErrors:
         rounding: ||Y (Q - W')^T||^2, what the bound covers.
     """
 
-    total: float | None = None
-    relative: float | None = None
-    rounding: float | None = None
+    total: float
+    relative: float
+    rounding: float
 
 
 def measure_errors(
     quantized: torch.Tensor,
     weight: torch.Tensor,
     target: torch.Tensor,
-    gram: torch.Tensor | None,
+    gram: torch.Tensor,
     drift: Drift | None,
-    where: str,
 ) -> LayerErrors:
     """Errors of Q against W, and against the target W' that was rounded; arguments as in `output_error`."""
-    if gram is None:
-        return LayerErrors()
-    require_finite(gram, "Hessian", where)
+    require_finite(gram, "Hessian")
     total = output_error(quantized, weight, gram, drift)
     energy = output_energy(weight, gram, drift)
     rounding = total if drift is None else output_error(quantized, target, gram, None)

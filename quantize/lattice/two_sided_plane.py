@@ -78,7 +78,6 @@ def two_sided_plane(
     outputs: Sequence[Factor],
     row_steps: torch.Tensor,
     col_steps: torch.Tensor,
-    where: str = "",
     feedback: bool = True,
     width: int | None = None,
 ) -> TwoSided:
@@ -89,7 +88,6 @@ def two_sided_plane(
         inputs: factor of H, [c, c].
         outputs: factors of the diagonal blocks of G that cover the r rows; blocks do not see each other.
         row_steps, col_steps: positive, [r] and [c]; the step of weight (i, j) is their product.
-        where: name of the layer, for errors.
         feedback: False rounds each row on its own, as GPTQ does; G then only weighs the rows by its diagonal, which
             `outputs` must be factors of for loss and bound to hold.
         width: of codes in bits, whose grid then is mid-rise, and takes what lies at most CLIPPED steps beyond it;
@@ -114,7 +112,7 @@ def two_sided_plane(
                 break
         loss += float(factor.diagonal @ (residual.to(torch.float64).square() @ inputs.diagonal))
         bound += _squares(factor, inputs, steps) * furthest(width is not None) ** 2
-        _check(largest, loss, where)
+        _check(largest, loss)
         back = torch.empty_like(integers)
         back[:, inputs.order] = integers
         z[rows] = back.to(torch.int32)
@@ -132,11 +130,11 @@ def _squares(outputs: Factor, inputs: Factor, steps: tuple[torch.Tensor, torch.T
     return float((outputs.diagonal @ rows) * (inputs.diagonal @ cols))
 
 
-def _check(largest: float, loss: float, where: str) -> None:
+def _check(largest: float, loss: float) -> None:
     if largest < 1 << 24 and loss < float("inf"):
         return
     raise NumericalError(
-        where or "two_sided_plane",
+        "two_sided_plane",
         "finite weights and integers below 2^24",
         f"integers up to {largest:g} and a loss of {loss:g}",
         "The steps are far too small for this layer: raise the damping, or lower the target bits.",

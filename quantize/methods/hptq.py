@@ -61,7 +61,6 @@ def hptq(
     target_bits: float,
     *,
     block_size: int = 128,
-    where: str = "",
     seed: int | None = None,
     beam: int = 1,
     reduction: Reduction | None = None,
@@ -73,7 +72,6 @@ def hptq(
         factor: of the layer's Hessian.
         target_bits: stored bits per weight, everything counted; above 1, which is the least a Huffman code needs.
         block_size: columns per lazy batch.
-        where: name of the layer, for errors.
         seed: of stochastic rounding, the same draws at every probe; None rounds to nearest.
         beam: survivors per row (see beam.py); not on a reduced basis.
         reduction: a reduced basis of the lattice to round on (see reduction.py); None rounds on the original one.
@@ -86,23 +84,22 @@ def hptq(
 
     def quantize(part: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, Rounding]:
         if reduction is not None:
-            rounding = reduction.nearest_plane(part, scale, block_size, where, seed)
+            rounding = reduction.nearest_plane(part, scale, block_size, seed)
         else:
-            rounding = plane(part, factor, scale, block_size=block_size, where=where, seed=seed)
+            rounding = plane(part, factor, scale, block_size=block_size, seed=seed)
         return rounding.z, rounding
 
-    return _search(weight, target_bits, where, quantize)
+    return _search(weight, target_bits, quantize)
 
 
-def hrtn(weight: torch.Tensor, target_bits: float, where: str = "") -> HPTQResult:
+def hrtn(weight: torch.Tensor, target_bits: float) -> HPTQResult:
     """The same with plain rounding: the baseline that knows no Hessian."""
-    return _search(weight, target_bits, where, lambda part, scale: ((part / scale).round().to(torch.int32), None))
+    return _search(weight, target_bits, lambda part, scale: ((part / scale).round().to(torch.int32), None))
 
 
 def _search(
     weight: torch.Tensor,
     target_bits: float,
-    where: str,
     quantize: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, Rounding | None]],
 ) -> HPTQResult:
     largest = float(weight.abs().max()) if weight.numel() else 0.0
@@ -137,7 +134,7 @@ def _search(
     bits = found.best.value
     if not found.feasible:
         raise NumericalError(
-            where or "target_bits",
+            "target_bits",
             f"a Huffman code of at most {target_bits:g} bits per weight",
             f"{bits:.4f} at a scale of {2.0**found.best.x:g}, the fewest found",
             "Codes take at least 1 bit, tables and offsets come on top: raise target_bits, or ignore this layer.",

@@ -20,7 +20,10 @@ from functools import partial
 import torch
 
 from vllm_latq.coding.rans.encoder import encoded_bits
-from vllm_latq.errors import NumericalError
+from vllm_latq.coding.rans.stream import encoded_bits
+from vllm_latq.errors import LAYER, NumericalError, naming
+from vllm_latq.format.coded import RansWeight, octave_eighths
+from vllm_latq.format.config import LayerScheme
 from vllm_latq.format.encodings.rans import RansWeight, octave_eighths
 from vllm_latq.format.encodings.registry import tensor_specs
 from vllm_latq.format.scheme import LayerScheme
@@ -146,18 +149,29 @@ class LatqResult:
 def output_lattice(statistics: LayerStatistics, order: str, without: Sequence[str], where: str) -> OutputLattice:
     """Factorise G, block by block, and derive the row exponents.
 
+    Args:
+        statistics: of the linear.
+        order: one of ORDERS.
+        without: parts that are switched off.
+        where: name of the linear, for errors.
+
     Raises:
         NumericalError: the loss does not depend on the layer at all.
     """
+    with naming(where):
+        return _output_lattice(statistics, order, without)
+
+
+def _output_lattice(statistics: LayerStatistics, order: str, without: Sequence[str]) -> OutputLattice:
     grams = [gram.diagonal().diag() if "feedback" in without else gram.clone() for gram in statistics.outputs]
     if not any(float(gram.diagonal().max()) > 0 for gram in grams):
-        hint = f"The loss does not depend on this layer: leave it out, with --ignore {where}"
-        raise NumericalError(where, "gradients of the loss", "none but zeros", hint)
+        hint = f"The loss does not depend on this layer: leave it out, with --ignore {LAYER}"
+        raise NumericalError("gradients", "gradients of the loss", "none but zeros", hint)
     # A block of outputs that the loss hardly depends on still gets finite steps.
     floor = SMALLEST_GRADIENT * max(float(gram.diagonal().mean()) for gram in grams)
     for gram in grams:
         gram.diagonal().add_(max(0.0, floor - float(gram.diagonal().mean())))
-    factors = [factorize(gram, order, OUTPUT_DAMPING, where) for gram in grams]
+    factors = [factorize(gram, order, OUTPUT_DAMPING) for gram in grams]
     diagonal = torch.cat([factor.importance for factor in factors])
     exponents, level = _exponents(diagonal, "rows" in without)
     return OutputLattice(factors, exponents, level)
@@ -166,8 +180,9 @@ def output_lattice(statistics: LayerStatistics, order: str, without: Sequence[st
 def input_lattice(
     statistics: LayerStatistics, order: str, damping: float, without: Sequence[str], where: str
 ) -> InputLattice:
-    """Factorise H with a relative damping, and derive the column exponents."""
-    factor = factorize(statistics.inputs, order, damping, where)
+    """Factorise H with a relative damping, and derive the column exponents; arguments as for `output_lattice`."""
+    with naming(where):
+        factor = factorize(statistics.inputs, order, damping)
     exponents, level = _exponents(factor.importance, "columns" in without)
     return InputLattice(factor, exponents, level)
 
@@ -223,12 +238,12 @@ def latq(
         inputs.factor,
         outputs.factors,
         col_steps=cols,
-        where=where,
         feedback="feedback" not in without,
         width=share.width,
     )
     start = math.log2(share.step) - inputs.level - outputs.level
-    found = _search(lambda scale: plane(row_steps=rows * scale.to(rows.device)), start, share, where)
+    with naming(where):
+        found = _search(lambda scale: plane(row_steps=rows * scale.to(rows.device)), start, share)
     scale, rounding = found.best.payload
     # A copy: a file cannot hold one tensor under the names of several linears.
     exponents = (outputs.exponents, inputs.exponents.clone())
@@ -239,7 +254,7 @@ def latq(
 
 
 def _search(
-    plane: Callable[[torch.Tensor], TwoSided], start: float, share: Share, where: str
+    plane: Callable[[torch.Tensor], TwoSided], start: float, share: Share
 ) -> Outcome[tuple[torch.Tensor, TwoSided]]:
     """The scale, float32 [1], at which what `plane` rounds to spends the share; and that rounding.
 
@@ -267,7 +282,7 @@ def _search(
     )
     if not found.feasible and share.width is None:
         raise NumericalError(
-            where or "target_bits",
+            "target_bits",
             f"at most {share.bits:g} bits per weight",
             f"{found.best.value:.4f}, the fewest found",
             "What is stored beside the integers weighs on small layers: raise target_bits, or ignore this layer.",

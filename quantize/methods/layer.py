@@ -8,16 +8,18 @@ that it does not count, the rounding error must be below the bound.
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from vllm_latq.coding.huffman.encoder import encode
-from vllm_latq.errors import CalibrationError, ConfigError, NumericalError
+from vllm_latq.errors import CalibrationError, ConfigError, NumericalError, naming
+from vllm_latq.format.coded import HuffmanWeight, Weight
 from vllm_latq.format.encodings.huffman import HuffmanWeight
 from vllm_latq.format.encodings.packed import PackedWeight
 from vllm_latq.format.encodings.weight import Weight
+from vllm_latq.format.packed import PackedWeight
 from vllm_latq.format.served_size import served_bits
 from vllm_latq.quantize.lattice.coordinate_descent import refine
 from vllm_latq.quantize.lattice.factor import Factor, factorize, require_finite
@@ -88,88 +90,100 @@ def quantize_layer(
         NumericalError: weight or Hessian are not finite, or the method cannot be carried out on them.
         CalibrationError: a Hessian is needed and missing.
     """
-    started = time.perf_counter()
-    if recipe.method not in _METHODS:
+    if recipe.method not in METHODS:
         hint = "It looks at the whole model: use quantize_checkpoint."
-        raise ConfigError("recipe.method", f"one of {', '.join(_METHODS)}", recipe.method, hint)
-    weight = weight.detach().to(torch.float64 if weight.dtype == torch.float64 else torch.float32)
-    if weight.dim() != 2:
-        raise NumericalError(where or "weight", "a matrix [out, in]", f"shape {tuple(weight.shape)}")
-    require_finite(weight, "weight", where)
-    if hessian is None and recipe.needs_calibration:
-        hint = "Was the layer called at all while the calibration text ran?"
-        raise CalibrationError(where or "hessian", f"a Hessian for {recipe.method}", "none", hint)
-    factor = None
-    if recipe.needs_calibration:
-        factor = hessian if isinstance(hessian, Factor) else layer_factor(hessian, recipe, where)  # type: ignore[arg-type]
-    gram = hessian.undamped if isinstance(hessian, Factor) else hessian
-    if gram is not None and tuple(gram.shape) != (weight.shape[1], weight.shape[1]):
-        expected = f"a Hessian of {weight.shape[1]} input channels"
-        raise NumericalError(where or "hessian", expected, f"shape {tuple(gram.shape)}")
-    target = weight
-    if drift is not None and factor is not None:
-        require_finite(drift.energy, "drift of the activations", where)
-        target = corrected_target(weight, factor, drift, recipe.correction)
-    done = _METHODS[recipe.method](target, factor, recipe, where)
-    errors = measure_errors(done.dequantized, weight, target, gram, drift, where)
-    return LayerResult(done.weight, _record(done, weight, errors, factor, recipe, where, started), done.dequantized)
+        raise ConfigError("recipe.method", f"one of {', '.join(METHODS)}", recipe.method, hint)
+    started = time.perf_counter()
+    with naming(where):
+        weight = _matrix(weight)
+        factor = _required_factor(hessian, recipe) if recipe.needs_calibration else None
+        gram = hessian.undamped if isinstance(hessian, Factor) else hessian
+        if gram is not None and tuple(gram.shape) != (weight.shape[1], weight.shape[1]):
+            expected = f"a Hessian of {weight.shape[1]} input channels"
+            raise NumericalError("hessian", expected, f"shape {tuple(gram.shape)}")
+        target = weight
+        if factor is None:
+            done = _WITHOUT_HESSIAN[recipe.method](weight, recipe)
+        else:
+            if drift is not None:
+                require_finite(drift.energy, "drift of the activations")
+                target = corrected_target(weight, factor, drift, recipe.correction)
+            done = _ON_LATTICE[recipe.method](target, factor, recipe, recipe.rounding_seed(where))
+        errors = None if gram is None else measure_errors(done.dequantized, weight, target, gram, drift)
+        record = _record(where, done, weight, errors, factor, recipe)
+    record = replace(record, seconds=time.perf_counter() - started)
+    return LayerResult(done.weight, record, done.dequantized)
 
 
 def layer_factor(hessian: torch.Tensor, recipe: Recipe, where: str = "") -> Factor:
-    """The lattice that a recipe rounds on; arguments and errors as in `factorize`."""
-    return factorize(hessian, recipe.order, recipe.damping, where)
+    """Factorise a Hessian [c, c] as the recipe says; `where` names the layer in errors, which are `factorize`'s."""
+    with naming(where):
+        return factorize(hessian, recipe.order, recipe.damping)
+
+
+def _matrix(weight: torch.Tensor) -> torch.Tensor:
+    weight = weight.detach().to(torch.float64 if weight.dtype == torch.float64 else torch.float32)
+    if weight.dim() != 2:
+        raise NumericalError("weight", "a matrix [out, in]", f"shape {tuple(weight.shape)}")
+    require_finite(weight, "weight")
+    return weight
+
+
+def _required_factor(hessian: torch.Tensor | Factor | None, recipe: Recipe) -> Factor:
+    if hessian is None:
+        hint = "Was the layer called at all while the calibration text ran?"
+        raise CalibrationError("hessian", f"a Hessian for {recipe.method}", "none", hint)
+    return hessian if isinstance(hessian, Factor) else layer_factor(hessian, recipe)
 
 
 def _record(
+    name: str,
     done: _Quantized,
     weight: torch.Tensor,
-    errors: LayerErrors,
+    errors: LayerErrors | None,
     factor: Factor | None,
     recipe: Recipe,
-    where: str,
-    started: float,
 ) -> LayerRecord:
     if done.bound is not None and not math.isfinite(done.bound):
         hint = "The weights are too large for float32: is the model damaged?"
-        raise NumericalError(where or "weight", "a finite error bound", f"{done.bound:g}", hint)
-    holds = None if done.clipped else bound_holds(errors.rounding, done.bound)
+        raise NumericalError("weight", "a finite error bound", f"{done.bound:g}", hint)
+    rounding_error = None if errors is None else errors.rounding
     rows, cols = weight.shape
     return LayerRecord(
-        name=where,
+        name=name,
         shape=(rows, cols),
         bits=done.weight.storage_bits() / max(weight.numel(), 1),
         served_bits=(done.served_bits or done.weight.served_bits()) / max(weight.numel(), 1),
         outlier_density=done.weight.outlier_density() if weight.numel() else 0.0,
-        error=errors.total,
-        relative_error=errors.relative,
-        rounding_error=errors.rounding,
+        error=None if errors is None else errors.total,
+        relative_error=None if errors is None else errors.relative,
+        rounding_error=rounding_error,
         bound=done.bound,
         expected_error=None if done.bound is None else expected_error(done.bound, done.beyond, recipe.rounding),
-        bound_holds=holds,
+        bound_holds=None if done.clipped else bound_holds(rounding_error, done.bound),
         damping=None if factor is None else factor.damping,
-        seconds=time.perf_counter() - started,
+        seconds=0.0,
         clipped=done.clipped,
         note=done.note,
     )
 
 
-def _rtn(weight: torch.Tensor, _factor: Factor | None, recipe: Recipe, where: str) -> _Quantized:
+def _rtn(weight: torch.Tensor, recipe: Recipe) -> _Quantized:
     assert recipe.scales is not None
-    scales = group_scales(weight, recipe.bits, recipe.group_size, recipe.scales, where, offset=recipe.offset)
+    scales = group_scales(weight, recipe.bits, recipe.group_size, recipe.scales, offset=recipe.offset)
     steps = scales.to(weight.dtype).repeat_interleave(weight.shape[1] // scales.shape[1], 1)
     integers = (weight / steps - recipe.offset).round().clamp(*grid(recipe.bits))
     stored = _packed(integers.to(torch.int32), scales, recipe)
     return _Quantized(stored, ((integers + recipe.offset) * steps).to(torch.float32))
 
 
-def _gptq(weight: torch.Tensor, factor: Factor | None, recipe: Recipe, where: str) -> _Quantized:
-    assert factor is not None
+def _gptq(weight: torch.Tensor, factor: Factor, recipe: Recipe, seed: int | None) -> _Quantized:
     assert recipe.scales is not None
     layout = (recipe.bits, recipe.group_size)
     if recipe.scales == "fitted":
-        scales = fitted_scales(weight, factor, *layout, recipe.block_size, where, recipe.offset)
+        scales = fitted_scales(weight, factor, *layout, recipe.block_size, recipe.offset)
     else:
-        scales = group_scales(weight, *layout, recipe.scales, where, offset=recipe.offset, power=GPTQ_POWER)
+        scales = group_scales(weight, *layout, recipe.scales, offset=recipe.offset, power=GPTQ_POWER)
     low, high = grid(recipe.bits)
     rounding = plane_of_width(recipe.beam)(
         weight,
@@ -179,8 +193,7 @@ def _gptq(weight: torch.Tensor, factor: Factor | None, recipe: Recipe, where: st
         high,
         block_size=recipe.block_size,
         group_size=recipe.group_size,
-        where=where,
-        seed=recipe.rounding_seed(where),
+        seed=seed,
         offset=recipe.offset,
     )
     rounding = refine(weight, factor, rounding, low, high, recipe.sweeps)
@@ -190,21 +203,19 @@ def _gptq(weight: torch.Tensor, factor: Factor | None, recipe: Recipe, where: st
     return _Quantized(stored, dequantized, *_bound(rounding), clipped=clipped)
 
 
-def _ssqr(weight: torch.Tensor, factor: Factor | None, recipe: Recipe, where: str) -> _Quantized:
-    assert factor is not None
+def _ssqr(weight: torch.Tensor, factor: Factor, recipe: Recipe, seed: int | None) -> _Quantized:
     assert recipe.scales is not None
     layout = (recipe.bits, recipe.group_size)
     options: dict[str, Any] = {
         "block_size": recipe.block_size,
-        "where": where,
-        "seed": recipe.rounding_seed(where),
+        "seed": seed,
         "offset": recipe.offset,
     }
     saving = recipe.outliers == "saving"
     if saving:
         found = ssqr_by_saving(weight, factor, *layout, recipe.outlier_rate, beam=recipe.beam, **options)
     else:
-        base = group_scales(weight, *layout, recipe.scales, where, offset=recipe.offset)
+        base = group_scales(weight, *layout, recipe.scales, offset=recipe.offset)
         found = ssqr(weight, factor, base, *layout, recipe.outlier_rate, **options)
     movable = recipe.outlier_rate if saving else None
     rounding = refine(weight, factor, found.rounding, *grid(recipe.bits), recipe.sweeps, movable)
@@ -229,25 +240,23 @@ def _packed(
     return PackedWeight.from_integers(integers, *layout, outlier_mask, outlier_values, recipe.grid == "midrise")
 
 
-def _hptq(weight: torch.Tensor, factor: Factor | None, recipe: Recipe, where: str) -> _Quantized:
-    assert factor is not None
+def _hptq(weight: torch.Tensor, factor: Factor, recipe: Recipe, seed: int | None) -> _Quantized:
     assert recipe.target_bits is not None
     found = hptq(
         weight,
         factor,
         recipe.target_bits,
         block_size=recipe.block_size,
-        where=where,
-        seed=recipe.rounding_seed(where),
+        seed=seed,
         beam=recipe.beam,
         reduction=reduce_lattice(factor) if recipe.reduction == "lll" else None,
     )
     return _huffman(found)
 
 
-def _hrtn(weight: torch.Tensor, _factor: Factor | None, recipe: Recipe, where: str) -> _Quantized:
+def _hrtn(weight: torch.Tensor, recipe: Recipe) -> _Quantized:
     assert recipe.target_bits is not None
-    return _huffman(hrtn(weight, recipe.target_bits, where))
+    return _huffman(hrtn(weight, recipe.target_bits))
 
 
 def _huffman(found: HPTQResult) -> _Quantized:
@@ -258,10 +267,11 @@ def _huffman(found: HPTQResult) -> _Quantized:
     return _Quantized(stored, dequantized, bound, served_bits=served, note=found.note)
 
 
-_METHODS: dict[str, Callable[[torch.Tensor, Factor | None, Recipe, str], _Quantized]] = {
-    "rtn": _rtn,
+_WITHOUT_HESSIAN: dict[str, Callable[[torch.Tensor, Recipe], _Quantized]] = {"rtn": _rtn, "hrtn": _hrtn}
+# The last argument is the seed of stochastic rounding.
+_ON_LATTICE: dict[str, Callable[[torch.Tensor, Factor, Recipe, int | None], _Quantized]] = {
     "gptq": _gptq,
     "ssqr": _ssqr,
     "hptq": _hptq,
-    "hrtn": _hrtn,
 }
+METHODS = (*_WITHOUT_HESSIAN, *_ON_LATTICE)

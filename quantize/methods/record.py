@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from vllm_latq.errors import naming
 from vllm_latq.format.report import LayerReport
 from vllm_latq.format.served_size import served_bits
 from vllm_latq.quantize.lattice import stochastic
@@ -59,10 +60,8 @@ def layer_record(
     """
     weight, quantized = aim.weight, result.dequantized
     rows, cols = result.weight.row_scales.to(weight.device), result.weight.column_scales.to(weight.device)
-    errors = measure_errors(quantized, weight, aim.target, statistics.inputs, aim.drift, name)
-    assert errors.total is not None
-    assert errors.relative is not None
-    assert errors.rounding is not None
+    with naming(name):
+        errors = measure_errors(quantized, weight, aim.target, statistics.inputs, aim.drift)
     error = errors.rounding * statistics.tokens
     moved = quantized - aim.target
     loss, start = 0.0, 0

@@ -70,7 +70,6 @@ def ssqr(
     outlier_rate: float,
     *,
     block_size: int = 128,
-    where: str = "",
     seed: int | None = None,
     offset: float = 0.0,
 ) -> SSQRResult:
@@ -87,12 +86,11 @@ def ssqr(
         group_size: input channels per scale, -1 for the whole row.
         outlier_rate: target, in (0, 1).
         block_size: columns per lazy batch.
-        where: name of the layer, for errors.
         seed: of stochastic rounding, the same draws at every probe; None rounds to nearest.
         offset: of the grid, in steps.
     """
     low, high = grid(bits)
-    options: dict[str, Any] = {"block_size": block_size, "group_size": group_size, "where": where, "seed": seed}
+    options: dict[str, Any] = {"block_size": block_size, "group_size": group_size, "seed": seed}
 
     def quantize(rows: Rows, octaves: float) -> Rounding:
         scales = scaled(base_scales[rows], 2.0**octaves)
@@ -116,7 +114,6 @@ def ssqr_by_saving(
     outlier_rate: float,
     *,
     block_size: int = 128,
-    where: str = "",
     seed: int | None = None,
     offset: float = 0.0,
     beam: int = 1,
@@ -136,17 +133,17 @@ def ssqr_by_saving(
     """
     low, high = grid(bits)
     plane = plane_of_width(beam)
-    options: dict[str, Any] = {"block_size": block_size, "group_size": group_size, "where": where, "seed": seed}
+    options: dict[str, Any] = {"block_size": block_size, "group_size": group_size, "seed": seed}
     how, importance = "mse" if offset else "signed", factor.importance
 
     def scales_at(rows: Rows, octaves: float) -> torch.Tensor:
-        layout = (bits, group_size, how, where, importance, offset)
+        layout = (bits, group_size, how, importance, offset)
         return group_scales(weight[rows], *layout, price=2.0**octaves)
 
     def quantize(rows: Rows, octaves: float, scales: torch.Tensor) -> Rounding:
         return plane(weight[rows], factor, scales, low, high, "exact", threshold=2.0**octaves, offset=offset, **options)
 
-    start = usual_price(weight, importance, bits, group_size, outlier_rate, where)
+    start = usual_price(weight, importance, bits, group_size, outlier_rate)
     span = {"lower": start - PRICE_OCTAVES, "upper": start + PRICE_OCTAVES}
     search = partial(_search, weight, outlier_rate)
 
@@ -172,10 +169,10 @@ def ssqr_by_saving(
 
 
 def usual_price(
-    weight: torch.Tensor, importance: torch.Tensor, bits: int, group_size: int, outlier_rate: float, where: str = ""
+    weight: torch.Tensor, importance: torch.Tensor, bits: int, group_size: int, outlier_rate: float
 ) -> float:
     """Where a search for the price starts, in octaves; arguments as for `ssqr_by_saving` and `group_scales`."""
-    steps = group_scales(weight, bits, group_size, "absmax", where).to(torch.float64)
+    steps = group_scales(weight, bits, group_size, "absmax").to(torch.float64)
     price = _USUAL_PRICE[bits] * float(steps.square().mean() * importance.mean())
     return math.log2(max(price, 1e-300)) + math.log2(outlier_rate / 0.01) / PRICE_SLOPE
 

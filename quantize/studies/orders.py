@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from vllm_latq.console import print_table
-from vllm_latq.errors import LatqError
+from vllm_latq.errors import LatqError, naming
 from vllm_latq.quantize.calibration.stream import model_hessians
 from vllm_latq.quantize.calibration.windows import calibration_samples
 from vllm_latq.quantize.lattice.choices import ORDERS
@@ -44,7 +44,8 @@ def trace_table(
     rows: list[dict[str, float | str]] = []
     for name, hessian in hessians:
         row: dict[str, float | str] = {"name": name}
-        factors = {order: factorize(hessian, order, damping, name) for order in ORDERS}
+        with naming(name):
+            factors = {order: factorize(hessian, order, damping) for order in ORDERS}
         row |= {order: float(factor.diagonal.sum()) for order, factor in factors.items()}
         damped = factors["natural"].hessian
         size = len(damped)

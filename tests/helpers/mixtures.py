@@ -50,7 +50,7 @@ class Mixture:
 
     def __call__(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """Return what the operator computes."""
-        return run_experts(x, weights, ids, *self.stacks, self.constants)
+        return run_experts(x, weights, ids, self.stacks[0], self.stacks[1], self.constants)
 
     def run(self, x: torch.Tensor, expert: int) -> torch.Tensor:
         """Return the outputs of one dense expert."""

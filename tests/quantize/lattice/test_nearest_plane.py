@@ -218,8 +218,8 @@ def test_non_finite_weights_and_huge_integers_are_errors():
     broken = weight.clone()
     broken[1, 2] = math.nan
     for bad, scale in ((broken, 1.0), (weight.float(), 1e-9)):
-        with pytest.raises(NumericalError, match="down_proj: expected finite weights and integers below"):
-            nearest_plane(bad, factor, torch.tensor(scale), where="down_proj")
+        with pytest.raises(NumericalError, match="nearest_plane: expected finite weights and integers below"):
+            nearest_plane(bad, factor, torch.tensor(scale))
 
 
 def test_mismatched_arguments_are_errors():

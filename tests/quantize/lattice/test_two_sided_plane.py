@@ -183,7 +183,7 @@ def test_feedback_between_outputs_lowers_the_loss() -> None:
 def test_steps_far_too_small_are_refused() -> None:
     weight, inputs, outputs, rows, cols = problem(8, 8)
     with pytest.raises(NumericalError, match="steps are far too small"):
-        two_sided_plane(weight, inputs, [outputs], rows * 1e-9, cols, where="layer")
+        two_sided_plane(weight, inputs, [outputs], rows * 1e-9, cols)
 
 
 def test_a_layer_that_the_loss_does_not_see_is_named() -> None:

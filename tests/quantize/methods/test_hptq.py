@@ -14,7 +14,7 @@ FLOAT32_TOLERANCE = 1e-3
 
 
 def search(method: str, weight: torch.Tensor, hessian: torch.Tensor, target: float):
-    return hptq(weight, factorize(hessian), target, where="q") if method == "hptq" else hrtn(weight, target, "q")
+    return hptq(weight, factorize(hessian), target) if method == "hptq" else hrtn(weight, target)
 
 
 @pytest.mark.parametrize("method", ["hptq", "hrtn"])
@@ -64,7 +64,7 @@ def test_hrtn_is_plain_rounding_on_its_scale():
 def test_too_few_bits_is_an_error_that_says_what_was_possible(method):
     weight, hessian = heavy_tailed_layer(64, 96)
     with pytest.raises(
-        NumericalError, match=r"^q: expected a Huffman code of at most 1\.01 bits per weight, found 1\.\d+"
+        NumericalError, match=r"^target_bits: expected a Huffman code of at most 1\.01 bits per weight, found 1\.\d+"
     ):
         search(method, weight, hessian, 1.01)
 

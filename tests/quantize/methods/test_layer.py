@@ -14,7 +14,7 @@ from vllm_latq.format.encodings.packed import PackedWeight
 from vllm_latq.format.validate import weight_from_tensors
 from vllm_latq.quantize.lattice.factor import factorize
 from vllm_latq.quantize.lattice.targets import output_energy
-from vllm_latq.quantize.methods.layer import LayerResult, quantize_layer
+from vllm_latq.quantize.methods.layer import LayerResult, layer_factor, quantize_layer
 from vllm_latq.quantize.recipe import METHODS as ALL_METHODS
 from vllm_latq.quantize.recipe import Recipe
 
@@ -300,3 +300,11 @@ def test_enormous_weights_are_quantized_or_refused(method: str) -> None:
     assert math.isfinite(result.record.bound)
     with pytest.raises(NumericalError, match=r"q_proj: expected scales that bfloat16 can hold"):
         quantize_layer(3.3e38 * weight, inputs.T @ inputs, RECIPES[method], "q_proj")
+
+
+def test_the_name_of_a_layer_replaces_what_an_error_of_the_lattice_says():
+    recipe = Recipe("gptq", ignore=())
+    with pytest.raises(NumericalError, match=r"^hessian: .*leave the layer out, with --ignore LAYER$"):
+        layer_factor(torch.zeros(3, 3), recipe)
+    with pytest.raises(NumericalError, match=r"^mlp\.up: .*leave the layer out, with --ignore mlp\.up$"):
+        layer_factor(torch.zeros(3, 3), recipe, "mlp.up")
