@@ -205,6 +205,20 @@ class Recipe:
         return LayerScheme("packed", self.bits, self.group_size, self.method == "ssqr", grid=self.grid)
 
     @property
+    def scale_method(self) -> str:
+        """`scales` of a method that has group scales; other methods raise ConfigError."""
+        if self.scales is None:
+            raise _error("scales", f"a choice, which {self.method} does not have", None)
+        return self.scales
+
+    @property
+    def bits_to_meet(self) -> float:
+        """`target_bits` of a method that meets them; other methods raise ConfigError."""
+        if self.target_bits is None:
+            raise _error("target_bits", f"average bits per weight, which {self.method} does not meet", None)
+        return self.target_bits
+
+    @property
     def offset(self) -> float:
         """Offset of the grid, in steps."""
         return 0.5 if self.grid == "midrise" else 0.0

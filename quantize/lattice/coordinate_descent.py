@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from vllm_latq.quantize.lattice.factor import Factor
+from vllm_latq.quantize.lattice.grid import Grid
 from vllm_latq.quantize.lattice.nearest_plane import Rounding
 from vllm_latq.quantize.lattice.outliers import OUTLIER_DTYPE, kept_value
 from vllm_latq.quantize.lattice.scales import SCALE_DTYPE
@@ -28,8 +29,6 @@ def refine(
     weight: torch.Tensor,
     factor: Factor,
     rounding: Rounding,
-    low: int,
-    high: int,
     sweeps: int,
     outlier_rate: float | None = None,
 ) -> Rounding:
@@ -38,8 +37,7 @@ def refine(
     Args:
         weight: float32 or float64 [r, c], what was rounded.
         factor: it was rounded with.
-        rounding: to start from, with a scale per group; kept weights stay kept, the others on the grid.
-        low, high: the integer grid.
+        rounding: to start from, with a scale per group; kept weights stay kept, the others on its grid.
         sweeps: at most.
         outlier_rate: lets outliers change places: before each sweep a threshold is set that this share of the weights
             exceeds, and a weight is kept where the grid would cost more than the threshold.
@@ -49,7 +47,7 @@ def refine(
     """
     if not sweeps or not weight.numel():
         return rounding
-    state = _State.of(weight, factor, rounding, low, high)
+    state = _State.of(weight, factor, rounding)
     best = state.measure()
     for _ in range(sweeps):
         tried = state.copy()
@@ -60,8 +58,8 @@ def refine(
             break
         state, best = tried, reached
     steps = state.scales[state.group_of]
-    base = state.offset * steps
-    cells, beyond = state.bound(factor)
+    base = state.grid.offset * steps
+    cells, excess = state.bound(factor)
     z, kept, values = state.integers(state.values, steps), state.kept, state.values - base
     z.masked_fill_(kept, 0)
     has_outliers = rounding.outlier_values is not None
@@ -72,8 +70,8 @@ def refine(
         outlier_values=values.masked_fill(~kept, 0).to(OUTLIER_DTYPE).T.contiguous() if has_outliers else None,
         scales=state.scales.T.contiguous(),
         loss=best,
-        bound=cells + beyond,
-        beyond=beyond,
+        bound=cells + excess,
+        excess=excess,
     )
 
 
@@ -92,13 +90,11 @@ class _State:
     hessian: torch.Tensor
     order: torch.Tensor
     group_of: torch.Tensor
-    low: int
-    high: int
-    offset: float
+    grid: Grid
     gradient: torch.Tensor
 
     @classmethod
-    def of(cls, weight: torch.Tensor, factor: Factor, rounding: Rounding, low: int, high: int) -> "_State":
+    def of(cls, weight: torch.Tensor, factor: Factor, rounding: Rounding) -> "_State":
         kept = rounding.outlier_mask
         return cls(
             target=weight.T.contiguous(),
@@ -108,9 +104,7 @@ class _State:
             hessian=factor.hessian.to(weight.dtype),
             order=factor.order,
             group_of=torch.arange(weight.shape[1], device=weight.device) // rounding.group_width,
-            low=low,
-            high=high,
-            offset=rounding.offset,
+            grid=rounding.grid,
             gradient=weight.new_empty(0),
         )
 
@@ -135,11 +129,11 @@ class _State:
 
     def integers(self, values: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
         """Those of the lattice's nearest points."""
-        return (values / steps).sub_(self.offset).round_()
+        return (values / steps).sub_(self.grid.offset).round_()
 
     def kept_value(self, values: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
         """What outliers of these values become; only their distance from scale * offset is stored."""
-        base = self.offset * steps
+        base = self.grid.offset * steps
         return kept_value(values - base) + base
 
     def sweep(self, outlier_rate: float | None) -> None:
@@ -156,8 +150,8 @@ class _State:
         columns = (self.group_of == group).nonzero()[:, 0]
         old, values, kept = self.scales[group].clone(), self.values[columns], self.kept[columns]
         integers = self.integers(values, old)
-        points = integers + self.offset
-        points.masked_fill_(kept, self.offset)
+        points = integers + self.grid.offset
+        points.masked_fill_(kept, self.grid.offset)
         slope = (points * gradient[columns]).sum(0)
         curvature = (points * (self.hessian[columns][:, columns] @ points)).sum(0)
         fitted = (old - slope / curvature).to(SCALE_DTYPE).to(old)
@@ -176,7 +170,7 @@ class _State:
         optimum = self.values - gradient / curvature
         steps = self.scales[self.group_of]
         integers = self.integers(optimum, steps)
-        nearest = integers.clamp(self.low, self.high).add_(self.offset).mul_(steps)
+        nearest = integers.clamp(self.grid.low, self.grid.high).add_(self.grid.offset).mul_(steps)
         costs = optimum.sub_(nearest).square_() * curvature
         costs = costs.flatten()
         rank = math.floor(outlier_rate * costs.numel())
@@ -192,7 +186,7 @@ class _State:
             curvature, scale = inner[i, i], self.scales[self.group_of[t]]
             optimum = self.values[t] - local[i] / curvature
             integer = self.integers(optimum, scale)
-            nearest = integer.clamp(self.low, self.high).add_(self.offset).mul_(scale)
+            nearest = integer.clamp(self.grid.low, self.grid.high).add_(self.grid.offset).mul_(scale)
             if limit is not None:
                 self.kept[t] = (optimum - nearest).square_().mul_(curvature) > limit
             moved = torch.where(self.kept[t], self.kept_value(optimum, scale), nearest)

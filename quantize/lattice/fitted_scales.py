@@ -8,8 +8,9 @@ free to choose. Invariant: what is returned is what is stored, and no multiple o
 import torch
 
 from vllm_latq.quantize.lattice.factor import Factor
+from vllm_latq.quantize.lattice.grid import Grid
 from vllm_latq.quantize.lattice.nearest_plane import nearest_plane
-from vllm_latq.quantize.lattice.scales import grid, group_scales, scaled
+from vllm_latq.quantize.lattice.scales import group_scales, scaled
 
 # On 14 layers of a trained model, act-order, g128, without signs: the summed layer error falls to 0.85 (3 bits) and
 # 0.90 (4 bits) of what plain MSE scales give. In 2 bits rows take the larger ones, too.
@@ -21,27 +22,24 @@ _ROWS_AT_ONCE = 512
 def fitted_scales(
     weight: torch.Tensor,
     factor: Factor,
-    bits: int,
+    grid: Grid,
     group_size: int,
     block_size: int = 128,
-    offset: float = 0.0,
 ) -> torch.Tensor:
     """Signed MSE scales whose squared errors are weighted by D_t, times what each row's rounding loses least at.
 
     Args:
         weight: float32 or float64 [r, c].
         factor: of the layer's Hessian.
-        bits: of the grid.
+        grid: bounded. A mid-rise grid is symmetric: its scales need no signs.
         group_size: input channels per scale, -1 for the whole row.
         block_size: columns per lazy batch.
-        offset: of the grid, in steps. A mid-rise grid is symmetric: its scales need no signs.
 
     Returns:
         bfloat16 [r, G], finite and not zero.
     """
-    how = "mse" if offset else "signed"
-    base = group_scales(weight, bits, group_size, how, factor.importance, offset)
-    low, high = grid(bits)
+    how = "mse" if grid.offset else "signed"
+    base = group_scales(weight, grid, group_size, how, importance=factor.importance)
     chosen = []
     for rows, own in zip(weight.split(_ROWS_AT_ONCE), base.split(_ROWS_AT_ONCE), strict=True):
         candidates = torch.stack([scaled(own, multiple) for multiple in MULTIPLES])
@@ -49,11 +47,9 @@ def fitted_scales(
             rows.repeat(len(MULTIPLES), 1),
             factor,
             candidates.flatten(0, 1),
-            low,
-            high,
-            block_size=block_size,
+            grid,
             group_size=group_size,
-            offset=offset,
+            block_size=block_size,
         )
         best = tried.loss.view(len(MULTIPLES), -1).argmin(0)
         chosen.append(candidates[best, torch.arange(len(own), device=own.device)])

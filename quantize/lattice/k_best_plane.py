@@ -1,7 +1,7 @@
 """K-best nearest plane: the recursion of `nearest_plane`, with the K best partial roundings of every row kept alive.
 
 (The M-algorithm of sequential decoding; K = 1 is nearest plane.) Each survivor of a row may take the nearest integer,
-the one on the other side, or with a `threshold` keep the weight; of these candidates the K cheapest survive.
+the one on the other side, or with `Saving` keep the weight; of these candidates the K cheapest survive.
 
 Invariant: the cheapest survivor's nearest integer is always among the candidates, so the bound of nearest plane holds
 by induction over the steps; on a grid that ends, residuals beyond half a step are counted.
@@ -13,7 +13,6 @@ All rows are independent: they are done in bands, so that the survivors' copies 
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -21,65 +20,68 @@ import torch
 
 from vllm_latq.errors import ConfigError
 from vllm_latq.quantize.lattice.factor import Factor
-from vllm_latq.quantize.lattice.nearest_plane import Rounding, Steps, check_range, nearest_plane
-from vllm_latq.quantize.lattice.outliers import OUTLIER_DTYPE, Overflow, kept_value
+from vllm_latq.quantize.lattice.grid import UNBOUNDED, Grid
+from vllm_latq.quantize.lattice.nearest_plane import Plane, Rounding, Steps, check_range, nearest_plane
+from vllm_latq.quantize.lattice.outliers import CLIP, OUTLIER_DTYPE, Outliers, Overflow, Saving, kept_value
 
 # Elements of the survivors' residuals at once.
 _BAND = 1 << 24
 
 
-def plane_of_width(width: int) -> Callable[..., Rounding]:
-    """`nearest_plane`, or `k_best_plane` of this width."""
-    return nearest_plane if width == 1 else partial(k_best_plane, width=width)
+def plane_of(width: int, block_size: int = 128, seed: int | None = None) -> Plane:
+    """Return `nearest_plane`, or for a width above 1 `k_best_plane`, with these options.
+
+    Raises:
+        ConfigError: stochastic rounding and a width above 1: integers that are drawn leave nothing to choose.
+    """
+    if width == 1:
+        return partial(nearest_plane, block_size=block_size, seed=seed)
+    if seed is not None:
+        raise ConfigError("k_best_plane", "nearest rounding", "stochastic rounding")
+    return partial(k_best_plane, block_size=block_size, width=width)
 
 
 def k_best_plane(
     weight: torch.Tensor,
     factor: Factor,
     scales: torch.Tensor,
-    low: int | None = None,
-    high: int | None = None,
-    keep_overflow: Overflow = "clip",
+    grid: Grid = UNBOUNDED,
+    outliers: Outliers = CLIP,
     *,
-    block_size: int = 128,
     group_size: int | None = None,
-    seed: int | None = None,
-    threshold: float | None = None,
-    offset: float = 0.0,
+    block_size: int = 128,
     width: int = 4,
 ) -> Rounding:
     """Arguments and result as for `nearest_plane`, and:
 
     Args:
-        keep_overflow: "exact" only with a `threshold`, which is what keeping a weight costs: without one,
-            the survivors would be those that leave the grid.
-        seed: None; there is nothing to choose among where integers are drawn.
+        outliers: `Clip` or `Saving`. With `Overflow` an outlier has no cost, so the survivors would be the paths that
+            leave the grid.
         width: K, survivors per row.
     """
-    if seed is not None or (keep_overflow != "clip") != (threshold is not None):
-        raise ConfigError("k_best_plane", "nearest rounding, clipped or with a threshold", keep_overflow)
+    if isinstance(outliers, Overflow):
+        raise ConfigError("k_best_plane", "outliers that cost something", "outliers that overflow the grid")
     rows, cols = weight.shape
     steps = Steps.of(scales, weight, group_size, factor.order)
-    limits = (-math.inf if low is None else low, math.inf if high is None else high)
     # Costs are compared in squares, which float32 holds of weights near 1: a power of two makes them so, exactly.
     unit = _unit(weight, steps.by_group)
     scaled = replace(steps, by_group=steps.by_group / unit)
-    keeping = None if threshold is None else threshold / unit**2
-    search = _Search(factor, scaled, limits, block_size, keeping, width, offset)
+    price = outliers.price / unit**2 if isinstance(outliers, Saving) else None
+    search = _Search(factor, scaled, grid, block_size, price, width)
     band = max(1, _BAND // max(1, cols * width))
     paths = [search.run(weight[start : start + band] / unit, start) for start in range(0, rows, band)]
     integers, errors, kept, clipped = (torch.cat(parts, -1) for parts in zip(*paths, strict=True))
     loss = factor.diagonal @ errors.to(torch.float64).square() * unit**2
     check_range(integers, loss)
     bound = scaled.weighted_squares(factor.diagonal, rows) / 4
-    beyond = torch.zeros_like(loss)
-    if low is not None:
+    excess = torch.zeros_like(loss)
+    if grid.bounded:
         for start in range(0, cols, block_size):
             part = slice(start, start + block_size)
-            beyond += factor.diagonal[part] @ scaled.excess(start, errors[part], reach=0.5)
+            excess += factor.diagonal[part] @ scaled.excess(start, errors[part], reach=0.5)
     inverse = torch.argsort(factor.order)
     values = None
-    if threshold is not None:
+    if price is not None:
         values = torch.where(torch.isfinite(kept), kept * unit, 0.0).to(OUTLIER_DTYPE)[inverse].T.contiguous()
         clipped = torch.isfinite(kept)
     return Rounding(
@@ -89,9 +91,9 @@ def k_best_plane(
         scales=steps.by_group.T,
         group_width=steps.width,
         loss=loss,
-        bound=(bound + beyond) * unit**2,
-        beyond=beyond * unit**2,
-        offset=offset,
+        bound=(bound + excess) * unit**2,
+        excess=excess * unit**2,
+        grid=grid,
     )
 
 
@@ -106,11 +108,10 @@ def _unit(weight: torch.Tensor, scales: torch.Tensor) -> float:
 class _Search:
     factor: Factor
     steps: Steps
-    limits: tuple[float, float]
+    grid: Grid
     block_size: int
-    threshold: float | None
+    price: float | None
     width: int
-    offset: float
 
     def run(self, weight: torch.Tensor, first: int) -> tuple[torch.Tensor, ...]:
         """The cheapest path of each row of a band: integers, errors, kept values (else NaN), clipped, all [c, rows]."""
@@ -122,7 +123,7 @@ class _Search:
         trail = _Trail(
             integers=torch.empty_like(residual),
             errors=torch.empty_like(residual),
-            kept=torch.full_like(residual, math.nan) if self.threshold is not None else residual.new_empty(0),
+            kept=torch.full_like(residual, math.nan) if self.price is not None else residual.new_empty(0),
             clipped=torch.zeros(shape, dtype=torch.bool, device=weight.device),
             parents=torch.empty(shape, dtype=torch.int64, device=weight.device),
         )
@@ -132,8 +133,8 @@ class _Search:
             scales = self.steps.take(start, stop)
             if scales.shape[1] > 1:
                 scales = scales[:, first : first + shape[2]]
-            if self.offset:
-                residual[start:stop].sub_(scales.unsqueeze(1), alpha=self.offset)
+            if self.grid.offset:
+                residual[start:stop].sub_(scales.unsqueeze(1), alpha=self.grid.offset)
             cost, ancestors, errors = self._batch(residual[start:stop], scales, propagation, cost, trail, start)
             if stop < len(order):
                 later = residual[stop:].gather(1, ancestors.expand(len(order) - stop, -1, -1))
@@ -169,7 +170,7 @@ class _Search:
         self, t: int, current: torch.Tensor, scale: torch.Tensor, cost: torch.Tensor, trail: "_Trail"
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The K cheapest ways to take step t from the survivors, whose weights are `current` [K, rows]."""
-        low, high = self.limits
+        low, high = self.grid.low, self.grid.high
         exact = current / scale
         nearest = exact.round()
         first = nearest.clamp(low, high)
@@ -180,18 +181,18 @@ class _Search:
         costs = cost.repeat(2, 1) + weight * errors.square()
         costs[len(first) :].masked_fill_(first == second, math.inf)
         clipped = torch.cat((first != nearest, first != nearest))
-        if self.threshold is not None:
+        if self.price is not None:
             kept = kept_value(current)
             integers = torch.cat((integers, torch.zeros_like(kept)))
             errors = torch.cat((errors, current - kept))
-            costs = torch.cat((costs, cost + self.threshold + weight * errors[-len(kept) :].square()))
+            costs = torch.cat((costs, cost + self.price + weight * errors[-len(kept) :].square()))
             clipped = torch.cat((clipped, torch.zeros_like(clipped[: len(kept)])))
             values = torch.cat((torch.full_like(integers[: -len(kept)], math.nan), kept))
         cost, chosen = costs.topk(self.width, dim=0, largest=False)
         parents, error = chosen % self.width, errors.gather(0, chosen)
         trail.integers[t], trail.errors[t], trail.parents[t] = integers.gather(0, chosen), error, parents
         trail.clipped[t] = clipped.gather(0, chosen)
-        if self.threshold is not None:
+        if self.price is not None:
             trail.kept[t] = values.gather(0, chosen)
         return cost, parents, error
 

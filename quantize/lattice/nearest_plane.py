@@ -16,37 +16,37 @@ Everything is stored transposed and permuted, so that one step touches contiguou
             +-------------------+
 """
 
-import math
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from vllm_latq.errors import ConfigError, NumericalError
 from vllm_latq.format.scheme import WHOLE_ROW
 from vllm_latq.quantize.lattice.factor import Factor
-from vllm_latq.quantize.lattice.outliers import OUTLIER_DTYPE, Overflow, kept_excess, kept_value
+from vllm_latq.quantize.lattice.grid import UNBOUNDED, Grid
+from vllm_latq.quantize.lattice.outliers import CLIP, OUTLIER_DTYPE, Clip, Outliers, Saving, kept_excess, kept_value
 from vllm_latq.quantize.lattice.stochastic import REACH, Dither
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """What a rounding pass found; original column order.
+    """The result of a rounding pass, in the original column order.
 
     Attributes:
-        z: int32 [r, c], integers; 0 where a weight was kept exactly. A weight is scale * (z + offset).
-        outlier_mask: bool [r, c], where the nearest integer lies outside [low, high]: clipped or kept, as
-            `keep_overflow` said; with a `threshold`, where a weight was kept.
-        outlier_values: bfloat16 [r, c], of outliers, less scale * offset; 0 elsewhere; None unless `keep_overflow` is
-            "exact".
+        z: int32 [r, c], integers; 0 where a weight was kept exactly. A weight is scale * (z + grid.offset).
+        outlier_mask: bool [r, c], the weights that were kept, or with `Clip` clipped.
+        outlier_values: bfloat16 [r, c], the weights that were kept, less scale * grid.offset; 0 elsewhere; None with
+            `Clip`.
         scales: [r or 1, G], in the dtype of the recursion.
         group_width: columns per scale.
         loss: float64 [r], sum_t D_t (w'_t - q_t)^2.
-        bound: float64 [r], 1/4 sum_t D_t s_t^2 (Theorem 5), or without the 1/4 if rounding was stochastic; the loss is
-            below it unless something was clipped. For integers kept, it includes their rounding to bfloat16. With a
-            `threshold`, of a beam and after coordinate descent, it includes `beyond`, and the loss is below it always.
-        beyond: float64 [r], by how much steps cost more than the worst case of a cell: those that were clipped, or, of
-            a beam on a grid that ends and after coordinate descent, any. 0 where the bound does not count it.
-        offset: of the grid, in steps.
+        bound: float64 [r], 1/4 sum_t D_t s_t^2 (Theorem 5), or without the 1/4 if rounding was stochastic, plus what
+            rounding outliers to bfloat16 may add, plus `excess`. The loss is below it, unless nearest plane clipped
+            weights with `Clip` or `Overflow`: it does not count them.
+        excess: float64 [r], the loss of residuals longer than half a step, less what half a step would cost. Counted
+            by nearest plane with `Saving`, by k-best plane on a bounded grid and by coordinate descent; else 0.
+        grid: that was rounded to.
     """
 
     z: torch.Tensor
@@ -56,17 +56,17 @@ class Rounding:
     group_width: int
     loss: torch.Tensor
     bound: torch.Tensor
-    beyond: torch.Tensor
-    offset: float = 0.0
+    excess: torch.Tensor
+    grid: Grid
 
     @property
     def dequantized(self) -> torch.Tensor:
-        """scale * (z + offset), or the exact outlier: [r, c] in the dtype of the recursion."""
+        """The weights, scale * (z + offset) or the outlier's value: [r, c] in the dtype of the recursion."""
         steps = self.scales.repeat_interleave(self.group_width, 1)[:, : self.z.shape[1]]
-        values = (self.z + self.offset) * steps
+        values = (self.z + self.grid.offset) * steps
         if self.outlier_values is None:
             return values
-        return torch.where(self.outlier_mask, self.outlier_values + self.offset * steps, values)
+        return torch.where(self.outlier_mask, self.outlier_values + self.grid.offset * steps, values)
 
     @property
     def outlier_rate(self) -> float:
@@ -74,19 +74,32 @@ class Rounding:
         return float(self.outlier_mask.sum()) / max(1, self.outlier_mask.numel())
 
 
+class Plane(Protocol):
+    """`nearest_plane`, or `k_best_plane` of some width, with the options that do not change what is searched for."""
+
+    def __call__(
+        self,
+        weight: torch.Tensor,
+        factor: Factor,
+        scales: torch.Tensor,
+        grid: Grid = UNBOUNDED,
+        outliers: Outliers = CLIP,
+        *,
+        group_size: int | None = None,
+    ) -> Rounding:
+        """Round a weight; arguments and errors as for `nearest_plane`."""
+
+
 def nearest_plane(
     weight: torch.Tensor,
     factor: Factor,
     scales: torch.Tensor,
-    low: int | None = None,
-    high: int | None = None,
-    keep_overflow: Overflow = "clip",
+    grid: Grid = UNBOUNDED,
+    outliers: Outliers = CLIP,
     *,
-    block_size: int = 128,
     group_size: int | None = None,
+    block_size: int = 128,
     seed: int | None = None,
-    threshold: float | None = None,
-    offset: float = 0.0,
 ) -> Rounding:
     """GPTQ with lazy batch updates ("GPTQ as Babai", Algorithm 1).
 
@@ -95,36 +108,24 @@ def nearest_plane(
         factor: of the layer's Hessian.
         scales: not zero; a scalar, [r, c], or [r, c / group_size] with `group_size` (-1: whole row) in the original
             column order. Cast to the dtype of the weight.
-        low, high: the integer grid; None for no clipping.
-        keep_overflow: what happens to a weight whose integer leaves the grid: "clip" it, or keep its current value
-            "exact"ly, rounded to bfloat16.
+        grid: to round to. With an offset it is a coset of the lattice, which has the same cells and the same bound.
+        outliers: the weights that are kept at their current value, rounded to bfloat16, instead of being rounded.
+        group_size: input channels per scale, where scales are grouped.
         block_size: columns per lazy batch; does not change the result beyond floating-point rounding.
         seed: of stochastic rounding (see stochastic.py); None rounds to nearest.
-        threshold: with "exact", keep instead the weights whose clipped rounding would add more than this to the loss,
-            D_t (w'_t - q_t)^2 > threshold, wherever their integers lie; the others are clipped.
-        offset: of the lattice, in steps: weights are rounded to scale * (z + offset). A coset of the lattice has the
-            same cells, and the bound with them.
 
     Raises:
         NumericalError: the recursion left the finite numbers or the integers that fit.
     """
     rows, cols = weight.shape
-    if (low is None) != (high is None):
-        raise ConfigError("nearest_plane", "both of low and high, or neither", f"low={low}, high={high}")
-    steps = Steps.of(scales, weight, group_size, factor.order)
     state = _State(
         residual=weight.T[factor.order].contiguous(),
         integers=weight.new_empty(cols, rows),
-        outliers=weight.new_zeros(cols, rows) if keep_overflow == "exact" else None,
         propagation=factor.propagation(weight.dtype),
-        steps=steps,
-        low=-math.inf if low is None else low,
-        high=math.inf if high is None else high,
-        clip=keep_overflow == "clip" and low is not None,
-        offset=offset,
+        steps=Steps.of(scales, weight, group_size, factor.order),
+        grid=grid,
+        kept=None if isinstance(outliers, Clip) else _Kept.none_of(weight, factor, outliers),
         dither=None if seed is None else Dither(seed, weight.device),
-        limit=None if threshold is None else (threshold / factor.diagonal).sqrt().to(weight.dtype),
-        kept=torch.zeros(cols, rows, dtype=torch.bool, device=weight.device) if keep_overflow == "exact" else None,
     )
     for start in range(0, cols, block_size):
         state.round_batch(start, min(start + block_size, cols))
@@ -175,35 +176,51 @@ class Steps:
         return (residual.to(torch.float64).square() - cells).clamp_(min=0)
 
 
+@dataclass(frozen=True)
+class _Kept:
+    """Outliers found so far, transposed and permuted: mask and values [c, r], values 0 where nothing is kept.
+
+    limit [c] is the largest error of a weight that is not kept; None keeps the weights that overflow the grid.
+    """
+
+    mask: torch.Tensor
+    values: torch.Tensor
+    limit: torch.Tensor | None
+
+    @classmethod
+    def none_of(cls, weight: torch.Tensor, factor: Factor, outliers: Outliers) -> "_Kept":
+        """Return a record of no outliers yet."""
+        rows, cols = weight.shape
+        limit = None
+        if isinstance(outliers, Saving):
+            limit = (outliers.price / factor.diagonal).sqrt().to(weight.dtype)
+        mask = torch.zeros(cols, rows, dtype=torch.bool, device=weight.device)
+        return cls(mask, weight.new_zeros(cols, rows), limit)
+
+
 @dataclass
 class _State:
     """The working set of one pass, transposed and permuted: see the module's picture.
 
     residual [c, r] turns from w', less offset * scale, into the error e row by row; integers [c, r] are not yet
-    clipped; outliers [c, r] holds their bfloat16 values and 0 elsewhere; limit [c] is the largest error that is not
-    kept, where there is a threshold.
+    clipped.
     """
 
     residual: torch.Tensor
     integers: torch.Tensor
-    outliers: torch.Tensor | None
     propagation: torch.Tensor
     steps: Steps
-    low: float
-    high: float
-    clip: bool
-    offset: float = 0.0
-    dither: Dither | None = None
-    limit: torch.Tensor | None = None
-    kept: torch.Tensor | None = None
+    grid: Grid
+    kept: _Kept | None
+    dither: Dither | None
 
     def round_batch(self, start: int, stop: int) -> None:
-        """Steps start .. stop - 1."""
+        """Take steps start .. stop - 1."""
         batch, scales = self.residual[start:stop], self.steps.take(start, stop)
         if start:
             batch.addmm_(self.propagation[:start, start:stop].T, self.residual[:start], alpha=-1)
-        if self.offset:
-            batch.sub_(scales, alpha=self.offset)
+        if self.grid.offset:
+            batch.sub_(scales, alpha=self.grid.offset)
         # What a step receives lies in one row, and the views that every step needs are made at once: on narrow layers
         # they take as long as the arithmetic.
         moves = self.propagation[start:stop, start:stop].T.contiguous()
@@ -219,56 +236,56 @@ class _State:
             integer.round_()
         else:
             self.dither.round_(integer)
-        if self.outliers is not None and self.kept is not None:
-            kept, outlier = self.kept[t], self.outliers[t]
-            nearest = integer.clamp(self.low, self.high)
-            if self.limit is None:
+        if self.kept is not None:
+            kept, outlier = self.kept.mask[t], self.kept.values[t]
+            nearest = integer.clamp(self.grid.low, self.grid.high)
+            if self.kept.limit is None:
                 torch.ne(nearest, integer, out=kept)
             else:
-                torch.gt((current - nearest * scale).abs_(), self.limit[t], out=kept)
+                torch.gt((current - nearest * scale).abs_(), self.kept.limit[t], out=kept)
             torch.where(kept, kept_value(current), outlier, out=outlier)
             nearest.masked_fill_(kept, 0)
             current.sub_(outlier)
         else:
-            nearest = integer.clamp(self.low, self.high) if self.clip else integer
+            nearest = integer.clamp(self.grid.low, self.grid.high) if self.grid.bounded else integer
         current.addcmul_(nearest, scale, value=-1)
 
     def finish(self, factor: Factor) -> Rounding:
-        """Back to the original layout, with loss and bound."""
+        """Return to the original layout, with loss and bound."""
         cols, rows = self.residual.shape
         reach = 0.5 if self.dither is None else REACH
-        loss, beyond = torch.zeros(2, rows, dtype=torch.float64, device=self.residual.device)
+        loss, excess = torch.zeros(2, rows, dtype=torch.float64, device=self.residual.device)
         bound = self.steps.weighted_squares(factor.diagonal, rows) * reach**2
-        outside = (self.integers < self.low) | (self.integers > self.high)
+        outside = (self.integers < self.grid.low) | (self.integers > self.grid.high)
         # In slices, so that no float64 copy of the whole matrix is made.
         for lo in range(0, cols, 128):
             part = slice(lo, lo + 128)
             loss += factor.diagonal[part] @ self.residual[part].to(torch.float64).square()
-            if self.outliers is not None:
+            if self.kept is not None:
                 scales = self.steps.take(lo, lo + 128)
-                bound = bound + factor.diagonal[part] @ kept_excess(self.outliers[part], scales, reach)
-            if self.limit is not None and self.kept is not None:
-                excess = self.steps.excess(lo, self.residual[part], reach)
-                beyond += factor.diagonal[part] @ excess.masked_fill_(~outside[part] | self.kept[part], 0)
+                bound = bound + factor.diagonal[part] @ kept_excess(self.kept.values[part], scales, reach)
+                if self.kept.limit is not None:
+                    longer = self.steps.excess(lo, self.residual[part], reach)
+                    excess += factor.diagonal[part] @ longer.masked_fill_(~outside[part] | self.kept.mask[part], 0)
         check_range(self.integers, loss)
-        if self.clip:
-            self.integers.clamp_(self.low, self.high)
-        if self.kept is not None:
-            outside = self.kept
-            inside = self.integers.clamp(self.low, self.high)
-            self.integers = torch.where(outside, 0, inside)
+        integers, mask, values = self.integers, outside, None
         inverse = torch.argsort(factor.order)
-        outliers = None if self.outliers is None else self.outliers.to(OUTLIER_DTYPE)[inverse].T.contiguous()
+        if self.grid.bounded:
+            integers = integers.clamp_(self.grid.low, self.grid.high)
+        if self.kept is not None:
+            mask = self.kept.mask
+            integers = integers.masked_fill_(mask, 0)
+            values = self.kept.values.to(OUTLIER_DTYPE)[inverse].T.contiguous()
         return Rounding(
-            z=self.integers.to(torch.int32)[inverse].T.contiguous(),
-            outlier_mask=outside[inverse].T.contiguous(),
-            outlier_values=outliers,
+            z=integers.to(torch.int32)[inverse].T.contiguous(),
+            outlier_mask=mask[inverse].T.contiguous(),
+            outlier_values=values,
             scales=self.steps.by_group.T,
             group_width=self.steps.width,
             loss=loss,
-            bound=bound + beyond,
-            beyond=beyond,
-            offset=self.offset,
+            bound=bound + excess,
+            excess=excess,
+            grid=self.grid,
         )
 
 

@@ -3,14 +3,38 @@
 Invariant: `kept_value` is what the stored outlier will dequantize to, bit for bit.
 """
 
-from typing import Literal
+from dataclasses import dataclass
 
 import torch
 
-Overflow = Literal["clip", "exact"]
 OUTLIER_DTYPE = torch.bfloat16
 # Half a unit in the last place of bfloat16's 8 significant bits, relative.
 _HALF_UNIT = 2.0**-8
+
+
+@dataclass(frozen=True)
+class Clip:
+    """Keep no outliers: clip every weight to the grid."""
+
+
+@dataclass(frozen=True)
+class Overflow:
+    """Keep the weights whose nearest integer lies outside the grid."""
+
+
+@dataclass(frozen=True)
+class Saving:
+    """Keep the weights whose rounding to the clipped grid would add more than the price to the loss; clip the others.
+
+    Attributes:
+        price: largest D_t (w'_t - q_t)^2 of a weight that is not kept.
+    """
+
+    price: float
+
+
+CLIP = Clip()
+Outliers = Clip | Overflow | Saving
 
 
 def kept_value(weight: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ import torch
 
 from vllm_latq.errors import NumericalError
 from vllm_latq.quantize.lattice.factor import Factor, inverse_factor, rounding_order
-from vllm_latq.quantize.lattice.nearest_plane import Rounding, nearest_plane
+from vllm_latq.quantize.lattice.nearest_plane import Plane, Rounding, nearest_plane
 
 # Below 1, so that rounding errors cannot exchange two columns for ever.
 DELTA = 0.999
@@ -46,15 +46,13 @@ class Reduction:
     inverse: torch.Tensor
     factor: Factor
 
-    def nearest_plane(
-        self, weight: torch.Tensor, scale: torch.Tensor, block_size: int, seed: int | None = None
-    ) -> Rounding:
-        """As `rounding.nearest_plane` unclipped with a scalar scale, on the reduced basis, in float64.
+    def nearest_plane(self, weight: torch.Tensor, scale: torch.Tensor, plane: Plane = nearest_plane) -> Rounding:
+        """Round with a scalar scale and no end of the grid, on the reduced basis, in float64.
 
         Integers are those of the original basis; loss and bound are those of the reduced one, where they are made.
         """
         moved = weight.to(torch.float64) @ self.inverse.T
-        rounding = nearest_plane(moved, self.factor, scale, block_size=block_size, seed=seed)
+        rounding = plane(moved, self.factor, scale)
         integers = rounding.z.to(torch.float64) @ self.transform.T
         largest = float(integers.abs().max()) if integers.numel() else 0.0
         if largest >= 1 << 31:

@@ -5,6 +5,7 @@ finite and not zero, and an all-zero group has scale 1, unless its grid has no z
 """
 
 import math
+from functools import partial
 
 import torch
 
@@ -12,6 +13,7 @@ from vllm_latq.errors import ConfigError, NumericalError
 from vllm_latq.format.scheme import LayerScheme
 from vllm_latq.quantize.lattice.choices import SCALE_METHODS
 from vllm_latq.quantize.lattice.factor import require_finite
+from vllm_latq.quantize.lattice.grid import Grid
 
 SCALE_DTYPE = torch.bfloat16
 SHRINK_STEPS = 100
@@ -23,18 +25,13 @@ SMALLEST_SHRINK = 0.3
 _CPU_CHUNK, _DEVICE_CHUNK = 1 << 18, 1 << 25
 
 
-def grid(bits: int) -> tuple[int, int]:
-    """Smallest and largest integer of the symmetric b-bit grid."""
-    return -(1 << (bits - 1)), (1 << (bits - 1)) - 1
-
-
 def group_scales(
     weight: torch.Tensor,
-    bits: int,
+    grid: Grid,
     group_size: int,
     how: str = "mse",
+    *,
     importance: torch.Tensor | None = None,
-    offset: float = 0.0,
     power: int = 2,
     price: float = math.inf,
 ) -> torch.Tensor:
@@ -47,12 +44,11 @@ def group_scales(
 
     Args:
         weight: float32 or float64 [r, c].
-        bits: of the grid.
+        grid: bounded. With an offset of 1/2 no point is zero, so an all-zero group takes the smallest scale of its
+            row, an all-zero row a millionth of the smallest elsewhere.
         group_size: input channels per group, a divisor of c; -1 for the whole row.
         how: one of SCALE_METHODS.
         importance: weights of the columns' squared errors, non-negative [c]; None for equal ones.
-        offset: of the grid, in steps; with 1/2 no point is zero, so an all-zero group takes the smallest scale of its
-            row, an all-zero row a millionth of the smallest elsewhere.
         power: of the errors that are summed, 2 or 3. Where the recursion feeds errors back the values that it rounds
             spread beyond the group's, and what is clipped costs more than the squares of the group's own errors say.
         price: what a weight costs at most, because it is kept as an outlier rather than rounded at a higher cost:
@@ -65,12 +61,12 @@ def group_scales(
         raise ConfigError("scales", f"one of {', '.join(SCALE_METHODS)}", repr(how))
     require_finite(weight, "weight")
     rows, cols = weight.shape
-    groups = LayerScheme("packed", bits, group_size).groups(cols)
+    groups = LayerScheme("packed", grid.bits, group_size).groups(cols)
     if weight.numel() == 0:
         return torch.ones(rows, groups, dtype=SCALE_DTYPE, device=weight.device)
     grouped = weight.reshape(rows, groups, cols // groups)
-    largest = grouped.abs().amax(2) / (grid(bits)[1] + offset)
-    if offset:
+    largest = grouped.abs().amax(2) / (grid.high + grid.offset)
+    if grid.offset:
         largest = _without_zeros(largest)
     if how == "absmax":
         scales = _storable(largest)
@@ -79,9 +75,9 @@ def group_scales(
         amplitudes = None if importance is None else importance.to(weight).sqrt().reshape(groups, -1)
         pieces = zip(grouped.split(chunk), largest.split(chunk), strict=True)
         signs = (1, -1) if how == "signed" else (1,)
-        options = (bits, signs, amplitudes, offset, power, price)
-        scales = torch.cat([_best_shrink(piece, absmax, *options) for piece, absmax in pieces])
-    if not torch.isfinite(scales * (1 << bits) * _HEADROOM).all():
+        search = partial(_best_shrink, grid=grid, signs=signs, amplitudes=amplitudes, power=power, price=price)
+        scales = torch.cat([search(piece, absmax) for piece, absmax in pieces])
+    if not torch.isfinite(scales * (1 << grid.bits) * _HEADROOM).all():
         found, hint = f"weights up to {float(grouped.abs().max()):g}", "Is the model damaged?"
         raise NumericalError("scales", "scales that bfloat16 can hold", found, hint)
     return scales
@@ -96,16 +92,14 @@ def scaled(base: torch.Tensor, multiplier: float) -> torch.Tensor:
 def _best_shrink(
     grouped: torch.Tensor,
     absmax: torch.Tensor,
-    bits: int,
+    grid: Grid,
     signs: tuple[int, ...],
     amplitudes: torch.Tensor | None,
-    offset: float,
     power: int,
     price: float,
 ) -> torch.Tensor:
     """bfloat16 [n, G] for weights [n, G, group] with absmax scales [n, G]; `amplitudes` [G, group] multiply errors."""
     root = grouped.new_tensor(math.sqrt(price))
-    low, high = grid(bits)
     best_scale, best_error = _storable(absmax)[None], torch.full_like(absmax[None], torch.inf)
     # From the largest factor down, so that the first of equal errors is the least clipped.
     steps = torch.arange(SHRINK_STEPS, 0, -1, dtype=torch.float64, device=absmax.device)[:, None]
@@ -117,18 +111,19 @@ def _best_shrink(
     for factor, mirror in parts:
         candidates = mirror * _storable(absmax * factor)
         scales = candidates.to(grouped.dtype)[..., None]
-        rounded = torch.div(grouped, scales, out=room[: len(scales)])
-        rounded.sub_(offset).round_()
-        rounded.clamp_(low, high).add_(offset).mul_(scales).sub_(grouped)
+        # One buffer: integers, then points, then errors.
+        integers = torch.div(grouped, scales, out=room[: len(scales)]).sub_(grid.offset).round_()
+        points = integers.clamp_(grid.low, grid.high).add_(grid.offset).mul_(scales)
+        errors = points.sub_(grouped)
         if amplitudes is not None:
-            rounded.mul_(amplitudes)
+            errors.mul_(amplitudes)
         if price < math.inf:
-            rounded.clamp_(-root, root)
+            errors.clamp_(-root, root)
         if power == 2:
-            error = torch.linalg.vector_norm(rounded, dim=3)
+            error = torch.linalg.vector_norm(errors, dim=3)
         else:  # in units of the scale, whose cubes are numbers
             scales = scales.abs()
-            error = rounded.div_(scales).abs_().pow_(power).sum(3).pow_(1 / power).mul_(scales[..., 0])
+            error = errors.div_(scales).abs_().pow_(power).sum(3).pow_(1 / power).mul_(scales[..., 0])
         candidate = candidates
         if several > 1:
             error, first = error.min(0, keepdim=True)

@@ -8,8 +8,8 @@ Invariant: the result is the best feasible probe (largest value <= target) among
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -53,16 +53,38 @@ class Outcome(Generic[T]):
     slope: float | None
 
 
+@dataclass(frozen=True)
+class Guess:
+    """Where a search starts, and where it may look.
+
+    Attributes:
+        x: first position to probe.
+        slope: expected d value / d x, negative, to step from one side before there is a bracket.
+        lower, upper: range of x.
+    """
+
+    x: float
+    slope: float
+    lower: float
+    upper: float
+
+    def after(self, found: Outcome[Any]) -> "Guess":
+        """Return the guess for a search that is like the one that found this."""
+        return replace(self, x=found.best.x, slope=found.slope or self.slope)
+
+    def clipped(self, x: float) -> float:
+        """Return the position in the range that is nearest to x."""
+        return min(max(x, self.lower), self.upper)
+
+
 def search_target(
     evaluate: Callable[[float], tuple[float, T]],
     *,
     target: float,
     tolerance: float,
-    start: float,
-    slope: float,
-    lower: float,
-    upper: float,
+    guess: Guess,
     max_probes: int,
+    first: Probe[T] | None = None,
 ) -> Outcome[T]:
     """Probe until a value lies in [target - tolerance, target], the bracket closes, or the probes are used up.
 
@@ -70,23 +92,22 @@ def search_target(
         evaluate: x -> (value, payload); falls, nearly monotonically, as x grows.
         target: largest feasible value.
         tolerance: how far below the target is near enough.
-        start: first probe.
-        slope: expected d value / d x, negative, to step from one side before there is a bracket.
-        lower, upper: range of x.
+        guess: where to start.
         max_probes: at least 1.
+        first: the first probe, where it was made before; it counts as one.
     """
     # Aim at the middle of the window: aiming at its edge would miss it half the time.
     aim = target - tolerance / 2
     best: Probe[T] | None = None
     above: Point | None = None
     below: Point | None = None
-    x, step = min(max(start, lower), upper), _FIRST_STEP
-    probes, previous = 0, None
+    x = guess.clipped(guess.x)
+    probe = first or Probe(x, *evaluate(x))
+    slope, step, probes, previous = guess.slope, _FIRST_STEP, 1, None
     while True:
-        value, payload = evaluate(x)
-        probes += 1
+        x, value = probe.x, probe.value
         slope, previous = _slope(previous, (x, value)) or slope, (x, value)
-        best = _better(best, Probe(x, value, payload), target)
+        best = _better(best, probe, target)
         if value > target:
             # A probe beyond the other side contradicts it: the function is not monotone there. Trust the newer one.
             above, below = (x, value), below if below and below[0] > x else None
@@ -94,12 +115,12 @@ def search_target(
             below, above = (x, value), above if above and above[0] < x else None
         if target - tolerance <= best.value <= target or probes >= max_probes:
             break
-        following = _next(above, below, aim, slope, step, probes % _HALVE_EVERY == 0)
-        following = min(max(following, lower), upper)
+        following = guess.clipped(_next(above, below, aim, slope, step, probes % _HALVE_EVERY == 0))
         if abs(following - x) < _NARROW:
             break
         step = step if above and below else 2 * step
-        x = following
+        probe = Probe(following, *evaluate(following))
+        probes += 1
     feasible = best.value <= target
     return Outcome(best, feasible, feasible and best.value >= target - tolerance, probes, _slope(above, below))
 

@@ -18,10 +18,9 @@ from vllm_latq.format.encodings.registry import tensor_specs
 from vllm_latq.format.scheme import LayerScheme
 from vllm_latq.format.tensors import SHAPE
 from vllm_latq.quantize.lattice.factor import Factor
-from vllm_latq.quantize.lattice.k_best_plane import plane_of_width
-from vllm_latq.quantize.lattice.nearest_plane import Rounding
+from vllm_latq.quantize.lattice.nearest_plane import Plane, Rounding, nearest_plane
 from vllm_latq.quantize.lattice.reduction import Reduction
-from vllm_latq.quantize.lattice.search import sample_rows, search_target
+from vllm_latq.quantize.lattice.search import Guess, sample_rows, search_target
 
 BITS_TOLERANCE = 0.005
 MAX_PROBES = 20
@@ -59,10 +58,7 @@ def hptq(
     weight: torch.Tensor,
     factor: Factor,
     target_bits: float,
-    *,
-    block_size: int = 128,
-    seed: int | None = None,
-    beam: int = 1,
+    plane: Plane = nearest_plane,
     reduction: Reduction | None = None,
 ) -> HPTQResult:
     """Unclipped nearest plane with the finest single scale whose encoded bits lie in [target - 0.005, target].
@@ -71,22 +67,18 @@ def hptq(
         weight: float32 or float64 [r, c].
         factor: of the layer's Hessian.
         target_bits: stored bits per weight, everything counted; above 1, which is the least a Huffman code needs.
-        block_size: columns per lazy batch.
-        seed: of stochastic rounding, the same draws at every probe; None rounds to nearest.
-        beam: survivors per row (see beam.py); not on a reduced basis.
-        reduction: a reduced basis of the lattice to round on (see reduction.py); None rounds on the original one.
+        plane: to round with; stochastic rounding draws the same at every probe.
+        reduction: a reduced basis of the lattice to round on (see reduction.py); None rounds on the original basis.
 
     Raises:
         NumericalError: not even the coarsest scale meets the target.
     """
 
-    plane = plane_of_width(beam)
-
     def quantize(part: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, Rounding]:
         if reduction is not None:
-            rounding = reduction.nearest_plane(part, scale, block_size, seed)
+            rounding = reduction.nearest_plane(part, scale, plane)
         else:
-            rounding = plane(part, factor, scale, block_size=block_size, seed=seed)
+            rounding = plane(part, factor, scale)
         return rounding.z, rounding
 
     return _search(weight, target_bits, quantize)
@@ -116,21 +108,14 @@ def _search(
     # A zero matrix has integers 0 at any scale.
     top = math.log2(largest) if largest else 0.0
     deviation = float(weight.to(torch.float64).square().mean().sqrt()) if largest else 1.0
-    search = partial(
-        search_target,
-        target=target_bits,
-        tolerance=BITS_TOLERANCE,
-        lower=top - FINEST_OCTAVES,
-        upper=top + 1,
-        max_probes=MAX_PROBES if largest else 1,
-    )
-    start, slope = math.log2(deviation) + GAUSSIAN_BITS - target_bits, USUAL_SLOPE
+    start = math.log2(deviation) + GAUSSIAN_BITS - target_bits
+    guess = Guess(start, USUAL_SLOPE, lower=top - FINEST_OCTAVES, upper=top + 1)
+    max_probes = MAX_PROBES if largest else 1
+    search = partial(search_target, target=target_bits, tolerance=BITS_TOLERANCE, max_probes=max_probes)
     rows = sample_rows(weight)
     if rows is not None:
-        part = weight[rows]
-        sampled = search(lambda octaves: probe(part, octaves), start=start, slope=slope)
-        start, slope = sampled.best.x, sampled.slope or slope
-    found = search(lambda octaves: probe(weight, octaves), start=start, slope=slope)
+        guess = guess.after(search(partial(probe, weight[rows]), guess=guess))
+    found = search(partial(probe, weight), guess=guess)
     bits = found.best.value
     if not found.feasible:
         raise NumericalError(

@@ -20,10 +20,7 @@ from functools import partial
 import torch
 
 from vllm_latq.coding.rans.encoder import encoded_bits
-from vllm_latq.coding.rans.stream import encoded_bits
 from vllm_latq.errors import LAYER, NumericalError, naming
-from vllm_latq.format.coded import RansWeight, octave_eighths
-from vllm_latq.format.config import LayerScheme
 from vllm_latq.format.encodings.rans import RansWeight, octave_eighths
 from vllm_latq.format.encodings.registry import tensor_specs
 from vllm_latq.format.scheme import LayerScheme
@@ -31,7 +28,7 @@ from vllm_latq.format.served_size import served_bits
 from vllm_latq.format.tensors import SHAPE
 from vllm_latq.quantize.lattice.factor import Factor, factorize
 from vllm_latq.quantize.lattice.grams import LayerStatistics
-from vllm_latq.quantize.lattice.search import Outcome, search_target
+from vllm_latq.quantize.lattice.search import Guess, Outcome, search_target
 from vllm_latq.quantize.lattice.targets import Drift, corrected_target
 from vllm_latq.quantize.lattice.two_sided_plane import TwoSided, two_sided_plane
 from vllm_latq.quantize.methods.hptq import USUAL_SLOPE
@@ -270,14 +267,12 @@ def _search(
         rounding = plane(scale)
         return share.spent(rounding.z), (scale, rounding)
 
+    coarser = _OCTAVES_AROUND if share.width is None else _OCTAVES_COARSER
     found: Outcome[tuple[torch.Tensor, TwoSided]] = search_target(
         probe,
         target=share.bits,
         tolerance=BITS_TOLERANCE,
-        start=start,
-        slope=USUAL_SLOPE,
-        lower=start - _OCTAVES_AROUND,
-        upper=start + (_OCTAVES_AROUND if share.width is None else _OCTAVES_COARSER),
+        guess=Guess(start, USUAL_SLOPE, lower=start - _OCTAVES_AROUND, upper=start + coarser),
         max_probes=MAX_PROBES,
     )
     if not found.feasible and share.width is None:

@@ -9,25 +9,23 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
 from vllm_latq.coding.huffman.encoder import encode
 from vllm_latq.errors import CalibrationError, ConfigError, NumericalError, naming
-from vllm_latq.format.coded import HuffmanWeight, Weight
 from vllm_latq.format.encodings.huffman import HuffmanWeight
 from vllm_latq.format.encodings.packed import PackedWeight
 from vllm_latq.format.encodings.weight import Weight
-from vllm_latq.format.packed import PackedWeight
 from vllm_latq.format.served_size import served_bits
 from vllm_latq.quantize.lattice.coordinate_descent import refine
 from vllm_latq.quantize.lattice.factor import Factor, factorize, require_finite
 from vllm_latq.quantize.lattice.fitted_scales import fitted_scales
-from vllm_latq.quantize.lattice.k_best_plane import plane_of_width
+from vllm_latq.quantize.lattice.grid import Grid
+from vllm_latq.quantize.lattice.k_best_plane import plane_of
 from vllm_latq.quantize.lattice.nearest_plane import Rounding
 from vllm_latq.quantize.lattice.reduction import reduce_lattice
-from vllm_latq.quantize.lattice.scales import SCALE_DTYPE, grid, group_scales
+from vllm_latq.quantize.lattice.scales import SCALE_DTYPE, group_scales
 from vllm_latq.quantize.lattice.targets import Drift, LayerErrors, corrected_target, measure_errors
 from vllm_latq.quantize.methods.hptq import HPTQResult, hptq, hrtn
 from vllm_latq.quantize.methods.record import LayerRecord, bound_holds, expected_error
@@ -56,14 +54,14 @@ class LayerResult:
 
 @dataclass(frozen=True)
 class _Quantized:
-    """What a method hands back. bound, beyond: totals over the rows, None and 0 for plain rounding; clipped: weights
+    """What a method hands back. bound, excess: totals over the rows, None and 0 for plain rounding; clipped: weights
     the grid cut that the bound does not count; served_bits: of the weight, where it would have to be decoded for them.
     """
 
     weight: Weight
     dequantized: torch.Tensor
     bound: float | None = None
-    beyond: float = 0.0
+    excess: float = 0.0
     served_bits: int | None = None
     clipped: int = 0
     note: str = ""
@@ -159,7 +157,7 @@ def _record(
         relative_error=None if errors is None else errors.relative,
         rounding_error=rounding_error,
         bound=done.bound,
-        expected_error=None if done.bound is None else expected_error(done.bound, done.beyond, recipe.rounding),
+        expected_error=None if done.bound is None else expected_error(done.bound, done.excess, recipe.rounding),
         bound_holds=None if done.clipped else bound_holds(rounding_error, done.bound),
         damping=None if factor is None else factor.damping,
         seconds=0.0,
@@ -168,35 +166,28 @@ def _record(
     )
 
 
+def _grid(recipe: Recipe) -> Grid:
+    return Grid.of_bits(recipe.bits, recipe.offset)
+
+
 def _rtn(weight: torch.Tensor, recipe: Recipe) -> _Quantized:
-    assert recipe.scales is not None
-    scales = group_scales(weight, recipe.bits, recipe.group_size, recipe.scales, offset=recipe.offset)
+    grid = _grid(recipe)
+    scales = group_scales(weight, grid, recipe.group_size, recipe.scale_method)
     steps = scales.to(weight.dtype).repeat_interleave(weight.shape[1] // scales.shape[1], 1)
-    integers = (weight / steps - recipe.offset).round().clamp(*grid(recipe.bits))
+    integers = (weight / steps - grid.offset).round().clamp(grid.low, grid.high)
     stored = _packed(integers.to(torch.int32), scales, recipe)
-    return _Quantized(stored, ((integers + recipe.offset) * steps).to(torch.float32))
+    return _Quantized(stored, ((integers + grid.offset) * steps).to(torch.float32))
 
 
 def _gptq(weight: torch.Tensor, factor: Factor, recipe: Recipe, seed: int | None) -> _Quantized:
-    assert recipe.scales is not None
-    layout = (recipe.bits, recipe.group_size)
+    grid, group_size = _grid(recipe), recipe.group_size
     if recipe.scales == "fitted":
-        scales = fitted_scales(weight, factor, *layout, recipe.block_size, recipe.offset)
+        scales = fitted_scales(weight, factor, grid, group_size, recipe.block_size)
     else:
-        scales = group_scales(weight, *layout, recipe.scales, offset=recipe.offset, power=GPTQ_POWER)
-    low, high = grid(recipe.bits)
-    rounding = plane_of_width(recipe.beam)(
-        weight,
-        factor,
-        scales,
-        low,
-        high,
-        block_size=recipe.block_size,
-        group_size=recipe.group_size,
-        seed=seed,
-        offset=recipe.offset,
-    )
-    rounding = refine(weight, factor, rounding, low, high, recipe.sweeps)
+        scales = group_scales(weight, grid, group_size, recipe.scale_method, power=GPTQ_POWER)
+    plane = plane_of(recipe.beam, recipe.block_size, seed)
+    rounding = plane(weight, factor, scales, grid, group_size=group_size)
+    rounding = refine(weight, factor, rounding, recipe.sweeps)
     stored = _packed(rounding.z, rounding.scales, recipe)
     dequantized = rounding.dequantized.to(torch.float32)
     clipped = int(rounding.outlier_mask.sum()) if recipe.bound_ignores_clipping else 0
@@ -204,28 +195,21 @@ def _gptq(weight: torch.Tensor, factor: Factor, recipe: Recipe, seed: int | None
 
 
 def _ssqr(weight: torch.Tensor, factor: Factor, recipe: Recipe, seed: int | None) -> _Quantized:
-    assert recipe.scales is not None
-    layout = (recipe.bits, recipe.group_size)
-    options: dict[str, Any] = {
-        "block_size": recipe.block_size,
-        "seed": seed,
-        "offset": recipe.offset,
-    }
-    saving = recipe.outliers == "saving"
-    if saving:
-        found = ssqr_by_saving(weight, factor, *layout, recipe.outlier_rate, beam=recipe.beam, **options)
+    grid, rate = _grid(recipe), recipe.outlier_rate
+    plane = plane_of(recipe.beam, recipe.block_size, seed)
+    if recipe.outliers == "saving":
+        found, movable = ssqr_by_saving(weight, factor, grid, recipe.group_size, rate, plane), rate
     else:
-        base = group_scales(weight, *layout, recipe.scales, offset=recipe.offset)
-        found = ssqr(weight, factor, base, *layout, recipe.outlier_rate, **options)
-    movable = recipe.outlier_rate if saving else None
-    rounding = refine(weight, factor, found.rounding, *grid(recipe.bits), recipe.sweeps, movable)
+        base = group_scales(weight, grid, recipe.group_size, recipe.scale_method)
+        found, movable = ssqr(weight, factor, base, grid, recipe.group_size, rate, plane), None
+    rounding = refine(weight, factor, found.rounding, recipe.sweeps, movable)
     stored = _packed(rounding.z, rounding.scales, recipe, rounding.outlier_mask, rounding.outlier_values)
     dequantized = rounding.dequantized.to(torch.float32)
     return _Quantized(stored, dequantized, *_bound(rounding), note=found.note)
 
 
 def _bound(rounding: Rounding) -> tuple[float, float]:
-    return float(rounding.bound.sum()), float(rounding.beyond.sum())
+    return float(rounding.bound.sum()), float(rounding.excess.sum())
 
 
 def _packed(
@@ -241,22 +225,13 @@ def _packed(
 
 
 def _hptq(weight: torch.Tensor, factor: Factor, recipe: Recipe, seed: int | None) -> _Quantized:
-    assert recipe.target_bits is not None
-    found = hptq(
-        weight,
-        factor,
-        recipe.target_bits,
-        block_size=recipe.block_size,
-        seed=seed,
-        beam=recipe.beam,
-        reduction=reduce_lattice(factor) if recipe.reduction == "lll" else None,
-    )
-    return _huffman(found)
+    plane = plane_of(recipe.beam, recipe.block_size, seed)
+    reduction = reduce_lattice(factor) if recipe.reduction == "lll" else None
+    return _huffman(hptq(weight, factor, recipe.bits_to_meet, plane, reduction))
 
 
 def _hrtn(weight: torch.Tensor, recipe: Recipe) -> _Quantized:
-    assert recipe.target_bits is not None
-    return _huffman(hrtn(weight, recipe.target_bits))
+    return _huffman(hrtn(weight, recipe.bits_to_meet))
 
 
 def _huffman(found: HPTQResult) -> _Quantized:

@@ -38,9 +38,9 @@ def bound_holds(found: float | None, bound: float | None) -> bool | None:
     return None if found is None or bound is None else found <= bound * (1 + BOUND_SLACK)
 
 
-def expected_error(bound: float, beyond: float, rounding: str) -> float:
-    """The mean of the rounding error over weights that are uniform in their cells; what is beyond them is no chance."""
-    return (bound - beyond) / BOUND_TO_MEAN[rounding] + beyond
+def expected_error(bound: float, excess: float, rounding: str) -> float:
+    """Return the mean rounding error over weights that are uniform in their cells; excess loss counts as it is."""
+    return (bound - excess) / BOUND_TO_MEAN[rounding] + excess
 
 
 def layer_record(

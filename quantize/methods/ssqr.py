@@ -10,17 +10,17 @@ leaves of its error. What the others add to the loss is bounded.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 
 from vllm_latq.quantize.lattice.factor import Factor
-from vllm_latq.quantize.lattice.k_best_plane import plane_of_width
-from vllm_latq.quantize.lattice.nearest_plane import Rounding, nearest_plane
-from vllm_latq.quantize.lattice.scales import SCALE_DTYPE, grid, group_scales, scaled
-from vllm_latq.quantize.lattice.search import Outcome, sample_rows, search_target
+from vllm_latq.quantize.lattice.grid import Grid
+from vllm_latq.quantize.lattice.nearest_plane import Plane, Rounding, nearest_plane
+from vllm_latq.quantize.lattice.outliers import Overflow, Saving
+from vllm_latq.quantize.lattice.scales import SCALE_DTYPE, group_scales, scaled
+from vllm_latq.quantize.lattice.search import Guess, Outcome, Probe, sample_rows, search_target
 
 # At 2 bits with strongly correlated inputs the outlier rate can stop falling as the scales grow, because their errors
 # feed back through the recursion. Beyond 8 times the MSE scales nearly everything rounds to 0: a rate met
@@ -65,60 +65,48 @@ def ssqr(
     weight: torch.Tensor,
     factor: Factor,
     base_scales: torch.Tensor,
-    bits: int,
+    grid: Grid,
     group_size: int,
     outlier_rate: float,
-    *,
-    block_size: int = 128,
-    seed: int | None = None,
-    offset: float = 0.0,
+    plane: Plane = nearest_plane,
 ) -> SSQRResult:
     """Search for the multiplier of the base scales whose outlier rate is within 2 % of the target and not above it.
 
     The rate falls as the scales grow, but not always monotonically: the best feasible multiplier seen is kept. If none
-    was feasible, the one with the fewest outliers is, and `note` says so.
+    was feasible, the multiplier with the fewest outliers is kept, and `note` says so.
 
     Args:
         weight: float32 or float64 [r, c].
         factor: of the layer's Hessian.
         base_scales: bfloat16 [r, G], as from `group_scales(how="mse")`.
-        bits: of the grid.
+        grid: bounded.
         group_size: input channels per scale, -1 for the whole row.
         outlier_rate: target, in (0, 1).
-        block_size: columns per lazy batch.
-        seed: of stochastic rounding, the same draws at every probe; None rounds to nearest.
-        offset: of the grid, in steps.
+        plane: to round with; stochastic rounding draws the same at every probe.
     """
-    low, high = grid(bits)
-    options: dict[str, Any] = {"block_size": block_size, "group_size": group_size, "seed": seed}
 
     def quantize(rows: Rows, octaves: float) -> Rounding:
         scales = scaled(base_scales[rows], 2.0**octaves)
-        return nearest_plane(weight[rows], factor, scales, low, high, "exact", offset=offset, **options)
+        return plane(weight[rows], factor, scales, grid, Overflow(), group_size=group_size)
 
-    search = partial(_search, weight, outlier_rate, quantize, lower=SMALLEST_OCTAVES, upper=LARGEST_OCTAVES)
-    start, slope = 0.0, _USUAL_SLOPE
-    rows = sample_rows(weight)
-    if rows is not None:
-        sampled = search(rows, start=start, slope=slope)
-        start, slope = sampled.best.x, sampled.slope or slope
-    found = search(_ALL, start=start, slope=slope)
-    return _result(found, outlier_rate)
+    guess = Guess(0.0, _USUAL_SLOPE, SMALLEST_OCTAVES, LARGEST_OCTAVES)
+    sample = sample_rows(weight)
+    if sample is not None:
+        tolerance = _tolerance(outlier_rate, weight[sample].numel())
+        guess = guess.after(_search(partial(quantize, sample), outlier_rate, tolerance, guess))
+    tolerance = _tolerance(outlier_rate, weight.numel())
+    return _result(_search(partial(quantize, _ALL), outlier_rate, tolerance, guess), outlier_rate)
 
 
 def ssqr_by_saving(
     weight: torch.Tensor,
     factor: Factor,
-    bits: int,
+    grid: Grid,
     group_size: int,
     outlier_rate: float,
-    *,
-    block_size: int = 128,
-    seed: int | None = None,
-    offset: float = 0.0,
-    beam: int = 1,
+    plane: Plane = nearest_plane,
 ) -> SSQRResult:
-    """Scales and outliers chosen together, at one price for an outlier, which is searched to meet the rate.
+    """Choose scales and outliers together, at one price for an outlier, which is searched to meet the rate.
 
     In the recursion a weight is kept exactly where rounding it to the clipped grid would add more than the price to the
     loss, D_t (w' - q)^2; the others are clipped, their errors fed back. Each group takes the scale, and on a grid that
@@ -129,81 +117,93 @@ def ssqr_by_saving(
     Rows are searched on a sample first if there are many: for the price at which all of them choose their scales, and
     then, where it has outliers enough, for the price at which these scales meet the rate.
 
-    Arguments and result as for `ssqr`; beam: survivors per row (see beam.py).
+    Arguments and result as for `ssqr`.
     """
-    low, high = grid(bits)
-    plane = plane_of_width(beam)
-    options: dict[str, Any] = {"block_size": block_size, "group_size": group_size, "seed": seed}
-    how, importance = "mse" if offset else "signed", factor.importance
-
-    def scales_at(rows: Rows, octaves: float) -> torch.Tensor:
-        layout = (bits, group_size, how, importance, offset)
-        return group_scales(weight[rows], *layout, price=2.0**octaves)
-
-    def quantize(rows: Rows, octaves: float, scales: torch.Tensor) -> Rounding:
-        return plane(weight[rows], factor, scales, low, high, "exact", threshold=2.0**octaves, offset=offset, **options)
-
-    start = usual_price(weight, importance, bits, group_size, outlier_rate)
-    span = {"lower": start - PRICE_OCTAVES, "upper": start + PRICE_OCTAVES}
-    search = partial(_search, weight, outlier_rate)
-
-    def following(rows: Rows, octaves: float) -> Rounding:
-        return quantize(rows, octaves, scales_at(rows, octaves))
-
+    layer = _Layer(weight, factor, grid, group_size, outlier_rate, plane)
     sample = sample_rows(weight)
-    rows = _ALL if sample is None else sample
-    rough = search(following, rows, start=start, slope=PRICE_SLOPE, tolerance=_ROUGH_OCTAVES, **span).best
-    scales = rough.payload.scales.to(SCALE_DTYPE) if sample is None else scales_at(_ALL, rough.x)
+    start = usual_price(weight, factor.importance, grid, group_size, outlier_rate)
+    guess = Guess(start, PRICE_SLOPE, start - PRICE_OCTAVES, start + PRICE_OCTAVES)
+    rough = layer.search_scales(_ALL if sample is None else sample, guess)
+    guess = replace(guess, x=rough.x, slope=_FIXED_SLOPE[grid.bits])
+    if sample is None:
+        # The first pass with these scales at this price was made when they were chosen.
+        found = layer.meet_rate(rough.payload.scales.to(SCALE_DTYPE), _ALL, guess, rough)
+    else:
+        scales = layer.scales(_ALL, rough.x)
+        # If the sample has enough outliers to count the rate as finely as it must be met.
+        if len(sample) * weight.shape[1] * outlier_rate > RATE_TOLERANCE**-2:
+            guess = guess.after(layer.meet_rate(scales, sample, guess))
+        found = layer.meet_rate(scales, _ALL, guess)
+    return _result(found, outlier_rate)
 
-    def fixed(rows: Rows, octaves: float) -> Rounding:
-        if sample is None and octaves == rough.x:
-            return rough.payload
-        return quantize(rows, octaves, scales[rows])
 
-    start, slope = rough.x, _FIXED_SLOPE[bits]
-    # On a sample whose outliers are enough to count the rate as finely as it must be met.
-    if sample is not None and len(sample) * weight.shape[1] * outlier_rate > RATE_TOLERANCE**-2:
-        sampled = search(fixed, sample, start=start, slope=slope, **span)
-        start, slope = sampled.best.x, sampled.slope or slope
-    return _result(search(fixed, _ALL, start=start, slope=slope, **span), outlier_rate)
+@dataclass(frozen=True)
+class _Layer:
+    """A weight to be rounded by saving; prices are in octaves, log2 of the price."""
+
+    weight: torch.Tensor
+    factor: Factor
+    grid: Grid
+    group_size: int
+    outlier_rate: float
+    plane: Plane
+
+    def scales(self, rows: Rows, price: float) -> torch.Tensor:
+        """Choose the scales of some rows at a price."""
+        how = "mse" if self.grid.offset else "signed"
+        options = {"importance": self.factor.importance, "price": 2.0**price}
+        return group_scales(self.weight[rows], self.grid, self.group_size, how, **options)
+
+    def quantize(self, rows: Rows, scales: torch.Tensor, price: float) -> Rounding:
+        """Round some rows with their scales, keeping outliers at a price."""
+        outliers = Saving(2.0**price)
+        return self.plane(self.weight[rows], self.factor, scales, self.grid, outliers, group_size=self.group_size)
+
+    def search_scales(self, rows: Rows, guess: Guess) -> Probe[Rounding]:
+        """Search for the price at which some rows, with the scales they choose at it, roughly meet the rate."""
+
+        def quantize(price: float) -> Rounding:
+            return self.quantize(rows, self.scales(rows, price), price)
+
+        return _search(quantize, self.outlier_rate, _ROUGH_OCTAVES, guess).best
+
+    def meet_rate(
+        self, scales: torch.Tensor, rows: Rows, guess: Guess, first: Probe[Rounding] | None = None
+    ) -> Outcome[Rounding]:
+        """Search for the price at which some rows meet the rate with given scales, which are those of all rows."""
+        tolerance = _tolerance(self.outlier_rate, self.weight[rows].numel())
+        return _search(partial(self.quantize, rows, scales[rows]), self.outlier_rate, tolerance, guess, first)
 
 
 def usual_price(
-    weight: torch.Tensor, importance: torch.Tensor, bits: int, group_size: int, outlier_rate: float
+    weight: torch.Tensor, importance: torch.Tensor, grid: Grid, group_size: int, outlier_rate: float
 ) -> float:
     """Where a search for the price starts, in octaves; arguments as for `ssqr_by_saving` and `group_scales`."""
-    steps = group_scales(weight, bits, group_size, "absmax").to(torch.float64)
-    price = _USUAL_PRICE[bits] * float(steps.square().mean() * importance.mean())
+    steps = group_scales(weight, grid, group_size, "absmax").to(torch.float64)
+    price = _USUAL_PRICE[grid.bits] * float(steps.square().mean() * importance.mean())
     return math.log2(max(price, 1e-300)) + math.log2(outlier_rate / 0.01) / PRICE_SLOPE
 
 
 def _search(
-    weight: torch.Tensor,
+    quantize: Callable[[float], Rounding],
     outlier_rate: float,
-    quantize: Callable[[Rows, float], Rounding],
-    rows: Rows,
-    *,
-    start: float,
-    slope: float,
-    lower: float,
-    upper: float,
-    tolerance: float | None = None,
+    tolerance: float,
+    guess: Guess,
+    first: Probe[Rounding] | None = None,
 ) -> Outcome[Rounding]:
-    """The knob of `quantize` at which the outlier rate of these rows meets the target, both in octaves."""
+    """Search for the argument of `quantize` at which its outlier rate meets the target; all but the rate in octaves."""
 
     def probe(octaves: float) -> tuple[float, Rounding]:
-        rounding = quantize(rows, octaves)
+        rounding = quantize(octaves)
         return math.log2(max(rounding.outlier_rate, outlier_rate * 2.0**-_FLOOR_OCTAVES)), rounding
 
     return search_target(
         probe,
         target=math.log2(outlier_rate),
-        tolerance=tolerance or _tolerance(outlier_rate, weight[rows].numel()),
-        start=start,
-        slope=slope,
-        lower=lower,
-        upper=upper,
+        tolerance=tolerance,
+        guess=guess,
         max_probes=MAX_PROBES,
+        first=first,
     )
 
 

@@ -6,8 +6,9 @@ import torch
 from vllm_latq.errors import ConfigError
 from vllm_latq.quantize.lattice.factor import factorize
 from vllm_latq.quantize.lattice.fitted_scales import MULTIPLES, fitted_scales
+from vllm_latq.quantize.lattice.grid import Grid
 from vllm_latq.quantize.lattice.nearest_plane import nearest_plane
-from vllm_latq.quantize.lattice.scales import grid, group_scales, scaled
+from vllm_latq.quantize.lattice.scales import group_scales, scaled
 from vllm_latq.quantize.methods.layer import quantize_layer
 from vllm_latq.quantize.recipe import Recipe
 
@@ -30,13 +31,13 @@ def layer(rows: int, cols: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tens
 def test_each_row_takes_the_multiple_that_loses_least(rows, cols, group_size, order):
     weight, hessian = layer(rows, cols)
     factor = factorize(hessian, order)
-    found = fitted_scales(weight, factor, 3, group_size)
+    found = fitted_scales(weight, factor, Grid.of_bits(3), group_size)
     importance = torch.empty(cols, dtype=torch.float64)
     importance[factor.order] = factor.diagonal
-    base = group_scales(weight, 3, group_size, "signed", importance=importance)
+    base = group_scales(weight, Grid.of_bits(3), group_size, "signed", importance=importance)
 
     def loss(scales: torch.Tensor) -> torch.Tensor:
-        return nearest_plane(weight, factor, scales, *grid(3), group_size=group_size).loss
+        return nearest_plane(weight, factor, scales, Grid.of_bits(3), group_size=group_size).loss
 
     assert found.dtype == torch.bfloat16
     assert found.shape == base.shape
@@ -68,9 +69,9 @@ def test_in_two_bits_rows_take_large_multiples(monkeypatch):
 def test_rows_do_not_influence_each_other(monkeypatch):
     weight, hessian = layer(50, 64)
     factor = factorize(hessian)
-    together = fitted_scales(weight, factor, 3, 32)
+    together = fitted_scales(weight, factor, Grid.of_bits(3), 32)
     monkeypatch.setattr("vllm_latq.quantize.lattice.fitted_scales._ROWS_AT_ONCE", 7)
-    apart = fitted_scales(weight, factor, 3, 32)
+    apart = fitted_scales(weight, factor, Grid.of_bits(3), 32)
     # Other batches add in another order, which may decide between multiples that lose the same.
     assert (together == apart).all(1).float().mean() > 0.9
 

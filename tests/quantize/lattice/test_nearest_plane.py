@@ -10,14 +10,16 @@ from hypothesis import strategies as st
 from helpers.babai import babai
 from vllm_latq.errors import ConfigError, NumericalError
 from vllm_latq.quantize.lattice.choices import ORDERS
-from vllm_latq.quantize.lattice.factor import Factor, factorize
+from vllm_latq.quantize.lattice.factor import ORDERS, Factor, factorize
+from vllm_latq.quantize.lattice.grid import UNBOUNDED, Grid
 from vllm_latq.quantize.lattice.nearest_plane import Rounding, nearest_plane
+from vllm_latq.quantize.lattice.outliers import Clip, Overflow, Saving
 
 FLOAT64_TOLERANCE = 1e-10
 FLOAT32_TOLERANCE = 1e-3
 SHAPES = st.tuples(st.sampled_from([1, 2, 33, 63]), st.sampled_from([1, 2, 33, 63, 130]))
 BLOCKS = st.sampled_from([1, 7, 32, 128])
-GRIDS = st.sampled_from([(None, None), (-2, 1), (-8, 7)])
+LIMITS = st.sampled_from([(-math.inf, math.inf), (-2, 1), (-8, 7)])
 
 
 def case(rows: int, cols: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -38,8 +40,7 @@ def textbook_gptq(weight, factor: Factor, scales, low, high) -> torch.Tensor:
     upper = torch.linalg.cholesky(torch.linalg.inv(factor.hessian[factor.order][:, factor.order]), upper=True)
     for t in range(weight.shape[1]):
         nearest = torch.round(permuted[:, t] / steps[:, t])
-        if low is not None:
-            nearest = nearest.clamp(low, high)
+        nearest = nearest.clamp(low, high)
         error = (permuted[:, t] - steps[:, t] * nearest) / upper[t, t]
         permuted[:, t + 1 :] -= torch.outer(error, upper[t, t + 1 :])
         integers[:, factor.order[t]] = nearest
@@ -53,31 +54,35 @@ def true_loss(weight: torch.Tensor, rounding: Rounding, factor: Factor) -> torch
 
 
 @given(
-    shape=SHAPES, grid=GRIDS, name=st.sampled_from(ORDERS), block=st.sampled_from([1, 7, 32, 128]), seed=st.integers()
+    shape=SHAPES,
+    limits=LIMITS,
+    name=st.sampled_from(ORDERS),
+    block=st.sampled_from([1, 7, 32, 128]),
+    seed=st.integers(),
 )
 @settings(max_examples=80, deadline=None)
-def test_blocked_gptq_equals_the_unblocked_loop_and_babai(shape, grid, name, block, seed):
+def test_blocked_gptq_equals_the_unblocked_loop_and_babai(shape, limits, name, block, seed):
     weight, hessian, scales = case(*shape, seed % 2**31)
     factor = factorize(hessian, name)
-    rounding = nearest_plane(weight, factor, scales, *grid, block_size=block)
-    assert torch.equal(rounding.z, textbook_gptq(weight, factor, scales, *grid))
+    rounding = nearest_plane(weight, factor, scales, Grid(*limits), block_size=block)
+    assert torch.equal(rounding.z, textbook_gptq(weight, factor, scales, *limits))
     # Theorem 4: Babai's algorithm in the opposite order finds the same integers, clipped or not.
-    assert torch.equal(rounding.z, babai(weight, factor.hessian, scales, factor.order, *grid))
+    assert torch.equal(rounding.z, babai(weight, factor.hessian, scales, factor.order, *limits))
     assert torch.equal(rounding.dequantized, rounding.z * scales)
 
 
 @given(
     shape=SHAPES,
-    grid=GRIDS,
+    limits=LIMITS,
     name=st.sampled_from(ORDERS),
-    overflow=st.sampled_from(["clip", "exact"]),
+    outliers=st.sampled_from([Clip(), Overflow(), Saving(0.1)]),
     seed=st.integers(),
 )
 @settings(max_examples=80, deadline=None)
-def test_error_identity_holds_whatever_is_done_with_overflow(shape, grid, name, overflow, seed):
+def test_error_identity_holds_for_every_choice_of_outliers(shape, limits, name, outliers, seed):
     weight, hessian, scales = case(*shape, seed % 2**31)
     factor = factorize(hessian, name)
-    rounding = nearest_plane(weight, factor, scales, *grid, keep_overflow=overflow)
+    rounding = nearest_plane(weight, factor, scales, Grid(*limits), outliers)
     expected = true_loss(weight, rounding, factor)
     torch.testing.assert_close(rounding.loss, expected, rtol=FLOAT64_TOLERANCE, atol=FLOAT64_TOLERANCE)
 
@@ -87,8 +92,8 @@ def test_error_identity_holds_whatever_is_done_with_overflow(shape, grid, name, 
 def test_unclipped_loss_is_below_theorem_4(shape, name, kept, seed):
     weight, hessian, scales = case(*shape, seed % 2**31)
     factor = factorize(hessian, name)
-    grid = (-4, 3, "exact") if kept else ()
-    rounding = nearest_plane(weight, factor, scales, *grid)
+    grid = Grid(-4, 3) if kept else UNBOUNDED
+    rounding = nearest_plane(weight, factor, scales, grid, Overflow())
     bound = (scales[:, factor.order].square() @ factor.diagonal) / 4
     torch.testing.assert_close(rounding.bound, bound, rtol=FLOAT64_TOLERANCE, atol=0)
     assert bool((rounding.loss <= rounding.bound).all())
@@ -107,16 +112,16 @@ def test_orthogonal_inputs_make_nearest_plane_plain_rounding():
     assert torch.equal(rounding.z, torch.round(weight / scales).to(torch.int32))
 
 
-@pytest.mark.parametrize("overflow", ["clip", "exact"])
-def test_overflow_is_clipped_or_kept(overflow):
+@pytest.mark.parametrize("outliers", [Clip(), Overflow()])
+def test_overflow_is_clipped_or_kept(outliers):
     weight, hessian, scales = case(33, 63, 3)
     factor = factorize(hessian)
-    rounding = nearest_plane(weight, factor, scales, -2, 1, keep_overflow=overflow)
+    rounding = nearest_plane(weight, factor, scales, Grid(-2, 1), outliers)
     outside = rounding.outlier_mask
     assert 0 < int(outside.sum()) < outside.numel()
     assert rounding.outlier_rate == int(outside.sum()) / outside.numel()
     assert set(rounding.z[~outside].tolist()) == {-2, -1, 0, 1}
-    if overflow == "clip":
+    if outliers == Clip():
         assert set(rounding.z[outside].tolist()) <= {-2, 1}
     else:
         assert not rounding.z[outside].any()
@@ -129,26 +134,26 @@ def test_overflow_is_clipped_or_kept(overflow):
 def test_exact_outliers_leave_only_the_rounding_to_bfloat16():
     # On one column everything is an outlier: what is stored is the weight itself in 16 bits.
     weight = torch.tensor([[100.3], [-77.7]], dtype=torch.float64)
-    rounding = nearest_plane(weight, factorize(torch.ones(1, 1)), torch.tensor(1.0), -2, 1, keep_overflow="exact")
+    rounding = nearest_plane(weight, factorize(torch.ones(1, 1)), torch.tensor(1.0), Grid(-2, 1), Overflow())
     assert torch.equal(rounding.dequantized, weight.to(torch.bfloat16).to(torch.float64))
 
 
-def test_a_threshold_keeps_what_is_costly_wherever_it_lies():
+def test_saving_keeps_what_is_costly_wherever_it_lies():
     weight, _, scales = case(20, 33, 0)
     factor = factorize(torch.eye(33, dtype=torch.float64), damping=1.0)  # D = 2 everywhere
     cost = 2 * (weight - (weight / scales).round().clamp(-2, 1) * scales).square()
-    beyond = (weight / scales).round() != (weight / scales).round().clamp(-2, 1)
-    options = {"low": -2, "high": 1, "group_size": 1, "threshold": 0.05}
-    kept = nearest_plane(weight, factor, scales, keep_overflow="exact", **options).outlier_mask
+    outside = (weight / scales).round() != (weight / scales).round().clamp(-2, 1)
+    grid = Grid(-2, 1)
+    kept = nearest_plane(weight, factor, scales, grid, Saving(0.05), group_size=1).outlier_mask
     assert torch.equal(kept, cost > 0.05)
-    assert (kept & ~beyond).any()
-    assert (~kept & beyond).any()
+    assert (kept & ~outside).any()
+    assert (~kept & outside).any()
 
 
 def test_an_offset_moves_the_grid():
     weight, _, scales = case(20, 33, 0)
     factor = factorize(torch.eye(33, dtype=torch.float64))
-    rounding = nearest_plane(weight, factor, scales, -4, 3, group_size=1, offset=0.5)
+    rounding = nearest_plane(weight, factor, scales, Grid(-4, 3, 0.5), group_size=1)
     expected = (weight / scales - 0.5).round().clamp(-4, 3)
     assert torch.equal(rounding.z, expected.to(torch.int32))
     torch.testing.assert_close(rounding.dequantized, scales * (expected + 0.5))
@@ -161,8 +166,8 @@ def test_group_scales_follow_the_original_columns(order, group_size, groups):
     weight, hessian, scales = case(5, 60, 4)
     grouped = scales[:, :groups].contiguous()
     factor = factorize(hessian, order)
-    expanded = nearest_plane(weight, factor, grouped.repeat_interleave(60 // groups, 1), -4, 3)
-    rounding = nearest_plane(weight, factor, grouped, -4, 3, group_size=group_size)
+    expanded = nearest_plane(weight, factor, grouped.repeat_interleave(60 // groups, 1), Grid(-4, 3))
+    rounding = nearest_plane(weight, factor, grouped, Grid(-4, 3), group_size=group_size)
     assert torch.equal(rounding.z, expanded.z)
     assert torch.equal(rounding.dequantized, expanded.dequantized)
     torch.testing.assert_close(rounding.bound, expanded.bound, rtol=FLOAT64_TOLERANCE, atol=0)
@@ -192,7 +197,7 @@ def test_float32_recursion_keeps_identity_and_bound():
 def test_gptq_beats_plain_rounding_on_the_same_scales():
     weight, hessian, scales = case(64, 130, 7)
     factor = factorize(hessian)
-    rounding = nearest_plane(weight, factor, scales, -4, 3)
+    rounding = nearest_plane(weight, factor, scales, Grid(-4, 3))
     plain = (weight / scales).round().clamp(-4, 3) * scales - weight
     assert float(rounding.loss.sum()) < 0.5 * float(((plain @ factor.hessian) * plain).sum())
 
@@ -200,7 +205,7 @@ def test_gptq_beats_plain_rounding_on_the_same_scales():
 @pytest.mark.parametrize("shape", [(0, 5), (5, 0)])
 def test_empty_weights(shape):
     factor = factorize(torch.eye(shape[1]))
-    rounding = nearest_plane(torch.zeros(shape), factor, torch.tensor(1.0), -2, 1)
+    rounding = nearest_plane(torch.zeros(shape), factor, torch.tensor(1.0), Grid(-2, 1))
     assert rounding.z.shape == rounding.dequantized.shape == shape
     assert rounding.outlier_rate == 0.0
 
@@ -208,7 +213,7 @@ def test_empty_weights(shape):
 def test_inputs_are_left_alone():
     weight, hessian, scales = case(5, 33, 8)
     before = weight.clone(), hessian.clone(), scales.clone()
-    nearest_plane(weight, factorize(hessian), scales, -2, 1, keep_overflow="exact")
+    nearest_plane(weight, factorize(hessian), scales, Grid(-2, 1), Overflow())
     assert all(torch.equal(a, b) for a, b in zip(before, (weight, hessian, scales), strict=True))
 
 
@@ -228,5 +233,3 @@ def test_mismatched_arguments_are_errors():
     for wrong, group_size in ((scales[:, :2], 2), (scales[:2], None), (scales[:, :1], 3), (scales[0], 1)):
         with pytest.raises(ConfigError, match="scales of shape"):
             nearest_plane(weight, factor, wrong, group_size=group_size)
-    with pytest.raises(ConfigError, match="low and high"):
-        nearest_plane(weight, factor, scales, low=0)

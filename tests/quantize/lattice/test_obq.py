@@ -1,12 +1,15 @@
 """OBQ as the oracle: GPTQ in a fixed order, the cheapest pick in its own, and nothing left to gain by composing."""
 
+import math
+
 import pytest
 import torch
 
 from helpers.babai import babai
 from helpers.obq import best_free_weights, obq
 from vllm_latq.quantize.lattice.choices import ORDERS
-from vllm_latq.quantize.lattice.factor import factorize
+from vllm_latq.quantize.lattice.factor import ORDERS, factorize
+from vllm_latq.quantize.lattice.grid import Grid
 from vllm_latq.quantize.lattice.nearest_plane import nearest_plane
 
 FLOAT64_TOLERANCE = 1e-9
@@ -22,12 +25,12 @@ def layer(rows: int = 6, cols: int = 33) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("limits", [(None, None), (-2, 1)])
+@pytest.mark.parametrize("limits", [(-math.inf, math.inf), (-2, 1)])
 def test_in_a_fixed_order_it_is_gptq(order, limits):
     weight, hessian = layer()
     factor = factorize(hessian, order)
     integers, orders = obq(weight, factor.hessian, STEP, *limits, order=factor.order)
-    assert torch.equal(integers, nearest_plane(weight, factor, STEP, *limits).z)
+    assert torch.equal(integers, nearest_plane(weight, factor, STEP, Grid(*limits)).z)
     assert torch.equal(orders, factor.order.expand_as(orders))
 
 

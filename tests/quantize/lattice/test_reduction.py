@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_latq.quantize.lattice.factor import Factor, factorize
+from vllm_latq.quantize.lattice.k_best_plane import plane_of
 from vllm_latq.quantize.lattice.reduction import DELTA, SIZE, Reduction, lll, reduce_lattice
 from vllm_latq.quantize.methods.layer import quantize_layer
 from vllm_latq.quantize.recipe import Recipe
@@ -64,7 +65,7 @@ def test_mapped_back_integers_have_the_loss_and_the_bound_of_the_reduced_basis(c
     weight = torch.randn(7, cols, generator=generator, dtype=torch.float64)
     assert torch.equal(reduction.transform @ reduction.inverse, torch.eye(cols, dtype=torch.float64))
     for seed_of_rounding in (None, 1):
-        rounding = reduction.nearest_plane(weight, torch.tensor(0.25), 16, seed=seed_of_rounding)
+        rounding = reduction.nearest_plane(weight, torch.tensor(0.25), plane_of(1, 16, seed_of_rounding))
         delta = rounding.z * 0.25 - weight
         loss = (delta @ factor.hessian * delta).sum(1)
         torch.testing.assert_close(rounding.loss, loss, rtol=1e-6, atol=FLOAT64_TOLERANCE)
@@ -79,7 +80,7 @@ def test_mapped_back_integers_have_the_loss_and_the_bound_of_the_reduced_basis(c
 def test_lattice_points_are_found_exactly():
     _, reduction = reduced(gram(40, rank=5))
     integers = torch.randint(-9, 10, (6, 40), generator=torch.Generator().manual_seed(0))
-    assert torch.equal(reduction.nearest_plane(0.25 * integers.double(), torch.tensor(0.25), 128).z, integers)
+    assert torch.equal(reduction.nearest_plane(0.25 * integers.double(), torch.tensor(0.25)).z, integers)
 
 
 def test_it_gains_on_a_nearly_low_rank_hessian_at_equal_bits():

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from vllm_latq.quantize.lattice.search import Outcome, sample_rows, search_target
+from vllm_latq.quantize.lattice.search import Guess, Outcome, sample_rows, search_target
 
 
 def run(function, target=3.0, tolerance=0.005, start=0.0, slope=-1.0, bounds=(-20.0, 20.0), max_probes=20) -> Outcome:
@@ -20,10 +20,7 @@ def run(function, target=3.0, tolerance=0.005, start=0.0, slope=-1.0, bounds=(-2
         evaluate,
         target=target,
         tolerance=tolerance,
-        start=start,
-        slope=slope,
-        lower=lower,
-        upper=upper,
+        guess=Guess(start, slope, lower, upper),
         max_probes=max_probes,
     )
     assert outcome.probes == len(seen) <= max_probes

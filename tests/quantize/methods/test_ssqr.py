@@ -7,17 +7,19 @@ import torch
 
 from helpers.builders import heavy_tailed_layer
 from vllm_latq.quantize.lattice.factor import factorize
+from vllm_latq.quantize.lattice.grid import Grid
 from vllm_latq.quantize.lattice.nearest_plane import nearest_plane
+from vllm_latq.quantize.lattice.outliers import Saving
 from vllm_latq.quantize.lattice.scales import group_scales
 from vllm_latq.quantize.methods.ssqr import LARGEST_OCTAVES, RATE_TOLERANCE, ssqr, ssqr_by_saving
 
 FLOAT32_TOLERANCE = 1e-3
 
 
-def run(weight, hessian, bits=3, group_size=-1, outlier_rate=0.01, keep="exact"):
+def run(weight, hessian, bits=3, group_size=-1, outlier_rate=0.01):
     factor = factorize(hessian)
-    base = group_scales(weight, bits, group_size)
-    return factor, base, ssqr(weight, factor, base, bits, group_size, outlier_rate, keep=keep)
+    base = group_scales(weight, Grid.of_bits(bits), group_size)
+    return factor, base, ssqr(weight, factor, base, Grid.of_bits(bits), group_size, outlier_rate)
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
@@ -75,7 +77,8 @@ def test_unreachable_rate_is_recorded_with_the_fewest_outliers(monkeypatch):
     weight, hessian = heavy_tailed_layer(64, 96)
     _, _, found = run(weight, hessian, 3, 32, 0.01)
     assert torch.equal(
-        found.rounding.scales.to(torch.bfloat16), (group_scales(weight, 3, 32).float() / 2).to(torch.bfloat16)
+        found.rounding.scales.to(torch.bfloat16),
+        (group_scales(weight, Grid.of_bits(3), 32).float() / 2).to(torch.bfloat16),
     )
     assert found.rounding.outlier_rate > 0.01
     assert found.note == f"outlier rate {found.rounding.outlier_rate:.4%}, the nearest found to 1.0000%"
@@ -91,8 +94,8 @@ def test_more_outliers_make_less_error():
 def test_outliers_by_saving_lower_loss_and_bound_at_the_same_rate(bits: int) -> None:
     weight, hessian = heavy_tailed_layer(256, 192)
     factor = factorize(hessian)
-    paper = ssqr(weight, factor, group_scales(weight, bits, 64), bits, 64, 0.01).rounding
-    found = ssqr_by_saving(weight, factor, bits, 64, 0.01)
+    paper = ssqr(weight, factor, group_scales(weight, Grid.of_bits(bits), 64), Grid.of_bits(bits), 64, 0.01).rounding
+    found = ssqr_by_saving(weight, factor, Grid.of_bits(bits), 64, 0.01)
     assert found.note == ""
     assert (1 - RATE_TOLERANCE) * 0.01 <= found.rounding.outlier_rate <= 0.01
     assert float(found.rounding.loss.sum()) < 0.55 * float(paper.loss.sum())
@@ -105,8 +108,8 @@ def test_inputs_that_weigh_far_more_keep_their_weights() -> None:
     loud = torch.tensor([17, 101])
     hessian[loud, loud] += 3e4 * hessian.diagonal().mean()
     factor = factorize(hessian, damping=1e-6)
-    paper = ssqr(weight, factor, group_scales(weight, 3, 64), 3, 64, 0.015).rounding
-    found = ssqr_by_saving(weight, factor, 3, 64, 0.015).rounding
+    paper = ssqr(weight, factor, group_scales(weight, Grid.of_bits(3), 64), Grid.of_bits(3), 64, 0.015).rounding
+    found = ssqr_by_saving(weight, factor, Grid.of_bits(3), 64, 0.015).rounding
     assert float(found.outlier_mask[:, loud].float().mean()) > 0.4
     assert float(paper.outlier_mask[:, loud].float().mean()) < 0.1
     assert float(found.loss.sum()) < 0.02 * float(paper.loss.sum())
@@ -114,7 +117,7 @@ def test_inputs_that_weigh_far_more_keep_their_weights() -> None:
 
 def test_many_rows_by_saving_are_searched_on_a_sample_first() -> None:
     weight, hessian = heavy_tailed_layer(1024, 1024)
-    found = ssqr_by_saving(weight, factorize(hessian), 3, 64, 0.01)
+    found = ssqr_by_saving(weight, factorize(hessian), Grid.of_bits(3), 64, 0.01)
     assert found.note == ""
     assert (1 - RATE_TOLERANCE) * 0.01 <= found.rounding.outlier_rate <= 0.01
     assert found.passes <= 2
@@ -123,7 +126,7 @@ def test_many_rows_by_saving_are_searched_on_a_sample_first() -> None:
 def test_clipped_weights_count_their_cost_in_the_bound() -> None:
     weight = torch.tensor([[5.0, 0.1, 0.1, 0.1]])
     factor = factorize(torch.eye(4), damping=1e-9)
-    found = nearest_plane(weight, factor, torch.ones(1, 1), -2, 1, "exact", group_size=-1, threshold=20.0)
+    found = nearest_plane(weight, factor, torch.ones(1, 1), Grid(-2, 1), Saving(20.0), group_size=-1)
     assert float(found.loss) == pytest.approx(16.03)
     assert float(found.bound) == pytest.approx(0.75 + 16)
 
@@ -131,7 +134,7 @@ def test_clipped_weights_count_their_cost_in_the_bound() -> None:
 def test_outliers_by_saving_keep_identity_and_bound() -> None:
     weight, hessian = heavy_tailed_layer(256, 192)
     factor = factorize(hessian)
-    found = ssqr_by_saving(weight, factor, 2, 64, 0.02)
+    found = ssqr_by_saving(weight, factor, Grid.of_bits(2), 64, 0.02)
     error = (found.rounding.dequantized - weight).double()
     loss = ((error @ factor.hessian) * error).sum(1)
     torch.testing.assert_close(loss, found.rounding.loss, rtol=FLOAT32_TOLERANCE, atol=0)

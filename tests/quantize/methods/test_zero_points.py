@@ -10,8 +10,8 @@ import torch
 from vllm_latq.quantize.calibration.stream import model_hessians
 from vllm_latq.quantize.calibration.windows import calibration_samples
 from vllm_latq.quantize.lattice.factor import factorize
+from vllm_latq.quantize.lattice.grid import Grid
 from vllm_latq.quantize.lattice.nearest_plane import nearest_plane
-from vllm_latq.quantize.lattice.scales import grid
 from vllm_latq.quantize.model.decoder import Decoder
 from vllm_latq.quantize.recipe import Recipe
 
@@ -42,7 +42,7 @@ def layers(mini_model: Path, calibration_text: Path) -> list[tuple[torch.Tensor,
 
 def steps_and_offsets(weight: torch.Tensor, bits: int, offsets: tuple[float, ...]) -> tuple[torch.Tensor, torch.Tensor]:
     """For each group the scale and the offset of the grid, in steps, with the least squared error: [r, groups] each."""
-    low, high = grid(bits)
+    low, high = Grid.of_bits(bits).low, Grid.of_bits(bits).high
     grouped = weight.reshape(len(weight), -1, GROUP)
     largest = grouped.abs().amax(2) / high
     scale, offset, least = largest.clone(), torch.zeros_like(largest), torch.full_like(largest, math.inf)
@@ -61,7 +61,7 @@ def loss(weight: torch.Tensor, hessian: torch.Tensor, bits: int, offsets: tuple[
     """Of GPTQ on these grids: a coset of the lattice for each row."""
     scale, offset = steps_and_offsets(weight, bits, offsets)
     shifted = weight - (scale * offset).repeat_interleave(GROUP, 1)
-    found = nearest_plane(shifted, factorize(hessian), scale, *grid(bits), "clip", group_size=GROUP)
+    found = nearest_plane(shifted, factorize(hessian), scale, Grid.of_bits(bits), group_size=GROUP)
     return float(found.loss.sum())
 
 
