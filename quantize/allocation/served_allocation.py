@@ -30,7 +30,7 @@ from vllm_latq.format.scheme import SUPPORTED_BITS
 from vllm_latq.format.served_size import USUAL_OUTLIER_BITS, served_overhead, slot_words
 from vllm_latq.quantize.allocation.stored_allocation import SMALLEST_SIZE, RateCurve
 from vllm_latq.quantize.lattice.search import sample_rows
-from vllm_latq.quantize.lattice.two_sided_plane import reach
+from vllm_latq.quantize.lattice.tile_waves import reach
 from vllm_latq.quantize.methods.hptq import GAUSSIAN_BITS
 from vllm_latq.quantize.methods.latq import OCTAVE, InputLattice, OutputLattice, Share, feedback_noise
 from vllm_latq.quantize.recipe import Recipe
