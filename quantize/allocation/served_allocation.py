@@ -30,7 +30,7 @@ from vllm_latq.format.scheme import SUPPORTED_BITS
 from vllm_latq.format.served_size import USUAL_OUTLIER_BITS, served_overhead, slot_words
 from vllm_latq.quantize.allocation.stored_allocation import SMALLEST_SIZE, RateCurve
 from vllm_latq.quantize.lattice.search import sample_rows
-from vllm_latq.quantize.lattice.tile_waves import reach
+from vllm_latq.quantize.lattice.tile_waves import largest_target
 from vllm_latq.quantize.methods.hptq import GAUSSIAN_BITS
 from vllm_latq.quantize.methods.latq import OCTAVE, InputLattice, OutputLattice, Share, feedback_noise
 from vllm_latq.quantize.recipe import Recipe
@@ -204,7 +204,7 @@ class _Targets:
         """The step below which each overflows the codes of a width where others' residuals are so large, in eighths of
         an octave, float32 [all r, c]."""
         targets = torch.add(self.weights, self.feedback, alpha=residuals)
-        return targets.abs_().div_(reach(width)).log2_().mul_(OCTAVE)
+        return targets.abs_().div_(largest_target(width)).log2_().mul_(OCTAVE)
 
 
 def _targets(

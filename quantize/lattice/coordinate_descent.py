@@ -1,13 +1,13 @@
-"""Coordinate descent after nearest plane: each number is moved to its optimum while all others stand still.
+"""Coordinate descent after nearest plane: each number moves to its optimum while all others are held.
 
 One sweep fits every scale to its group by least squares, then takes every weight once, in rounding order: an inlier
 goes to the grid point nearest to its optimum, an outlier to the optimum itself. (QuantEase, Behdin et al. 2023, with
 scales, and with outliers that may change places.)
-Nearest plane looks ahead, at what later columns can still repair; this looks back, at what the earlier ones could not
-know.
+Nearest plane counts on later columns to repair an error; coordinate descent corrects earlier columns, too.
 
-Invariant: a sweep that does not lower the loss is dropped, so the loss stays below the bound it started with. That one
-is of scales that are gone: the one that is returned counts residuals beyond half a step for what they cost.
+Invariant: a sweep that does not lower the loss is dropped, so the loss stays below the bound it started with. That
+bound used the old scales. The returned bound uses the new scales, and residuals longer than half a scale enter it at
+their actual cost.
 """
 
 import math
@@ -16,9 +16,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from vllm_latq.quantize.lattice.factor import Factor
-from vllm_latq.quantize.lattice.grid import Grid
 from vllm_latq.quantize.lattice.nearest_plane import Rounding
-from vllm_latq.quantize.lattice.outliers import OUTLIER_DTYPE, kept_value
+from vllm_latq.quantize.lattice.outliers import OUTLIER_DTYPE, Grid, kept_value
 from vllm_latq.quantize.lattice.scales import SCALE_DTYPE
 
 BATCH = 128  # columns
@@ -32,18 +31,18 @@ def refine(
     sweeps: int,
     outlier_rate: float | None = None,
 ) -> Rounding:
-    """Lower (q - w)^T H (q - w), H damped, from a rounding on.
+    """Lower (q - w)^T H (q - w), H damped, starting from a rounding.
 
     Args:
-        weight: float32 or float64 [r, c], what was rounded.
-        factor: it was rounded with.
+        weight: float32 or float64 [r, c], the weight that was rounded.
+        factor: of its Hessian, that it was rounded with.
         rounding: to start from, with a scale per group; kept weights stay kept, the others on its grid.
-        sweeps: at most.
-        outlier_rate: lets outliers change places: before each sweep a threshold is set that this share of the weights
-            exceeds, and a weight is kept where the grid would cost more than the threshold.
+        sweeps: largest number of sweeps.
+        outlier_rate: if given, outliers may change places: each sweep keeps the weights whose rounding to the grid
+            would cost more than a price, which this share of the weights exceeds before the sweep.
 
     Returns:
-        The rounding reached, with a bound of its own, which is above the loss of any weights.
+        The rounding reached; its bound counts everything, so it is above the loss.
     """
     if not sweeps or not weight.numel():
         return rounding
@@ -77,10 +76,10 @@ def refine(
 
 @dataclass
 class _State:
-    """Everything transposed, so that one step touches contiguous rows of all output channels; original column order.
+    """Weights of the descent, transposed, so that one step touches contiguous rows of all output channels.
 
-    target, values [c, r] are w and q; scales [G, r]; kept [c, r] says where q is off the grid; gradient [c, r] is half
-    that of the loss, H (q - w), once it was measured.
+    In the original column order: target, values [c, r] are w and q; scales [G, r]; kept [c, r] marks outliers;
+    gradient [c, r] is half the gradient of the loss, H (q - w), after `measure`.
     """
 
     target: torch.Tensor
@@ -95,6 +94,7 @@ class _State:
 
     @classmethod
     def of(cls, weight: torch.Tensor, factor: Factor, rounding: Rounding) -> "_State":
+        """Return the state that a rounding stands for."""
         kept = rounding.outlier_mask
         return cls(
             target=weight.T.contiguous(),
@@ -109,16 +109,17 @@ class _State:
         )
 
     def copy(self) -> "_State":
+        """Return a state whose values, scales and outliers can change on their own."""
         return replace(self, values=self.values.clone(), scales=self.scales.clone(), kept=self.kept.clone())
 
     def measure(self) -> torch.Tensor:
-        """The loss of each row, float64 [r]; its gradient is what the next sweep starts from."""
+        """Return the loss of each row, float64 [r], and keep its gradient for the next sweep."""
         error = self.values - self.target
         self.gradient = self.hessian @ error
         return (error * self.gradient).sum(0, dtype=torch.float64)
 
     def bound(self, factor: Factor) -> torch.Tensor:
-        """1/4 sum_t D_t s_t^2 of each row, and by how much steps that cost more do so: float64 [2, r]."""
+        """Return 1/4 sum_t D_t s_t^2 of each row, and the excess of residuals that cost more: float64 [2, r]."""
         found = []
         parts = (part.split(ROWS, 1) for part in (self.values, self.target, self.scales))
         for values, target, scales in zip(*parts, strict=True):
@@ -128,25 +129,25 @@ class _State:
         return torch.cat(found, 1)
 
     def integers(self, values: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
-        """Those of the lattice's nearest points."""
+        """Return the integers of the lattice's points nearest to some values."""
         return (values / steps).sub_(self.grid.offset).round_()
 
     def kept_value(self, values: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
-        """What outliers of these values become; only their distance from scale * offset is stored."""
+        """Return outliers as they are stored: by their distance from scale * offset."""
         base = self.grid.offset * steps
         return kept_value(values - base) + base
 
     def sweep(self, outlier_rate: float | None) -> None:
-        """Scales, then weights, of a state that was measured, and must be again: its gradient is used up."""
+        """Fit the scales, then move the weights; uses up the gradient that `measure` has kept."""
         gradient = self.gradient
         for group in range(len(self.scales)):
             self._fit(group, gradient)
-        limit = None if outlier_rate is None else self._threshold(gradient, outlier_rate)
+        price = None if outlier_rate is None else self._price(gradient, outlier_rate)
         for columns in self.order.split(BATCH):
-            self._move(columns, gradient, limit)
+            self._move(columns, gradient, price)
 
     def _fit(self, group: int, gradient: torch.Tensor) -> None:
-        """The scale of each row's group by least squares, rounded as stored, where that lowers the loss."""
+        """Fit the scale of each row's group by least squares, rounded as stored, where that lowers the loss."""
         columns = (self.group_of == group).nonzero()[:, 0]
         old, values, kept = self.scales[group].clone(), self.values[columns], self.kept[columns]
         integers = self.integers(values, old)
@@ -156,16 +157,16 @@ class _State:
         curvature = (points * (self.hessian[columns][:, columns] @ points)).sum(0)
         fitted = (old - slope / curvature).to(SCALE_DTYPE).to(old)
         change = fitted - old
-        better = change * (change * curvature + 2 * slope) < 0  # false for NaN, where no point but 0 is
+        better = change * (change * curvature + 2 * slope) < 0  # false for NaN: every point of the group is 0
         better &= fitted * old > 0
         change.masked_fill_(~better, 0)
         self.scales[group] += change
-        moved = points * change
-        self.values[columns] += moved
-        gradient.addmm_(self.hessian[:, columns], moved)
+        moves = points * change
+        self.values[columns] += moves
+        gradient.addmm_(self.hessian[:, columns], moves)
 
-    def _threshold(self, gradient: torch.Tensor, outlier_rate: float) -> float:
-        """What `outlier_rate` of the weights would cost more than, if each were put on the grid."""
+    def _price(self, gradient: torch.Tensor, outlier_rate: float) -> float:
+        """Return the price that `outlier_rate` of the weights exceed, if each alone is put on the grid."""
         curvature = self.hessian.diagonal()[:, None]
         optimum = self.values - gradient / curvature
         steps = self.scales[self.group_of]
@@ -176,8 +177,8 @@ class _State:
         rank = math.floor(outlier_rate * costs.numel())
         return float(costs.kthvalue(costs.numel() - rank).values)
 
-    def _move(self, columns: torch.Tensor, gradient: torch.Tensor, limit: float | None) -> None:
-        """Every weight of a batch of columns to its optimum; the columns outside of it hear of that at the end."""
+    def _move(self, columns: torch.Tensor, gradient: torch.Tensor, price: float | None) -> None:
+        """Move every weight of a batch of columns to its optimum; other columns are updated once, at the end."""
         local, inner = gradient[columns], self.hessian[columns][:, columns]
         moves = torch.zeros_like(local)
         for i, t in enumerate(columns.tolist()):
@@ -187,9 +188,9 @@ class _State:
             optimum = self.values[t] - local[i] / curvature
             integer = self.integers(optimum, scale)
             nearest = integer.clamp(self.grid.low, self.grid.high).add_(self.grid.offset).mul_(scale)
-            if limit is not None:
-                self.kept[t] = (optimum - nearest).square_().mul_(curvature) > limit
-            moved = torch.where(self.kept[t], self.kept_value(optimum, scale), nearest)
-            moves[i] = moved - self.values[t]
-            self.values[t] = moved
+            if price is not None:
+                self.kept[t] = (optimum - nearest).square_().mul_(curvature) > price
+            value = torch.where(self.kept[t], self.kept_value(optimum, scale), nearest)
+            moves[i] = value - self.values[t]
+            self.values[t] = value
         gradient.addmm_(self.hessian[:, columns], moves)

@@ -33,8 +33,8 @@ class Factor:
         order: int64 [c]; order[t] is the column rounded at step t.
         upper: float64 [c, c], U with H[order][:, order]^-1 = U^T U.
         diagonal: float64 [c], D_t = 1 / U_tt^2 in rounding order; sum D_t (w'_t - q_t)^2 is the loss of a row.
-        damping: relative damping that was used; larger than asked for if that one did not factorise.
-        ridge: what was added to the diagonal: damping * mean(diag(H)).
+        damping: relative damping that was used; larger than asked for if H did not factorise with less.
+        ridge: added to the diagonal: damping * mean(diag(H)).
         undamped: float64 [c, c], H in its original column order.
     """
 
@@ -47,7 +47,7 @@ class Factor:
 
     @property
     def hessian(self) -> torch.Tensor:
-        """The damped Hessian, float64 [c, c], in the original column order (a fresh tensor)."""
+        """Damped Hessian, float64 [c, c], in the original column order (a fresh tensor)."""
         damped = self.undamped.clone()
         damped.diagonal().add_(self.ridge)
         return damped
@@ -65,39 +65,44 @@ class Factor:
         return self._propagation().to(torch.float32)
 
     def propagation(self, dtype: torch.dtype) -> torch.Tensor:
-        """Row t: how the error w' - q of step t moves the columns rounded after it. [c, c] in `dtype`."""
+        """Return U with its rows divided by its diagonal, [c, c] in `dtype`.
+
+        Row t says how the error w' - q of step t moves the columns rounded after it.
+        """
         return self.propagation32 if dtype == torch.float32 else self._propagation().to(dtype)
 
     @cached_property
     def unit_triangle32(self) -> torch.Tensor:
-        """`unit_triangle` in float32, kept for the same reason."""
+        """`unit_triangle` in float32; kept because a search rounds many times."""
         return self.unit_triangle().to(torch.float32)
 
     def unit_triangle(self) -> torch.Tensor:
-        """V, unit upper triangular float64 [c, c], with H[order][:, order] = V diag(D) V^T: the inverse of U / diag(U).
+        """Return V, unit upper triangular float64 [c, c], with H[order][:, order] = V diag(D) V^T.
 
-        Column t: how the errors w - q of the columns before step t move the one rounded then.
+        V is the inverse of U / diag(U). Column t says how the errors w - q of the columns before step t move the column
+        of step t.
         """
         identity = torch.eye(len(self.order), dtype=torch.float64, device=self.order.device)
         return torch.linalg.solve_triangular(self._propagation(), identity, upper=True, unitriangular=True)
 
-    def residuals(self, moved: torch.Tensor) -> torch.Tensor:
-        """sqrt(D_t) (q_t - w'_t), float64 [r, c] in the original column order: their squares add up to the loss.
+    def residuals(self, delta: torch.Tensor) -> torch.Tensor:
+        """Return sqrt(D_t) (q_t - w'_t), float64 [r, c] in the original column order: squares that sum to the loss.
 
         Args:
-            moved: q - w, [r, c]; in rounding order, its product with M is what is returned.
+            delta: q - w, [r, c]; the residuals are its product with M, in rounding order.
         """
-        residuals = torch.empty(moved.shape, dtype=torch.float64, device=moved.device)
-        permuted = moved[:, self.order].to(torch.float64)
+        residuals = torch.empty(delta.shape, dtype=torch.float64, device=delta.device)
+        permuted = delta[:, self.order].to(torch.float64)
         residuals[:, self.order] = torch.linalg.solve_triangular(self.upper, permuted, upper=True, left=False)
         return residuals
 
     @cached_property
     def spread(self) -> torch.Tensor:
-        """How many times the loss of its own residual each entry's error would cost alone, float64 [c], original order.
+        """sum_k (U_kt / U_tt)^2 of each column, float64 [c], in the original column order.
 
-        Errors w - q consist of residuals, its own and those fed back. Where all residuals cost alike, as steps of
-        1 / sqrt(D) make them, the mean of D_t (w - q)_t^2 is that of one of them times sum_k (U_kt / U_tt)^2.
+        The error w - q of an entry is the sum of its own residual and of the residuals fed back to it. Where all
+        residuals cost alike, as steps of 1 / sqrt(D) make them, the mean of D_t (w - q)_t^2 is the mean cost of one
+        residual times this sum.
         """
         spread = torch.empty_like(self.diagonal)
         spread[self.order] = (self.upper / self.upper.diagonal()).square().sum(0)
@@ -133,7 +138,7 @@ def factorize(hessian: torch.Tensor, order: str = "act", damping: float = 0.01) 
         damped = undamped.clone()
         damped.diagonal().add_(ridge)
         columns = rounding_order(damped, order)
-        # A copy that is named here lives until the factor is found, beside those that this takes.
+        # Unnamed, or the copy would live until the factor is found, beside the copies which that takes.
         damped = damped[columns][:, columns]
         upper = inverse_factor(damped, ridge)
         if upper is not None:
@@ -149,7 +154,7 @@ def factorize(hessian: torch.Tensor, order: str = "act", damping: float = 0.01) 
 
 
 def rounding_order(hessian: torch.Tensor, name: str) -> torch.Tensor:
-    """The sequence in which columns are rounded (GPTQ's sense of order), int64 [c].
+    """Return the sequence in which columns are rounded (GPTQ's sense of order), int64 [c].
 
     natural: 0 .. c-1. act: descending diagonal of H (GPTQ's act_order). min-pivot: the reverse of the order in which
     pivoted Cholesky picks the smallest remaining diagonal ("GPTQ as Babai", Algorithm 4), O(c^3).
@@ -207,19 +212,19 @@ def _checked(hessian: torch.Tensor) -> torch.Tensor:
 
 
 def inverse_factor(permuted: torch.Tensor, ridge: float) -> torch.Tensor | None:
-    """U = M^-1 for M M^T = permuted with M upper triangular, float64 [c, c]; None if that fails numerically.
+    """Return U = M^-1 for M M^T = permuted, M upper triangular, float64 [c, c]; None if that fails numerically.
 
     Args:
         permuted: float64 [c, c], the damped Hessian in rounding order.
-        ridge: what its smallest eigenvalue cannot be below.
+        ridge: lower bound of its smallest eigenvalue.
     """
     # Cholesky gives lower triangles; of the matrix with both axes reversed, it gives M with both axes reversed.
     triangle, info = torch.linalg.cholesky_ex(permuted.flip(0, 1))
     if int(info) != 0:
         return None
     triangle = triangle.flip(0, 1)
-    # In exact arithmetic no D_t is below the smallest eigenvalue, hence below the ridge. One that falls under half of
-    # it consists of rounding errors.
+    # In exact arithmetic no D_t is below the smallest eigenvalue, hence below the ridge. A D_t below half of
+    # the ridge consists of rounding errors.
     pivots = triangle.diagonal().square()
     if pivots.numel() and not float(pivots.min()) >= ridge / 2:
         return None
@@ -229,7 +234,7 @@ def inverse_factor(permuted: torch.Tensor, ridge: float) -> torch.Tensor | None:
 
 
 def _smallest_pivots(hessian: torch.Tensor) -> torch.Tensor:
-    """Columns in the order in which Cholesky with the smallest remaining diagonal picks them, int64 [c].
+    """Return columns in the order in which Cholesky with the smallest remaining diagonal picks them, int64 [c].
 
     Blocked as LAPACK's pstrf: inside a block of pivots only the diagonal and the pivots' own rows are brought up to
     date; the rest of the matrix takes the whole block in one matmul and loses the picked columns.
@@ -239,7 +244,7 @@ def _smallest_pivots(hessian: torch.Tensor) -> torch.Tensor:
     schur = hessian.to(torch.float64)
     names = torch.arange(len(schur), device=schur.device)
     picked = []
-    # A semi-definite matrix runs out of pivots: what is left is rounding error, and must not be divided by itself.
+    # A semi-definite matrix runs out of pivots: its remaining diagonal is rounding error, never to be divided by.
     largest = float(schur.diagonal().max()) if len(names) else 0.0
     floor = torch.finfo(torch.float64).eps * largest or 1.0
     while len(names):

@@ -1,10 +1,10 @@
 """K-best nearest plane: the recursion of `nearest_plane`, with the K best partial roundings of every row kept alive.
 
 (The M-algorithm of sequential decoding; K = 1 is nearest plane.) Each survivor of a row may take the nearest integer,
-the one on the other side, or with `Saving` keep the weight; of these candidates the K cheapest survive.
+the integer on the other side, or with `Saving` keep the weight; of these candidates the K cheapest survive.
 
 Invariant: the cheapest survivor's nearest integer is always among the candidates, so the bound of nearest plane holds
-by induction over the steps; on a grid that ends, residuals beyond half a step are counted.
+by induction over the steps; on a bounded grid, residuals longer than half a scale are counted at their cost.
 
 All rows are independent: they are done in bands, so that the survivors' copies of the residual stay small.
 
@@ -20,9 +20,17 @@ import torch
 
 from vllm_latq.errors import ConfigError
 from vllm_latq.quantize.lattice.factor import Factor
-from vllm_latq.quantize.lattice.grid import UNBOUNDED, Grid
-from vllm_latq.quantize.lattice.nearest_plane import Plane, Rounding, Steps, check_range, nearest_plane
-from vllm_latq.quantize.lattice.outliers import CLIP, OUTLIER_DTYPE, Outliers, Overflow, Saving, kept_value
+from vllm_latq.quantize.lattice.nearest_plane import Plane, Rounding, StepScales, check_range, nearest_plane
+from vllm_latq.quantize.lattice.outliers import (
+    CLIP,
+    OUTLIER_DTYPE,
+    UNBOUNDED,
+    Grid,
+    Outliers,
+    Overflow,
+    Saving,
+    kept_value,
+)
 
 # Elements of the survivors' residuals at once.
 _BAND = 1 << 24
@@ -52,7 +60,7 @@ def k_best_plane(
     block_size: int = 128,
     width: int = 4,
 ) -> Rounding:
-    """Arguments and result as for `nearest_plane`, and:
+    """Round by nearest plane with K survivors per row; arguments and result as for `nearest_plane`, except:
 
     Args:
         outliers: `Clip` or `Saving`. With `Overflow` an outlier has no cost, so the survivors would be the paths that
@@ -62,7 +70,7 @@ def k_best_plane(
     if isinstance(outliers, Overflow):
         raise ConfigError("k_best_plane", "outliers that cost something", "outliers that overflow the grid")
     rows, cols = weight.shape
-    steps = Steps.of(scales, weight, group_size, factor.order)
+    steps = StepScales.of(scales, weight, group_size, factor.order)
     # Costs are compared in squares, which float32 holds of weights near 1: a power of two makes them so, exactly.
     unit = _unit(weight, steps.by_group)
     scaled = replace(steps, by_group=steps.by_group / unit)
@@ -98,7 +106,7 @@ def k_best_plane(
 
 
 def _unit(weight: torch.Tensor, scales: torch.Tensor) -> float:
-    """The power of two below the largest magnitude; 1 where there is none, or one that is refused later."""
+    """Return the power of two below the largest magnitude; 1 if that is zero, or infinite and refused later."""
     largest = max(float(values.abs().max()) if values.numel() else 0.0 for values in (weight, scales))
     # Its reciprocal must be finite in float32 too.
     return 2.0 ** max(-100, math.frexp(largest)[1] - 1) if 0 < largest < math.inf else 1.0
@@ -107,14 +115,14 @@ def _unit(weight: torch.Tensor, scales: torch.Tensor) -> float:
 @dataclass(frozen=True)
 class _Search:
     factor: Factor
-    steps: Steps
+    scales: StepScales
     grid: Grid
     block_size: int
     price: float | None
     width: int
 
     def run(self, weight: torch.Tensor, first: int) -> tuple[torch.Tensor, ...]:
-        """The cheapest path of each row of a band: integers, errors, kept values (else NaN), clipped, all [c, rows]."""
+        """Return each row's cheapest path: integers, errors, kept values (else NaN), clipped, all [c, rows]."""
         order = self.factor.order
         residual = weight.T[order].unsqueeze(1).repeat(1, self.width, 1)
         shape = residual.shape
@@ -130,7 +138,7 @@ class _Search:
         propagation = self.factor.propagation(weight.dtype)
         for start in range(0, len(order), self.block_size):
             stop = min(start + self.block_size, len(order))
-            scales = self.steps.take(start, stop)
+            scales = self.scales.take(start, stop)
             if scales.shape[1] > 1:
                 scales = scales[:, first : first + shape[2]]
             if self.grid.offset:
@@ -151,8 +159,10 @@ class _Search:
         trail: "_Trail",
         start: int,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Steps start .. start + len(residual) - 1: the survivors' costs, their ancestors before the batch, and their
-        errors [batch, K, rows]."""
+        """Take steps start .. start + len(residual) - 1.
+
+        Return the survivors' costs, their ancestors before the batch, and their errors [batch, K, rows].
+        """
         errors = torch.empty_like(residual)
         ancestors = torch.arange(self.width, device=cost.device)[:, None].expand_as(cost)
         for i in range(len(residual)):
@@ -169,7 +179,7 @@ class _Search:
     def _step(
         self, t: int, current: torch.Tensor, scale: torch.Tensor, cost: torch.Tensor, trail: "_Trail"
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The K cheapest ways to take step t from the survivors, whose weights are `current` [K, rows]."""
+        """Take step t from the survivors, whose weights are `current` [K, rows], in the K cheapest ways."""
         low, high = self.grid.low, self.grid.high
         exact = current / scale
         nearest = exact.round()
@@ -199,7 +209,7 @@ class _Search:
 
 @dataclass
 class _Trail:
-    """What every survivor did at every step, and whose child it is: all [c, K, rows]."""
+    """Choices of every survivor at every step, and its parent: all [c, K, rows]."""
 
     integers: torch.Tensor
     errors: torch.Tensor
@@ -208,7 +218,7 @@ class _Trail:
     parents: torch.Tensor
 
     def back(self, survivor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The path that leads to a survivor [rows] of the last step."""
+        """Return the path that leads to a survivor [rows] of the last step."""
         path = torch.empty_like(self.parents[:, 0])
         for t in reversed(range(len(path))):
             path[t] = survivor

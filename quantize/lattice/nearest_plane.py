@@ -24,14 +24,23 @@ import torch
 from vllm_latq.errors import ConfigError, NumericalError
 from vllm_latq.format.scheme import WHOLE_ROW
 from vllm_latq.quantize.lattice.factor import Factor
-from vllm_latq.quantize.lattice.grid import UNBOUNDED, Grid
-from vllm_latq.quantize.lattice.outliers import CLIP, OUTLIER_DTYPE, Clip, Outliers, Saving, kept_excess, kept_value
+from vllm_latq.quantize.lattice.outliers import (
+    CLIP,
+    OUTLIER_DTYPE,
+    UNBOUNDED,
+    Clip,
+    Grid,
+    Outliers,
+    Saving,
+    kept_excess,
+    kept_value,
+)
 from vllm_latq.quantize.lattice.stochastic import REACH, Dither
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """The result of a rounding pass, in the original column order.
+    """Result of a rounding pass, in the original column order.
 
     Attributes:
         z: int32 [r, c], integers; 0 where a weight was kept exactly. A weight is scale * (z + grid.offset).
@@ -44,9 +53,9 @@ class Rounding:
         bound: float64 [r], 1/4 sum_t D_t s_t^2 (Theorem 5), or without the 1/4 if rounding was stochastic, plus what
             rounding outliers to bfloat16 may add, plus `excess`. The loss is below it, unless nearest plane clipped
             weights with `Clip` or `Overflow`: it does not count them.
-        excess: float64 [r], the loss of residuals longer than half a step, less what half a step would cost. Counted
+        excess: float64 [r], the loss of residuals longer than half a scale, less what half a scale would cost. Counted
             by nearest plane with `Saving`, by k-best plane on a bounded grid and by coordinate descent; else 0.
-        grid: that was rounded to.
+        grid: the grid of the integers.
     """
 
     z: torch.Tensor
@@ -61,7 +70,7 @@ class Rounding:
 
     @property
     def dequantized(self) -> torch.Tensor:
-        """The weights, scale * (z + offset) or the outlier's value: [r, c] in the dtype of the recursion."""
+        """Weights as stored, scale * (z + offset) or the outlier: [r, c] in the dtype of the recursion."""
         steps = self.scales.repeat_interleave(self.group_width, 1)[:, : self.z.shape[1]]
         values = (self.z + self.grid.offset) * steps
         if self.outlier_values is None:
@@ -75,7 +84,7 @@ class Rounding:
 
 
 class Plane(Protocol):
-    """`nearest_plane`, or `k_best_plane` of some width, with the options that do not change what is searched for."""
+    """Signature that `nearest_plane` and `k_best_plane` share, once their other options are bound."""
 
     def __call__(
         self,
@@ -109,7 +118,7 @@ def nearest_plane(
         scales: not zero; a scalar, [r, c], or [r, c / group_size] with `group_size` (-1: whole row) in the original
             column order. Cast to the dtype of the weight.
         grid: to round to. With an offset it is a coset of the lattice, which has the same cells and the same bound.
-        outliers: the weights that are kept at their current value, rounded to bfloat16, instead of being rounded.
+        outliers: which weights are kept at their current value, in bfloat16, instead of being rounded to the grid.
         group_size: input channels per scale, where scales are grouped.
         block_size: columns per lazy batch; does not change the result beyond floating-point rounding.
         seed: of stochastic rounding (see stochastic.py); None rounds to nearest.
@@ -122,7 +131,7 @@ def nearest_plane(
         residual=weight.T[factor.order].contiguous(),
         integers=weight.new_empty(cols, rows),
         propagation=factor.propagation(weight.dtype),
-        steps=Steps.of(scales, weight, group_size, factor.order),
+        scales=StepScales.of(scales, weight, group_size, factor.order),
         grid=grid,
         kept=None if isinstance(outliers, Clip) else _Kept.none_of(weight, factor, outliers),
         dither=None if seed is None else Dither(seed, weight.device),
@@ -133,8 +142,14 @@ def nearest_plane(
 
 
 @dataclass(frozen=True)
-class Steps:
-    """Scales laid out for the recursion: by_group [G, r or 1]; group_of[t] is the group of the column of step t."""
+class StepScales:
+    """Scales of the steps of a recursion.
+
+    Attributes:
+        by_group: [G, r or 1], in the dtype of the recursion.
+        group_of: int64 [c]; the group of the column rounded at step t.
+        width: columns per group.
+    """
 
     by_group: torch.Tensor
     group_of: torch.Tensor
@@ -147,7 +162,8 @@ class Steps:
         weight: torch.Tensor,
         group_size: int | None,
         order: torch.Tensor,
-    ) -> "Steps":
+    ) -> "StepScales":
+        """Lay out scales for a rounding order; arguments as for `nearest_plane`."""
         rows, cols = weight.shape
         scales = scales.to(weight)
         if scales.dim() == 0:
@@ -161,17 +177,17 @@ class Steps:
         return cls(by_group, order // width, width)
 
     def take(self, start: int, stop: int) -> torch.Tensor:
-        """Scales of steps start .. stop - 1, [stop - start, r or 1]."""
+        """Return the scales of steps start .. stop - 1, [stop - start, r or 1]."""
         return self.by_group[self.group_of[start:stop]]
 
     def weighted_squares(self, diagonal: torch.Tensor, rows: int) -> torch.Tensor:
-        """sum_t D_t s_t^2 of each row, float64 [rows]."""
+        """Return sum_t D_t s_t^2 of each row, float64 [rows]."""
         per_group = torch.zeros(len(self.by_group), dtype=torch.float64, device=diagonal.device)
         per_group.index_add_(0, self.group_of, diagonal)
         return (per_group @ self.by_group.to(torch.float64).square()).expand(rows)
 
     def excess(self, start: int, residual: torch.Tensor, reach: float) -> torch.Tensor:
-        """By how much squared residuals of steps start, ... [n, r] are above (reach s_t)^2, or 0; float64."""
+        """Return by how much squared residuals of steps start, ... [n, r] exceed (reach s_t)^2, or 0; float64."""
         cells = self.take(start, start + len(residual)).to(torch.float64).square() * reach**2
         return (residual.to(torch.float64).square() - cells).clamp_(min=0)
 
@@ -200,7 +216,7 @@ class _Kept:
 
 @dataclass
 class _State:
-    """The working set of one pass, transposed and permuted: see the module's picture.
+    """Working set of one pass, transposed and permuted: see the module's picture.
 
     residual [c, r] turns from w', less offset * scale, into the error e row by row; integers [c, r] are not yet
     clipped.
@@ -209,14 +225,14 @@ class _State:
     residual: torch.Tensor
     integers: torch.Tensor
     propagation: torch.Tensor
-    steps: Steps
+    scales: StepScales
     grid: Grid
     kept: _Kept | None
     dither: Dither | None
 
     def round_batch(self, start: int, stop: int) -> None:
         """Take steps start .. stop - 1."""
-        batch, scales = self.residual[start:stop], self.steps.take(start, stop)
+        batch, scales = self.residual[start:stop], self.scales.take(start, stop)
         if start:
             batch.addmm_(self.propagation[:start, start:stop].T, self.residual[:start], alpha=-1)
         if self.grid.offset:
@@ -255,17 +271,17 @@ class _State:
         cols, rows = self.residual.shape
         reach = 0.5 if self.dither is None else REACH
         loss, excess = torch.zeros(2, rows, dtype=torch.float64, device=self.residual.device)
-        bound = self.steps.weighted_squares(factor.diagonal, rows) * reach**2
+        bound = self.scales.weighted_squares(factor.diagonal, rows) * reach**2
         outside = (self.integers < self.grid.low) | (self.integers > self.grid.high)
         # In slices, so that no float64 copy of the whole matrix is made.
         for lo in range(0, cols, 128):
             part = slice(lo, lo + 128)
             loss += factor.diagonal[part] @ self.residual[part].to(torch.float64).square()
             if self.kept is not None:
-                scales = self.steps.take(lo, lo + 128)
+                scales = self.scales.take(lo, lo + 128)
                 bound = bound + factor.diagonal[part] @ kept_excess(self.kept.values[part], scales, reach)
                 if self.kept.limit is not None:
-                    longer = self.steps.excess(lo, self.residual[part], reach)
+                    longer = self.scales.excess(lo, self.residual[part], reach)
                     excess += factor.diagonal[part] @ longer.masked_fill_(~outside[part] | self.kept.mask[part], 0)
         check_range(self.integers, loss)
         integers, mask, values = self.integers, outside, None
@@ -280,8 +296,8 @@ class _State:
             z=integers.to(torch.int32)[inverse].T.contiguous(),
             outlier_mask=mask[inverse].T.contiguous(),
             outlier_values=values,
-            scales=self.steps.by_group.T,
-            group_width=self.steps.width,
+            scales=self.scales.by_group.T,
+            group_width=self.scales.width,
             loss=loss,
             bound=bound + excess,
             excess=excess,
@@ -290,7 +306,7 @@ class _State:
 
 
 def check_range(integers: torch.Tensor, loss: torch.Tensor) -> None:
-    """Refuse what does not fit: NaN and infinities, and integers that their floating dtype no longer holds exactly."""
+    """Refuse NaN and infinities, and integers that their floating dtype does not hold exactly."""
     bits = 24 if integers.dtype == torch.float32 else 31
     largest = max(abs(float(end)) for end in integers.aminmax()) if integers.numel() else 0.0
     if torch.isfinite(loss).all() and largest < 1 << bits:

@@ -1,8 +1,9 @@
-"""Outliers: weights that are kept as their values instead of being rounded to the grid.
+"""Grids, and outliers: weights that are kept as their values instead of being rounded to the grid.
 
 Invariant: `kept_value` is what the stored outlier will dequantize to, bit for bit.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,35 @@ import torch
 OUTLIER_DTYPE = torch.bfloat16
 # Half a unit in the last place of bfloat16's 8 significant bits, relative.
 _HALF_UNIT = 2.0**-8
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The points scale * (z + offset) for integers low <= z <= high; by default all multiples of the scale.
+
+    Attributes:
+        low, high: smallest and largest integer, both finite or both infinite.
+        offset: in steps; 0 (mid-tread) or 1/2 (mid-rise).
+    """
+
+    low: float = -math.inf
+    high: float = math.inf
+    offset: float = 0.0
+
+    @classmethod
+    def of_bits(cls, bits: int, offset: float = 0.0) -> "Grid":
+        """Return the grid of b-bit integers, -2^(b-1) .. 2^(b-1) - 1."""
+        return cls(-(1 << (bits - 1)), (1 << (bits - 1)) - 1, offset)
+
+    @property
+    def bounded(self) -> bool:
+        """True if the grid ends, so that a weight can lie beyond it."""
+        return self.high < math.inf
+
+    @property
+    def bits(self) -> int:
+        """Width of the integers of a bounded grid."""
+        return (int(self.high) - int(self.low)).bit_length()
 
 
 @dataclass(frozen=True)
@@ -33,6 +63,7 @@ class Saving:
     price: float
 
 
+UNBOUNDED = Grid()
 CLIP = Clip()
 Outliers = Clip | Overflow | Saving
 
@@ -43,12 +74,12 @@ def kept_value(weight: torch.Tensor) -> torch.Tensor:
 
 
 def kept_excess(values: torch.Tensor, scales: torch.Tensor, reach: float) -> torch.Tensor:
-    """Return how much rounding to bfloat16 may raise an outlier's squared error above (reach * scale)^2, in float64.
+    """Return by how much rounding to bfloat16 may raise an outlier's squared error above (reach * scale)^2, float64.
 
     Args:
         values: outliers; 0 elsewhere.
         scales: broadcast to them.
-        reach: largest distance of a rounded weight, in steps: 1/2, or 1 where rounding is stochastic.
+        reach: largest residual of a rounded weight, in scales: 1/2, or 1 where rounding is stochastic.
     """
     shift = values.to(torch.float64).abs() * _HALF_UNIT
     step = reach * scales.to(torch.float64).abs()

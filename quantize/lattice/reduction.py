@@ -7,8 +7,8 @@ With one scale and no clipping all rows of a layer share one lattice, so one uni
 An exchange of neighbours lowers the trace of D if and only if they violate Lovasz' condition with delta = 1: LLL
 descends on the very trace that the bound is made of and may be stopped at any time. It starts from the min-pivot order.
 
-Invariant: T is unimodular, checked in exact integer arithmetic; the integers that are handed out, coded and counted are
-those on the original basis.
+Invariant: T is unimodular, checked in exact integer arithmetic; integers that are returned, coded and counted are
+integers on the original basis.
 """
 
 import dataclasses
@@ -34,11 +34,11 @@ EXCHANGES_PER_COLUMN = 200
 
 @dataclass(frozen=True)
 class Reduction:
-    """A better basis of the same lattice.
+    """Better basis of the same lattice.
 
     Attributes:
         transform: float64 [c, c] with integer entries: column t is the basis vector rounded at step t.
-        inverse: of it, float64 with integer entries.
+        inverse: of the transform, float64 with integer entries.
         factor: of T^T H T, in its own (natural) order.
     """
 
@@ -49,10 +49,10 @@ class Reduction:
     def nearest_plane(self, weight: torch.Tensor, scale: torch.Tensor, plane: Plane = nearest_plane) -> Rounding:
         """Round with a scalar scale and no end of the grid, on the reduced basis, in float64.
 
-        Integers are those of the original basis; loss and bound are those of the reduced one, where they are made.
+        Integers are on the original basis; loss and bound are those of the reduced basis.
         """
-        moved = weight.to(torch.float64) @ self.inverse.T
-        rounding = plane(moved, self.factor, scale)
+        transformed = weight.to(torch.float64) @ self.inverse.T
+        rounding = plane(transformed, self.factor, scale)
         integers = rounding.z.to(torch.float64) @ self.transform.T
         largest = float(integers.abs().max()) if integers.numel() else 0.0
         if largest >= 1 << 31:
@@ -134,7 +134,7 @@ def _exchange(work: np.ndarray, transform: np.ndarray, k: int, length: float) ->
 def _size_reduce(work: np.ndarray, transform: np.ndarray, k: int) -> None:
     """Take multiples of earlier columns off column k until it is within SIZE of every diagonal entry before it.
 
-    Without this, entries grow beyond float64 on Hessians of nearly low rank; mostly there is nothing to do.
+    Without it, entries overflow float64 on Hessians of nearly low rank; mostly there is nothing to do.
     """
     limits, i = SIZE * np.abs(work.diagonal()[:k]), k
     while len(far := np.nonzero(np.abs(work[:i, k]) > limits[:i])[0]):

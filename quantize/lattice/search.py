@@ -1,9 +1,9 @@
 """Search for the argument at which a falling, not quite monotone function just meets a target.
 
-SSQR looks for the scale multiplier that meets an outlier rate, HPTQ for the scale that meets an average of bits: both
-fall as the scale grows, nearly monotonically, and a probe costs a pass over the matrix.
+SSQR looks for the scale multiplier that meets an outlier rate, HPTQ for the scale that meets an average of bits. Rate
+and bits fall as the scale grows, nearly monotonically, and a probe costs a pass over the matrix.
 
-Invariant: the result is the best feasible probe (largest value <= target) among all that were made, not the last one.
+Invariant: the result is the best feasible probe (largest value <= target) among all probes made, not the last probe.
 """
 
 import math
@@ -27,7 +27,7 @@ _SAMPLE_ROWS = 256
 
 @dataclass(frozen=True)
 class Probe(Generic[T]):
-    """One evaluation: position x (log2 of the scale), value there, and whatever it was computed from."""
+    """One evaluation: position x (log2 of the scale), the value there, and the object whose value it is."""
 
     x: float
     value: float
@@ -36,14 +36,14 @@ class Probe(Generic[T]):
 
 @dataclass(frozen=True)
 class Outcome(Generic[T]):
-    """What a search found.
+    """Result of a search.
 
     Attributes:
         best: the feasible probe with the largest value; if none is feasible, the probe with the smallest.
-        feasible: whether best.value <= target.
-        met: whether it is within the tolerance, too.
+        feasible: True if best.value <= target.
+        met: True if best.value is also within the tolerance.
         probes: number of evaluations.
-        slope: d value / d x near the target, for a search that starts from here; None if unknown.
+        slope: d value / d x near the target; None if unknown.
     """
 
     best: Probe[T]
@@ -55,7 +55,7 @@ class Outcome(Generic[T]):
 
 @dataclass(frozen=True)
 class Guess:
-    """Where a search starts, and where it may look.
+    """Start and range of a search.
 
     Attributes:
         x: first position to probe.
@@ -69,7 +69,7 @@ class Guess:
     upper: float
 
     def after(self, found: Outcome[Any]) -> "Guess":
-        """Return the guess for a search that is like the one that found this."""
+        """Return the guess for a similar search, from the outcome of this search."""
         return replace(self, x=found.best.x, slope=found.slope or self.slope)
 
     def clipped(self, x: float) -> float:
@@ -91,10 +91,10 @@ def search_target(
     Args:
         evaluate: x -> (value, payload); falls, nearly monotonically, as x grows.
         target: largest feasible value.
-        tolerance: how far below the target is near enough.
+        tolerance: largest distance below the target that meets it.
         guess: where to start.
         max_probes: at least 1.
-        first: the first probe, where it was made before; it counts as one.
+        first: the probe at guess.x, if it was made before; it counts as a probe.
     """
     # Aim at the middle of the window: aiming at its edge would miss it half the time.
     aim = target - tolerance / 2
@@ -109,7 +109,7 @@ def search_target(
         slope, previous = _slope(previous, (x, value)) or slope, (x, value)
         best = _better(best, probe, target)
         if value > target:
-            # A probe beyond the other side contradicts it: the function is not monotone there. Trust the newer one.
+            # A probe past the other side contradicts it: the function is not monotone there. Trust the newer probe.
             above, below = (x, value), below if below and below[0] > x else None
         else:
             below, above = (x, value), above if above and above[0] < x else None
@@ -126,7 +126,7 @@ def search_target(
 
 
 def sample_rows(weight: torch.Tensor) -> torch.Tensor | None:
-    """Rows to search on first, int64, sorted, the same at every call; None if a sample would save little."""
+    """Return rows to search on first, int64, sorted, the same at every call; None if a sample would save little."""
     rows = weight.shape[0]
     size = max(_SAMPLE_ROWS, rows // 8)
     if rows < 3 * size:
@@ -153,7 +153,7 @@ def _next(
     step: float,
     halve: bool,
 ) -> float:
-    """Where to probe: inside the bracket if there is one, else a step of at most `step` beyond the one side known."""
+    """Return where to probe: inside the bracket, or without one at most `step` past the side that is known."""
     if above and below:
         width = below[0] - above[0]
         drop = above[1] - below[1]
@@ -169,7 +169,7 @@ def _next(
 
 
 def _slope(one: Point | None, other: Point | None) -> float | None:
-    """Of the secant through two points, if it falls."""
+    """Return the slope of the secant through two points, if it falls."""
     if one is None or other is None or one[0] == other[0]:
         return None
     secant = (other[1] - one[1]) / (other[0] - one[0])

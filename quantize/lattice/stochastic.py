@@ -1,21 +1,21 @@
 """Stochastic rounding: up with the fractional part as probability, so without bias.
 
 Zhang et al., "Provable Post-Training Quantization: Theoretical Analysis of OPTQ and Qronos", Theorem 4.7, bound the
-largest error of it over all outputs. A residual may be a whole step instead of half of one.
+largest error of it over all outputs. A residual may be as long as the scale, instead of half of it.
 
 Invariant: the draws of a layer depend on the recipe's seed and the layer's name, not on what was rounded before.
 """
 
 import torch
 
-# Largest residual, in steps; nearest rounding leaves at most 1/2.
+# Largest residual, in scales; nearest rounding leaves at most 1/2.
 REACH = 1.0
-# Ratio of the bound s^2 on the squared error of a step to its mean s^2/6 over residuals that are uniform.
+# Ratio of the bound s^2 on a squared residual to its mean s^2/6 over residuals that are uniform.
 BOUND_TO_MEAN = 6
 
 
 class Dither:
-    """The draws of one pass over a layer, one per weight, in rounding order."""
+    """Random draws of one pass over a layer, one per weight, in rounding order."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self.generator = torch.Generator(device).manual_seed(seed)

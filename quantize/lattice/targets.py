@@ -1,4 +1,4 @@
-"""Corrected targets: what a layer has to hit when its inputs already come from a quantized prefix.
+"""Corrected targets: the weights to round when a layer's inputs already come from a quantized prefix.
 
 With X the inputs of the original model, Y those of the quantized prefix and W the layer, the quantized layer Q should
 give Y Q^T = X W^T. The lattice is that of Y; the target, in the coordinates of the weights, is
@@ -9,9 +9,10 @@ give Y Q^T = X W^T. The lattice is that of Y; the target, in the coordinates of 
 Post-Training Quantization: Theoretical Analysis of OPTQ and Qronos").
 
 The linear that writes last to the residual stream of its block can do more: with R the block's outputs in the original
-model, and S those of the block with its own weights behind the quantized prefix, Y Q^T should give Y W^T + R - S. Then
-Y^T (R - S) takes the place of Y^T (X - Y) W^T: what the prefix has done to the stream is taken back, as far as Y tells.
-(The block's other linears are corrected, too, after S is seen: half corrections, of all, do better than whole ones.)
+model, and S the outputs of the block with its own weights after the quantized prefix, Y Q^T should give Y W^T + R - S.
+Then Y^T (R - S) takes the place of Y^T (X - Y) W^T: the change that the prefix made to the stream is taken back, as far
+as Y tells. (The block's other linears are corrected, too, after S is seen: correcting all of them by half does better
+than by the whole.)
 
 Invariant: only Y and the difference X - Y enter, never a difference of large Gram matrices; without drift W' is W.
 """
@@ -27,14 +28,14 @@ _ROWS_AT_ONCE = 1024
 
 @dataclass
 class Drift:
-    """How far the inputs have moved: sums over calibration tokens, float32 [c, c].
+    """Difference X - Y of the inputs of a linear: sums over calibration tokens, float32 [c, c].
 
     Attributes:
         cross: Y^T (X - Y).
         energy: (X - Y)^T (X - Y).
         residual: Y^T (R - S), [c, r], of the one linear that reads this input and writes last to the residual stream;
-            None where X W^T is what a linear has to hit.
-        missed: ||R - S||^2, a scalar; likewise.
+            None for a linear whose outputs should be X W^T.
+        missed: ||R - S||^2, a scalar; None where `residual` is.
     """
 
     cross: torch.Tensor
@@ -44,14 +45,14 @@ class Drift:
 
     @classmethod
     def zeros(cls, channels: int, device: torch.device) -> "Drift":
-        """Of no tokens yet."""
+        """Return the drift of no tokens."""
         return cls(*(torch.zeros(channels, channels, dtype=torch.float32, device=device) for _ in range(2)))
 
     def add(self, inputs: torch.Tensor, original: torch.Tensor) -> None:
         """Accumulate tokens of both streams, float32 [n, c]."""
-        moved = original - inputs
-        self.cross.addmm_(inputs.T, moved)
-        self.energy.addmm_(moved.T, moved)
+        delta = original - inputs
+        self.cross.addmm_(inputs.T, delta)
+        self.energy.addmm_(delta.T, delta)
 
     def add_residual(self, inputs: torch.Tensor, missed: torch.Tensor) -> None:
         """Accumulate tokens of Y, float32 [n, c], and of R - S, [n, r]."""
@@ -62,26 +63,26 @@ class Drift:
 
     @property
     def sums(self) -> list[torch.Tensor]:
-        """All that was accumulated."""
+        """Tensors that were accumulated."""
         return [part for part in (self.cross, self.energy, self.residual, self.missed) if part is not None]
 
     def mean(self, tokens: int) -> "Drift":
-        """Over so many tokens."""
+        """Return the means over so many tokens."""
         return Drift(*(part / tokens for part in self.sums))
 
     def pull(self, weight: torch.Tensor, rows: slice = slice(None)) -> torch.Tensor:
-        """M^T Y, float64 [r, c], of the outputs M that the linear misses with its own weights: (X - Y) W^T or R - S.
+        """Return M^T Y, float64 [r, c]; M, (X - Y) W^T or R - S, is what the linear's own outputs lack.
 
         Args:
             weight: W, or some of its rows.
-            rows: which.
+            rows: the rows of `weight` in W.
         """
         if self.residual is not None:
             return self.residual[:, rows].to(torch.float64).T
         return weight.to(torch.float64) @ self.cross.to(torch.float64).T
 
     def missing(self, weight: torch.Tensor) -> float:
-        """||M||^2, float64, for all rows of W."""
+        """Return ||M||^2, float64, for all rows of W."""
         if self.missed is not None:
             return float(self.missed)
         energy = self.energy.to(torch.float64)
@@ -89,7 +90,7 @@ class Drift:
 
 
 def corrected_target(weight: torch.Tensor, factor: Factor, drift: Drift, correction: float = 1.0) -> torch.Tensor:
-    """W + correction * (W' - W), in the dtype of the weight.
+    """Return W + correction * (W' - W), in the dtype of the weight.
 
     Args:
         weight: [r, c].
@@ -99,15 +100,15 @@ def corrected_target(weight: torch.Tensor, factor: Factor, drift: Drift, correct
     """
     pull = drift.pull(weight)
     # H[order][:, order]^-1 = U^T U.
-    moved = torch.empty_like(pull)
-    moved[:, factor.order] = pull[:, factor.order] @ factor.upper.T @ factor.upper
-    return weight + (correction * moved).to(weight.dtype)
+    delta = torch.empty_like(pull)
+    delta[:, factor.order] = pull[:, factor.order] @ factor.upper.T @ factor.upper
+    return weight + (correction * delta).to(weight.dtype)
 
 
 def output_error(quantized: torch.Tensor, weight: torch.Tensor, gram: torch.Tensor, drift: Drift | None) -> float:
-    """||Y Q^T - X W^T||^2 summed over outputs and tokens, float64; Y = X where there is no drift.
+    """Return ||Y Q^T - X W^T||^2 summed over outputs and tokens, float64; Y = X where there is no drift.
 
-    Of a last writer it is ||Y Q^T - (Y W^T + R - S)||^2.
+    For a linear that writes last to the residual stream: ||Y Q^T - (Y W^T + R - S)||^2.
 
     Args:
         quantized, weight: Q and W, [r, c].
@@ -127,7 +128,7 @@ def output_error(quantized: torch.Tensor, weight: torch.Tensor, gram: torch.Tens
 
 
 def output_energy(weight: torch.Tensor, gram: torch.Tensor, drift: Drift | None = None) -> float:
-    """||X W^T||^2, or ||Y W^T + R - S||^2, float64, for weight [r, c]; arguments as in `output_error`."""
+    """Return ||X W^T||^2, or ||Y W^T + R - S||^2, float64, for weight [r, c]; arguments as for `output_error`."""
     return output_error(torch.zeros_like(weight), weight, gram, drift)
 
 
@@ -137,8 +138,8 @@ class LayerErrors:
 
     Attributes:
         total: ||Y Q^T - X W^T||^2, or with the residual's target ||Y Q^T - (Y W^T + R - S)||^2.
-        relative: total, of what the outputs should be, squared.
-        rounding: ||Y (Q - W')^T||^2, what the bound covers.
+        relative: total, relative to the squared norm of the outputs that should be reached.
+        rounding: ||Y (Q - W')^T||^2, which the bound covers.
     """
 
     total: float
@@ -153,7 +154,7 @@ def measure_errors(
     gram: torch.Tensor,
     drift: Drift | None,
 ) -> LayerErrors:
-    """Errors of Q against W, and against the target W' that was rounded; arguments as in `output_error`."""
+    """Measure the errors of Q against W, and against the rounded target W'; arguments as for `output_error`."""
     require_finite(gram, "Hessian")
     total = output_error(quantized, weight, gram, drift)
     energy = output_energy(weight, gram, drift)

@@ -17,12 +17,12 @@ import torch
 TILE = 64
 # Antidiagonals whose views are made at once: a view takes as long as an operation on it.
 STRETCH = 16
-# How far beyond the last point of the codes' grid a target may lie, in steps, to be clipped to it (NOTES.md).
+# Largest distance past the last point of the codes' grid, in steps, at which a target is clipped to it (NOTES.md).
 CLIPPED = 0.75
 
 
-def reach(width: int) -> float:
-    """Return the largest distance from zero, in steps, of a target that codes take: CLIPPED beyond their last point."""
+def largest_target(width: int) -> float:
+    """Return the largest distance from zero, in steps, of a target that codes take: CLIPPED past their last point."""
     # Less what float32 may err by, so that no residual is longer than CLIPPED steps.
     return (2.0 ** (width - 1) - 0.5 + CLIPPED) * (1 - 2.0**-20)
 
@@ -134,7 +134,7 @@ def _round_tiles(tile: Tile, width: int | None) -> tuple[torch.Tensor, ...]:
         skewed[place] = values
         return skewed
 
-    # With room for what is added beyond a tile's edges.
+    # With room for what is added past a tile's edges.
     from_left, from_above = laid_out(tile.beside, diagonals + size), laid_out(tile.above, diagonals + size, 2 * size)
     weight, steps = laid_out(tile.weight), laid_out(tile.steps, empty=1.0)
     z, error, carried, target = (torch.zeros_like(weight) for _ in range(4))
@@ -171,12 +171,12 @@ def _round(targets: torch.Tensor, width: int | None) -> torch.Tensor:
         return targets.round_()
     end = 1 << (width - 1)
     clipped = targets.clamp(-end, end - 1)
-    torch.where(targets.abs() <= reach(width), clipped, targets, out=targets).floor_()
+    torch.where(targets.abs() <= largest_target(width), clipped, targets, out=targets).floor_()
     return targets + 0.5
 
 
 def _shifts(triangle: torch.Tensor) -> torch.Tensor:
-    """Return triangle[i, i + k] at [k - 1, i] for upper triangles [size, size, tiles], zero beyond the edge."""
+    """Return triangle[i, i + k] at [k - 1, i] for upper triangles [size, size, tiles], zero past the edge."""
     size, _, tiles = triangle.shape
     padded = torch.nn.functional.pad(triangle, (0, 0, 0, size))
     return padded.as_strided((size - 1, size, tiles), (tiles, (2 * size + 1) * tiles, 1), tiles).contiguous()

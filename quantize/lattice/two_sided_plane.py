@@ -13,10 +13,10 @@ V D V^T in rounding order, of both matrices,
 
 so steps s_ij = s / sqrt(DG_i DH_j) make every weight contribute alike.
 
-Where integers become codes of some width while they are served, those that do not fit are dear. The grid is then
-mid-rise, (z + 1/2) s_ij, and a target that lies at most CLIPPED steps beyond its last point goes there, instead of
-becoming an outlier: its error, like any other, is fed back. It is at most 3/2 of half a step, which makes the bound 9/4
-of what it would be.
+Where integers become codes of some width while they are served, integers that do not fit take far more bits. The grid
+is then mid-rise, (z + 1/2) s_ij, and a target at most CLIPPED steps past its last point is clipped to that point: it is
+no outlier, and its error, like any other, is fed back. The error is at most 3/4 of a step instead of 1/2, so the bound
+is 9/4 times as large.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ FLOAT32_INTEGERS = 1 << 16
 
 @dataclass(frozen=True)
 class TwoSided:
-    """What a pass found.
+    """Result of a pass.
 
     Attributes:
         z: int32 [r, c], integers in the original order; the weight is z * row_steps[:, None] * col_steps, with z + 1/2
@@ -50,7 +50,7 @@ class TwoSided:
 
 
 def furthest(served: bool) -> float:
-    """How many steps a target can lie from where it goes: half of one, but CLIPPED beyond the grid of codes."""
+    """Return the largest residual in steps: 1/2, or CLIPPED on the grid of served codes."""
     return CLIPPED if served else 0.5
 
 
@@ -63,7 +63,7 @@ def two_sided_plane(
     feedback: bool = True,
     width: int | None = None,
 ) -> TwoSided:
-    """Nearest plane on the lattice of G (x) H.
+    """Round by nearest plane on the lattice of G (x) H.
 
     Args:
         weight: [r, c]; the recursion runs in float32, or in float64 where integers need it.
@@ -72,8 +72,8 @@ def two_sided_plane(
         row_steps, col_steps: positive, [r] and [c]; the step of weight (i, j) is their product.
         feedback: False rounds each row on its own, as GPTQ does; G then only weighs the rows by its diagonal, which
             `outputs` must be factors of for loss and bound to hold.
-        width: of codes in bits, whose grid then is mid-rise, and takes what lies at most CLIPPED steps beyond it;
-            None for the multiples of the steps, without end.
+        width: of served codes in bits: the grid is mid-rise, and clips targets at most CLIPPED steps past its end;
+            None for all multiples of the steps.
 
     Raises:
         NumericalError: integers that float32 does not hold exactly, or values that are not finite.
@@ -107,7 +107,7 @@ def _triangle(factor: Factor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _squares(outputs: Factor, inputs: Factor, steps: tuple[torch.Tensor, torch.Tensor]) -> float:
-    """sum_ij DG_i DH_j s_ij^2."""
+    """Return sum_ij DG_i DH_j s_ij^2."""
     rows, cols = (step.to(torch.float64).square() for step in steps)
     return float((outputs.diagonal @ rows) * (inputs.diagonal @ cols))
 

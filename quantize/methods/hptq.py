@@ -2,7 +2,7 @@
 
 ICLR 2026 version of "GPTQ as Babai", section 5, Algorithms 11 and 12.
 
-Invariant: bits are those of the encoded matrix with everything that is stored beside it, not an entropy.
+Invariant: bits are counted on the encoded matrix and everything stored beside it; they are not an entropy.
 """
 
 import math
@@ -27,7 +27,7 @@ MAX_PROBES = 20
 # The scale is searched in (max|W| / 2^15, 2 max|W|]: at the upper end nearly every integer is 0, at the lower end they
 # need 16 bits.
 FINEST_OCTAVES = 15.0
-# Differential entropy of a Gaussian of standard deviation 1, in bits: what it takes at scale 1.
+# Differential entropy of a Gaussian of standard deviation 1, in bits: the bits per weight at scale 1.
 GAUSSIAN_BITS = 0.5 * math.log2(2 * math.pi * math.e)
 # Bits lost per doubling of the scale (measured on trained weights: 0.95 at 3 to 4 bits, 0.8 at 2).
 USUAL_SLOPE = -0.95
@@ -35,7 +35,7 @@ USUAL_SLOPE = -0.95
 
 @dataclass(frozen=True)
 class HPTQResult:
-    """What the search settled on.
+    """Result of the search for a scale.
 
     Attributes:
         integers: int32 [r, c].
@@ -61,12 +61,12 @@ def hptq(
     plane: Plane = nearest_plane,
     reduction: Reduction | None = None,
 ) -> HPTQResult:
-    """Unclipped nearest plane with the finest single scale whose encoded bits lie in [target - 0.005, target].
+    """Round by unclipped nearest plane with the finest scale whose encoded bits lie in [target - 0.005, target].
 
     Args:
         weight: float32 or float64 [r, c].
         factor: of the layer's Hessian.
-        target_bits: stored bits per weight, everything counted; above 1, which is the least a Huffman code needs.
+        target_bits: stored bits per weight, everything counted; above 1, the least that a Huffman code needs.
         plane: to round with; stochastic rounding draws the same at every probe.
         reduction: a reduced basis of the lattice to round on (see reduction.py); None rounds on the original basis.
 
@@ -85,7 +85,7 @@ def hptq(
 
 
 def hrtn(weight: torch.Tensor, target_bits: float) -> HPTQResult:
-    """The same with plain rounding: the baseline that knows no Hessian."""
+    """Search for the scale as `hptq` does, with plain rounding: the baseline that knows no Hessian."""
     return _search(weight, target_bits, lambda part, scale: ((part / scale).round().to(torch.int32), None))
 
 
@@ -98,10 +98,10 @@ def _search(
     overhead = _overhead_bits(weight)
 
     def probe(part: torch.Tensor, octaves: float) -> tuple[float, tuple[torch.Tensor, torch.Tensor, Rounding | None]]:
-        # Rounded to float32 first: the scale that is stored is the one that was used.
+        # Rounded to float32 first: the stored scale is the scale that was used.
         scale = torch.tensor(2.0**octaves, dtype=torch.float32, device=weight.device)
         integers, rounding = quantize(part, scale)
-        # A sample carries its share of what is stored once.
+        # A sample carries its share of the bits that are stored once.
         stored = encoded_bits(integers) + overhead * part.numel() / max(weight.numel(), 1)
         return stored / max(part.numel(), 1), (integers, scale, rounding)
 
@@ -130,6 +130,6 @@ def _search(
 
 
 def _overhead_bits(weight: torch.Tensor) -> float:
-    """Stored bits beside stream, table and chunk lengths, which `encoded_bits` counts: the scale and the shape."""
+    """Return the bits of scale and shape, which are stored beside all that `encoded_bits` counts."""
     specs = tensor_specs(LayerScheme("huffman"), *weight.shape)
     return specs["scale"].bits() + specs[SHAPE].bits()

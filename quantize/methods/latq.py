@@ -41,25 +41,25 @@ OUTPUT_DAMPING = 0.1
 SMALLEST_GRADIENT = 1e-4
 # Rate-aware damping replaces the usual 1 %, but never falls below this, which keeps float32 safe.
 LEAST_DAMPING = 1e-4
-# With more, hardly anything is fed back; weights that are all zero would ask for any amount.
+# With more damping hardly any error is fed back; weights that are all zero would ask for an infinite damping.
 MOST_DAMPING = 1e6
 OCTAVE = 8  # exponents count eighths of an octave: rounding them costs 0.001 bits
 BITS_TOLERANCE = 0.005
 MAX_PROBES = 12
 _OCTAVES_AROUND = 8.0
-# Served: coarser steps than this lose more than damping does.
+# Range of the search towards coarser steps for served bits: coarser steps lose more than damping does.
 _OCTAVES_COARSER = 4.0
 _NOISE_SEED = 271828
 
 
 @dataclass(frozen=True)
 class OutputLattice:
-    """The row side of a linear.
+    """Lattice of the rows of a linear.
 
     Attributes:
         factors: of the diagonal blocks of G.
         exponents: int8 [r].
-        level: log2 of the geometric mean of sqrt(DG_i): what s is divided by.
+        level: log2 of the geometric mean of sqrt(DG_i), which s is divided by.
     """
 
     factors: list[Factor]
@@ -68,7 +68,7 @@ class OutputLattice:
 
     @property
     def weights(self) -> torch.Tensor:
-        """DG_i as the rounded exponents have it, float64 [r], unless they were fitted to served codes."""
+        """DG_i that the rounded exponents stand for, float64 [r], unless they were fitted to served codes."""
         return _squared_weights(self.exponents, self.level)
 
     @property
@@ -78,13 +78,19 @@ class OutputLattice:
 
     @property
     def ridge(self) -> float:
-        """A lower bound of the smallest eigenvalue of the damped G."""
+        """Lower bound of the smallest eigenvalue of the damped G."""
         return min(factor.ridge for factor in self.factors)
 
 
 @dataclass(frozen=True)
 class InputLattice:
-    """The column side, shared by the linears that read one input: factor of H, int8 [c] exponents, level as above."""
+    """Lattice of the columns, shared by the linears that read one input.
+
+    Attributes:
+        factor: of H.
+        exponents: int8 [c].
+        level: log2 of the geometric mean of sqrt(DH_j), which s is divided by.
+    """
 
     factor: Factor
     exponents: torch.Tensor
@@ -92,18 +98,18 @@ class InputLattice:
 
     @property
     def weights(self) -> torch.Tensor:
-        """DH_j as the rounded exponents have it, float64 [c], unless they were fitted to served codes."""
+        """DH_j that the rounded exponents stand for, float64 [c], unless they were fitted to served codes."""
         return _squared_weights(self.exponents, self.level)
 
 
 @dataclass(frozen=True)
 class Share:
-    """What a layer gets of the model's bits.
+    """Share of the model's bits that a layer gets.
 
     Attributes:
-        step: of its lattice, in sqrt(nats) per token: what damping goes by, and where the search for a scale starts.
-        bits: per weight, to be met: of what is stored, or with a width of what is served.
-        width: of the codes that integers become while they are served; None where stored bits are counted.
+        step: of its lattice, in sqrt(nats) per token; sets the damping, and starts the search for a scale.
+        bits: per weight, to be met: stored bits, or with a width served bits.
+        width: of the served codes; None where stored bits are counted.
     """
 
     step: float
@@ -111,7 +117,7 @@ class Share:
     width: int | None = None
 
     def spent(self, integers: torch.Tensor) -> float:
-        """Bits per weight of int32 [r, c], everything counted."""
+        """Return the bits per weight of int32 [r, c], everything counted."""
         if self.width is None:
             return stored_bits(integers)
         return served_bits(integers, self.width) / integers.numel()
@@ -119,14 +125,14 @@ class Share:
 
 @dataclass(frozen=True)
 class LatqResult:
-    """A layer's integers and what was found with them.
+    """Quantized layer.
 
     Attributes:
         weight: as it is stored.
-        rounding: what it consists of.
-        bits: per weight, everything stored.
-        spent: per weight, as the share counts them; more than its bits where no scale meets it.
-        note: what was found where it is not the share.
+        rounding: its integers, loss and bound.
+        bits: stored bits per weight, everything counted.
+        spent: bits per weight, as the share counts them; more than the share where no scale meets it.
+        note: empty, or the bits spent if they do not meet the share.
     """
 
     weight: RansWeight
@@ -137,7 +143,7 @@ class LatqResult:
 
     @property
     def dequantized(self) -> torch.Tensor:
-        """What `weight` decodes to, bit for bit, float32 [r, c] where it was rounded; nothing is decoded for it."""
+        """Decoded weight, bit for bit, float32 [r, c] on the device it was rounded on; nothing is decoded for it."""
         z = self.rounding.z
         rows, cols = self.weight.row_scales.to(z.device), self.weight.column_scales.to(z.device)
         return (z.to(torch.float32) + 0.5 * self.weight.midrise) * rows[:, None] * cols
@@ -187,7 +193,7 @@ def input_lattice(
 def rate_aware_damping(
     step: float, weights: Sequence[torch.Tensor], gram: torch.Tensor, outputs: Sequence[OutputLattice]
 ) -> float:
-    """Relative damping of H that charges for bits: the coding cost of a weight grows with its square.
+    """Return a relative damping of H that charges for bits: the coding cost of a weight grows with its square.
 
     A Gaussian-coded weight takes q^2 / (2 ln2 var) bits and a bit is worth 2 ln2 step^2 / 12 of distortion, so the
     price of q is (step^2 / 12) q^2 / var, which is a ridge on H once the rows are scaled by sqrt(DG). One value for all
@@ -215,12 +221,12 @@ def latq(
     without: Sequence[str] = (),
     where: str = "",
 ) -> LatqResult:
-    """The finest scale whose bits lie in [share.bits - 0.005, share.bits], or those found nearest to it, with a note.
+    """Round with the finest scale whose bits lie in [share.bits - 0.005, share.bits], or else the nearest found.
 
     Args:
         weight: [r, c].
         inputs, outputs: its lattice.
-        share: what it gets of the model's bits.
+        share: its share of the model's bits.
         without: parts that are switched off.
         where: name of the layer, for errors.
 
@@ -253,10 +259,10 @@ def latq(
 def _search(
     plane: Callable[[torch.Tensor], TwoSided], start: float, share: Share
 ) -> Outcome[tuple[torch.Tensor, TwoSided]]:
-    """The scale, float32 [1], at which what `plane` rounds to spends the share; and that rounding.
+    """Search for the scale, float32 [1], at which the rounding of `plane` spends the share.
 
-    Where served bits are counted none may be feasible: on a mid-rise grid errors, and what they feed back, grow with
-    the steps, even those of zeros. On an ill-conditioned lattice some targets then overflow at any scale.
+    Where served bits are counted no scale may be feasible: on a mid-rise grid errors, even of zeros, grow with the
+    steps, and so do the errors fed back. On an ill-conditioned lattice some targets then overflow at any scale.
 
     Raises:
         NumericalError: not even the coarsest scale meets a share of stored bits.
@@ -286,14 +292,14 @@ def _search(
 
 
 def feedback_noise(rows: torch.Tensor, cols: torch.Tensor) -> torch.Tensor:
-    """What stands in for the errors that are fed back where nothing is rounded yet, float32 [r, c].
+    """Draw noise in place of the errors that are fed back, float32 [r, c], for estimates before anything is rounded.
 
-    Normal, and as large as residuals of mean square 1 would make it, in steps that make all residuals cost alike.
+    Normal, as large as residuals of mean square 1 would make the errors, in steps that make all residuals cost alike.
 
     Args:
         rows, cols: `Factor.spread` of G and H, [r] and [c].
     """
-    # Drawn where every machine draws the same, and not what a random weight is likely to consist of.
+    # Drawn on the CPU, where every machine draws the same, by a seed that no random weight is likely to share.
     generator = torch.Generator().manual_seed(_NOISE_SEED)
     noise = torch.randn((len(rows), len(cols)), generator=generator).to(rows.device)
     # The spread of both sides is their product; an entry's own residual is not fed back to it.
@@ -304,24 +310,24 @@ def feedback_noise(rows: torch.Tensor, cols: torch.Tensor) -> torch.Tensor:
 def rounded_bits(
     weight: torch.Tensor, inputs: InputLattice, outputs: OutputLattice, step: float, feedback: torch.Tensor
 ) -> float:
-    """Stored bits per weight if it were rounded with these steps, with noise for feedback: what the allocation goes by.
+    """Estimate the stored bits per weight of a linear rounded with these steps, with noise in place of feedback.
 
     Args:
         weight: [r, c].
         inputs, outputs: its lattice.
-        step: the model's.
+        step: of the model.
         feedback: `feedback_noise`, [r, c].
     """
     scale = 2.0 ** (math.log2(step) - inputs.level - outputs.level)
     rows, cols = (octave_eighths(side.exponents).to(weight.device) for side in (outputs, inputs))
     steps = weight.to(torch.float32) / (scale * rows)[:, None] / cols
-    # Residuals are as good as uniform, but where steps are coarser than weights.
+    # Residuals are nearly uniform, except where steps are coarser than weights.
     residuals = (steps - steps.round()).square_().mean().sqrt()
     return stored_bits(steps.addcmul_(feedback, residuals).round_().to(torch.int32))
 
 
 def stored_bits(integers: torch.Tensor) -> float:
-    """Per weight of int32 [r, c], everything counted: the stream, the exponents, the scale and the shape."""
+    """Return the stored bits per weight of int32 [r, c]: stream, exponents, scale and shape."""
     specs = tensor_specs(LayerScheme("rans"), *integers.shape)
     beside = sum(specs[name].bits() for name in (SHAPE, "scale", "row_exponents", "column_exponents"))
     return (encoded_bits(integers) + beside) / integers.numel()
@@ -332,10 +338,10 @@ def _squared_weights(exponents: torch.Tensor, level: float) -> torch.Tensor:
 
 
 def _exponents(diagonal: torch.Tensor, flat: bool) -> tuple[torch.Tensor, float]:
-    """Eighths of an octave nearest to log2 of 1 / sqrt(D), centred, int8; and log2 of sqrt(D)'s mean.
+    """Return log2 of 1 / sqrt(D) in eighths of an octave, centred, int8; and log2 of sqrt(D)'s mean.
 
     level is chosen so that the geometric mean of 2^(exponents / 8 - level) * sqrt(D) is 1; without exponents, so that
-    the root mean square is, which is what a single step would minimise the bound by.
+    the root mean square is 1, with which a single step minimises the bound.
     """
     if flat:
         return torch.zeros_like(diagonal, dtype=torch.int8), 0.5 * math.log2(float(diagonal.mean()))
@@ -347,12 +353,12 @@ def _exponents(diagonal: torch.Tensor, flat: bool) -> tuple[torch.Tensor, float]
 
 @dataclass(frozen=True)
 class Aim:
-    """What a linear is rounded towards.
+    """Target of the rounding of a linear.
 
     Attributes:
-        weight: its own, float32 [r, c].
-        target: what is rounded, float32 [r, c]; the weight itself unless targets are corrected.
-        drift: what the target is corrected for, means over tokens.
+        weight: of the linear, float32 [r, c].
+        target: the matrix that is rounded, float32 [r, c]; the weight itself unless targets are corrected.
+        drift: that the target is corrected for, means over tokens.
     """
 
     weight: torch.Tensor
@@ -361,6 +367,6 @@ class Aim:
 
 
 def aimed(weight: torch.Tensor, inputs: InputLattice, drift: Drift | None, recipe: Recipe) -> Aim:
-    """What a linear, float32 [r, c], is rounded towards, given the lattice and the drift of its input."""
+    """Return the target of a linear, float32 [r, c], given the lattice and the drift of its input."""
     target = weight if drift is None else corrected_target(weight, inputs.factor, drift, recipe.correction)
     return Aim(weight, target, drift)

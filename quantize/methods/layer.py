@@ -1,8 +1,8 @@
 """One layer, by any of the methods: weight and Hessian in, stored weight and its measured certificate out.
 
 Invariant: the errors of the record are measured on the numbers that are stored, with the undamped Hessian, in float64;
-the bound is Theorem 5's, with the damped one, and counts what leaves the cells as it costs. Where gptq clipped nothing
-that it does not count, the rounding error must be below the bound.
+the bound is Theorem 5's, with the damped Hessian, plus the actual cost of every weight that lies outside its cell. The
+rounding error must be below the bound, unless gptq clipped weights that the bound does not count.
 """
 
 import math
@@ -20,20 +20,19 @@ from vllm_latq.format.encodings.weight import Weight
 from vllm_latq.format.served_size import served_bits
 from vllm_latq.quantize.lattice.coordinate_descent import refine
 from vllm_latq.quantize.lattice.factor import Factor, factorize, require_finite
-from vllm_latq.quantize.lattice.fitted_scales import fitted_scales
-from vllm_latq.quantize.lattice.grid import Grid
 from vllm_latq.quantize.lattice.k_best_plane import plane_of
 from vllm_latq.quantize.lattice.nearest_plane import Rounding
+from vllm_latq.quantize.lattice.outliers import Grid
 from vllm_latq.quantize.lattice.reduction import reduce_lattice
-from vllm_latq.quantize.lattice.scales import SCALE_DTYPE, group_scales
+from vllm_latq.quantize.lattice.scales import SCALE_DTYPE, fitted_scales, group_scales
 from vllm_latq.quantize.lattice.targets import Drift, LayerErrors, corrected_target, measure_errors
 from vllm_latq.quantize.methods.hptq import HPTQResult, hptq, hrtn
 from vllm_latq.quantize.methods.record import LayerRecord, bound_holds, expected_error
 from vllm_latq.quantize.methods.ssqr import ssqr, ssqr_by_saving
 from vllm_latq.quantize.recipe import Recipe
 
-# Of the errors that gptq's scales are chosen by. On two trained models squares have 1.05 times the KL at 4 bits, 1.04
-# and 1.22 at 3, 1.37 and 1.86 at 2; where outliers catch what would be clipped they are best.
+# Power of the errors that gptq's scales are chosen by. On two trained models squares have 1.05 times the KL at 4 bits,
+# 1.04 and 1.22 at 3, 1.37 and 1.86 at 2; where outliers are kept instead of clipped, squares are best.
 GPTQ_POWER = 3
 
 
@@ -43,7 +42,7 @@ class LayerResult:
 
     Attributes:
         weight: as stored, on the device of the input.
-        record: its measurements.
+        record: measurements of the layer.
         dequantized: float32 [r, c], equal to weight.dequantize() without unpacking or decoding it.
     """
 
@@ -54,8 +53,10 @@ class LayerResult:
 
 @dataclass(frozen=True)
 class _Quantized:
-    """What a method hands back. bound, excess: totals over the rows, None and 0 for plain rounding; clipped: weights
-    the grid cut that the bound does not count; served_bits: of the weight, where it would have to be decoded for them.
+    """Result of a method.
+
+    bound, excess are totals over the rows, None and 0 for plain rounding; clipped counts the clipped weights that the
+    bound does not cover; served_bits are stated where they would otherwise take decoding the weight.
     """
 
     weight: Weight
@@ -77,7 +78,7 @@ def quantize_layer(
     """Quantize one linear layer.
 
     Args:
-        weight: [r, c], any floating dtype; computed on in float64 if it is float64, else in float32.
+        weight: [r, c], any floating dtype; computed in float64 if it is float64, else in float32.
         hessian: X^T X summed over calibration tokens, not normalised, float32 or float64 [c, c]; or its Factor, so that
             layers with a shared input factorise once; None only for rtn and hrtn, whose error then stays unmeasured.
         recipe: method and options.
@@ -219,7 +220,7 @@ def _packed(
     outlier_mask: torch.Tensor | None = None,
     outlier_values: torch.Tensor | None = None,
 ) -> PackedWeight:
-    """As stored; arguments as for `PackedWeight.from_integers`."""
+    """Return the stored weight; arguments as for `PackedWeight.from_integers`."""
     layout = (scales.to(SCALE_DTYPE), recipe.bits, recipe.group_size)
     return PackedWeight.from_integers(integers, *layout, outlier_mask, outlier_values, recipe.grid == "midrise")
 

@@ -1,4 +1,4 @@
-"""The record of one quantized linear: its error, its bound, its bits."""
+"""Record of one quantized linear: its error, its bound, its bits."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -16,17 +16,17 @@ from vllm_latq.quantize.recipe import Recipe
 
 # The recursion runs in float32: a bound met with equality may be missed by its rounding.
 BOUND_SLACK = 1e-6
-# Ratio of the bound (s/2)^2 on the squared error of a step to its mean s^2/12; stochastic.py has its own.
+# Ratio of the bound (s/2)^2 on a squared residual to its mean s^2/12; stochastic rounding has its own.
 BOUND_TO_MEAN = {"nearest": 3, "stochastic": stochastic.BOUND_TO_MEAN}
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerRecord(LayerReport):
-    """What a run reports of a layer that it quantized.
+    """Report of a run on a layer that it quantized.
 
     Attributes:
         shape: (r, c).
-        clipped: number of weights that gptq's grid cut and the bound does not count; 0 for other methods.
+        clipped: number of weights that gptq clipped and the bound does not count; 0 for other methods.
     """
 
     shape: tuple[int, int]
@@ -34,7 +34,7 @@ class LayerRecord(LayerReport):
 
 
 def bound_holds(found: float | None, bound: float | None) -> bool | None:
-    """Whether what was found is within its bound, but for BOUND_SLACK; None if there is none."""
+    """Return True if what was found is within its bound, up to BOUND_SLACK; None if either is missing."""
     return None if found is None or bound is None else found <= bound * (1 + BOUND_SLACK)
 
 
@@ -53,20 +53,20 @@ def layer_record(
     recipe: Recipe,
     width: int | None,
 ) -> LayerRecord:
-    """Measured on what is stored, with the undamped grams, in float64.
+    """Measure a linear as it is stored, with the undamped grams, and return its record.
 
-    `bound` is twice that of the loss, divided by the smallest eigenvalue that the damped G can have: with E H E^T >= 0,
-    tr(E H E^T) <= tr(G E H E^T) / min eig(G). `expected_error` is exact for uniformly distributed residuals.
+    `bound` is twice the bound of the loss, divided by the smallest eigenvalue that the damped G can have: with
+    E H E^T >= 0, tr(E H E^T) <= tr(G E H E^T) / min eig(G). `expected_error` is exact for uniform residuals.
     """
     weight, quantized = aim.weight, result.dequantized
     rows, cols = result.weight.row_scales.to(weight.device), result.weight.column_scales.to(weight.device)
     with naming(name):
         errors = measure_errors(quantized, weight, aim.target, statistics.inputs, aim.drift)
     error = errors.rounding * statistics.tokens
-    moved = quantized - aim.target
+    delta = quantized - aim.target
     loss, start = 0.0, 0
     for gram in statistics.outputs:
-        part = moved[start : start + len(gram)].to(torch.float64)
+        part = delta[start : start + len(gram)].to(torch.float64)
         loss += float(((gram.to(torch.float64) @ part @ statistics.inputs.to(torch.float64)) * part).sum()) / 2
         start += len(gram)
     bound = result.rounding.bound / outputs.ridge * statistics.tokens
@@ -94,7 +94,7 @@ def layer_record(
 
 
 def expected_by_both(rows: torch.Tensor, cols: torch.Tensor, inputs: InputLattice, outputs: OutputLattice) -> float:
-    """Mean of tr(E H E^T) over residuals uniform in their steps: rows of V_G^-1 spread each residual over outputs."""
+    """Return the mean of tr(E H E^T) over residuals uniform in their cells: V_G^-1 spreads each over the outputs."""
     columns = float(inputs.factor.diagonal @ cols[inputs.factor.order].to(torch.float64).square())
     spread, start = 0.0, 0
     for factor in outputs.factors:
@@ -105,8 +105,10 @@ def expected_by_both(rows: torch.Tensor, cols: torch.Tensor, inputs: InputLattic
 
 
 def totals(layers: list[dict[str, Any]]) -> dict[str, Any]:
-    """Sums over the quantized linears: weights, stored and served bits per weight, bytes, error, loss and bounds; None
-    where a layer lacks it."""
+    """Sum over the quantized linears: weights, stored and served bits per weight, bytes, error, loss and bounds.
+
+    A sum is None where a layer lacks a number.
+    """
     sizes = [layer["shape"][0] * layer["shape"][1] for layer in layers]
     weights = sum(sizes)
     bits = sum(layer["bits"] * size for layer, size in zip(layers, sizes, strict=True))

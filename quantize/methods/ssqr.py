@@ -4,8 +4,8 @@
                     is an outlier, nothing is clipped, and all scales grow alike until the outlier rate is met
     ssqr_by_saving  outliers are the weights whose rounding would cost the layer most, scales are chosen with them
 
-Invariant: an outlier is stored as its current value in bfloat16, so the recursion only propagates what that rounding
-leaves of its error. What the others add to the loss is bounded.
+Invariant: an outlier is stored as its current value in bfloat16, so the recursion propagates only the error of rounding
+to bfloat16. The loss of all other weights is bounded.
 """
 
 import math
@@ -16,9 +16,8 @@ from functools import partial
 import torch
 
 from vllm_latq.quantize.lattice.factor import Factor
-from vllm_latq.quantize.lattice.grid import Grid
 from vllm_latq.quantize.lattice.nearest_plane import Plane, Rounding, nearest_plane
-from vllm_latq.quantize.lattice.outliers import Overflow, Saving
+from vllm_latq.quantize.lattice.outliers import Grid, Overflow, Saving
 from vllm_latq.quantize.lattice.scales import SCALE_DTYPE, group_scales, scaled
 from vllm_latq.quantize.lattice.search import Guess, Outcome, Probe, sample_rows, search_target
 
@@ -30,16 +29,16 @@ RATE_TOLERANCE = 0.02
 MAX_PROBES = 20
 # Where a search starts from: near 1 %, the rate fell by the power 4 (heavy tails) to 6 (Gaussian) of the multiplier.
 _USUAL_SLOPE = -5.0
-# `ssqr_by_saving`: how the rate falls with the price while scales follow; how far that is looked for; how near to the
-# rate scales are chosen.
+# `ssqr_by_saving`: slope of the rate over the price while scales follow the price; range of prices that is searched;
+# tolerance of the rate when scales are chosen.
 PRICE_SLOPE = -1.5
 PRICE_OCTAVES = 24.0
 _ROUGH_OCTAVES = 0.25
-# By bits: the price of 1 % in squared steps of absmax scales, and how the rate falls with it where scales stay. Medians
-# over the linears of two trained models.
+# By bits: the price at which 1 % are outliers, in squared absmax scales, and the slope of the rate over the price while
+# scales stay. Medians over the linears of two trained models.
 _USUAL_PRICE = {2: 0.43, 3: 0.62, 4: 0.88, 8: 1.3}
 _FIXED_SLOPE = {2: -1.25, 3: -0.75, 4: -0.4, 8: -0.3}
-# Rates this many octaves below the target all count as "far below": keeps the logarithm of zero finite.
+# Rates further below the target count as this many octaves below: keeps the logarithm of zero finite.
 _FLOOR_OCTAVES = 10.0
 
 Rows = torch.Tensor | slice
@@ -48,12 +47,12 @@ _ALL = slice(None)
 
 @dataclass(frozen=True)
 class SSQRResult:
-    """What the search settled on.
+    """Result of a search for an outlier rate.
 
     Attributes:
         rounding: with `outlier_values`.
         passes: quantizations of the whole matrix that the last search took.
-        note: empty, or why the outlier rate is not the one asked for.
+        note: empty, or the outlier rate if it is not met.
     """
 
     rounding: Rounding
@@ -178,7 +177,7 @@ class _Layer:
 def usual_price(
     weight: torch.Tensor, importance: torch.Tensor, grid: Grid, group_size: int, outlier_rate: float
 ) -> float:
-    """Where a search for the price starts, in octaves; arguments as for `ssqr_by_saving` and `group_scales`."""
+    """Return the price, in octaves, where a search starts; arguments as for `ssqr_by_saving` and `group_scales`."""
     steps = group_scales(weight, grid, group_size, "absmax").to(torch.float64)
     price = _USUAL_PRICE[grid.bits] * float(steps.square().mean() * importance.mean())
     return math.log2(max(price, 1e-300)) + math.log2(outlier_rate / 0.01) / PRICE_SLOPE
@@ -214,6 +213,6 @@ def _result(found: Outcome[Rounding], outlier_rate: float) -> SSQRResult:
 
 
 def _tolerance(outlier_rate: float, weights: int) -> float:
-    """How far below the target, in octaves, a rate may stay: 2 %, or what whole outliers allow in a small matrix."""
+    """Return how far below the target, in octaves, a rate may be: 2 %, or one whole outlier in a small matrix."""
     reachable = min((1 - RATE_TOLERANCE) * outlier_rate, math.floor(outlier_rate * weights) / max(weights, 1))
     return math.log2(outlier_rate / reachable) if reachable else _FLOOR_OCTAVES

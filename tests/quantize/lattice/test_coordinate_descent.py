@@ -6,9 +6,8 @@ import torch
 from helpers.builders import heavy_tailed_layer
 from vllm_latq.quantize.lattice.coordinate_descent import refine
 from vllm_latq.quantize.lattice.factor import Factor, factorize
-from vllm_latq.quantize.lattice.grid import Grid
 from vllm_latq.quantize.lattice.nearest_plane import Rounding, nearest_plane
-from vllm_latq.quantize.lattice.outliers import OUTLIER_DTYPE
+from vllm_latq.quantize.lattice.outliers import OUTLIER_DTYPE, Grid
 from vllm_latq.quantize.lattice.scales import SCALE_DTYPE, group_scales
 from vllm_latq.quantize.methods.ssqr import ssqr, ssqr_by_saving
 

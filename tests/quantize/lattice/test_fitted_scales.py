@@ -1,14 +1,13 @@
-"""Fitted scales: every row's loss is the least over the multiples, and they beat the scales they start from."""
+"""Fitted scales: every row takes the multiple with the least loss, and they beat the scales they start from."""
 
 import pytest
 import torch
 
 from vllm_latq.errors import ConfigError
 from vllm_latq.quantize.lattice.factor import factorize
-from vllm_latq.quantize.lattice.fitted_scales import MULTIPLES, fitted_scales
-from vllm_latq.quantize.lattice.grid import Grid
 from vllm_latq.quantize.lattice.nearest_plane import nearest_plane
-from vllm_latq.quantize.lattice.scales import group_scales, scaled
+from vllm_latq.quantize.lattice.outliers import Grid
+from vllm_latq.quantize.lattice.scales import MULTIPLES, fitted_scales, group_scales, scaled
 from vllm_latq.quantize.methods.layer import quantize_layer
 from vllm_latq.quantize.recipe import Recipe
 
@@ -60,9 +59,7 @@ def test_in_two_bits_rows_take_large_multiples(monkeypatch):
     weight, hessian = layer(96, 128)
     recipe = Recipe("gptq", bits=2, group_size=64, scales="fitted")
     fitted = quantize_layer(weight, hessian, recipe).record
-    monkeypatch.setattr(
-        "vllm_latq.quantize.lattice.fitted_scales.MULTIPLES", tuple(one for one in MULTIPLES if one < 1.2)
-    )
+    monkeypatch.setattr("vllm_latq.quantize.lattice.scales.MULTIPLES", tuple(one for one in MULTIPLES if one < 1.2))
     assert fitted.error < 0.98 * quantize_layer(weight, hessian, recipe).record.error
 
 
@@ -70,7 +67,7 @@ def test_rows_do_not_influence_each_other(monkeypatch):
     weight, hessian = layer(50, 64)
     factor = factorize(hessian)
     together = fitted_scales(weight, factor, Grid.of_bits(3), 32)
-    monkeypatch.setattr("vllm_latq.quantize.lattice.fitted_scales._ROWS_AT_ONCE", 7)
+    monkeypatch.setattr("vllm_latq.quantize.lattice.scales._FITTED_ROWS", 7)
     apart = fitted_scales(weight, factor, Grid.of_bits(3), 32)
     # Other batches add in another order, which may decide between multiples that lose the same.
     assert (together == apart).all(1).float().mean() > 0.9

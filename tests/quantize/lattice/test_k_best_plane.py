@@ -12,11 +12,10 @@ from helpers.builders import heavy_tailed_layer
 from vllm_latq.errors import ConfigError, NumericalError
 from vllm_latq.quantize.lattice import k_best_plane as beam
 from vllm_latq.quantize.lattice.choices import ORDERS
-from vllm_latq.quantize.lattice.factor import ORDERS, Factor, factorize
-from vllm_latq.quantize.lattice.grid import Grid
+from vllm_latq.quantize.lattice.factor import Factor, factorize
 from vllm_latq.quantize.lattice.k_best_plane import k_best_plane, plane_of
 from vllm_latq.quantize.lattice.nearest_plane import Rounding, nearest_plane
-from vllm_latq.quantize.lattice.outliers import Overflow, Saving
+from vllm_latq.quantize.lattice.outliers import Grid, Overflow, Saving
 from vllm_latq.quantize.lattice.scales import group_scales
 from vllm_latq.quantize.methods.layer import quantize_layer
 from vllm_latq.quantize.recipe import Recipe

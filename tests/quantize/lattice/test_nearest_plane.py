@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from helpers.babai import babai
 from vllm_latq.errors import ConfigError, NumericalError
 from vllm_latq.quantize.lattice.choices import ORDERS
-from vllm_latq.quantize.lattice.factor import ORDERS, Factor, factorize
-from vllm_latq.quantize.lattice.grid import UNBOUNDED, Grid
+from vllm_latq.quantize.lattice.factor import Factor, factorize
 from vllm_latq.quantize.lattice.nearest_plane import Rounding, nearest_plane
-from vllm_latq.quantize.lattice.outliers import Clip, Overflow, Saving
+from vllm_latq.quantize.lattice.outliers import UNBOUNDED, Clip, Grid, Overflow, Saving
 
 FLOAT64_TOLERANCE = 1e-10
 FLOAT32_TOLERANCE = 1e-3

@@ -8,9 +8,9 @@ import torch
 from helpers.babai import babai
 from helpers.obq import best_free_weights, obq
 from vllm_latq.quantize.lattice.choices import ORDERS
-from vllm_latq.quantize.lattice.factor import ORDERS, factorize
-from vllm_latq.quantize.lattice.grid import Grid
+from vllm_latq.quantize.lattice.factor import factorize
 from vllm_latq.quantize.lattice.nearest_plane import nearest_plane
+from vllm_latq.quantize.lattice.outliers import Grid
 
 FLOAT64_TOLERANCE = 1e-9
 STEP = torch.tensor(0.03, dtype=torch.float64)

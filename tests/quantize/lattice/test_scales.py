@@ -11,7 +11,8 @@ from vllm_latq.errors import ConfigError, NumericalError, UnsupportedShapeError
 from vllm_latq.quantize.lattice import scales
 from vllm_latq.quantize.lattice.choices import SCALE_METHODS
 from vllm_latq.quantize.lattice.grid import Grid
-from vllm_latq.quantize.lattice.scales import SCALE_METHODS, SHRINK_STEPS, SMALLEST_SHRINK, group_scales
+from vllm_latq.quantize.lattice.outliers import Grid
+from vllm_latq.quantize.lattice.scales import SHRINK_STEPS, SMALLEST_SHRINK, group_scales
 
 FLOAT32_TOLERANCE = 1e-6
 

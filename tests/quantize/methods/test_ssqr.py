@@ -7,9 +7,8 @@ import torch
 
 from helpers.builders import heavy_tailed_layer
 from vllm_latq.quantize.lattice.factor import factorize
-from vllm_latq.quantize.lattice.grid import Grid
 from vllm_latq.quantize.lattice.nearest_plane import nearest_plane
-from vllm_latq.quantize.lattice.outliers import Saving
+from vllm_latq.quantize.lattice.outliers import Grid, Saving
 from vllm_latq.quantize.lattice.scales import group_scales
 from vllm_latq.quantize.methods.ssqr import LARGEST_OCTAVES, RATE_TOLERANCE, ssqr, ssqr_by_saving
 

@@ -10,8 +10,8 @@ import torch
 from vllm_latq.quantize.calibration.stream import model_hessians
 from vllm_latq.quantize.calibration.windows import calibration_samples
 from vllm_latq.quantize.lattice.factor import factorize
-from vllm_latq.quantize.lattice.grid import Grid
 from vllm_latq.quantize.lattice.nearest_plane import nearest_plane
+from vllm_latq.quantize.lattice.outliers import Grid
 from vllm_latq.quantize.model.decoder import Decoder
 from vllm_latq.quantize.recipe import Recipe
 
