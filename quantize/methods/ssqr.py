@@ -178,8 +178,9 @@ def usual_price(
     weight: torch.Tensor, importance: torch.Tensor, grid: Grid, group_size: int, outlier_rate: float
 ) -> float:
     """Return the price, in octaves, where a search starts; arguments as for `ssqr_by_saving` and `group_scales`."""
-    steps = group_scales(weight, grid, group_size, "absmax").to(torch.float64)
-    price = _USUAL_PRICE[grid.bits] * float(steps.square().mean() * importance.mean())
+    # _USUAL_PRICE was measured with these scales, whatever the offset of the grid.
+    scales = group_scales(weight, replace(grid, offset=0.0), group_size, "absmax").to(torch.float64)
+    price = _USUAL_PRICE[grid.bits] * float(scales.square().mean() * importance.mean())
     return math.log2(max(price, 1e-300)) + math.log2(outlier_rate / 0.01) / PRICE_SLOPE
 
 
