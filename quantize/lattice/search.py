@@ -115,7 +115,7 @@ def search_target(
             below, above = (x, value), above if above and above[0] < x else None
         if target - tolerance <= best.value <= target or probes >= max_probes:
             break
-        following = guess.clipped(_next(above, below, aim, slope, step, probes % _HALVE_EVERY == 0))
+        following = guess.clipped(_next(previous, above, below, aim, slope, step, probes % _HALVE_EVERY == 0))
         if abs(following - x) < _NARROW:
             break
         step = step if above and below else 2 * step
@@ -146,6 +146,7 @@ def _better(best: Probe[T] | None, probe: Probe[T], target: float) -> Probe[T]:
 
 
 def _next(
+    latest: Point,
     above: Point | None,
     below: Point | None,
     aim: float,
@@ -160,12 +161,11 @@ def _next(
         share = (above[1] - aim) / drop if drop > 0 and math.isfinite(drop) and not halve else 0.5
         # Never onto an end of the bracket, where nothing new is learned.
         return above[0] + width * min(max(share, 0.02), 0.98)
-    known = above or below
-    assert known is not None
-    newton = (aim - known[1]) / slope
+    # Without a bracket the only side known is the latest probe.
+    newton = (aim - latest[1]) / slope
     if above:
-        return known[0] + min(max(newton, 0.01 * step), step)
-    return known[0] + max(min(newton, -0.01 * step), -step)
+        return latest[0] + min(max(newton, 0.01 * step), step)
+    return latest[0] + max(min(newton, -0.01 * step), -step)
 
 
 def _slope(one: Point | None, other: Point | None) -> float | None:

@@ -1,4 +1,4 @@
-"""Coordinate descent: the loss falls, nothing leaves its grid, and its bound counts what leaves its cell."""
+"""Coordinate descent: the loss falls, all weights stay on the grid, and the bound counts residuals outside cells."""
 
 import pytest
 import torch

@@ -140,7 +140,7 @@ def test_non_finite_hessian_names_layer_and_entry(bad):
         (torch.ones(3), "square"),
     ],
 )
-def test_what_is_not_a_gram_matrix_is_refused(hessian, message):
+def test_matrix_that_is_no_gram_matrix_is_refused(hessian, message):
     with pytest.raises(NumericalError, match=message):
         factorize(hessian)
 

@@ -89,7 +89,7 @@ def test_bands_and_blocks_do_not_change_the_result(monkeypatch):
     assert torch.equal(whole.z, banded.z)
 
 
-def test_saving_keeps_what_would_cost_more():
+def test_saving_keeps_weights_that_would_cost_more():
     weight, factor, scales = case(64, 96)
     price = 0.5 * float(factor.diagonal.mean() * scales.float().square().mean())
     greedy = nearest_plane(weight, factor, scales, Grid.of_bits(2), Saving(price), group_size=-1)
@@ -133,7 +133,7 @@ def test_saving_of_enormous_weights():
     assert torch.equal(again.outlier_values, found.outlier_values * 2.0**100)
 
 
-def test_what_it_cannot_do_is_refused():
+def test_unsupported_arguments_are_refused():
     weight, factor, scales = case(4, 6)
     with pytest.raises(ConfigError, match="outliers that cost"):
         k_best_plane(weight, factor, scales, Grid(-2, 1), Overflow(), group_size=-1)
@@ -143,8 +143,8 @@ def test_what_it_cannot_do_is_refused():
         k_best_plane(weight, factor, torch.tensor(1e-12))
 
 
-def test_a_beam_that_gains_from_clipping_counts_what_it_moves() -> None:
-    """A survivor that rounds up to spare a later column from being clipped ends ahead, unclipped, beyond its cell."""
+def test_bound_of_a_beam_counts_residuals_longer_than_half_a_scale() -> None:
+    """A survivor that rounds up, outside its cell, so that a later column is not clipped, ends with the least loss."""
     hessian = torch.eye(32, dtype=torch.float64) * 1e-4
     hessian[:2, :2] = torch.tensor([[3.025, 0.45], [0.45, 0.1]])
     weight = torch.zeros(1, 32)

@@ -137,7 +137,7 @@ def test_exact_outliers_leave_only_the_rounding_to_bfloat16():
     assert torch.equal(rounding.dequantized, weight.to(torch.bfloat16).to(torch.float64))
 
 
-def test_saving_keeps_what_is_costly_wherever_it_lies():
+def test_saving_keeps_costly_weights_inside_and_outside_the_grid():
     weight, _, scales = case(20, 33, 0)
     factor = factorize(torch.eye(33, dtype=torch.float64), damping=1.0)  # D = 2 everywhere
     cost = 2 * (weight - (weight / scales).round().clamp(-2, 1) * scales).square()

@@ -1,4 +1,4 @@
-"""The one-dimensional search behind SSQR and HPTQ: it meets the window, and keeps the best where it cannot."""
+"""Search for a target, as SSQR and HPTQ use it: it meets the window, or else keeps the best probe."""
 
 import math
 

@@ -52,7 +52,7 @@ def test_corrected_target_is_the_ridge_regression(order):
     torch.testing.assert_close(half, (weight + expected) / 2, rtol=0, atol=FLOAT64_TOLERANCE)
 
 
-def test_residual_target_is_the_regression_on_what_the_stream_misses():
+def test_residual_target_is_the_regression_on_the_missing_outputs():
     weight, original, inputs = layer()
     missed = torch.randn(len(inputs), len(weight), generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     factor, drift = factorize(inputs.T @ inputs, damping=0.05), drift_of(original, inputs)
@@ -75,7 +75,7 @@ def test_without_drift_the_target_is_the_weight():
     assert torch.equal(corrected_target(weight, factor, Drift.zeros(40, torch.device("cpu"))), weight)
 
 
-def test_output_error_is_that_of_the_two_streams():
+def test_output_error_equals_the_error_of_the_two_streams():
     weight, original, inputs = layer(rows=1500)
     quantized = (weight / STEP).round() * STEP
     drift, gram = drift_of(original, inputs), inputs.T @ inputs
@@ -122,7 +122,7 @@ def test_qronos_differs_in_the_first_coordinate_alone(moved):
 
 
 @pytest.mark.parametrize("method", ["gptq", "ssqr", "hptq"])
-def test_record_separates_rounding_from_what_no_weight_can_reach(method):
+def test_record_separates_rounding_error_from_unreachable_error(method):
     weight, original, inputs = layer(64, 96)
     grid = {"target_bits": 3.5} if method == "hptq" else {"bits": 3, "group_size": 32}
     recipe = Recipe(method, damping=1e-6, target="original", **grid)

@@ -88,7 +88,7 @@ def test_errors_spread_and_are_fed_back_as_predicted() -> None:
 
 @pytest.mark.parametrize("width", [2, 3, 8])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_codes_take_what_lies_somewhat_beyond_them(shape: tuple[int, int], width: int) -> None:
+def test_targets_slightly_past_the_codes_are_clipped_to_them(shape: tuple[int, int], width: int) -> None:
     weight, inputs, outputs, rows, cols = problem(*shape)
     weight = weight * 2.0 ** (width - 2)  # so that some targets are within the codes' reach, and some are not
     found = two_sided_plane(weight, inputs, [outputs], rows, cols, width=width)
@@ -118,7 +118,7 @@ def test_codes_take_what_lies_somewhat_beyond_them(shape: tuple[int, int], width
 
 
 @pytest.mark.parametrize("width", [2, 3, 4, 8])
-def test_what_lies_at_the_end_of_the_reach_is_within_the_bound(width: int) -> None:
+def test_targets_at_the_largest_distance_are_within_the_bound(width: int) -> None:
     identity = factorize(torch.ones(1, 1, dtype=torch.float64), "natural", 1e-6)
     for seed in range(50):
         rows, cols = torch.rand(2, 1, generator=torch.Generator().manual_seed(seed)) + 0.1
@@ -127,7 +127,7 @@ def test_what_lies_at_the_end_of_the_reach_is_within_the_bound(width: int) -> No
         assert found.loss <= found.bound * (1 + BOUND_SLACK)
 
 
-def test_bound_is_that_of_the_product_lattice() -> None:
+def test_bound_equals_the_bound_of_the_product_lattice() -> None:
     weight, inputs, outputs, rows, cols = problem(5, 7)
     lattice = torch.kron(outputs.diagonal, inputs.diagonal)
     steps = torch.outer(rows[outputs.order], cols[inputs.order]).double().flatten()

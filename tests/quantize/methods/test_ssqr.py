@@ -102,7 +102,7 @@ def test_outliers_by_saving_lower_loss_and_bound_at_the_same_rate(bits: int) -> 
 
 
 def test_inputs_that_weigh_far_more_keep_their_weights() -> None:
-    """Where one token in many drives two channels, the loss is in their weights, wherever these lie on the grid."""
+    """If few tokens drive two channels, the loss lies in their weights, inside the grid or not."""
     weight, hessian = heavy_tailed_layer(256, 192)
     loud = torch.tensor([17, 101])
     hessian[loud, loud] += 3e4 * hessian.diagonal().mean()

@@ -58,7 +58,7 @@ def steps_and_offsets(weight: torch.Tensor, bits: int, offsets: tuple[float, ...
 
 
 def loss(weight: torch.Tensor, hessian: torch.Tensor, bits: int, offsets: tuple[float, ...]) -> float:
-    """Of GPTQ on these grids: a coset of the lattice for each row."""
+    """Return the loss of GPTQ on these grids: a coset of the lattice for each row."""
     scale, offset = steps_and_offsets(weight, bits, offsets)
     shifted = weight - (scale * offset).repeat_interleave(GROUP, 1)
     found = nearest_plane(shifted, factorize(hessian), scale, Grid.of_bits(bits), group_size=GROUP)
