@@ -38,7 +38,7 @@ from vllm_latq.quantize.lattice.reduction import reduce_lattice
 from vllm_latq.quantize.lattice.targets import corrected_target, measure_errors
 from vllm_latq.quantize.lattice.two_sided_plane import furthest
 from vllm_latq.quantize.machine.offload import placer
-from vllm_latq.quantize.methods.latq import Aim, InputLattice, OutputLattice, aimed
+from vllm_latq.quantize.methods.latq import InputLattice, OutputLattice, Target, targeted
 from vllm_latq.quantize.methods.layer import layer_factor
 from vllm_latq.quantize.methods.record import bound_holds, expected_by_both, expected_error
 from vllm_latq.quantize.model.decoder import Decoder
@@ -174,9 +174,13 @@ def whole_model(
                 if recipe.count == "served" and (times := _quadrupled(inputs.factor.damping, claimed_damping(leader))):
                     inputs = model.damped(inputs, members, times)
                 for name, weight in weights.items():
-                    stored, aim, width = reader.weight(name), aimed(weight, inputs, drift, recipe), shares[name].width
+                    stored, target, width = (
+                        reader.weight(name),
+                        targeted(weight, inputs, drift, recipe),
+                        shares[name].width,
+                    )
                     assert isinstance(stored, RansWeight)
-                    yield _measured_on_loss(name, aim, stored, members[name], inputs, outputs[name], recipe, width)
+                    yield _measured_on_loss(name, target, stored, members[name], inputs, outputs[name], recipe, width)
                     if stream:
                         part.linears[name].weight.copy_(stored.dequantize())
 
@@ -190,7 +194,7 @@ def _quadrupled(damping: float, claimed: float | None) -> int:
 
 def _measured_on_loss(
     name: str,
-    aim: Aim,
+    target: Target,
     stored: RansWeight,
     statistics: LayerStatistics,
     inputs: InputLattice,
@@ -199,15 +203,15 @@ def _measured_on_loss(
     width: int | None,
 ) -> LayerReport:
     """As `whole_model.layer_record` states it, with H and G in float64 and every step as it is stored."""
-    weight = aim.weight
+    weight = target.weight
     rows, cols = stored.row_scales.to(weight.device), stored.column_scales.to(weight.device)
     # The same numbers as the stored weight's own, decoded once.
     packed = stored.pack(stored.integers(), width)
     quantized = packed.dequantize().to(weight.device)
     with naming(name):
-        errors = measure_errors(quantized, weight, aim.target, statistics.inputs, aim.drift)
+        errors = measure_errors(quantized, weight, target.corrected, statistics.inputs, target.drift)
     error = errors.rounding * statistics.tokens
-    moved = quantized.double() - aim.target.double()
+    moved = quantized.double() - target.corrected.double()
     seen = (moved @ statistics.inputs.double()).split([len(gram) for gram in statistics.outputs])
     parts = moved.split([len(gram) for gram in statistics.outputs])
     loss = sum(

@@ -13,7 +13,6 @@ from vllm_latq.errors import ConfigError, NumericalError
 from vllm_latq.format.scheme import LayerScheme
 from vllm_latq.quantize.lattice.choices import SCALE_METHODS
 from vllm_latq.quantize.lattice.factor import Factor, require_finite
-from vllm_latq.quantize.lattice.grid import Grid
 from vllm_latq.quantize.lattice.nearest_plane import nearest_plane
 from vllm_latq.quantize.lattice.outliers import Grid
 

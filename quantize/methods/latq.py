@@ -352,21 +352,21 @@ def _exponents(diagonal: torch.Tensor, flat: bool) -> tuple[torch.Tensor, float]
 
 
 @dataclass(frozen=True)
-class Aim:
+class Target:
     """Target of the rounding of a linear.
 
     Attributes:
         weight: of the linear, float32 [r, c].
-        target: the matrix that is rounded, float32 [r, c]; the weight itself unless targets are corrected.
-        drift: that the target is corrected for, means over tokens.
+        corrected: the matrix that is rounded, float32 [r, c]; the weight itself unless targets are corrected.
+        drift: that the matrix is corrected for, means over tokens.
     """
 
     weight: torch.Tensor
-    target: torch.Tensor
+    corrected: torch.Tensor
     drift: Drift | None = None
 
 
-def aimed(weight: torch.Tensor, inputs: InputLattice, drift: Drift | None, recipe: Recipe) -> Aim:
+def targeted(weight: torch.Tensor, inputs: InputLattice, drift: Drift | None, recipe: Recipe) -> Target:
     """Return the target of a linear, float32 [r, c], given the lattice and the drift of its input."""
-    target = weight if drift is None else corrected_target(weight, inputs.factor, drift, recipe.correction)
-    return Aim(weight, target, drift)
+    corrected = weight if drift is None else corrected_target(weight, inputs.factor, drift, recipe.correction)
+    return Target(weight, corrected, drift)

@@ -11,7 +11,7 @@ from vllm_latq.format.served_size import served_bits
 from vllm_latq.quantize.lattice import stochastic
 from vllm_latq.quantize.lattice.grams import LayerStatistics
 from vllm_latq.quantize.lattice.targets import measure_errors
-from vllm_latq.quantize.methods.latq import Aim, InputLattice, LatqResult, OutputLattice
+from vllm_latq.quantize.methods.latq import InputLattice, LatqResult, OutputLattice, Target
 from vllm_latq.quantize.recipe import Recipe
 
 # The recursion runs in float32: a bound met with equality may be missed by its rounding.
@@ -45,7 +45,7 @@ def expected_error(bound: float, excess: float, rounding: str) -> float:
 
 def layer_record(
     name: str,
-    aim: Aim,
+    target: Target,
     result: LatqResult,
     inputs: InputLattice,
     outputs: OutputLattice,
@@ -58,12 +58,12 @@ def layer_record(
     `bound` is twice the bound of the loss, divided by the smallest eigenvalue that the damped G can have: with
     E H E^T >= 0, tr(E H E^T) <= tr(G E H E^T) / min eig(G). `expected_error` is exact for uniform residuals.
     """
-    weight, quantized = aim.weight, result.dequantized
+    weight, quantized = target.weight, result.dequantized
     rows, cols = result.weight.row_scales.to(weight.device), result.weight.column_scales.to(weight.device)
     with naming(name):
-        errors = measure_errors(quantized, weight, aim.target, statistics.inputs, aim.drift)
+        errors = measure_errors(quantized, weight, target.corrected, statistics.inputs, target.drift)
     error = errors.rounding * statistics.tokens
-    delta = quantized - aim.target
+    delta = quantized - target.corrected
     loss, start = 0.0, 0
     for gram in statistics.outputs:
         part = delta[start : start + len(gram)].to(torch.float64)

@@ -27,7 +27,7 @@ from vllm_latq.quantize.calibration.stream import Stream, hessians_of
 from vllm_latq.quantize.lattice.grams import LayerStatistics
 from vllm_latq.quantize.lattice.targets import Drift
 from vllm_latq.quantize.machine.offload import Place
-from vllm_latq.quantize.methods.latq import InputLattice, OutputLattice, Share, aimed, latq
+from vllm_latq.quantize.methods.latq import InputLattice, OutputLattice, Share, latq, targeted
 from vllm_latq.quantize.methods.record import layer_record
 from vllm_latq.quantize.model.parts import Part
 from vllm_latq.quantize.runs.progress import seconds_left
@@ -163,11 +163,11 @@ class WholeModelQuantizer:
         found, feasible, bits = {}, True, 0.0
         for name, weight in weights.items():
             started = time.perf_counter()
-            share, aim = self.allocation[name], aimed(weight, inputs, drift, self.session.recipe)
-            result = latq(aim.target, inputs, outputs[name], share, self.session.recipe.without, name)
+            share, target = self.allocation[name], targeted(weight, inputs, drift, self.session.recipe)
+            result = latq(target.corrected, inputs, outputs[name], share, self.session.recipe.without, name)
             feasible, bits = feasible and result.spent <= share.bits, bits + result.spent * weight.numel()
             record = layer_record(
-                name, aim, result, inputs, outputs[name], members[name], self.session.recipe, share.width
+                name, target, result, inputs, outputs[name], members[name], self.session.recipe, share.width
             )
             tensors = {suffix: tensor.cpu() for suffix, tensor in result.weight.to_tensors().items()}
             dequantized = None if self.session.recipe.target == "quantized" else result.dequantized

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from vllm_latq.errors import ConfigError, NumericalError, UnsupportedShapeError
 from vllm_latq.quantize.lattice import scales
 from vllm_latq.quantize.lattice.choices import SCALE_METHODS
-from vllm_latq.quantize.lattice.grid import Grid
 from vllm_latq.quantize.lattice.outliers import Grid
 from vllm_latq.quantize.lattice.scales import SHRINK_STEPS, SMALLEST_SHRINK, group_scales
 
