@@ -1,6 +1,6 @@
-"""Time per token of decoding with vLLM: bf16, Marlin at 4 bits, and SSQR at 2, 3 and 4 bits with 1% outliers.
+"""Measure the time per token of vLLM: bf16, Marlin at 4 bits, and SSQR at 2, 3 and 4 bits with 1% outliers.
 
-The head stays in bf16, as vLLM's users know it, but in the last scheme.
+The head stays in bf16, as is usual in vLLM, except in the last scheme.
 
     python serving_examples/decode_latency.py                       # Qwen3-8B's shape, batch 1, 4, 8 and 16, on a GPU
     python serving_examples/decode_latency.py --json results.json
@@ -8,10 +8,10 @@ The head stays in bf16, as vLLM's users know it, but in the last scheme.
     python serving_examples/decode_latency.py --together \\
         --engine '{"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 1000000000}'
 
-Weights are random (`--load-format dummy`): they take the time of trained ones. Every scheme has a process of its own,
-which `--minutes` limits, and is printed and written as soon as it is measured. With `--together` all engines start at
-once, in so many minutes, and are measured one after the other: the GPU's memory must hold them all.
-Time per token is that of the last `--new-tokens` - 1 tokens: a run of one token, which holds the prefill, is taken off.
+Weights are random (`--load-format dummy`) and take as long as trained weights. Every scheme runs in its own process for
+at most `--minutes`. Its times are printed and written as soon as they are measured. With `--together` all engines start
+at once, within `--minutes`, and are measured one after the other; the GPU's memory must hold all of them.
+The time of one token is the time of a long run minus the time of a run of one token, divided by `--new-tokens` - 1.
 """
 
 import argparse
@@ -58,21 +58,21 @@ SHAPES = {
     "tiny-mixture": MIXTURE | TINY | {"moe_intermediate_size": 128, "num_experts": 4, "num_experts_per_tok": 2},
 }  # fmt: skip
 LINEARS = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
-# Without the last entry, vLLM takes for quantized what a checkpoint has as integers: nothing, of one that is not there.
+# The last entry names the quantized modules. Without it vLLM looks for integers in the checkpoint, which has no files.
 MARLIN = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True, "lm_head": False,
           "modules_in_block_to_quantize": [[*LINEARS, "mlp.experts"]]}  # fmt: skip
-# vLLM prefers other kernels for this scheme on some GPUs, Machete on Hopper for one.
+# On some GPUs vLLM prefers other kernels for this scheme, for example Machete on Hopper.
 ENVIRONMENT = {"marlin 4 bits": {"VLLM_DISABLED_KERNELS": "CutlassW4A8LinearKernel,MacheteLinearKernel"}}
 HEAD = "ssqr 3 bits, 1%, head 4 bits"
-# What vLLM multiplies by. Releases differ in where experts keep theirs.
+# Name of the class that multiplies in vLLM. Only attention is read, because releases keep that of experts elsewhere.
 METHOD = attrgetter("model.layers.0.self_attn.qkv_proj.quant_method.__class__.__name__")
 PROMPT_TOKENS = 32
 REPEATS = 5
-LOG_CHARACTERS = 6000  # of the log of a scheme that does not run: the cause stands far above the last error
+LOG_CHARACTERS = 6000  # shown of the log of a failed scheme: the cause stands far above the last error
 
 
 def schemes() -> dict[str, dict[str, Any] | None]:
-    """Name -> quantization_config; None leaves the model in bf16."""
+    """Return name -> quantization_config of every scheme; None leaves the model in bf16."""
     recipe, head = {"outlier_rate": 0.01}, {"lm_head": LayerScheme("packed", 4, 128)}
     packed = {
         f"ssqr {bits} bits, 1%": CheckpointConfig(
@@ -85,20 +85,24 @@ def schemes() -> dict[str, dict[str, Any] | None]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure the schemes of the command line and print a table; with --measure, measure one scheme in this process."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 8, 16])
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--schemes", nargs="+", choices=tuple(schemes()), default=tuple(schemes()))
     parser.add_argument(
-        "--shape", choices=tuple(SHAPES), default="qwen3-8b", help="tiny ones show that everything runs"
+        "--shape",
+        choices=tuple(SHAPES),
+        default="qwen3-8b",
+        help="model shape (default qwen3-8b); the tiny shapes only test that all schemes run",
     )
-    parser.add_argument("--engine", default="{}", help="further arguments of vllm.LLM, a JSON object")
-    parser.add_argument("--json", type=Path, help="write the results to this file, too")
-    parser.add_argument("--minutes", type=float, default=10, help="stop a scheme that takes longer than so many")
+    parser.add_argument("--engine", default="{}", help="more arguments of vllm.LLM, as a JSON object")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
+    parser.add_argument("--minutes", type=float, default=10, help="stop a scheme that takes longer (default 10)")
     parser.add_argument("--together", action="store_true", help="start all engines at once")
-    # The name of one scheme: runs it in this process, and writes its times alone.
+    # Name of one scheme: measure it in this process and write only its times.
     parser.add_argument("--measure", help=argparse.SUPPRESS)
-    # Of the process that says when this one may measure, without which it ends.
+    # Id of the process that says when this process may measure. If that process ends, this process ends, too.
     parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.measure:
@@ -112,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         draft.write_text(json.dumps(found))
         draft.replace(options.json)
         return
-    # `run` stops its engines when this process is told to end, too.
+    # On SIGTERM, leave through sys.exit, so that `run` stops its engines.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     results: dict[str, dict[str, float]] = {}
     spread: dict[str, dict[str, list[float]]] = {}
@@ -124,7 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             facts = {"shape": options.shape, "seconds_per_token": results, "spread": spread}
             options.json.write_text(json.dumps(facts | {"versions": measured["versions"]}, indent=1) + "\n")
     if not results:
-        sys.exit("nothing was measured")
+        sys.exit("no scheme was measured")
     base = results.get("bf16")
     rows = [
         (
@@ -138,44 +142,45 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 class Engine:
-    """One scheme in a process of its own, which waits for its turn before it measures."""
+    """A process that measures one scheme. It waits for its turn before it measures."""
 
     def __init__(self, name: str, folder: Path, options: argparse.Namespace) -> None:
         folder.mkdir()
         self.name, self.minutes, self.stopped, self.late = name, options.minutes, False, False
-        self.times, self.log = folder / "times.json", folder / "log"  # what an engine prints is nobody's to foresee
+        self.times, self.log = folder / "times.json", folder / "log"  # an engine may print anything to stdout
         command = [sys.executable, __file__, "--measure", name, "--engine", options.engine, "--json", str(self.times)]
         command += ["--batch", *map(str, options.batch), "--new-tokens", str(options.new_tokens)]
         command += ["--shape", options.shape, "--parent", str(os.getpid())]
         environment = os.environ | ENVIRONMENT.get(name, {})
-        # A group of its own: vLLM's engine is a process below, and must not keep the GPU's memory when this one is
-        # stopped.
+        # A process group of its own: vLLM's engine is a child process, and `stop` must end it, too, to free the GPU's
+        # memory.
         with self.log.open("wb") as output:
             self.process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, process_group=0)
 
     def wait_for(self, mark: Path, deadline: float) -> bool:
-        """Whether the process writes a file in time, and before it ends."""
+        """Return whether the process writes a file before the deadline and before it ends."""
         while not mark.exists() and self.process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.1)
         return mark.exists()
 
     def start(self, deadline: float) -> None:
-        """Return when it could measure; what cannot, or not in time, is stopped: it must not disturb the others."""
+        """Wait until the engine is ready to measure. Stop it if it is late, so that it disturbs no other engine."""
         if not self.wait_for(ready(self.times), deadline):
             self.stop()
 
     def measure(self) -> dict[str, Any] | None:
-        """Its times and versions; None, with the reason printed, where it does not run."""
+        """Return times and versions; print the reason and return None if the engine does not run."""
         turn(self.times).touch()
         self.wait_for(self.times, time.monotonic() + 60 * self.minutes)
         self.stop()
-        if self.times.exists():  # an engine that fails, or hangs, when it is stopped has been measured
+        if self.times.exists():  # the times count even if the engine fails or hangs afterwards
             return json.loads(self.times.read_text())
-        cause = f"not done after {self.minutes:g} minutes" if self.late else "not measured"
+        cause = f"not finished after {self.minutes:g} minutes" if self.late else "not measured"
         print(f"{self.name}: {cause}:\n{self.log.read_text(errors='replace')[-LOG_CHARACTERS:]}", file=sys.stderr)
         return None
 
     def stop(self) -> None:
+        """End the process and its children, once."""
         if self.stopped:
             return
         self.stopped, self.late = True, self.process.poll() is None
@@ -185,17 +190,17 @@ class Engine:
 
 
 def ready(times: Path) -> Path:
-    """Written by an engine that could measure."""
+    """Return the path of the file that an engine writes when it is ready to measure."""
     return times.with_suffix(".ready")
 
 
 def turn(times: Path) -> Path:
-    """Written for an engine that may measure."""
+    """Return the path of the file that tells an engine to measure."""
     return times.with_suffix(".turn")
 
 
 def run(names: Sequence[str], options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What is measured of the schemes that run, one after the other; the reason is printed where one does not."""
+    """Yield name and times of each scheme that runs, one after the other. Print the reason if a scheme does not run."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
 
         def start(name: str) -> Engine:
@@ -203,7 +208,7 @@ def run(names: Sequence[str], options: argparse.Namespace) -> Iterator[tuple[str
             stack.callback(engine.stop)
             return engine
 
-        engines: Iterable[Engine] = map(start, names)  # each when the one before it is measured
+        engines: Iterable[Engine] = map(start, names)  # starts each engine after the one before it is measured
         if options.together:
             engines, deadline = list(engines), time.monotonic() + 60 * options.minutes
             for engine in engines:
@@ -215,8 +220,8 @@ def run(names: Sequence[str], options: argparse.Namespace) -> Iterator[tuple[str
 
 
 def measure(quantization: dict[str, Any] | None, options: argparse.Namespace) -> dict[str, list[float]]:
-    """Batch size -> seconds per token, of each repetition."""
-    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # sends METHOD to the engine
+    """Return batch size -> seconds per token of each repetition."""
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # needed to send METHOD to the engine
     from vllm import LLM, SamplingParams
 
     with tempfile.TemporaryDirectory() as folder:
@@ -234,12 +239,12 @@ def measure(quantization: dict[str, Any] | None, options: argparse.Namespace) ->
             **json.loads(options.engine),
         )
 
-        for name in llm.apply_model(METHOD):  # of each worker
+        for name in llm.apply_model(METHOD):  # one name per worker
             if bool(quantization) == name.startswith("Unquantized"):
-                sys.exit(f"with quantization {quantization} vLLM multiplies by {name}")
+                sys.exit(f"vLLM chose {name} for quantization {quantization}; this would not measure the scheme")
         ready(options.json).touch()
         while options.parent and not turn(options.json).exists():
-            if os.getppid() != options.parent:  # nobody waits for this
+            if os.getppid() != options.parent:  # the parent has ended
                 os.killpg(0, signal.SIGKILL)
             time.sleep(0.05)
 
@@ -259,13 +264,13 @@ def measure(quantization: dict[str, Any] | None, options: argparse.Namespace) ->
 
 
 def per_token(short: Sequence[float], long: Sequence[float], tokens: int) -> list[float]:
-    """Seconds per token of each long run, which makes so many tokens more than the short ones do."""
+    """Return seconds per token of each long run, which generates `tokens` more tokens than a short run."""
     first = statistics.median(short)
     return [(each - first) / tokens for each in long]
 
 
 def versions() -> dict[str, str]:
-    """What was measured with."""
+    """Return the versions of the libraries, and the GPU."""
     import torch
     import vllm
 

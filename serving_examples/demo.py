@@ -1,8 +1,8 @@
-"""Quantize the bundled model by every method, print what each costs and loses, then serve one with `vllm serve`.
+"""Quantize the bundled model by every method, print size and loss of each, then serve one with `vllm serve`.
 
     python serving_examples/demo.py [--model DIR] [--bits 4 3 2] [--processes N] [--no-serve]
 
-Everything it prints is measured in this run; checkpoints stay in demo-output/.
+Methods run side by side, one thread each. Every number is measured in this run. Checkpoints stay in demo-output/.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from vllm_latq.quantize.recipe import Recipe
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "tests" / "data"
 PROMPT = "The following example shows how to open a file and"
-# A group scale of 16 bits per 128 weights: what 4-bit codes really take is 4.125 bits.
+# 128 weights share a scale of 16 bits, so 4-bit codes take 4.125 bits per weight.
 SCALE_BITS = 16 / 128
 START_SECONDS = 300.0
 METHODS = ("rtn", "gptq", "ssqr", "hptq", "hrtn", "latq", "latq-served")
@@ -39,14 +39,19 @@ CALIBRATION = {"num_samples": 256, "seq_len": 256}
 
 
 def main() -> None:
+    """Print the table of the methods, then a completion by a server."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=DATA / "pydoc-mini")
-    parser.add_argument("--calibration", default=str(DATA / "calibration.txt"))
-    parser.add_argument("--text", default=str(DATA / "evaluation.txt"))
-    parser.add_argument("--output", type=Path, default=ROOT / "demo-output")
-    parser.add_argument("--bits", type=int, nargs="+", default=[4, 3, 2])
-    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)), help="default: one per core")
-    parser.add_argument("--no-serve", action="store_true")
+    parser.add_argument("--model", type=Path, default=DATA / "pydoc-mini", help="original model directory")
+    parser.add_argument("--calibration", default=str(DATA / "calibration.txt"), help="calibration text")
+    parser.add_argument("--text", default=str(DATA / "evaluation.txt"), help="held-out text")
+    parser.add_argument(
+        "--output", type=Path, default=ROOT / "demo-output", help="folder for checkpoints; replaced if it exists"
+    )
+    parser.add_argument("--bits", type=int, nargs="+", default=[4, 3, 2], help="code widths")
+    parser.add_argument(
+        "--processes", type=int, default=len(os.sched_getaffinity(0)), help="methods at once (default: one per core)"
+    )
+    parser.add_argument("--no-serve", action="store_true", help="only print the table")
     options = parser.parse_args()
     shutil.rmtree(options.output, ignore_errors=True)
     columns = ("method", "bits per weight", "in memory", "KL to bf16", "top-1 agreement", "perplexity", "bytes")
@@ -56,11 +61,11 @@ def main() -> None:
 
 
 def measured(options: argparse.Namespace) -> list[tuple[str, ...]]:
-    """Quantize and evaluate by every method and width, one thread to a process; return the rows of the table.
+    """Quantize and evaluate by every method and width, one thread per process; return the rows of the table.
 
-    The longest runs start first. `latq-served` needs to know the memory of `ssqr`, so it starts when that is done.
+    The longest runs start first. `latq-served` takes the memory of `ssqr` as its target, so it starts after `ssqr`.
     """
-    # Spawned, because a process forked from one that has used torch may wait for ever for its threads.
+    # Spawn, do not fork: a process forked after torch started threads may wait for those threads for ever.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(options.processes, context, initializer=torch.set_num_threads, initargs=(1,)) as workers:
         found: dict[tuple[str, int], Future[tuple[str, ...]]] = {}
@@ -92,7 +97,7 @@ def run(name: str, bits: int, chosen: Recipe, options: argparse.Namespace) -> tu
 
 
 def row(name: str, bits: int | None, model: Path, options: argparse.Namespace) -> tuple[str, ...]:
-    """Return one line of the table."""
+    """Evaluate a checkpoint, or the original where bits is None, and return its row of the table."""
     baseline = None if bits is None else options.model
     result: Evaluation = evaluate(model, options.text, seq_len=256, baseline=baseline, batch_size=16, dtype="float32")
     if bits is None:
@@ -111,12 +116,12 @@ def row(name: str, bits: int | None, model: Path, options: argparse.Namespace) -
 
 
 def bf16_bytes(options: argparse.Namespace) -> int:
-    """Bytes of the linears that the methods quantize, in bf16."""
+    """Return the bytes in bf16 of the linears that the methods quantize."""
     return 2 * plan(Recipe("rtn", 4), options.model)["totals"]["weights"]
 
 
 def completion(checkpoint: Path) -> str:
-    """Serve a checkpoint with the real `vllm serve`, ask it for a completion, stop it."""
+    """Serve a checkpoint with `vllm serve`, ask for a completion, stop the server, and return both as JSON."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -144,7 +149,7 @@ def completion(checkpoint: Path) -> str:
 
 
 def wait_until_healthy(server: subprocess.Popen[bytes], port: int, log: Path) -> None:
-    """Poll the server's health page; raise with the end of its log if it dies or takes too long."""
+    """Poll the server's health page. Raise SystemExit with the end of its log if it ends or takes too long."""
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline and server.poll() is None:
         try:
@@ -152,7 +157,7 @@ def wait_until_healthy(server: subprocess.Popen[bytes], port: int, log: Path) ->
             return
         except OSError:
             time.sleep(0.5)
-    raise SystemExit(f"vllm serve did not come up; the end of {log.name}:\n{log.read_text()[-3000:]}")
+    raise SystemExit(f"vllm serve did not start; the end of {log.name}:\n{log.read_text()[-3000:]}")
 
 
 if __name__ == "__main__":

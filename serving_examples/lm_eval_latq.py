@@ -2,7 +2,7 @@
 
     python serving_examples/lm_eval_latq.py CKPT --tasks arc_easy hellaswag --limit 100
 
-The `lm_eval` command would not know the format: `import vllm_latq` is what makes transformers read it.
+The `lm_eval` command cannot read the format, because transformers reads it only after `import vllm_latq`.
 """
 
 import argparse
@@ -16,12 +16,13 @@ import vllm_latq  # noqa: F401 - makes transformers read latq checkpoints
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the tasks and print their table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", metavar="CKPT", help="directory that `latq quantize` wrote")
-    parser.add_argument("--tasks", nargs="+", default=["arc_easy"])
-    parser.add_argument("--include-path", help="folder with further task definitions")
+    parser.add_argument("--tasks", nargs="+", default=["arc_easy"], help="names of lm-eval tasks (default arc_easy)")
+    parser.add_argument("--include-path", help="folder with more task definitions")
     parser.add_argument("--limit", type=int, help="documents per task")
-    parser.add_argument("--device", help="by default CUDA where there is one")
+    parser.add_argument("--device", help="torch device (default: lm-eval's choice, cuda if available)")
     options = parser.parse_args(arguments)
     results = lm_eval.simple_evaluate(
         model="hf",

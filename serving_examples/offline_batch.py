@@ -2,7 +2,7 @@
 
     python serving_examples/offline_batch.py CKPT --prompt "import os" --prompt "The module"
 
-vLLM finds the plugin by itself and reads the method from the checkpoint's config.json.
+vLLM finds the plugin and reads the method from the checkpoint's config.json.
 """
 
 import argparse
@@ -14,13 +14,16 @@ PROMPTS = ["The following example shows how to", "import os\n"]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the completion of every prompt."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", metavar="CKPT", help="directory that `latq quantize` wrote")
-    parser.add_argument("--prompt", action="append", help="may be given several times")
+    parser.add_argument("--prompt", action="append", help="prompt to complete; may be given several times")
     parser.add_argument("--max-tokens", type=int, default=32, help="tokens to generate per prompt")
-    parser.add_argument("--max-model-len", type=int, default=256, help="prompt and completion together, tokens")
-    parser.add_argument("--tensor-parallel-size", type=int, default=1)
-    parser.add_argument("--kv-cache-memory-bytes", type=int, help="by default vLLM takes what the device has free")
+    parser.add_argument("--max-model-len", type=int, default=256, help="tokens of prompt and completion together")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="number of GPUs per layer")
+    parser.add_argument(
+        "--kv-cache-memory-bytes", type=int, help="memory of the KV cache (default: what vLLM finds free)"
+    )
     parser.add_argument("--enforce-eager", action="store_true", help="start faster: no torch.compile, no CUDA graphs")
     options = parser.parse_args(arguments)
     llm = LLM(

