@@ -77,7 +77,7 @@ def test_progress_bar_on_a_terminal() -> None:
 
 
 def test_a_warning_is_shown_once(capsys: pytest.CaptureFixture[str]) -> None:
-    warn = WarnOnce(speaks=True)
+    warn = WarnOnce(enabled=True)
     for message in ("one", "other", "one"):
         warn(message)
     assert capsys.readouterr().err.splitlines() == ["latq: warning: one", "latq: warning: other"]

@@ -1,4 +1,4 @@
-"""Output of the commands: tables, and the progress of a quantization as a live bar, plain lines or JSON lines."""
+"""Print the output of the commands: tables, and the progress of a run as a live bar, plain lines or JSON lines."""
 
 import io
 import json
@@ -41,25 +41,25 @@ def bits(value: float | None) -> str:
 
 
 def claim(bound: float | None, holds: bool | None) -> str:
-    """Return a bound and whether it holds; `holds` is None where it is not claimed because weights were clipped."""
-    said = {True: "holds", False: "VIOLATED", None: "not claimed"}[holds]
-    return "-" if bound is None else f"{number(bound)} ({said})"
+    """Return a bound and whether it holds; `holds` is None if clipped weights void the bound."""
+    verdict = {True: "holds", False: "VIOLATED", None: "not claimed"}[holds]
+    return "-" if bound is None else f"{number(bound)} ({verdict})"
 
 
 def time_left(seconds: float | None) -> str:
-    """Return the time that a stage still takes, as hours:minutes:seconds; empty if unknown, or if nothing is left."""
+    """Return the remaining time of a stage as hours:minutes:seconds; empty if it is unknown or zero."""
     return f"{timedelta(seconds=math.ceil(seconds))} left" if seconds else ""
 
 
 def prediction(loss: float, bound: float | None) -> str:
-    """Return the sentence about the whole model: its second-order loss on the calibration text, and the bound."""
+    """Return a sentence about the whole model: its second-order loss on the calibration text, and the bound."""
     limit = "" if bound is None else f", at most {number(bound)}"
-    said = f"second-order loss on the calibration text {number(loss)} nats per token{limit}"
-    return f"{said}; it predicts the KL divergence, too low where that text is short"
+    measured = f"second-order loss on the calibration text {number(loss)} nats per token{limit}"
+    return f"{measured}; it predicts the KL divergence, and underestimates it if that text is short"
 
 
 def prepare_streams() -> None:
-    """Send output to a closed stream nowhere, and show characters that cannot be encoded escaped."""
+    """Discard output to a closed stream, and escape characters that a stream cannot encode."""
     sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -67,10 +67,10 @@ def prepare_streams() -> None:
 
 
 class WarnOnce:
-    """A replacement for `warnings.showwarning` that shows each warning once, wherever it is raised.
+    """A replacement for `warnings.showwarning` that prints each message once, wherever it is raised.
 
     Args:
-        enabled: False shows none.
+        enabled: whether to print any warning.
     """
 
     def __init__(self, enabled: bool) -> None:
@@ -84,19 +84,19 @@ class WarnOnce:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table whose first column is text and whose others are right-aligned."""
-    # Names come from files: as Text they are not markup, and `printable` takes their control characters.
+    """Print a table. The first column is left-aligned, all others are right-aligned."""
+    # Names come from files. Text keeps rich from reading them as markup, and `printable` escapes control characters.
     table = Table(title=Text(printable(title)))
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
     for row in rows:
         table.add_row(*(Text(printable(cell)) for cell in row))
-    # Piped output is not cut to a terminal's width.
+    # Piped output is not cut to the width of a terminal.
     Console(width=None if sys.stdout.isatty() else 160).print(table)
 
 
 class JsonEvents:
-    """One JSON object per line and event, with the peak memory so far in bytes as `peak_memory`."""
+    """Print each event as one line of JSON, with the peak memory so far in bytes as `peak_memory`."""
 
     def __enter__(self) -> "JsonEvents":
         return self
@@ -109,7 +109,7 @@ class JsonEvents:
 
 
 class ProgressDisplay:
-    """A live bar on a terminal; one line per linear above it, or alone where there is no terminal."""
+    """Print one line per linear, and on a terminal a live bar below the lines."""
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(stderr=True)

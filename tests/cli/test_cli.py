@@ -1,4 +1,4 @@
-"""The `latq` command, run as a user would."""
+"""The `latq` command, run as a user runs it."""
 
 import json
 import re
@@ -171,7 +171,7 @@ def test_keyboard_interrupt_stops_with_one_line(
         if event["event"] == last:
             signal.raise_signal(signal.SIGINT)
 
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it may be ignored
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background process may ignore it
     try:
         with monkeypatch.context() as patch:
             patch.setattr(JsonEvents, "__call__", interrupt)
@@ -201,6 +201,6 @@ def test_interrupt_before_the_directory_was_read(
 def test_closed_standard_output(tmp_path: Path, mini_model: Path) -> None:
     command = f"{sys.executable} -m vllm_latq.cli.main quantize {mini_model} {tmp_path / 'out'} --method rtn --json >&-"
     assert subprocess.run(command, shell=True, check=False, timeout=120).returncode == 0
-    for of_it in ("inspect", "verify"):
-        command = f"{sys.executable} -m vllm_latq.cli.main {of_it} {tmp_path / 'out'} >&-"
+    for reader in ("inspect", "verify"):
+        command = f"{sys.executable} -m vllm_latq.cli.main {reader} {tmp_path / 'out'} >&-"
         assert subprocess.run(command, shell=True, check=False, timeout=120).returncode == 0

@@ -17,7 +17,7 @@ from vllm_latq.format.encodings.packed import PackedWeight
 
 ATTACK = "</script><script>alert(1)</script><img src=x onerror=alert(2)>$\\frac{&quot;'"
 VOID = {"meta", "link", "img", "br"}
-# What HTML lets an author leave open.
+# HTML allows these tags to stay open.
 OPTIONAL_END = {"html", "tr", "td", "th", "li"}
 
 
@@ -127,7 +127,7 @@ def test_report_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert main(["report", str(path), "-o", str(tmp_path / "page.html")]) == 0
     assert (tmp_path / "page.html").read_text().startswith("<!DOCTYPE html>")
     assert main(["report", str(path), "-o", str(tmp_path / "no" / "page.html")]) == 1
-    assert "expected a file that can be written" in capsys.readouterr().err
+    assert "expected a writable file" in capsys.readouterr().err
     shutil.rmtree(path)
     assert main(["report", str(path)]) == 1
 

@@ -1,4 +1,4 @@
-"""Summarize a checkpoint layer by layer: sizes recounted from the stored tensors, errors from its report."""
+"""Summarize a checkpoint, layer by layer. Sizes are counted from the stored tensors; errors come from its report."""
 
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,16 @@ _FROM_REPORT = (
 
 
 def inspect_checkpoint(directory: str | Path) -> dict[str, Any]:
-    """Return a summary of a checkpoint as JSON values.
+    """Return a summary of a checkpoint that can be written as JSON.
 
     Returns:
-        `bits_per_weight` and `bytes` over all quantized linears, everything stored counted; `weights`; `recipe`;
-        `fingerprint`; and `layers`: name, shape, encoding, bits (stored per weight), outlier_density, and from the
-        report served_bits, error, relative_error, bound, bound_holds, note; `served_bits_per_weight`; `error`, `loss`
-        and `loss_bound`: their sums. None where a layer has none.
+        bits_per_weight, bytes, weights: of all quantized linears. They count everything stored.
+        served_bits_per_weight: in memory while served; None if a layer has no such number.
+        error, loss, loss_bound: sums over the layers; None if a layer has no such number.
+        recipe, fingerprint: from the checkpoint's config.
+        layers: for each linear, name, shape, encoding, bits (stored per weight) and outlier_density; and from the
+            report served_bits, error, relative_error, bound, expected_error, bound_holds, damping, seconds and note,
+            each None if the report does not have it.
 
     Raises:
         LatqError: the checkpoint is damaged.

@@ -1,6 +1,6 @@
 """The `latq` command: quantize, verify, inspect, report, eval.
 
-Exit status: 0 done, 1 a problem that was reported, 2 wrong usage, 130 interrupted.
+Exit status: 0 success, 1 an error that was reported, 2 wrong usage, 130 interrupted.
 """
 
 import argparse
@@ -17,8 +17,8 @@ from vllm_latq import console
 from vllm_latq.cli import quantize as cli_quantize
 from vllm_latq.errors import LatqError, UsageError
 
-# How long the other processes of torchrun wait for the first one to report an error that all of them meet. torchrun
-# ends them when the first one ends; only an error that no other process meets is reported after this time.
+# torchrun starts several processes, and most errors occur in all of them. The first process reports the error and ends,
+# and torchrun then ends the others. Another process reports an error only if it is still running after this time.
 ERROR_REPORT_GRACE_SECONDS = 30.0
 
 
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console.prepare_streams()
     try:
         status: int = options.run(options)
-        sys.stdout.flush()  # what cannot be written fails here, and not at exit
+        sys.stdout.flush()  # a write error is raised here, not at exit
         return status
     except LatqError as error:
         if not _is_reporting_rank():
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.errno not in (errno.EPIPE, errno.ENOSPC):
             raise
-        # The reader of the output is gone, or the disk is full. Buffered output must not fail again at exit.
+        # The reader closed the pipe, or the disk is full. Discard buffered output, so that exit does not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if error.errno == errno.ENOSPC:
             print(f"latq: {error}", file=sys.stderr)
@@ -65,52 +65,56 @@ def build_parser() -> argparse.ArgumentParser:
 def _add_verify(commands: Any) -> None:
     command = commands.add_parser("verify", help="check every invariant of a checkpoint")
     command.set_defaults(run=_verify)
-    command.add_argument("checkpoint", metavar="CKPT")
-    certificate = command.add_argument_group("certificate: the errors and bounds that the report claims")
+    command.add_argument("checkpoint", metavar="CKPT", help="checkpoint directory")
+    certificate = command.add_argument_group("certificate: the errors and bounds in the report")
     certificate.add_argument(
-        "--certificate", action="store_true", help="recompute them; requires --model and the --calibration of the run"
+        "--certificate", action="store_true", help="recompute them; requires --model, and --calibration as in the run"
     )
-    certificate.add_argument("--model", help="the original model, directory or hub name")
-    certificate.add_argument("--calibration", help="the calibration text that `latq quantize` was given")
-    certificate.add_argument("--tolerance", type=float, help="relative tolerance of each number (default 0.01)")
-    certificate.add_argument("--device", help="torch device (default: cuda where there is one)")
-    command.add_argument("--json", action="store_true")
+    certificate.add_argument("--model", help="original model: directory or hub name")
+    certificate.add_argument("--calibration", help="calibration text of the run, as given to `latq quantize`")
+    certificate.add_argument("--tolerance", type=float, help="relative tolerance of each comparison (default 0.01)")
+    certificate.add_argument("--device", help="torch device (default: cuda if available, otherwise cpu)")
+    command.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _add_inspect(commands: Any) -> None:
-    command = commands.add_parser("inspect", help="show the layers of a checkpoint, or of the OUT.partial of a run")
+    command = commands.add_parser(
+        "inspect", help="list the layers of a checkpoint, or of a running quantization (OUT.partial)"
+    )
     command.set_defaults(run=_inspect)
-    command.add_argument("checkpoint", metavar="CKPT")
-    command.add_argument("--json", action="store_true")
+    command.add_argument("checkpoint", metavar="CKPT", help="checkpoint directory, or OUT.partial")
+    command.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _add_report(commands: Any) -> None:
-    command = commands.add_parser("report", help="write a page with plots: sizes, errors and bounds of a checkpoint")
+    command = commands.add_parser("report", help="plot sizes, errors and bounds of a checkpoint on one HTML page")
     command.set_defaults(run=_report)
-    command.add_argument("checkpoint", metavar="CKPT")
+    command.add_argument("checkpoint", metavar="CKPT", help="checkpoint directory")
     command.add_argument("-o", "--output", default="report.html", help="HTML file to write (default report.html)")
 
 
 def _add_eval(commands: Any) -> None:
-    command = commands.add_parser("eval", help="perplexity, divergence from a baseline, zero-shot tasks")
+    command = commands.add_parser("eval", help="measure perplexity, divergence from a baseline, and zero-shot tasks")
     command.set_defaults(run=_eval)
-    command.add_argument("model", metavar="MODEL_OR_CKPT")
+    command.add_argument("model", metavar="MODEL_OR_CKPT", help="directory or hub name")
     text = command.add_mutually_exclusive_group()
     text.add_argument("--text", help="text file, or documents in .jsonl, .csv or .parquet")
     text.add_argument("--dataset", help="wikitext2, c4, or a hub dataset org/name[:config]")
-    command.add_argument("--tasks", nargs="+", help="lm-eval tasks, zero-shot")
-    command.add_argument("--include-path", help="folder with further lm-eval task definitions")
-    command.add_argument("--limit", type=float, help="documents per task (a fraction below 1: share of them)")
-    command.add_argument("--baseline", help="original model: adds KL divergence and top-1 agreement")
+    command.add_argument("--tasks", nargs="+", help="names of lm-eval tasks, run zero-shot")
+    command.add_argument("--include-path", help="folder with more lm-eval task definitions")
+    command.add_argument("--limit", type=float, help="documents per task; a number below 1 is a fraction of them")
+    command.add_argument("--baseline", help="original model; also measure KL divergence and top-1 agreement with it")
     command.add_argument("--seq-len", type=int, help="tokens per window of the text (default 2048)")
     command.add_argument(
-        "--batch-size", type=int, help="windows of text per forward pass (default 1); for tasks, requests (default 8)"
+        "--batch-size", type=int, help="text windows (default 1) or task requests (default 8) per forward pass"
     )
-    command.add_argument("--device", help="torch device (default: cuda where there is one)")
+    command.add_argument("--device", help="torch device (default: cuda if available, otherwise cpu)")
     command.add_argument(
-        "--dtype", default="auto", help="float32, bfloat16, float16 or auto (float32 on a CPU, otherwise as stored)"
+        "--dtype",
+        default="auto",
+        help="float32, bfloat16, float16 or auto: float32 on a CPU, otherwise the stored dtype (default auto)",
     )
-    command.add_argument("--json", action="store_true")
+    command.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _verify(options: argparse.Namespace) -> int:
@@ -140,7 +144,7 @@ def _certificate(options: argparse.Namespace) -> Iterator[LatqError]:
     from vllm_latq.quantize.model.loading import model_directory
 
     if options.model is None:
-        raise UsageError("--certificate requires --model, the original model: errors are measured from its weights")
+        raise UsageError("--certificate requires --model: errors are measured against the original model")
     model = model_directory(options.model)
     given = {"tolerance": options.tolerance} if options.tolerance is not None else {}
     return verify_certificate(options.checkpoint, model, options.calibration, device=options.device, **given)
@@ -230,7 +234,7 @@ def _eval(options: argparse.Namespace) -> int:
 
 
 def _check_eval(options: argparse.Namespace, source: str | None) -> None:
-    """Raise UsageError if there is nothing to evaluate on, or an option that nothing reads."""
+    """Raise UsageError if there is neither text nor task, or if an option would have no effect."""
     if source is None and not options.tasks:
         raise UsageError("eval requires --text, --dataset or --tasks")
     for name in ("baseline", "seq_len"):
@@ -242,7 +246,7 @@ def _check_eval(options: argparse.Namespace, source: str | None) -> None:
 
 
 def _perplexity(options: argparse.Namespace, source: str) -> dict[str, Any]:
-    """Return what `evaluate` measures on the text; options that are not given keep its defaults."""
+    """Return the measurements of `evaluate` on the text. Options that are not given keep its defaults."""
     from vllm_latq.quantize.evaluation.evaluate import evaluate
 
     given = {name: value for name in ("seq_len", "batch_size") if (value := getattr(options, name)) is not None}
@@ -253,7 +257,7 @@ def _perplexity(options: argparse.Namespace, source: str) -> dict[str, Any]:
 
 
 def _tasks(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the metrics of lm-eval's tasks."""
+    """Return the metrics of the lm-eval tasks."""
     from vllm_latq.quantize.evaluation.tasks import run_tasks
 
     given = {"batch_size": options.batch_size} if options.batch_size is not None else {}
@@ -262,7 +266,7 @@ def _tasks(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _is_reporting_rank() -> bool:
-    """Whether this process reports errors and warnings: the first of those that torchrun starts."""
+    """Return whether this process reports errors and warnings. Only the first process of torchrun does."""
     return os.environ.get("RANK", "0") == "0"
 
 

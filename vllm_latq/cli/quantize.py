@@ -1,6 +1,6 @@
-"""The command `latq quantize`: its options, and what it shows.
+"""The command `latq quantize`: its options and its output.
 
-Invariant: choices and defaults come from `Recipe`; an option that is not given is not passed on.
+Invariant: choices and defaults come from `Recipe`. An option that the user leaves out is not passed to `Recipe`.
 """
 
 import argparse
@@ -16,31 +16,33 @@ from vllm_latq.quantize.recipe import CHOICES, METHODS, UNUSED, Recipe
 
 DEFAULT_METHOD = "latq"
 DEFAULT_TARGET_BITS = 4.0
-INSTEAD = {"bits": "--target-bits", "target_bits": "--bits"}  # no method takes both
+INSTEAD = {"bits": "--target-bits", "target_bits": "--bits"}  # no method accepts both
 EXAMPLES = """examples:
   latq quantize MODEL OUT --target-bits 3 --calibration wikitext2
   latq quantize MODEL OUT --method ssqr --bits 3 --outlier-rate 0.01 --calibration wikitext2
   latq quantize MODEL OUT --method hptq --target-bits 3.125 --calibration text.txt --num-samples 256 --seq-len 2048
   latq quantize MODEL OUT --method gptq --bits 4 --group-size 128 --calibration wikitext2 --dry-run"""
-# Field of the recipe -> what its option does. Choices, defaults and methods are added from the recipe.
+# Field of the recipe -> help text of its option. `_add_recipe` adds choices, defaults and methods from the recipe.
 HELP = {
     "bits": f"bits per weight: {', '.join(map(str, SUPPORTED_BITS))}",
-    "group_size": "input channels per scale, -1 for a whole row",
-    "outlier_rate": "share of the weights to keep as outliers",
-    "target_bits": f"average bits per weight: of the model (latq; {DEFAULT_TARGET_BITS:g} by default), of each layer",
-    "count": "what --target-bits measures: the checkpoint's files, or memory while it is served",
+    "group_size": "input channels per scale; -1: one scale per row",
+    "outlier_rate": "fraction of the weights to keep as outliers",
+    "target_bits": f"average bits per weight of each layer; latq: of the whole model (default {DEFAULT_TARGET_BITS:g})",
+    "count": "what --target-bits measures: the files of the checkpoint, or its memory while it is served",
     "order": "order in which columns are rounded",
     "damping": "Hessian damping, as a fraction of its mean diagonal",
-    "rounding": "how to round: to the nearest integer, or up with the fractional part as probability",
-    "beam": "roundings of every row that nearest plane keeps alive (K-best)",
+    "rounding": "nearest: to the nearest integer; stochastic: up with the fractional part as probability",
+    "beam": "number of candidate roundings that nearest plane keeps per row (K-best)",
     "sweeps": "maximum coordinate-descent sweeps after nearest plane",
     "reduction": "basis reduction before rounding",
-    "scales": "how group scales are chosen; fitted (gptq, ssqr) fits them to the errors of the recursion",
-    "grid": "midtread grids hold zero; midrise grids are shifted by half a step (better in 2 bits)",
-    "target": "layer outputs to match: of the quantized inputs, the original model's, or those and the residual stream",
-    "correction": "share of the correction that --target makes",
-    "outliers": "weights to keep: those whose rounding costs most, or all that overflow the grid (the paper's)",
-    "num_samples": "calibration windows",
+    "scales": "how group scales are chosen (default: fitted for ssqr with --outliers saving, otherwise mse);"
+    " signed cannot be combined with --grid midrise",
+    "grid": "midtread: the grid contains zero; midrise: it is shifted by half a step (better at 2 bits)",
+    "target": "layer output to match; quantized: of its weights on quantized inputs; original: of the original model;"
+    " residual: as original, and the last linear of a block also corrects the residual stream",
+    "correction": "fraction of the correction that --target applies",
+    "outliers": "saving: keep the weights whose rounding costs most; overflow: keep all beyond the grid (the paper's)",
+    "num_samples": "number of calibration windows",
     "seq_len": "tokens per calibration window",
     "dtype": "compute dtype while quantizing; auto: float32 on a CPU, otherwise the model's own",
     "seed": "random seed for calibration windows, stochastic rounding and latq's sampled labels",
@@ -50,7 +52,7 @@ NEEDS = {
     "block": "weights of the largest block",
     "outside": "weights of embeddings and head",
     "hessians": "Hessians of the largest block",
-    "gradients": "grams of its output gradients",
+    "gradients": "output-gradient grams of that block",
     "activations": "activations",
     "statistics": "statistics of all linears",
     "checkpoint": "the checkpoint",
@@ -73,13 +75,20 @@ def add_command(commands: Any) -> None:
         "--calibration",
         help="text file; documents in .jsonl, .csv or .parquet; wikitext2; c4; hub dataset org/name[:config]; folder",
     )
-    command.add_argument("--device", help="torch device (default: cuda where there is one)")
+    command.add_argument("--device", help="torch device (default: cuda if available, otherwise cpu)")
     command.add_argument(
-        "--offload", choices=("cpu", "disk"), default="cpu", help="where activations wait (default cpu)"
+        "--offload",
+        choices=("cpu", "disk"),
+        default="cpu",
+        help="where activations are kept between blocks (default cpu)",
     )
     command.add_argument("--resume", action="store_true", help="continue an interrupted run")
-    command.add_argument("--dry-run", action="store_true", help="show shapes, bits, bytes and needs; write nothing")
-    command.add_argument("--json", action="store_true", help="print one JSON object per event (--dry-run: the plan)")
+    command.add_argument(
+        "--dry-run", action="store_true", help="print shapes, bits, bytes and what the run needs; write nothing"
+    )
+    command.add_argument(
+        "--json", action="store_true", help="print one JSON object per event; with --dry-run, print the plan"
+    )
 
 
 def _add_recipe(command: argparse.ArgumentParser) -> None:
@@ -96,17 +105,19 @@ def _add_recipe(command: argparse.ArgumentParser) -> None:
         if len(takers) < len(METHODS):
             shown.insert(0, ", ".join(takers))
         note = f" ({'; '.join(shown)})" if shown else ""
-        choices = CHOICES.get(name) if name != "bits" else None  # `Recipe` refuses others, without a page of usage
+        choices = CHOICES.get(name) if name != "bits" else None  # `Recipe` reports wrong bits in one line
         kind = float if name == "target_bits" else type(default) if default is not None else str
         group.add_argument(_option(name), type=kind, choices=choices, help=f"{text}{note}")
     group.add_argument(
-        "--lm-head", action="store_true", help="quantize the head too, separately from an embedding it is tied to"
+        "--lm-head",
+        action="store_true",
+        help="also quantize the head; a head tied to the embedding gets its own matrix",
     )
     group.add_argument(
         "--ignore",
         nargs="*",
         action="extend",
-        help="linears (full names, or dotted suffixes) and modules (full names) to leave unquantized, besides lm_head",
+        help="linears (full names or dotted suffixes) and modules (full names) to leave unquantized, besides lm_head",
     )
 
 
@@ -116,7 +127,7 @@ def _takers(field: str) -> list[str]:
 
 
 def _recipe(options: argparse.Namespace) -> Recipe:
-    """Return the recipe of the options that were given; raises ConfigError, which names the option."""
+    """Return the recipe of the options that were given. Raise ConfigError, which names the option."""
     names = Recipe.__dataclass_fields__.keys()
     given = {name: value for name, value in vars(options).items() if name in names}
     for name in given:
@@ -131,11 +142,11 @@ def _recipe(options: argparse.Namespace) -> Recipe:
 
 
 def _ignored(options: argparse.Namespace, named: list[str]) -> list[str]:
-    """Return what stays unquantized: what --ignore names, and the head unless --lm-head is given."""
+    """Return the names to leave unquantized: those of --ignore, and the head unless --lm-head is given."""
     if not hasattr(options, "lm_head"):
         return [*(name for name in named if name != "lm_head"), "lm_head"]
     if "lm_head" in named:
-        raise UsageError("--lm-head quantizes the head and --ignore lm_head leaves it: give only one of them")
+        raise UsageError("--lm-head contradicts --ignore lm_head: give only one of them")
     return named
 
 
@@ -161,8 +172,8 @@ def _run(options: argparse.Namespace) -> int:
     source = model_directory(options.model)
     if options.dry_run:
         return _dry_run(recipe, source, options)
-    made = Path(options.destination) / "config.json"  # written last, with the directory's final name
-    before = made.exists()
+    config = Path(options.destination) / "config.json"  # appears when the checkpoint is complete
+    existed = config.exists()
     try:
         with console.JsonEvents() if options.json else console.ProgressDisplay() as display:
             quantize_checkpoint(
@@ -176,14 +187,14 @@ def _run(options: argparse.Namespace) -> int:
                 on_event=display,
             )
     except KeyboardInterrupt:
-        complete = made.exists() and not before
+        complete = config.exists() and not existed
         done = "the checkpoint is complete" if complete else "finished blocks are kept: continue with --resume"
         raise KeyboardInterrupt(done) from None
     return 0
 
 
 def _show(planned: Mapping[str, Any]) -> None:
-    """Print what a recipe would make of a model: the answer of `quantize.plan.plan`."""
+    """Print the answer of `quantize.plan.plan`: the linears that a recipe quantizes, and what stays unquantized."""
     rows = [
         (layer["name"], f"{layer['shape'][0]}x{layer['shape'][1]}", f"{layer['bits']:.3f}", f"{layer['bytes']:,}")
         for layer in planned["layers"]
@@ -191,7 +202,7 @@ def _show(planned: Mapping[str, Any]) -> None:
     total = planned["totals"]
     rows.append(("total", f"{total['weights']:,}", f"{total['bits_per_weight']:.3f}", f"{total['bytes']:,}"))
     served = planned["recipe"].get("count") == "served"
-    title = f"{planned['recipe']['method']}: what would be quantized" + (", in memory" if served else "")
+    title = f"{planned['recipe']['method']}: linears to quantize" + (", sizes in memory" if served else "")
     console.print_table(title, ("linear", "shape", "bits", "bytes"), rows)
     for left in planned["unquantized"]:
         print(f"unquantized: {left['name']}  {'x'.join(map(str, left['shape']))}")
@@ -214,5 +225,5 @@ def _dry_run(recipe: Any, source: Any, options: argparse.Namespace) -> int:
         for name, size in sizes.items()
         if size
     ]
-    console.print_table("what the run needs, from shapes", ("", "where", "MB"), needs)
+    console.print_table("what the run needs, computed from shapes", ("", "where", "MB"), needs)
     return 0

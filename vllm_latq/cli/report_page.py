@@ -1,7 +1,7 @@
-"""`latq report`: the contents and errors of a checkpoint as one self-contained HTML page.
+"""`latq report`: sizes, errors and bounds of a checkpoint on one self-contained HTML page.
 
-Invariant: everything that comes from the checkpoint is escaped, the page holds no script, and a content security policy
-forbids the browser to run or fetch any.
+Invariant: everything that comes from the checkpoint is escaped. The page holds no script, and its content security
+policy forbids the browser to run or fetch one.
 """
 
 import json
@@ -48,7 +48,7 @@ _LAYER_COLUMNS = ("layer", "#", "shape", "bits", "outliers", "relative error", "
 
 
 def report_page(directory: str | Path) -> str:
-    """Return the page of a checkpoint as HTML text.
+    """Return the report page of a checkpoint as HTML text.
 
     Raises:
         LatqError: the checkpoint or its report is damaged, or matplotlib is missing.
@@ -59,7 +59,7 @@ def report_page(directory: str | Path) -> str:
     report = reader.report()
     sections = [
         _section("Summary", _pairs(_summary(layers, report))),
-        _section("To look at", _list(list(_notes(layers)))),
+        _section("Notes", _list(list(_notes(layers)))),
         '<div class="plots">',
         *(_section(heading, svg) for heading, svg in draw(layers).items()),
         "</div>",
@@ -71,12 +71,12 @@ def report_page(directory: str | Path) -> str:
 
 
 def write_report_page(directory: str | Path, output: str | Path) -> None:
-    """Write the page of a checkpoint to a file; raise LatqError if the checkpoint is damaged or the file unwritable."""
+    """Write the report page of a checkpoint to a file. Raise LatqError, also if the file cannot be written."""
     page = report_page(directory)
     try:
         Path(output).write_text(page, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
-        raise ConfigError("output", "a file that can be written", str(error), "Choose another path.") from None
+        raise ConfigError("output", "a writable file", str(error), "Choose another path.") from None
 
 
 def _view(name: str, weight: Weight, measured: LayerReport | None) -> LayerView:
@@ -102,16 +102,17 @@ def _summary(layers: Sequence[LayerView], report: Mapping[str, Any]) -> dict[str
     weights, bits = sum(sizes), sum(layer.bits * size for layer, size in zip(layers, sizes, strict=True))
     served = summed(records, "served_bits", sizes)
     error, loss, loss_bound = (summed(records, key) for key in ("error", "loss", "loss_bound"))
-    held = [record.bound_holds for record in records]
+    claims = [record.bound_holds for record in records]
+    held, violated, unclaimed = (claims.count(holds) for holds in (True, False, None))
     return {
         "Quantized linears": str(len(layers)),
         "Weights": f"{weights:,}",
-        "Stored bits per weight, all counted": f"{bits / max(weights, 1):.4f}",
+        "Stored bits per weight": f"{bits / max(weights, 1):.4f}",
         "Bits per weight in memory while served": "not measured" if served is None else f"{served / weights:.4f}",
         "Bytes": f"{round(bits / 8):,}",
-        "Summed error": "not measured" if error is None else number(error),
+        "Sum of errors": "not measured" if error is None else number(error),
         **({} if loss is None else {"Whole model": prediction(loss, loss_bound)}),
-        "Bound": f"holds in {held.count(True)}, violated in {held.count(False)}, not claimed in {held.count(None)}",
+        "Bound": f"holds for {held} layers, violated for {violated}, not claimed for {unclaimed}",
         "Calibration": _plain(report.get("calibration")),
         "Seconds": _plain(report.get("seconds")),
         "Made with": f"vllm-latq {_plain(report.get('vllm_latq'))}, torch {_plain(report.get('torch'))}",
@@ -119,12 +120,12 @@ def _summary(layers: Sequence[LayerView], report: Mapping[str, Any]) -> dict[str
 
 
 def _notes(layers: Sequence[LayerView]) -> Iterator[str]:
-    """Yield the warnings that a person should read before trusting the numbers."""
+    """Yield one sentence for each problem or remark that affects how far the numbers can be trusted."""
     for layer in layers:
         if layer.measured.bound_holds is False:
             yield f"{layer.name}: the error exceeds its bound."
         if layer.measured.bits is not None and abs(layer.measured.bits - layer.bits) > 1e-6:
-            yield f"{layer.name}: the report says {layer.measured.bits:.4f} bits, {layer.bits:.4f} are stored."
+            yield f"{layer.name}: the report says {layer.measured.bits:.4f} bits, the files have {layer.bits:.4f}."
         if layer.measured.error is None:
             yield f"{layer.name}: no error was measured (no calibration data)."
         if layer.measured.note:
@@ -165,7 +166,7 @@ def _pairs(values: Mapping[str, Any]) -> str:
 
 def _list(items: Sequence[str]) -> str:
     if not items:
-        return '<p class="note">Nothing.</p>'
+        return '<p class="note">None.</p>'
     return "<ul>" + "".join(f'<li class="bad">{escape(item)}' for item in items) + "</ul>"
 
 

@@ -1,7 +1,7 @@
-"""Draw the plots of a report page as inline SVG with matplotlib. Layers are numbered in stored order, coloured by kind.
+"""Draw the plots of a report page as inline SVG, with matplotlib. Layers are numbered as stored and coloured by kind.
 
-Invariant: a drawing holds no script, no reference outside itself and no mathtext, whatever the layers are called; its
-text and axes take the colour of the text around it, so that it reads on light and dark pages.
+Invariant: a plot holds no script, no outside reference and no mathtext, whatever the names of the layers. Its text and
+axes take the colour of the surrounding text, so that it is readable on light and dark pages.
 """
 
 import io
@@ -39,16 +39,16 @@ _STYLE: Any = {
 
 @dataclass(frozen=True)
 class LayerView:
-    """The facts about one linear that the page shows.
+    """The numbers that the page shows for one linear.
 
     Attributes:
         name: name of the module.
         shape: (rows, cols).
-        bits: stored bits per weight, recounted.
-        density: share of weights stored as outliers.
-        row_density: share of outliers in each of ROW_BANDS bands of consecutive rows, float [ROW_BANDS].
+        bits: stored bits per weight, counted from the tensors.
+        density: fraction of the weights stored as outliers.
+        row_density: density in each of ROW_BANDS bands of consecutive rows, float [ROW_BANDS].
         scales: histogram of log2|scale| over SCALE_EDGES, int [len(SCALE_EDGES) - 1].
-        measured: the linear's record in the report.
+        measured: record of the linear in the report.
     """
 
     name: str
@@ -66,7 +66,11 @@ class LayerView:
 
 
 def draw(layers: Sequence[LayerView]) -> dict[str, str]:
-    """Return heading -> SVG text of every plot with data; raise ConfigError if matplotlib is missing."""
+    """Return heading -> SVG text of every plot that the layers have numbers for.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
     try:
         import matplotlib
     except ImportError:
@@ -131,7 +135,7 @@ def _scales(layers: Sequence[LayerView]) -> str:
         return ""
     used = np.nonzero(total)[0]
     window = slice(max(used[0] - 1, 0), used[-1] + 2)
-    with _figure("log2 of the scale, without its sign", "number of scales") as (axes, svg):
+    with _figure("log2 of the absolute scale", "number of scales") as (axes, svg):
         for kind, color in _colors(layers).items():
             counts = np.sum([layer.scales for layer in layers if layer.kind == kind], axis=0)
             edges = SCALE_EDGES[window.start : window.start + len(counts[window]) + 1]
@@ -143,7 +147,7 @@ def _scales(layers: Sequence[LayerView]) -> str:
 
 
 def _dots(axes: Any, layers: Sequence[LayerView], values: Sequence[float | None]) -> None:
-    """Draw one dot per layer that has a value, coloured by kind, with a legend."""
+    """Draw one dot per layer that has a value, coloured by kind, and a legend."""
     for kind, color in _colors(layers).items():
         points = [
             (i, value)
@@ -161,7 +165,7 @@ def _colors(layers: Sequence[LayerView]) -> dict[str, str]:
 
 
 def _plain_ticks(axes: Any, linthresh: float | None = None) -> None:
-    """Write plain numbers on a logarithmic axis; matplotlib's own formatters write mathtext."""
+    """Label a logarithmic axis with plain numbers; matplotlib's default formatters write mathtext."""
     from matplotlib.ticker import LogFormatter
 
     axes.yaxis.set_major_formatter(LogFormatter(linthresh=linthresh))
@@ -169,17 +173,17 @@ def _plain_ticks(axes: Any, linthresh: float | None = None) -> None:
 
 
 def _label(kind: str) -> str:
-    # matplotlib leaves labels that begin with an underscore out of the legend.
+    # matplotlib omits labels that begin with an underscore from the legend.
     return kind.lstrip("_") or "-"
 
 
 @contextmanager
 def _figure(xlabel: str, ylabel: str) -> Iterator[tuple[Any, list[str]]]:
-    """Yield axes to draw on and a list that receives the SVG afterwards; without pyplot, so no global state changes."""
+    """Yield axes to draw on, and a list that holds the SVG once the context ends. Use no pyplot, so no global state."""
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
-    # About the width of a phone in points, so that text keeps its size there.
+    # About the width of a phone in points, so that text is not scaled down there.
     figure = Figure(figsize=(5, 3.1), layout="constrained")
     axes, svg = figure.add_subplot(), list[str]()
     axes.set_xlabel(xlabel)
@@ -191,7 +195,7 @@ def _figure(xlabel: str, ylabel: str) -> Iterator[tuple[Any, list[str]]]:
 
 
 def _inline(svg: str) -> str:
-    """Return an SVG document as an element of a page: no prologue, no group ids (figures share them), our ink."""
+    """Return an SVG document as an element of a page: no prologue, no group ids (figures repeat them), our ink."""
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
     svg = re.sub(r'<g id="[^"]*"', "<g", svg)
     svg = re.sub(r'<svg ([^>]*?)width="[^"]*"', r"<svg \1", svg)
