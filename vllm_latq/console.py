@@ -78,6 +78,7 @@ class WarnOnce:
         self._shown: set[str] = set()
 
     def __call__(self, message: Warning | str, *_: Any, **__: Any) -> None:
+        """Print a warning, once."""
         if self.enabled and str(message) not in self._shown:
             self._shown.add(str(message))
             print(f"latq: warning: {message}", file=sys.stderr)
@@ -105,6 +106,7 @@ class JsonEvents:
         pass
 
     def __call__(self, event: Mapping[str, Any]) -> None:
+        """Print one event as a line of JSON."""
         print(json.dumps({**event, "peak_memory": peak_memory()}), flush=True)
 
 
@@ -133,6 +135,7 @@ class ProgressDisplay:
         self.progress.stop()
 
     def __call__(self, event: Mapping[str, Any]) -> None:
+        """Show one event."""
         handler = getattr(self, f"_{event['event']}")
         handler(event)
 

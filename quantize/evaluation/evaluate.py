@@ -52,6 +52,7 @@ class Evaluation:
     top1_agreement: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
+        """All values by their names, for a JSON file."""
         return dataclasses.asdict(self)
 
 

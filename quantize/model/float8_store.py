@@ -38,6 +38,7 @@ class Float8Store(TensorStore):
         return name not in self._scales and super().__contains__(name)
 
     def names(self) -> Iterable[str]:
+        """Names of all tensors but the scales."""
         return [name for name in super().names() if name not in self._scales]
 
     def get(self, name: str) -> Tensor:

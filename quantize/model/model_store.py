@@ -55,6 +55,7 @@ class ModelStore(Float8Store):
         )
 
     def names(self) -> Iterable[str]:
+        """Names of all tensors, with the matrices of stacked experts in place of the stacks."""
         return [*(name for name in super().names() if name not in self._hidden), *self._matrices]
 
     def shape(self, name: str) -> tuple[int, ...]:

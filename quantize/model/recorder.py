@@ -50,6 +50,7 @@ class Recorder(nn.Module):
         return attributes[name] if name in attributes else super().__getattr__(name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Keep the arguments of the call by their names, and return hidden states that no block has computed."""
         bound = self.signature.bind(*args, **kwargs).arguments
         for parameter in self.signature.parameters.values():
             if parameter.kind is parameter.VAR_KEYWORD:
@@ -84,6 +85,7 @@ class Given(Recorder):
     given: torch.Tensor
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the given hidden states in the form that the block returns."""
         return (self.given, None)[: self.outputs] if self.outputs else self.given
 
 

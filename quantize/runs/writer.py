@@ -271,6 +271,7 @@ class CheckpointWriter:
             rename_durably(self.partial, self.destination)
 
     def shard_name(self, shard: int) -> str:
+        """File name of a shard, counted from 0."""
         return f"model-{shard + 1:05d}-of-{self.shards:05d}.safetensors"
 
     def _records_name(self, shard: int) -> str:

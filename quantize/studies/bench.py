@@ -68,6 +68,7 @@ class Row:
     options: Mapping[str, Any]
 
     def cells(self) -> tuple[str, ...]:
+        """Texts of the cells of this row of the table."""
         wall, busy = self.timing, f"{self.timing.quantize_cpu:.1f}"
         return (
             f"{self.quantizer} {self.setting}",
@@ -109,7 +110,7 @@ class Bench:
             model in the dtype that it is stored in, and stores its scales so.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (every row of the table shares all of them)
         self,
         model: Path,
         calibration: str,
@@ -264,6 +265,7 @@ def rows(bench: Bench, bits: int, peers: list[str], only: list[str] | None) -> I
 
 
 def main(arguments: list[str] | None = None) -> None:
+    """Run the command; `arguments` replace those of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, metavar="MODEL")
     parser.add_argument("--calibration", required=True)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 
 def main(path: str) -> None:
+    """Quantize with GPTQModel as the JSON file `path` says."""
     job = json.loads(Path(path).read_text())
     import torch
 

@@ -18,6 +18,7 @@ from vllm_latq.quantize.recipe import Recipe
 
 
 def main(path: str) -> None:
+    """Quantize with this package as the JSON file `path` says."""
     job = json.loads(Path(path).read_text())
     torch.set_num_threads(job["threads"])
     begun: list[tuple[float, float]] = []

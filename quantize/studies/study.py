@@ -50,6 +50,7 @@ class Row:
     seconds: float
 
     def cells(self) -> tuple[str, ...]:
+        """Texts of the cells of this row of the table."""
         return (
             self.name,
             f"{self.bits:.3f}",
@@ -160,6 +161,7 @@ def _rest(row: Mapping[str, Any]) -> list[str]:
 
 
 def main() -> None:
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, metavar="MODEL")
     parser.add_argument("--calibration", required=True)

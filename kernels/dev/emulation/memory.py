@@ -112,6 +112,7 @@ class SharedMemory:
         self.traffic = traffic
 
     def barrier(self) -> None:
+        """Forget who wrote and read each byte, as all threads have met."""
         self.writer.fill(_NOBODY)
         self.reader.fill(_NOBODY)
         self.traffic.barriers += 1

@@ -29,6 +29,7 @@ class Instruction:
 
     @property
     def parts(self) -> list[str]:
+        """The opcode, split at its dots."""
         return self.opcode.split(".")
 
 
