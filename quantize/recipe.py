@@ -33,7 +33,7 @@ METHODS = tuple(UNUSED)
 HUFFMAN_METHODS = ("hptq", "hrtn")
 CODED_METHODS = (*HUFFMAN_METHODS, "latq")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-# What each field that is a choice may be.
+# Allowed values of each field that is a choice.
 CHOICES: Mapping[str, tuple[Any, ...]] = {
     "method": METHODS,
     "bits": SUPPORTED_BITS,

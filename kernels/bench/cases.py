@@ -1,4 +1,4 @@
-"""What the benchmark runs: layer shapes, random layers with their exact dense weights, and the correctness gate.
+"""Cases of the benchmark: layer shapes, random layers with their exact dense weights, and the correctness gate.
 
 The dense weight is built from the integers, never from packed words: it shares nothing with what it checks.
 """
@@ -26,8 +26,8 @@ BITS = (2, 3, 4)
 OUTLIER_RATES = (0.0, 0.005, 0.01, 0.02, 0.05)
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512)
 GROUP_SIZE = 128
-# Of the largest output. Decode rounds once to bfloat16 (2^-9) after float32 sums; prefill rounds the weights, too; a
-# layer of experts rounds what lies between its products, and outputs twice.
+# Relative to the largest output. Decode rounds once to bfloat16 (2^-9) after float32 sums. Prefill rounds the weights,
+# too. A layer of experts rounds between its products, and rounds outputs twice.
 DECODE_TOLERANCE, PREFILL_TOLERANCE, EXPERT_TOLERANCE = 2**-8, 2**-7, 2**-6
 _CHUNK_ROWS = 4096  # rows of the float64 reference at a time
 

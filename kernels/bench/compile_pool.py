@@ -29,9 +29,9 @@ def available_processes() -> int:
 
 
 def kernels_of(launches: Iterable[Callable[[], object]]) -> list[Kernel]:
-    """What Triton would compile for them, once each; a launch that raises has what it came to.
+    """Return the kernels that Triton would compile for launches, once each; a launch that raises counts until there.
 
-    What kernels would have written stays as it was allocated: of use is only which kernels they are.
+    The launches write nothing: only the list of kernels is of use.
     """
     found: dict[Kernel, None] = {}
 

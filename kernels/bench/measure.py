@@ -87,7 +87,7 @@ class Bench:
                 yield self._attempt(case, case.path, partial(self._ours, case, made))
 
     def _make(self, case: Case) -> Any:
-        """What the cases of one layer share: it, and copies of its weight that exceed the cache."""
+        """Make the layer of a case, with copies of its weight that exceed the cache."""
         layer = make_layer(case, self.device)
         return layer, rotating(layer.weight, self.cache)
 

@@ -59,7 +59,7 @@ class Experts:
         return error if error == error else float("inf")
 
     def bytes(self, batches: list[Batch]) -> int:
-        """Of the experts that a batch needs and of x and y, on average."""
+        """Bytes of the experts that a batch needs and of x and y, on average."""
         each = [sum(layer.weight.storage_bytes() for layer in pair) for pair in zip(*self.layers, strict=True)]
         weights = sum(each[expert] for batch in batches for expert in batch.ids.unique().tolist()) // len(batches)
         return weights + 2 * batches[0].x.nbytes

@@ -44,7 +44,7 @@ def installed() -> dict[str, tuple[int, ...]]:
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that the importable peers are part of."""
+    """Versions of the packages that the importable peers are part of."""
     found = {module: "unknown" for module, _ in PEERS.values() if importlib.util.find_spec(module)}
     for module in found:
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -71,7 +71,7 @@ def _marlin(dense: torch.Tensor, bits: int, group_size: int, cache: int) -> Peer
         "weight_zp": empty,
         "g_idx": empty,
         "g_idx_sort_indices": empty,
-        # Of our own: without one, a launch outside of an engine would allocate and clear it each time.
+        # A workspace of our own: without one, a launch outside of an engine would allocate and clear it each time.
         "workspace": marlin_utils.marlin_make_workspace_new(dense.device, MARLIN_BLOCKS_PER_PROCESSOR),
         "wtype": scalar_types.uint4b8,
         "output_size_per_partition": dense.shape[0],

@@ -176,16 +176,14 @@ class ModelLattice:
         self, weights: Mapping[str, torch.Tensor], inputs: InputLattice, outputs: Mapping[str, OutputLattice]
     ) -> Prices:
         """Return the bits that the linears of one input would take at some steps."""
-        target = self.recipe.target_bits
-        assert target is not None
+        target = self.recipe.bits_to_meet
         if self.recipe.count == "served":
             return served_curves(weights, inputs, outputs, target)
         return {name: rate_curve(weight, inputs, outputs[name], target) for name, weight in weights.items()}
 
     def share_out(self, inputs: Sequence[Prices]) -> dict[str, Share]:
         """Share the recipe's target out over the linears of all inputs; return linear -> its share."""
-        target = self.recipe.target_bits
-        assert target is not None
+        target = self.recipe.bits_to_meet
         if self.recipe.count == "served":
             return allocate_served(inputs, expert_stacks(self.decoder.model, self.quantized), target)
         curves = {name: curve for linears in inputs for name, curve in linears.items()}

@@ -43,7 +43,7 @@ _ROUNDS = 2
 _BISECTIONS = 40
 # By how much a leap of the widths can leave the steps too coarse.
 _OCTAVES_LEFT = 8.0
-# Of a bit, in units of s^2 / 12.
+# Price of a bit, in units of s^2 / 12.
 _PRICE = 2 * math.log(2)
 # Weights whose steps are counted at once, so that the intermediates stay small.
 _BAND_WEIGHTS = 1 << 20
@@ -51,7 +51,7 @@ _BAND_WEIGHTS = 1 << 20
 
 @dataclass(frozen=True)
 class ServedCurve:
-    """Of one linear, with codes of one width, at some of the model's steps.
+    """Bits and loss of one linear, with codes of one width, at some of the model's steps.
 
     Attributes:
         bits: served bits per weight.
@@ -64,7 +64,7 @@ class ServedCurve:
     least: float
 
     def cost(self, octaves: float) -> float:
-        """What loss and bits come to at a step, given by its log2; in the same units."""
+        """Total of loss and bits at a step, given by its log2; in the same units."""
         (finest, _), *_, (coarsest, _) = self.bits.points
         octaves = min(max(octaves, finest), coarsest)
         return 2.0 ** self.loss.bits(octaves) + _PRICE * self.bits.weights * self.bits.bits(octaves)
@@ -80,7 +80,7 @@ def served_curves(
     outputs: Mapping[str, OutputLattice],
     target_bits: float,
 ) -> ServedCurves:
-    """What the linears of one input would take and lose, for every width.
+    """Bits and losses of the linears of one input, for every width.
 
     Args:
         weights: name -> [r, c].
@@ -190,7 +190,7 @@ def _moved(side: Side, eighths: torch.Tensor) -> Side:
 
 @dataclass(frozen=True)
 class _Targets:
-    """What is rounded, in units in which the squared error of each weight is a loss.
+    """The weights to round, in units in which the squared error of each weight is a loss.
 
     Attributes:
         weights: float32 [all r, c].
@@ -213,7 +213,7 @@ def _targets(
     outputs: Mapping[str, OutputLattice],
     samples: Mapping[str, torch.Tensor | None],
 ) -> _Targets:
-    """Of the sampled rows of the linears of one input (None: of all)."""
+    """Targets of the sampled rows of the linears of one input (None: of all rows)."""
     columns, column_spread = inputs.weights.sqrt(), inputs.factor.spread
     scaled, feedback = [], []
     for name, weight in weights.items():
@@ -243,7 +243,7 @@ def _fit(targets: _Targets, octaves: float, width: int) -> tuple[torch.Tensor, t
         return targets.limits(width, 2.0**octaves * math.sqrt(mean))
 
     cols = torch.zeros(targets.weights.shape[1], dtype=torch.int64, device=targets.weights.device)
-    # What is fed back depends on the steps: first on those of rows that suit the weights alone.
+    # The feedback depends on the steps: first on steps of rows that suit the weights alone.
     each = USUAL_OUTLIER_BITS[width]
     rows, _ = _best(_counts_of_rows(targets.limits(width, 0.0), cols + model), cols, each)
     rows, overflow = _best(_counts_of_rows(limits(rows, cols), cols + model), cols, each)
@@ -254,8 +254,10 @@ def _fit(targets: _Targets, octaves: float, width: int) -> tuple[torch.Tensor, t
 
 
 def _best(counts: torch.Tensor, others: torch.Tensor, each: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of counts [n, steps + 1] the cheapest step, int64 [n], and what overflows there, at so many bits each; the steps
-    of the other side are `others`, int64 [m]."""
+    """Return the cheapest step of each row of counts [n, steps + 1], int64 [n], and how many weights overflow there.
+
+    An overflowing weight costs `each` bits. The steps of the other side are `others`, int64 [m].
+    """
     steps = torch.arange(_FINEST, _COARSEST + 1, device=counts.device)
     overflow = len(others) - counts.cumsum(1)[:, :-1]
     cost = _squared(steps) * _squared(others).sum() + _PRICE * each * overflow

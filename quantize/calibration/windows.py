@@ -127,5 +127,5 @@ def check_seq_len(decoder: Decoder, recipe: Recipe) -> None:
 
 
 def sizes(samples: torch.Tensor | None) -> dict[str, int] | None:
-    """Of calibration samples [n, tokens], for events and the report."""
+    """Describe calibration samples [n, tokens] for events and the report."""
     return None if samples is None else {"samples": samples.shape[0], "seq_len": samples.shape[1]}

@@ -39,7 +39,7 @@ TOLERANCE = 0.01
 _RECOMPUTED = tuple(name for name in NUMBERS if name != "seconds")
 # Reports of earlier versions lack them.
 _NOT_ALWAYS_CLAIMED = ("served_bits", "served_bits_per_weight")
-# What a layer of zeros loses is zero up to rounding, which no relative tolerance compares.
+# The loss of a layer of zeros is zero up to rounding, which no relative tolerance compares.
 _NOTHING = 1e-12
 _HINT = "Report or weights were changed, or model, calibration text or version are not the ones of this checkpoint."
 

@@ -1,4 +1,4 @@
-"""What a report should say of stored weights, from the original model, the calibration text and the recipe alone.
+"""Recompute a report on stored weights from the original model, the calibration text and the recipe alone.
 
     layer_by_layer  the text passes through the blocks as in a run, with the stored weights in place of a quantizer:
                     the Hessian of each input, its factor, and from them the errors and the worst case

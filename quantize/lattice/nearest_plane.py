@@ -237,8 +237,8 @@ class _State:
             batch.addmm_(self.propagation[:start, start:stop].T, self.residual[:start], alpha=-1)
         if self.grid.offset:
             batch.sub_(scales, alpha=self.grid.offset)
-        # What a step receives lies in one row, and the views that every step needs are made at once: on narrow layers
-        # they take as long as the arithmetic.
+        # The factors of each step lie in one row. All views are made at once, because on narrow layers making them
+        # takes as long as the arithmetic.
         moves = self.propagation[start:stop, start:stop].T.contiguous()
         views = (batch.split(1), moves.split(1), self.integers[start:stop].unbind(), scales.unbind())
         for done, (current, move, integer, scale) in enumerate(zip(*views, strict=True)):

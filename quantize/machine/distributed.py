@@ -71,7 +71,7 @@ class World:
         return samples.tensor_split(self.size)[self.rank]
 
     def gather(self, make: Callable[[], T]) -> list[T]:
-        """What `make` returns on each rank, by rank, on every rank; the first error that one of them met."""
+        """Return on every rank the results of `make` on each rank, by rank; raise the first error of any."""
         if self.size == 1:
             return [make()]
         files: list[Any] = [None] * self.size
@@ -79,7 +79,7 @@ class World:
         return [_outcome(file) for file in files]
 
     def from_first(self, make: Callable[[], T]) -> T:
-        """What `make` returns on the first rank, or the error that it met, on every rank; it is called there only."""
+        """Call `make` on the first rank only; return its result, or raise its error, on every rank."""
         if self.size == 1:
             return make()
         files = [_attempt(make) if self.first else None]
@@ -116,7 +116,7 @@ def world_size() -> int:
 
 
 def _attempt(make: Callable[[], Any]) -> bytes:
-    """What `make` returns or raises, as a file: unlike a pickle, it may hold tensors of any dtype (uint16)."""
+    """Write the result or error of `make` to a file: unlike a pickle, it may hold tensors of any dtype (uint16)."""
     outcome: Any
     try:
         outcome = make()

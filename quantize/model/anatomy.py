@@ -120,7 +120,7 @@ def fill_computed_buffers(model: Any, name: str, module: nn.Module, device: torc
     names = [leaf for leaf in module._non_persistent_buffers_set if module._buffers.get(leaf) is not None]
     if not names:
         return
-    # Of a multimodal model each part knows how to initialize its own.
+    # In a multimodal model each part knows how to initialize its own buffers.
     above = (model.get_submodule(name[:end]) for end in (len(name), *reversed(_ends(name)), 0))
     owners: list[Any] = [part for part in above if isinstance(part, PreTrainedModel)]
     for owner, part in ((owners[0], module), *((owner, owner) for owner in owners)):

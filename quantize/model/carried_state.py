@@ -1,4 +1,4 @@
-"""What blocks hand on: hidden states, and in some models more, to the next block or to any later one.
+"""State that blocks hand on: hidden states, and in some models more, to the next block or to any later one.
 
 In Gemma 3n and Gemma 4 some blocks fill mappings, of keys and values that the last ones attend to. In GLM-5 and Zaya a
 block returns what its indexer or its router found, too, and the next is called with it. Invariant: between two blocks
@@ -20,7 +20,7 @@ _Place = tuple[str, Any]
 
 
 class HandedOn:
-    """What the blocks have handed on for a few samples, and once gradients are computed, those.
+    """The state that the blocks have handed on for a few samples, and its gradients once they are computed.
 
     Args:
         names: of the arguments of blocks that are such mappings.
@@ -98,7 +98,7 @@ class HandedOn:
                     results.append(tensor)
                     gradients.append(known.to(tensor.device))
         torch.autograd.backward(results, gradients)
-        # Of what the block itself handed on nothing remains: only what it was given has a gradient.
+        # Gradients remain only for the state that the block was given, not for the state that it handed on.
         self._gradients = {
             place: [torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in tensors]
             for place, tensors in read.items()

@@ -137,7 +137,7 @@ class Decoder:
         return batches
 
     def _record(self, tokens: torch.Tensor) -> tuple[list[Recorder], str]:
-        """What each block is called with, and the argument that the block before returns beside hidden states."""
+        """Arguments of each block, and the argument that the previous block returns beside hidden states."""
         base = self.model.get_submodule(self.anatomy.base)
         options = {} if self.encoder else {"use_cache": False}
 
@@ -165,7 +165,7 @@ class Decoder:
 
     @contextmanager
     def head(self) -> Iterator[nn.Module]:
-        """What turns the last block's hidden states into logits, with its weights in memory."""
+        """The modules that turn the last block's hidden states into logits, with their weights in memory."""
         # A tied embedding is in memory anyway, and Gemma 4 compares states with those of images' tokens.
         with self._outside(self.anatomy.blocks if self.tied else self.anatomy.embedding):
             yield _Tail(self)
@@ -250,7 +250,7 @@ class Decoder:
         return tensor
 
     def _load(self, name: str, like: torch.Tensor) -> torch.Tensor:
-        """What a tensor of the model is read from, in the dtype of `like`, on the device."""
+        """Read a tensor of the model from its files, in the dtype of `like`, onto the device."""
         tensor = self.read(self._sources[name])
         if like.is_floating_point() and not tensor.is_floating_point():
             where = f"{self.source}: {self._sources[name]}"
@@ -258,7 +258,7 @@ class Decoder:
         return tensor.to(self.device, like.dtype, copy=True)
 
     def _unable(self, where: str, expected: str, error: Exception) -> UnsupportedModelError:
-        """What transformers' own code raised, as an error that names the place."""
+        """Turn an error of transformers' own code into one that names the place."""
         return UnsupportedModelError(f"{self.source}: {where}", expected, summary(error))
 
 
@@ -286,7 +286,7 @@ class _Tail(nn.Module):
         return logits
 
     def _unused(self, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What the blocks alone use: embeddings of the tokens, and Gemma's further ones, one for each block.
+        """Inputs of the blocks only: embeddings of the tokens, and Gemma's further ones, one for each block.
 
         Nothing reads them, so the number of tokens need not be right, as where the streams of Gemma 3n come first.
         """

@@ -82,7 +82,7 @@ def load_tokenizer(directory: str | Path) -> "PreTrainedTokenizerBase":
     where, hint = f"model {directory}", "Copy tokenizer.json and tokenizer_config.json beside it."
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-    # What the tokenizers library raises is a bare Exception.
+    # The tokenizers library raises a bare Exception.
     except Exception as error:
         raise CheckpointError(where, "a tokenizer that transformers can load", summary(error), hint) from error
     # Where there are no files, transformers makes a tokenizer without a vocabulary: it would read no text at all.

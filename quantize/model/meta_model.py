@@ -33,7 +33,7 @@ def load_config(source: Path) -> Any:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     except (AttributeError, KeyError, OSError, TypeError, ValueError, StrictDataclassError) as error:
         raise UnsupportedModelError(f"{source}/config.json", "a model configuration", summary(error)) from None
-    # Of a multimodal model, that of its language model may say so.
+    # In a multimodal model the language model's configuration may say so.
     for part in (config, config.get_text_config()):
         quantization = vars(part).pop("quantization_config", None)
         if quantization is not None and not is_float8(quantization):
@@ -57,7 +57,7 @@ def auto_class(config: Any) -> Any:
     multimodal: Any = MODEL_FOR_MULTIMODAL_LM_MAPPING.get(type(config), None)
     if multimodal is None:
         return AutoModelForCausalLM
-    # Of some configurations both are made: then the checkpoint says which of them it holds.
+    # Some configurations belong to both kinds of model: then the checkpoint says which of them it holds.
     either = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
     held = config.architectures if isinstance(config.architectures, list) else []
     return AutoModelForCausalLM if either and multimodal.__name__ not in held else AutoModelForMultimodalLM
@@ -91,7 +91,7 @@ def model_config(source: Path, untied: bool) -> dict[str, Any]:
             part.pop("quantization_config", None)
     if untied:
         own_head = {"tie_word_embeddings": False}
-        # Of a multimodal model some readers ask the whole, others the language model.
+        # Some readers ask a multimodal model's own configuration, others that of its language model.
         text = config.get("text_config")
         config |= own_head | ({"text_config": {**text, **own_head}} if text else {})
     return config

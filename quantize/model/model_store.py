@@ -59,7 +59,7 @@ class ModelStore(Float8Store):
         return [*(name for name in super().names() if name not in self._hidden), *self._matrices]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of one tensor, from its file's header; raises CheckpointError if it is missing."""
+        """Shape of one tensor, from its file's header; raises CheckpointError if it is missing."""
         if name in self._joined:
             first, *_ = shapes = [super(ModelStore, self).shape(part) for part in self._joined[name]]
             return sum(shape[0] for shape in shapes), *first[1:]
@@ -87,7 +87,7 @@ class ModelStore(Float8Store):
         return self.part(at.tensor, (at.expert, at.rows))
 
     def stored(self, name: str) -> list[str]:
-        """Those of `names` that a tensor is read from: itself, or what is joined to it."""
+        """Stored tensors that a tensor is read from: itself, or the tensors that are joined to it."""
         return self._joined.get(name, [name])
 
     def fit(self, model: Any) -> None:

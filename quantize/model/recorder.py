@@ -165,7 +165,7 @@ def check_recorded(recorders: list[Recorder], blocks: str) -> str:
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    """Those that an argument is or holds."""
+    """The tensors that an argument is or holds."""
     values = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else (value,)
     return [one for one in values if isinstance(one, torch.Tensor)]
 

@@ -1,4 +1,4 @@
-"""What of a model is never quantized: routers of experts, Mamba-1 mixers, towers, an encoder's pooler and heads."""
+"""Parts that are never quantized: routers of experts, Mamba-1 mixers, towers, an encoder's pooler and heads."""
 
 import warnings
 from collections.abc import Collection, Sequence
@@ -16,19 +16,19 @@ from vllm_latq.quantize.recipe import Recipe
 
 # Modules beside the experts that weigh them: small, and no other layer can make good a wrong choice of expert.
 ROUTERS = ("gate", "router", "shared_expert_gate")
-# What mixes the streams of Gemma 3n: matrices of a few rows or columns, and vLLM asks for a weight of theirs.
+# Modules that mix the streams of Gemma 3n: matrices of a few rows or columns, and vLLM asks for a weight of theirs.
 MIXER = "altup"
-# What chooses the tokens that sparse attention sees (DeepSeek-V3.2, GLM-5): no gradient reaches it, and vLLM fuses part
-# of it, unquantized.
+# Modules that choose the tokens that sparse attention sees (DeepSeek-V3.2, GLM-5): no gradient reaches them, and vLLM
+# fuses part of them, unquantized.
 INDEXER = "indexer"
-# What the first generation of Mamba mixers has, and no later one: vLLM has no quantized linears for them.
+# Linears that only the first generation of Mamba mixers has: vLLM has no quantized linears for them.
 MAMBA = ("x_proj", "dt_proj")
 MERGED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 Shape = tuple[int, ...]
 
 
 def merged_with(name: str, linears: Collection[str]) -> list[str]:
-    """What most models of vLLM merge with a linear into one matrix, which is quantized whole or not at all."""
+    """Linears that most vLLM models merge with a linear into one matrix, which is quantized whole or not at all."""
     module, _, leaf = name.rpartition(".")
     parts = {f"{module}.{part}" for parts in MERGED if leaf in parts for part in parts}
     return sorted(parts & set(linears) - {name})
@@ -141,7 +141,7 @@ def quantized_linears(decoder: Decoder, recipe: Recipe) -> dict[str, nn.Linear]:
 
 
 def ignored_modules(decoder: Decoder, recipe: Recipe) -> tuple[str, ...]:
-    """What stays unquantized: what the recipe names, and what never is quantized.
+    """Return the modules that stay unquantized: those that the recipe names, and those that never are quantized.
 
     `lm_head` stands for any language model's head.
     """
@@ -171,7 +171,7 @@ def _check_ignored(given: tuple[str, ...], kept: tuple[str, ...], linears: Colle
 
 
 def _warn_of_parts(chosen: Collection[str], linears: Collection[str]) -> None:
-    """Of what is merged into one matrix, and would be quantized in part."""
+    """Warn of linears that are merged into one matrix and would be quantized in part."""
     for name in chosen:
         if left := [part for part in merged_with(name, linears) if part not in chosen]:
             warnings.warn(

@@ -32,7 +32,7 @@ def is_partial(directory: str | Path) -> bool:
 
 
 def partial_progress(directory: str | Path) -> dict[str, Any]:
-    """What `OUT.partial` holds.
+    """Describe the content of `OUT.partial`.
 
     Returns:
         JSON-ready: `shards`, `shards_done`, `bytes` of the finished shards, `recipe`, and `layers`: the records of the

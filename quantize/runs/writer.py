@@ -48,7 +48,7 @@ COMPANION_FILES = (
     "sentence_bert_config.json",
     "config_sentence_transformers.json",
 )
-# What sentence-transformers keeps of each further step (1_Pooling, 2_Dense) of the model that modules.json lists.
+# Files of sentence-transformers for each further step (1_Pooling, 2_Dense) of the model that modules.json lists.
 STEP_FILES = ("[0-9]_*/*.json", "[0-9]_*/*.safetensors")
 STATE_FILE, LOCK_FILE = "state.json", "lock"
 # Files that a killed run was writing, here or in safetensors, and its activations.
@@ -89,7 +89,7 @@ def free_destination(destination: str | Path, resume: bool) -> Path:
 
 
 def _left(partial: Path) -> list[str]:
-    """What is there of an earlier run, or of anything else, but for what a run leaves that got nowhere."""
+    """Files of an earlier run, or any others, without those of a run that finished nothing."""
     if partial.exists() and not partial.is_dir():
         return ["a file"]
     own = (STATE_FILE, LOCK_FILE, *UNFINISHED) if (partial / STATE_FILE).exists() else (LOCK_FILE, f"{STATE_FILE}.tmp")
@@ -173,7 +173,7 @@ class CheckpointWriter:
         return self.partial / "scratch"
 
     def records(self, shard: int) -> dict[str, Any] | None:
-        """What `add` recorded for a shard of an earlier run; None if it was not finished."""
+        """Records that `add` wrote for a shard of an earlier run; None if it was not finished."""
         path = self.partial / self._records_name(shard)
         if not path.exists():
             return None

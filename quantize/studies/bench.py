@@ -94,7 +94,7 @@ def our_settings(bits: int, group_size: int, **shared: Any) -> dict[str, Recipe]
 
 
 class Bench:
-    """What all rows share.
+    """Model, texts and settings that all rows share.
 
     Args:
         model: Hugging Face directory.
@@ -137,7 +137,7 @@ class Bench:
         samples = calibration_samples(self.decoder, recipe, calibration)
         assert samples is not None
         self.samples = samples
-        # What the quantizers are given.
+        # The model that the quantizers get.
         self.source = model
         if dtype == "float32":
             if is_float8(json.loads((model / "config.json").read_text()).get("quantization_config")):

@@ -32,7 +32,7 @@ def main(path: str) -> None:
     seconds, busy = time.perf_counter() - started, time.process_time() - busy
     model.save(job["output"])
 
-    # What was quantized, as this package itself reads it back.
+    # The quantized weights, as GPTQModel itself reads them back.
     dense = Path(job["seconds"] + ".dense")
     dequantize_model(job["output"], dense, target_dtype=torch.float32)
 

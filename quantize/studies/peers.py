@@ -24,7 +24,7 @@ from vllm_latq.errors import CheckpointError, ConfigError
 from vllm_latq.format.files import TensorStore
 from vllm_latq.format.tensors import stored_bits
 
-# What a witness in bfloat16 or float16 may differ by, relative to the largest weight of its row.
+# Largest difference of a witness in bfloat16 or float16, relative to the largest weight of its row.
 WITNESS_TOLERANCE = 2.0**-7
 
 
@@ -54,7 +54,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Timing:
-    """Of one run, in seconds.
+    """Times of one run, in seconds.
 
     Attributes:
         quantize: wall time of the quantization: from when the model is open and the text tokenized; until the weights

@@ -104,7 +104,7 @@ def _guard(program: Program, instruction: Instruction) -> np.ndarray:
 
 
 def _translate(instruction: Instruction, kernel: Kernel) -> Step:
-    """What an instruction does to a program."""
+    """The effect of an instruction on a program."""
     parts = instruction.parts
     require(not (instruction.guard and {parts[0], instruction.opcode} & {*_TOGETHER}), f"PTX of {kernel.name}",
             "an instruction of whole warps without a guard", instruction.text)  # fmt: skip

@@ -15,7 +15,7 @@ _NOBODY, _SEVERAL, _EVERYBODY = -1, -2, -3
 
 @dataclass
 class Traffic:
-    """What a launch moved.
+    """Bytes that a launch moved.
 
     Attributes:
         loaded: bytes that global loads asked for.
@@ -35,7 +35,7 @@ class Traffic:
 
 
 def address(buffer: int) -> int:
-    """Of the first byte of a buffer. That of buffer 0 is not 0, so a null pointer is out of bounds."""
+    """Address of the first byte of a buffer. It is never 0, so a null pointer is out of bounds."""
     return (buffer + 1) << _BUFFER_SHIFT
 
 
@@ -67,7 +67,7 @@ class GlobalMemory:
         return int(np.count_nonzero(sectors[:, 1:] != sectors[:, :-1]) + np.count_nonzero(sectors[:, 0] >= 0))
 
     def prefetch(self, addresses: np.ndarray, active: np.ndarray, text: str) -> None:
-        """Of no effect here, but a GPU would read what lies there."""
+        """Prefetch: without effect here, but a GPU would read the addresses, so they are checked."""
         if active.any():
             self._locate(addresses, 1, active, text)
 
@@ -97,7 +97,7 @@ class GlobalMemory:
 
 
 class SharedMemory:
-    """Of one program. Warps that touch a byte without a barrier in between race, unless all of them read.
+    """Shared memory of one program. Warps that touch a byte without a barrier in between race, unless all of them read.
 
     A byte that an asynchronous copy is to write must not be touched before the copy was waited for.
     """

@@ -30,7 +30,7 @@ GENERATIONS = {
 
 
 def _exponent(values: np.ndarray) -> np.ndarray:
-    """Of each value's leading bit; of zero, far below all others."""
+    """Exponent of each value's leading bit; for zero, far below all others."""
     return np.where(values == 0, _TINY, np.frexp(values)[1] - 1)
 
 

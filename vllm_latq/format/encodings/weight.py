@@ -1,4 +1,4 @@
-"""What every encoding of a weight matrix offers, whatever it stores.
+"""The interface of every encoding of a weight matrix.
 
 Invariant: an instance made by `validate.weight_from_tensors` satisfies every invariant that `problems` checks, so no
 reader of its tensors leaves their bounds.

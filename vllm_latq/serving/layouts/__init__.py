@@ -1,1 +1,1 @@
-"""What a served weight looks like on each device, and its product. As `serving`."""
+"""The layout of a served weight on each device, and its product. As `serving`."""
