@@ -16,7 +16,7 @@ from vllm_latq.format.config import CheckpointConfig
 from vllm_latq.format.files import read_json
 from vllm_latq.format.reader import REPORT_FILE
 from vllm_latq.quantize.allocation.served_allocation import check_target_bits
-from vllm_latq.quantize.calibration.windows import calibration_samples, sizes
+from vllm_latq.quantize.calibration.windows import calibration_samples, require_calibration, sizes
 from vllm_latq.quantize.machine.distributed import World
 from vllm_latq.quantize.machine.offload import Place, placer
 from vllm_latq.quantize.model.decoder import Decoder
@@ -73,7 +73,8 @@ def quantize_checkpoint(
         check_target_bits(quantized.values(), recipe)
         # Before data are read, which takes a while.
         world.from_first(lambda: free_destination(destination, resume))
-        samples = calibration_samples(decoder, recipe, calibration)
+        require_calibration(recipe, calibration)
+        samples = None if calibration is None else calibration_samples(decoder, recipe, calibration)
         if samples is not None:
             world.split(samples)  # where they are too few, before anything is written
         identity = _identity(recipe, decoder, calibration, samples)

@@ -94,13 +94,15 @@ def _around(tokenizer: "PreTrainedTokenizerBase") -> tuple[Tensor, Tensor]:
     return ids[:first], ids[last:]
 
 
-def calibration_samples(decoder: Decoder, recipe: Recipe, calibration: str | None) -> torch.Tensor | None:
-    """Token ids int64 [n, seq_len]; None where the method needs no data."""
-    if calibration is None:
-        if recipe.needs_calibration:
-            hint = "Give a text file or a dataset: --calibration FILE, --calibration wikitext2."
-            raise ConfigError("calibration", f"calibration data for method {recipe.method}", "none", hint)
-        return None
+def require_calibration(recipe: Recipe, calibration: str | None) -> None:
+    """Raise ConfigError if the method needs calibration data and there are none."""
+    if calibration is None and recipe.needs_calibration:
+        hint = "Give a text file or a dataset: --calibration FILE, --calibration wikitext2."
+        raise ConfigError("calibration", f"calibration data for method {recipe.method}", "none", hint)
+
+
+def calibration_samples(decoder: Decoder, recipe: Recipe, calibration: str) -> torch.Tensor:
+    """Return token ids int64 [n, seq_len] of a text file or a dataset; ConfigError if the model cannot take them."""
     check_seq_len(decoder, recipe)
     tokenizer = load_tokenizer(decoder.source)
     sizes = (recipe.num_samples, recipe.seq_len, recipe.seed)

@@ -72,7 +72,6 @@ def verify_certificate(
     if calibration is None:
         raise ConfigError("calibration", "the calibration text of the checkpoint", "none", "Errors are measured on it.")
     samples = calibration_samples(decoder, recipe, calibration)
-    assert samples is not None
     certificate = _Certificate(reader, decoder, recipe, tolerance)
     certificate.require_same_linears()
     yield from certificate.foreign_parts()

@@ -135,7 +135,6 @@ class Bench:
         self.decoder = Decoder(model, "cpu")
         recipe = Recipe("gptq", num_samples=num_samples, seq_len=seq_len)
         samples = calibration_samples(self.decoder, recipe, calibration)
-        assert samples is not None
         self.samples = samples
         # The model that the quantizers get.
         self.source = model

@@ -99,7 +99,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     decoder = Decoder(model_directory(options.model), torch_device(options.device))
     recipe = Recipe("gptq", num_samples=options.num_samples, seq_len=options.seq_len)
     samples = calibration_samples(decoder, recipe, options.calibration)
-    assert samples is not None
     named = ((", ".join(hessian.shared.names), hessian.matrix) for hessian in model_hessians(decoder, samples))
     rows = trace_table(named, options.damping, options.random, options.lll)
     if options.json:
