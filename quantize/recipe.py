@@ -225,17 +225,17 @@ class Recipe:
 
     @property
     def needs_calibration(self) -> bool:
-        """Whether the method reads a Hessian; the others only use one to measure their error."""
+        """Return whether the method reads a Hessian; the others only use one to measure their error."""
         return self.method not in ("rtn", "hrtn")
 
     @property
     def clips_by_price(self) -> bool:
-        """Whether weights are clipped where that costs less than an outlier: the bound counts them."""
+        """Return whether weights are clipped where that costs less than an outlier: the bound counts them."""
         return self.method == "ssqr" and self.outliers == "saving"
 
     @property
     def may_exceed_half_step(self) -> bool:
-        """Whether residuals on the grid may exceed half a step, so that the bound has to count them.
+        """Return whether residuals on the grid may exceed half a step, so that the bound has to count them.
 
         A beam's residuals may, too, where nothing is clipped, but its cheapest survivor costs no more than nearest
         plane may.
@@ -244,7 +244,7 @@ class Recipe:
 
     @property
     def bound_ignores_clipping(self) -> bool:
-        """Whether weights may be clipped that the bound does not count."""
+        """Return whether weights may be clipped that the bound does not count."""
         return self.method == "gptq" and not self.may_exceed_half_step
 
     def rounding_seed(self, layer: str) -> int | None:

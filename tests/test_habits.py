@@ -1,5 +1,6 @@
 """Workflows, templates and the pages for contributors parse, and name only targets and files that exist."""
 
+import ast
 import re
 import tomllib
 from pathlib import Path
@@ -7,6 +8,8 @@ from typing import Any
 
 import pytest
 import yaml
+
+from helpers.modules import MODULES
 
 ROOT = Path(__file__).resolve().parent.parent
 HOOKS = ROOT / ".pre-commit-config.yaml"
@@ -103,3 +106,11 @@ def test_changelog_has_known_sections() -> None:
     assert re.findall(r"^## (.+)", text, flags=re.MULTILINE)[0] == "[Unreleased]"
     kinds = set(re.findall(r"^### (.+)", text, flags=re.MULTILINE))
     assert kinds <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+
+
+def test_no_docstring_opens_with_a_clause_instead_of_a_noun() -> None:
+    trees = [(path, ast.parse(path.read_text())) for path in MODULES.values()]
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = [(path, node) for path, tree in trees for node in ast.walk(tree) if isinstance(node, documented)]
+    opened = [(path, (ast.get_docstring(node) or " ").split(" ")[0]) for path, node in nodes]
+    assert [(str(path), word) for path, word in opened if word in ("Of", "What", "Those", "That", "Whether")] == []

@@ -134,7 +134,7 @@ class _Certificate:
                 )
 
     def calibration(self, samples: torch.Tensor) -> Iterator[LatqError]:
-        """Whether as much calibration text was there."""
+        """Return whether as much calibration text was there."""
         claimed = self.reader.report().get("calibration")
         found = {"samples": samples.shape[0], "seq_len": samples.shape[1]}
         if claimed != found:

@@ -44,7 +44,7 @@ class LayerStatistics:
 
     @property
     def reached(self) -> bool:
-        """Whether nonzero inputs came to the linear, and nonzero gradients back from the loss."""
+        """Return whether nonzero inputs came to the linear, and nonzero gradients back from the loss."""
         return float(self.inputs.diagonal().max()) != 0 and any(float(g.diagonal().max()) != 0 for g in self.outputs)
 
     def to(self, device: torch.device) -> "LayerStatistics":

@@ -54,7 +54,7 @@ class World:
 
     @property
     def first(self) -> bool:
-        """Whether this rank writes and reports."""
+        """Return whether this rank writes and reports."""
         return self.rank == 0
 
     def leave(self) -> None:

@@ -72,7 +72,7 @@ class Anatomy:
         return cls(names[base], blocks, names[embedding], names[head], towers)
 
     def in_tower(self, tensor: str) -> bool:
-        """Whether a tensor of the model is in one of the towers."""
+        """Return whether a tensor of the model is in one of the towers."""
         return tensor.startswith(tuple(f"{tower}." for tower in self.towers))
 
 

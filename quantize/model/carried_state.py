@@ -38,7 +38,7 @@ class HandedOn:
         self._waiting: set[int] = set()  # addresses
 
     def __bool__(self) -> bool:
-        """Whether blocks hand on anything beside hidden states."""
+        """Return whether blocks hand on anything beside hidden states."""
         return bool(self.mappings or self.beside)
 
     def nothing(self) -> "HandedOn":

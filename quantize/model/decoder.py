@@ -72,7 +72,7 @@ class Decoder:
         return {} if head is None else {self.stored_module(head): self.model.get_submodule(head)}
 
     def unties(self, quantized: Collection[str]) -> bool:
-        """Whether a head that is the embedding is one of its own once the linears named are quantized."""
+        """Return whether a head that is the embedding is one of its own once the linears named are quantized."""
         return self.tied and any(head in quantized for head in self.head_linears)
 
     @property

@@ -23,7 +23,7 @@ SCALE_NAMES = {SCALES: "", "_activation_scale": "", ".activation_scale": ".weigh
 
 
 def is_float8(quantization: Any) -> bool:
-    """Whether a `quantization_config` is that of a model in 8-bit floats."""
+    """Return whether a `quantization_config` is that of a model in 8-bit floats."""
     return isinstance(quantization, dict) and quantization.get("quant_method") == "fp8"
 
 
@@ -53,7 +53,7 @@ class Float8Store(TensorStore):
 
     @property
     def multiplies(self) -> bool:
-        """Whether the model is one in 8-bit floats."""
+        """Return whether the model is one in 8-bit floats."""
         return self._config is not None
 
     @cached_property

@@ -45,7 +45,7 @@ def load_config(source: Path) -> Any:
 
 
 def is_encoder(config: Any) -> bool:
-    """Whether every token sees those behind it too: a model of masked tokens, of which transformers keeps a table."""
+    """Return whether each token sees later ones, too: a masked language model, of which transformers keeps a table."""
     decodes = config.is_encoder_decoder or getattr(config, "is_decoder", False)
     return type(config) in MODEL_FOR_MASKED_LM_MAPPING and not decodes
 

@@ -42,7 +42,7 @@ class Part:
 
     @property
     def is_head(self) -> bool:
-        """Whether this part is the head."""
+        """Return whether this part is the head."""
         return self.index == len(self.decoder)
 
     def weights(self) -> AbstractContextManager[nn.Module]:

@@ -73,7 +73,7 @@ class Recorder(nn.Module):
                 self.arguments[name] = place(value.to("cpu", copy=True))
 
     def follows(self, before: "Recorder") -> bool:
-        """Whether it was given what another returned, or a view of all of it."""
+        """Return whether it was given what another returned, or a view of all of it."""
         given, returned = self.hidden, before.output
         same_kind = isinstance(given, torch.Tensor) and given.shape == returned.shape
         return same_kind and given.data_ptr() == returned.data_ptr()

@@ -27,7 +27,7 @@ def seconds_left(seconds: float, done: int, left: int) -> float | None:
 
 
 def is_partial(directory: str | Path) -> bool:
-    """Whether a directory belongs to a run that has not finished."""
+    """Return whether a directory belongs to a run that has not finished."""
     return (Path(directory) / STATE_FILE).is_file()
 
 

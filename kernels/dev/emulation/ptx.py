@@ -45,7 +45,7 @@ class Kernel:
     prefixes: dict[str, int]
 
     def is_register(self, operand: str) -> bool:
-        """Whether it is declared."""
+        """Return whether it is declared."""
         return operand in self.widths or operand.rstrip("0123456789") in self.prefixes
 
     def width(self, register: str) -> int:
