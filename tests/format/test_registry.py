@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Self
 
 import pytest
-import tiny_checkpoints
 import torch
 
+from helpers import checkpoints
 from helpers.checkpoints import SHAPES, write_tiny_checkpoint
 from vllm_latq.cli.inspect import inspect_checkpoint
 from vllm_latq.cli.report_page import report_page
@@ -145,8 +145,8 @@ def test_dummy_weights_have_the_layout_of_a_decoded_one() -> None:
 
 @pytest.fixture
 def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setitem(tiny_checkpoints.SCHEMES, "toy", TOY)
-    monkeypatch.setattr(tiny_checkpoints, "tiny_weight", lambda scheme, shape, seed: toy_weight(*shape, seed))
+    monkeypatch.setitem(checkpoints.SCHEMES, "toy", TOY)
+    monkeypatch.setattr(checkpoints, "tiny_weight", lambda scheme, shape, seed: toy_weight(*shape, seed))
     return write_tiny_checkpoint(tmp_path / "toy", "toy")
 
 

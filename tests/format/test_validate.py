@@ -88,7 +88,7 @@ PACKED_DAMAGE = [
     (setting("scales", (2, 0), 3e38), "and finite also times 4, found 1 mismatch, the first at row 2, group 0"),
     (
         replacing("qweight", lambda tensor: tensor ^ 1),
-        "layer.qweight: expected the zero code, 4, under every outlier, found code 0 at row 1, column 10",
+        "layer.qweight: expected the zero code, 4, under every outlier, found code 5 at row 0, column 32",
     ),
     (
         setting("qweight", ([7, 3], -1), -1),
