@@ -36,6 +36,7 @@ def test_offline_batch(processes: int, ssqr_checkpoint: Path) -> None:
         assert re.fullmatch(re.escape(repr(prompt)) + r" -> ['\"].+['\"]", answer)
 
 
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`:UserWarning")  # lm_eval does, in its own code
 def test_lm_eval_latq(ssqr_checkpoint: Path, tasks_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--tasks", "next_word", "--include-path", str(tasks_folder), "--device", "cpu"]
     runpy.run_path(str(EXAMPLES / "lm_eval_latq.py"))["main"]([str(ssqr_checkpoint), *arguments])

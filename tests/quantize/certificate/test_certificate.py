@@ -107,7 +107,7 @@ def test_from_the_command_line(
     assert main([*saving, "--calibration", str(calibration_text), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"checkpoint": saving[2], "valid": True, "problems": []}
     assert main([*command, "--calibration", str(calibration_text)]) == 1
-    assert "--model: expected the original model, found none" in capsys.readouterr().err
+    assert "--certificate requires --model: errors are measured against the original model" in capsys.readouterr().err
     assert main(["verify", str(certified("rtn")), "--model", str(two_blocks)]) == 1
     assert "requires --certificate" in capsys.readouterr().err
 

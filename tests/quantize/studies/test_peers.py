@@ -118,7 +118,7 @@ def test_failing_run_says_why(tmp_path: Path) -> None:
 
 
 def test_every_peer_has_a_script_and_pinned_versions() -> None:
-    folder = Path(__file__).parents[3] / "quantize"
+    folder = Path(__file__).parents[3] / "quantize" / "studies"
     for name, peer in PEERS.items():
         assert (folder / f"peer_{name}.py").is_file()
         assert peer.requirements
