@@ -146,9 +146,10 @@ class Recipe:
             object.__setattr__(self, "scales", "fitted" if together else "mse")
         _check_choice("scales", self.scales, SCALE_METHODS if self.method == "rtn" else CHOICES["scales"])
         if self.method == "ssqr" and (self.scales == "fitted") != together:
-            hint = "Leave them out, or say outliers overflow: outliers by saving are chosen together with scales."
-            hint += " Earlier versions took others: their checkpoints load, but have no certificate."
-            raise _error("scales", "fitted" if together else ", ".join(SCALE_METHODS), self.scales, hint)
+            if together:
+                raise _error("scales", "fitted", self.scales, "Leave out scales, or choose outliers overflow.")
+            hint = "Choose one of them, or outliers saving."
+            raise _error("scales", ", ".join(SCALE_METHODS), self.scales, hint)
 
     def _check_numbers(self) -> None:
         if self.group_size != WHOLE_ROW:

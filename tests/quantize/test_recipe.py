@@ -137,6 +137,21 @@ def test_options_that_exclude_each_other(method, options, field):
         Recipe(method, **options)
 
 
+@pytest.mark.parametrize(
+    ("outliers", "scales", "expected", "hint"),
+    [
+        ("saving", "mse", "fitted", "Leave out scales, or choose outliers overflow."),
+        ("overflow", "fitted", "mse, absmax, signed", "Choose one of them, or outliers saving."),
+    ],
+)
+def test_scales_that_do_not_suit_the_outliers(outliers, scales, expected, hint):
+    with pytest.raises(ConfigError) as caught:
+        Recipe("ssqr", outliers=outliers, scales=scales)
+    assert (caught.value.where, caught.value.expected, caught.value.hint) == ("recipe.scales", expected, hint)
+    other = {"saving": "overflow", "overflow": "saving"}[outliers]
+    assert Recipe("ssqr", outliers=other, scales=scales).scales == scales
+
+
 @pytest.mark.parametrize(("method", "field", "value"), [(m, f, value) for m, f, values in BAD for value in values])
 def test_bad_values_are_refused_by_name(method, field, value):
     target = {"target_bits": 3.0} if method in ("hptq", "hrtn", "latq") else {}
