@@ -1,10 +1,10 @@
 """Bits while a model is served: codes of one width for the linears of an input, and steps that make use of them.
 
 Served, an integer takes a code of w bits, and about 18 more (of 8 bits 32) where it lies beyond the codes' reach, which
-ends some way behind the last point of their grid (see `kronecker`). An entropy code charges a weight for its size,
-which is why one step serves the whole model; these codes do not, until it overflows. So rows and columns with small
-weights, as the loss counts them, get finer steps than the model's s, and those with large ones coarser steps: each the
-one with the least
+ends some way after the last point of their grid (see `lattice.tile_waves`). An entropy code charges a weight for its
+size, which is why one step serves the whole model; these codes do not, until it overflows. So rows and columns with
+small weights, as the loss counts them, get finer steps than the model's s, and those with large ones coarser steps:
+each the one with the least
 
     sum of their squared steps / 12 + price * bits,    price = 2 ln2 s^2 / 12
 
