@@ -86,15 +86,6 @@ class Audit:
     loop: Counter[str]
     code: MachineCode
 
-    def bytes_loaded(self, width: int) -> int:
-        """Return the bytes per thread and trip that asynchronous copies load in pieces of `width` bytes."""
-        marks = {16: ".128", 8: ".64"}
-        copies = [opcode for opcode in self.loop.elements() if opcode.startswith("LDGSTS")]
-        return width * sum(
-            (marks[width] in opcode) if width in marks else not any(mark in opcode for mark in marks.values())
-            for opcode in copies
-        )
-
 
 def compile_kernel(
     kernel: Any, target: GPUTarget, values: dict[str, Any], num_warps: int, activations: str = "*bf16"

@@ -108,20 +108,6 @@ def tile_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
     return tiles
 
 
-def untile_codes(tiles: torch.Tensor, bits: int) -> torch.Tensor:
-    """Inverse of `tile_codes`: uint8 [row blocks * ROW_BLOCK, superblocks * 256]."""
-    blocks, supers = tiles.shape[:2]
-    codes = torch.zeros(blocks * ROW_BLOCK, supers * SUPERBLOCK, dtype=torch.uint8, device=tiles.device)
-    fields = _field_view(codes, bits)
-    for index, segments in enumerate(storage(bits)):
-        for segment in segments:
-            word = tiles[:, :, segment.plane]
-            for half in range(2):
-                part = (word >> (segment.offset + 16 * half)) & ((1 << segment.width) - 1)
-                fields[:, :, index, :, :, half] |= (part << segment.low).to(torch.uint8)
-    return codes
-
-
 def tile_weight(
     qweight: torch.Tensor, bits: int, cols: int, order: torch.Tensor, beyond: Integers | None = None
 ) -> torch.Tensor:
@@ -154,14 +140,6 @@ def tile_weight(
             codes[place, col] = end
         tiles.append(tile_codes(codes, bits))
     return torch.cat(tiles)
-
-
-def untile_weight(tiles: torch.Tensor, bits: int, rows: int, cols: int, order: torch.Tensor) -> torch.Tensor:
-    """Inverse of `tile_weight`, but for codes of `beyond`: int32 [rows, ceil(cols * bits / 32)]."""
-    codes = untile_codes(tiles, bits)
-    restored = torch.empty_like(codes)
-    restored[order] = codes
-    return codes_to_stream(restored[:rows, :cols], bits)
 
 
 def tile_scales(scales: torch.Tensor, group_size: int, cols: int, order: torch.Tensor) -> torch.Tensor:

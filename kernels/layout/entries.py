@@ -154,23 +154,3 @@ def _digits(distance: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.T
     )
     by_owner = torch.argsort(owner, stable=True)
     return owner[by_owner], digit[by_owner], exponent[by_owner]
-
-
-def entries_to_coordinates(entries: Entries) -> Coordinates:
-    """Inverse of `value_entries`."""
-    value = (entries.entry >> 16).to(torch.int16).view(torch.bfloat16)
-    return Coordinates(entries.row, entries.entry.to(torch.int64) & 0xFFFF, value)
-
-
-def entries_to_integers(entries: Entries, bits: int) -> Integers:
-    """Inverse of `beyond_entries`."""
-    entry, half = entries.entry.to(torch.int64), 1 << (bits - 1)
-    col, gap, upper = entry >> 16 & 0xFFFF, entry & 255, entry >> 12 & 15
-    digit = (entry >> 8 & 15) - 16 * (entry >> 11 & 1)
-    first = digit * 4 ** torch.where(gap == 0, upper, 0)
-    second = torch.where(gap == 0, 0, upper - 16 * (upper >> 3))
-    place = torch.cat((entries.row * MAX_COLUMNS + col, entries.row * MAX_COLUMNS + col + gap))
-    place, inverse = place.unique(return_inverse=True)
-    beyond = torch.zeros_like(place).index_add_(0, inverse, torch.cat((first, second)))
-    z = torch.where(beyond < 0, beyond - half, beyond + half - 1)
-    return Integers(place // MAX_COLUMNS, place % MAX_COLUMNS, z)

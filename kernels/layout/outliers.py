@@ -125,15 +125,3 @@ def pool_slices(parts: Sequence[OutlierSlices]) -> OutlierSlices:
     entries = torch.cat([*used, parts[0].entries.new_zeros(bucket(slots) - slots, SLICE_ROWS)])
     first = torch.tensor([0, *lengths[:-1]], dtype=torch.int32, device=pointers.device).cumsum(0, dtype=torch.int32)
     return OutlierSlices(entries[None], pointers + first[:, None])
-
-
-def slices_to_entries(slices: OutlierSlices, order: torch.Tensor) -> Entries:
-    """Inverse of `slice_entries`, without the padding."""
-    slots = int(slices.slice_ptr[-1])
-    entries = slices.entries[:slots]
-    owner = torch.repeat_interleave(slices.slice_ptr.diff().to(torch.int64), output_size=slots)
-    tile_row = owner[:, None] * SLICE_ROWS + torch.arange(SLICE_ROWS, device=entries.device)
-    slot, lane = entries.nonzero(as_tuple=True)
-    row = order[tile_row[slot, lane]]
-    by_row = torch.argsort(row * slots + slot)
-    return Entries(row[by_row], entries[slot, lane][by_row])

@@ -104,6 +104,16 @@ def together(code):
     return most
 
 
+def bytes_loaded(loop):
+    # Bytes per thread and trip that asynchronous copies load, by the size of a copy: 16, 8 or 4 bytes.
+    loaded = {16: 0, 8: 0, 4: 0}
+    for name, n in loop.items():
+        if name.startswith("LDGSTS"):
+            size = 16 if ".128" in name else 8 if ".64" in name else 4
+            loaded[size] += size * n
+    return dict(zip(("wide", "middle", "narrow"), loaded.values()))
+
+
 found = []
 for arch, bits, rows, activations, group, *flags in json.loads(sys.argv[1]):
     midrise, grouped, beyond_entries, ranges = [*flags, *(False, False, False, 1)[len(flags) :]]
@@ -123,7 +133,7 @@ for arch, bits, rows, activations, group, *flags in json.loads(sys.argv[1]):
         **vars(audited.row),
         "shared_stores": sum(n for name, n in loop.items() if name.startswith(("STS", "STSM"))),
         "plain_loads": sum(n for name, n in loop.items() if name.startswith("LDG.")),
-        "wide": audited.bytes_loaded(16), "middle": audited.bytes_loaded(8), "narrow": audited.bytes_loaded(4),
+        **bytes_loaded(loop),
         "matrix": sum(n for name, n in loop.items() if name.startswith(("HMMA", "HGMMA"))),
         "together": together(audited.code),
         "spilled_in_loop": sum(n for name, n in loop.items() if name.startswith(("LDL", "STL"))),

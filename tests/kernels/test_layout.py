@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from helpers.kernel_layout import untile_codes, untile_weight
 from vllm_latq.kernels.errors import KernelInputError
 from vllm_latq.kernels.layout.codes import (
     ROW_BLOCK,
@@ -12,8 +13,6 @@ from vllm_latq.kernels.layout.codes import (
     tile_codes,
     tile_scales,
     tile_weight,
-    untile_codes,
-    untile_weight,
 )
 from vllm_latq.kernels.layout.fields import planes, storage, words
 from vllm_latq.kernels.layout.weight import prepare

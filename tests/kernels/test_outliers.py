@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from helpers.kernel_layout import entries_to_coordinates, entries_to_integers, slices_to_entries, untile_codes
 from vllm_latq.kernels.bench.roofline import SLOT_PADDING
 from vllm_latq.kernels.errors import KernelInputError
 from vllm_latq.kernels.layout import codes as layout
@@ -10,8 +11,6 @@ from vllm_latq.kernels.layout.codes import codes_to_stream, padded_rows
 from vllm_latq.kernels.layout.entries import (
     beyond_entries,
     coordinates,
-    entries_to_coordinates,
-    entries_to_integers,
     integers,
     value_entries,
 )
@@ -21,7 +20,6 @@ from vllm_latq.kernels.layout.outliers import (
     check_csr,
     row_order,
     slice_entries,
-    slices_to_entries,
 )
 from vllm_latq.kernels.layout.weight import prepare
 
@@ -120,7 +118,7 @@ def test_codes_below_outliers_are_ends_of_the_grid(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(layout, "_CHUNK_CODES", chunk)
         weight = prepare(codes_to_stream(codes, 3), 3, -1, 300, None, None, OutlierCsr(*csr(outside, z[outside])))
         restored = torch.empty(256, 512, dtype=torch.uint8)
-        restored[weight.order.long()] = layout.untile_codes(weight.words, 3)
+        restored[weight.order.long()] = untile_codes(weight.words, 3)
         made.append(restored[:200, :300])
     assert torch.equal(made[0], z.add(4).clamp(0, 7).to(torch.uint8))
     assert torch.equal(made[0], made[1])

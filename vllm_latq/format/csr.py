@@ -118,10 +118,6 @@ class CSR:
             dense.index_put_((rows, cols), values.to(dense.dtype), accumulate=True)
         return dense
 
-    def to_dense(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Return the matrix as a dense tensor [rows, cols]."""
-        return self.add_to(torch.zeros((self.rows, self.cols), dtype=dtype, device=self.values.device))
-
 
 def csr_problems(matrix: CSR, where: str) -> Iterator[CheckpointError]:
     """Yield one error per violated invariant of the outliers of the linear `where`; dtypes must be right."""
