@@ -93,6 +93,11 @@ def test_no_mock_outside_the_developers_folders(name: str) -> None:
 
 @pytest.mark.parametrize("folder", sorted({path.parent for path in MODULES.values()}), ids=str)
 def test_no_folder_is_crowded(folder: Path) -> None:
+    """A folder of the package has few files, so that its docstring describes them all.
+
+    `tests/kernels` and `tests/helpers` have more. A file there has the name of what it tests or builds, and nothing
+    imports a test, so a reader finds it by name and needs no list.
+    """
     assert len(list(folder.glob("*.py"))) <= 15
 
 
