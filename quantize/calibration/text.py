@@ -4,6 +4,7 @@ Invariant: what is returned is never empty, and depends only on the source, the 
 """
 
 import glob
+import logging
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
 # Files of documents, in a column `text`, and what of `datasets` reads them.
 READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 FILE_SUFFIXES = {".txt", ".md", ".rst", ".text", ".log", *READERS}
+# Hints for a dataset that cannot be read: one on this machine, and one on the hub.
+ON_DISK = "A file may be damaged, or in another format than its suffix says: write it again, or pass a text file."
+ON_HUB = "Check the name, the configuration and the connection to the hub, or pass a text file."
 
 
 @dataclass(frozen=True)
@@ -155,6 +159,10 @@ def _documents(source: str, dataset: Dataset, split: str, seed: int | None) -> I
             "it is not installed",
             "Run pip install datasets, or pass a text file.",
         ) from error
+    # Readers of files log the errors that are raised below.
+    readers = logging.getLogger("datasets.packaged_modules")
+    level = readers.level
+    readers.setLevel(logging.CRITICAL + 1)
     try:
         rows: Any = datasets.load_dataset(
             dataset.path, dataset.config, split=split, data_files=dataset.data_files, streaming=True
@@ -175,8 +183,10 @@ def _documents(source: str, dataset: Dataset, split: str, seed: int | None) -> I
             where,
             "a dataset that can be read",
             summary(error),
-            "Check the name, the configuration and the connection to the hub, or pass a text file.",
+            ON_DISK if Path(source).exists() else ON_HUB,
         ) from error
+    finally:
+        readers.setLevel(level)
 
 
 def _not_blank(text: str, where: str) -> str:

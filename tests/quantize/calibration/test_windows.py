@@ -160,6 +160,17 @@ def test_file_of_documents_without_text(tokenizer: PreTrainedTokenizerBase, tmp_
             load_samples(tokenizer, str(tmp_path / "bad.jsonl"), 1, 1)
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet"])
+def test_damaged_file_is_one_error(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The library `datasets` would log the error, too."""
+    source = tmp_path / f"bad.{kind}"
+    source.write_bytes(b'{"text": "a"}\n{"text": \xff\xff\n')
+    with pytest.raises(CalibrationError) as caught:
+        read_text(str(source))
+    assert caught.value.hint.endswith("write it again, or pass a text file.")
+    assert not caplog.records
+
+
 def test_dataset_without_a_text_column(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     source = _dataset_folder(tmp_path / "corpus", [{"prose": "words"}])
     with pytest.raises(CalibrationError, match=r"corpus.*expected a column `text` of strings, found the columns prose"):
