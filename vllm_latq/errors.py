@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 SHOWN_CHARACTERS = 2000
 # Hints that more than one place gives.
@@ -89,6 +90,16 @@ class UsageError(LatqError):
 
     def __reduce__(self) -> tuple[type, tuple[str, ...]]:
         return type(self), (str(self),)
+
+
+def refusal(error: Exception, path: Path) -> str:
+    """Return why `path` could not be written: without an error number, and with a path only if it is another one."""
+    if isinstance(error, FileNotFoundError | NotADirectoryError) and not path.parent.is_dir():
+        return f"no such directory {path.parent}"
+    if isinstance(error, OSError) and error.strerror:
+        other = "" if error.filename in (None, str(path)) else f": {error.filename}"
+        return f"{error.strerror.lower()}{other}"
+    return str(error)
 
 
 def summary(error: BaseException) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from vllm_latq.errors import CheckpointError
+from vllm_latq.errors import CheckpointError, refusal
 
 KEPT = "Finished blocks are kept: make room or restore the permission, then go on with --resume."
 
@@ -18,7 +18,8 @@ def named_failures(directory: Path, hint: str = KEPT) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(str(directory), "a directory that can be written to", str(error), hint) from error
+        found = refusal(error, directory)
+        raise CheckpointError(str(directory), "a directory that can be written to", found, hint) from error
 
 
 def rename_durably(old: Path, new: Path) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from vllm_latq.cli.report_plots import ROW_BANDS, SCALE_EDGES, LayerView, draw
 from vllm_latq.console import number, prediction
-from vllm_latq.errors import ConfigError
+from vllm_latq.errors import ConfigError, refusal
 from vllm_latq.format.encodings.weight import Weight
 from vllm_latq.format.reader import CheckpointReader
 from vllm_latq.format.report import LayerReport, summed
@@ -76,7 +76,7 @@ def write_report_page(directory: str | Path, output: str | Path) -> None:
     try:
         Path(output).write_text(page, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
-        raise ConfigError("output", "a writable file", str(error), "Choose another path.") from None
+        raise ConfigError("output", "a writable file", refusal(error, Path(output)), "Choose another path.") from None
 
 
 def _view(name: str, weight: Weight, measured: LayerReport | None) -> LayerView:

@@ -178,8 +178,9 @@ def test_a_destination_that_links_elsewhere(tmp_path: Path, source: Path) -> Non
 
 def test_destinations_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("x")
-    with pytest.raises(CheckpointError, match=r"expected a directory that can be written to, found.*Choose another"):
+    with pytest.raises(CheckpointError, match=r"directory that can be written to, found.*Choose another") as caught:
         CheckpointWriter(tmp_path / "file" / "out", 2, IDENTITY)
+    assert caught.value.found == f"no such directory {tmp_path / 'file'}"
     with pytest.raises(CheckpointError, match="expected a new or empty directory, found a file"):
         CheckpointWriter(tmp_path / "file", 2, IDENTITY)
     (tmp_path / "loop").symlink_to("loop")
