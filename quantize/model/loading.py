@@ -40,9 +40,13 @@ def torch_device(name: str | None = None) -> torch.device:
         count = torch.get_device_module(device.type).device_count()
     except RuntimeError as error:
         raise ConfigError("device", "a device torch can use", f"{name!r}: {error}") from error
+    kind = device.type.upper()
+    if not count:
+        hint = f"Use --device cpu, or install a {kind} build of torch and its driver."
+        raise ConfigError("device", "a device torch can use", f"no {kind} device", hint)
     if (device.index or 0) >= count:
-        hint = "Is torch built for it, and its driver there?"
-        raise ConfigError("device", "a device torch can use", f"{name!r} among {count} of its kind", hint)
+        hint = "Devices are numbered from 0."
+        raise ConfigError("device", "a device torch can use", f"{name!r} of {count} {kind} device(s)", hint)
     return device
 
 

@@ -312,7 +312,7 @@ def test_what_a_run_needs_is_asked_for_before_it_begins(
     mini_model: Path, calibration_text: Path, tmp_path: Path
 ) -> None:
     text = str(calibration_text)
-    with pytest.raises(ConfigError, match="device: expected a device torch can use, found 'cuda:99' among"):
+    with pytest.raises(ConfigError, match=r"device: expected a device torch can use, found .*CUDA device"):
         quantize_checkpoint(RECIPES["gptq"], mini_model, tmp_path / "out", calibration=text, device="cuda:99")
     source = Path(shutil.copytree(mini_model, tmp_path / "source"))
     (source / "tokenizer.json").write_text('{"model": 1}')

@@ -81,8 +81,11 @@ def test_device_and_dtype(mini_model: Path) -> None:
         load_model(mini_model, "cpu", "int8")
     with pytest.raises(ConfigError, match="device: expected a device torch can use, found 'abacus'"):
         load_model(mini_model, "abacus")
-    with pytest.raises(ConfigError, match="device: expected a device torch can use, found 'cuda:99' among "):
+    with pytest.raises(ConfigError, match=r"device: expected a device torch can use, found .*CUDA device"):
         load_model(mini_model, "cuda:99")
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match=r"found no CUDA device\. Use --device cpu, or install a CUDA build"):
+            load_model(mini_model, "cuda")
 
 
 def test_model_directory(mini_model: Path) -> None:
