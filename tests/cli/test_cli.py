@@ -107,15 +107,15 @@ def test_head_is_quantized_on_request(
         ),
         (
             ["quantize", "MODEL", "out", "--method", "ssqr", "--target-bits", "3"],
-            "not apply to --method ssqr; use --bits (--target-bits is for hptq, hrtn, latq)",
+            "not apply to --method ssqr; use --bits (--target-bits is for hptq, hrtn, latq).",
         ),
         (["quantize", "MODEL", "out", "--method", "rtn", "--ignore", "nosuch"], "--ignore: expected names of linears"),
         (["quantize", "MODEL", "out", "--method", "hptq"], "--target-bits: expected"),
         (["quantize", "MODEL", "out", "--lm-head", "--ignore", "lm_head"], "give only one of them"),
-        (["eval", "MODEL", "--text", "x", "--limit", "3"], "--limit"),
+        (["eval", "MODEL", "--text", "x", "--limit", "3"], "--limit requires --tasks."),
         (
             ["eval", "MODEL", "--tasks", "arc_easy", "--seq-len", "64"],
-            "--seq-len requires --text or --dataset",
+            "--seq-len requires --text or --dataset.",
         ),
         (["eval", "MODEL", "--tasks", "arc_easy", "--batch-size", "0"], "batch_size: expected at least 1, found 0"),
         (["verify", "MODEL", "--tolerance", "0.1"], "--tolerance"),
@@ -128,7 +128,7 @@ def test_head_is_quantized_on_request(
         (["verify", "MODEL"], "expected a `quantization_config`, found none"),
         (["inspect", "nowhere"], "expected a model directory, found no such directory"),
         (["inspect", "MODEL/config.json"], "expected a model directory, found a file"),
-        (["eval", "MODEL"], "eval requires --text, --dataset or --tasks"),
+        (["eval", "MODEL"], "eval requires --text, --dataset or --tasks."),
         (["eval", "nowhere", "--text", "x"], "nowhere"),
     ],
 )
@@ -141,6 +141,7 @@ def test_bad_input_is_one_clear_line(
     captured = capsys.readouterr()
     assert message in captured.err
     assert captured.err.startswith("latq: ")
+    assert captured.err.endswith(".\n")
     assert "Traceback" not in captured.err
     assert not list(tmp_path.iterdir())
 

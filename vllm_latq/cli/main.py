@@ -122,7 +122,7 @@ def _verify(options: argparse.Namespace) -> int:
 
     for name in ("model", "calibration", "tolerance", "device"):
         if not options.certificate and getattr(options, name) is not None:
-            raise UsageError(f"--{name} requires --certificate")
+            raise UsageError(f"--{name} requires --certificate.")
     problems = [str(problem) for problem in verify(options.checkpoint)]
     if options.certificate and not problems:
         problems = [str(problem) for problem in _certificate(options)]
@@ -144,7 +144,7 @@ def _certificate(options: argparse.Namespace) -> Iterator[LatqError]:
     from vllm_latq.quantize.model.loading import model_directory
 
     if options.model is None:
-        raise UsageError("--certificate requires --model: errors are measured against the original model")
+        raise UsageError("--certificate requires --model: errors are measured against the original model.")
     model = model_directory(options.model)
     given = {"tolerance": options.tolerance} if options.tolerance is not None else {}
     return verify_certificate(options.checkpoint, model, options.calibration, device=options.device, **given)
@@ -236,13 +236,13 @@ def _eval(options: argparse.Namespace) -> int:
 def _check_eval(options: argparse.Namespace, source: str | None) -> None:
     """Raise UsageError if there is neither text nor task, or if an option would have no effect."""
     if source is None and not options.tasks:
-        raise UsageError("eval requires --text, --dataset or --tasks")
+        raise UsageError("eval requires --text, --dataset or --tasks.")
     for name in ("baseline", "seq_len"):
         if getattr(options, name) is not None and source is None:
-            raise UsageError(f"--{name.replace('_', '-')} requires --text or --dataset")
+            raise UsageError(f"--{name.replace('_', '-')} requires --text or --dataset.")
     for name in ("limit", "include_path"):
         if getattr(options, name) is not None and not options.tasks:
-            raise UsageError(f"--{name.replace('_', '-')} requires --tasks")
+            raise UsageError(f"--{name.replace('_', '-')} requires --tasks.")
 
 
 def _perplexity(options: argparse.Namespace, source: str) -> dict[str, Any]:

@@ -134,7 +134,7 @@ def _recipe(options: argparse.Namespace) -> Recipe:
         if name in UNUSED[options.method]:
             instead = f"use {INSTEAD[name]}" if name in INSTEAD else "leave it out"
             problem = f"{_option(name)} does not apply to --method {options.method}"
-            raise UsageError(f"{problem}; {instead} ({_option(name)} is for {', '.join(_takers(name))})")
+            raise UsageError(f"{problem}; {instead} ({_option(name)} is for {', '.join(_takers(name))}).")
     given["ignore"] = _ignored(options, given.get("ignore", []))
     if given["method"] == DEFAULT_METHOD:
         given.setdefault("target_bits", DEFAULT_TARGET_BITS)
@@ -146,7 +146,7 @@ def _ignored(options: argparse.Namespace, named: list[str]) -> list[str]:
     if not hasattr(options, "lm_head"):
         return [*(name for name in named if name != "lm_head"), "lm_head"]
     if "lm_head" in named:
-        raise UsageError("--lm-head contradicts --ignore lm_head: give only one of them")
+        raise UsageError("--lm-head contradicts --ignore lm_head: give only one of them.")
     return named
 
 
