@@ -265,7 +265,11 @@ def rows(bench: Bench, bits: int, peers: list[str], only: list[str] | None) -> I
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command; `arguments` replace those of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m vllm_latq.quantize.studies.bench",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("model", type=Path, metavar="MODEL")
     parser.add_argument("--calibration", required=True)
     parser.add_argument("--text", required=True)

@@ -85,7 +85,11 @@ def by_kind(rows: Sequence[dict[str, float | str]]) -> dict[str, dict[str, float
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the table of a model, by kind of input; with --json the traces of every input."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m vllm_latq.quantize.studies.orders",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("model", metavar="MODEL", help="model directory or hub name")
     parser.add_argument("--calibration", required=True, help="text file or dataset, as for `latq quantize`")
     parser.add_argument("--num-samples", type=int, default=256)

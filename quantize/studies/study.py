@@ -162,7 +162,11 @@ def _rest(row: Mapping[str, Any]) -> list[str]:
 
 def main() -> None:
     """Run the command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m vllm_latq.quantize.studies.study",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("model", type=Path, metavar="MODEL")
     parser.add_argument("--calibration", required=True)
     parser.add_argument("--text", required=True)

@@ -4,11 +4,12 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from vllm_latq.quantize.recipe import METHODS
-from vllm_latq.quantize.studies import study
+from vllm_latq.quantize.studies import bench, orders, study
 
 
 @pytest.mark.parametrize("bits", [4, 3, 2, 1.5])
@@ -18,6 +19,17 @@ def test_rows_are_valid_and_distinct(bits):
     expected = set(METHODS) if bits >= 2 else {"hrtn", "hptq", "latq"}
     assert {recipe.method for _, recipe in rows} == expected
     assert {recipe.group_size for _, recipe in rows if recipe.method in ("rtn", "gptq", "ssqr")} <= {64}
+
+
+@pytest.mark.parametrize("module", [bench, orders, study])
+def test_help_shows_how_to_call_it(
+    module: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["file.py", "--help"])
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit):
+        module.main()
+    assert capsys.readouterr().out.startswith(f"usage: python -m {module.__name__} [-h]")
 
 
 @pytest.fixture
