@@ -72,7 +72,7 @@ def load_samples(
             f"calibration text {source}",
             f"at least one window of {seq_len} tokens",
             f"{ids.numel()} tokens",
-            "Use more text or a smaller seq_len.",
+            "Use more text or shorter windows.",
         )
     if available < num_samples:
         warnings.warn(
@@ -115,7 +115,7 @@ def calibration_samples(decoder: Decoder, recipe: Recipe, calibration: str) -> t
     if samples.numel() < widest and recipe.needs_calibration:
         warnings.warn(
             f"calibration: {samples.numel()} tokens for layers of up to {widest} input channels make singular "
-            "Hessians; damping alone decides there. Use more samples or a longer seq_len.",
+            "Hessians; damping alone decides there. Use more or longer samples.",
             stacklevel=2,
         )
     return samples

@@ -117,8 +117,17 @@ def test_head_is_quantized_on_request(
             ["eval", "MODEL", "--tasks", "arc_easy", "--seq-len", "64"],
             "--seq-len requires --text or --dataset.",
         ),
-        (["eval", "MODEL", "--tasks", "arc_easy", "--batch-size", "0"], "batch_size: expected at least 1, found 0"),
-        (["verify", "MODEL", "--tolerance", "0.1"], "--tolerance"),
+        (
+            ["eval", "MODEL", "--tasks", "arc_easy", "--batch-size", "0"],
+            "latq: --batch-size: expected at least 1, found 0",
+        ),
+        (["eval", "MODEL", "--text", __file__, "--dtype", "int3"], "latq: --dtype: expected auto, float32"),
+        (["eval", "MODEL", "--text", "x", "--seq-len", "0"], "latq: --seq-len: expected at least 2, found 0"),
+        (
+            ["quantize", "MODEL", "out", "--method", "rtn", "--device", "abacus"],
+            "latq: --device: expected a device torch can use, found 'abacus'",
+        ),
+        (["verify", "MODEL", "--tolerance", "0.1"], "--tolerance requires --certificate."),
         (["quantize", "MODEL", "out", "--method", "gptq"], "expected calibration data for method gptq"),
         (["quantize", "MODEL", "out", "--method", "gptq", "--calibration", "no.txt"], "no.txt"),
         (

@@ -127,7 +127,10 @@ def test_report_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert main(["report", str(path), "-o", str(tmp_path / "page.html")]) == 0
     assert (tmp_path / "page.html").read_text().startswith("<!DOCTYPE html>")
     assert main(["report", str(path), "-o", str(tmp_path / "no" / "page.html")]) == 1
-    assert f"found no such directory {tmp_path / 'no'}. Choose another path." in capsys.readouterr().err
+    assert (
+        f"latq: --output: expected a writable file, found no such directory {tmp_path / 'no'}. Choose another path."
+        in capsys.readouterr().err
+    )
     assert main(["report", str(path), "-o", str(tmp_path)]) == 1
     assert "expected a writable file, found is a directory. Choose another path." in capsys.readouterr().err
     shutil.rmtree(path)

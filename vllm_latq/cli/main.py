@@ -15,7 +15,7 @@ from typing import Any
 import vllm_latq
 from vllm_latq import console
 from vllm_latq.cli import quantize as cli_quantize
-from vllm_latq.errors import LatqError, UsageError
+from vllm_latq.errors import CalibrationError, ConfigError, LatqError, UsageError
 
 # torchrun starts several processes, and most errors occur in all of them. The first process reports the error and ends,
 # and torchrun then ends the others. Another process reports an error only if it is still running after this time.
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except LatqError as error:
         if not _is_reporting_rank():
             time.sleep(ERROR_REPORT_GRACE_SECONDS)
-        print(f"latq: {error}", file=sys.stderr)
+        print(f"latq: {_by_option(error, options)}", file=sys.stderr)
         return 1
     except OSError as error:
         if error.errno not in (errno.EPIPE, errno.ENOSPC):
@@ -47,6 +47,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as interrupt:
         print("; ".join(("latq: interrupted", *map(str, interrupt.args))), file=sys.stderr)
         return 130
+
+
+def _by_option(error: LatqError, options: argparse.Namespace) -> LatqError:
+    """Return an error with an option as its `where`, if its `where` is the parameter that the option sets."""
+    if not isinstance(error, ConfigError | CalibrationError):
+        return error
+    # Only `quantize` takes the recipe from its options; `verify` reads it from the checkpoint.
+    name = error.where.removeprefix("recipe.") if options.run is cli_quantize.run else error.where
+    if name == error.where and name not in vars(options):
+        return error
+    return LatqError(f"--{name.replace('_', '-')}", error.expected, error.found, error.hint)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_latq import console
-from vllm_latq.errors import ConfigError, UsageError
+from vllm_latq.errors import UsageError
 from vllm_latq.format.scheme import SUPPORTED_BITS
 from vllm_latq.quantize.recipe import CHOICES, METHODS, UNUSED, Recipe
 
@@ -67,7 +67,7 @@ def add_command(commands: Any) -> None:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    command.set_defaults(run=_quantize)
+    command.set_defaults(run=run)
     command.add_argument("model", metavar="MODEL", help="model directory or hub name")
     command.add_argument("destination", metavar="OUT", help="directory to create")
     _add_recipe(command)
@@ -154,17 +154,8 @@ def _option(field: str) -> str:
     return f"--{field.replace('_', '-')}"
 
 
-def _quantize(options: argparse.Namespace) -> int:
-    try:
-        return _run(options)
-    except ConfigError as error:
-        if not error.where.startswith("recipe."):
-            raise
-        option = _option(error.where.removeprefix("recipe."))
-        raise ConfigError(option, error.expected, error.found, error.hint) from None
-
-
-def _run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
+    """Run the command and return its exit status."""
     from vllm_latq.quantize.model.loading import model_directory
     from vllm_latq.quantize.pipeline import quantize_checkpoint
 

@@ -57,7 +57,7 @@ def test_less_than_one_window_is_refused(tokenizer: PreTrainedTokenizerBase, tmp
     source = tmp_path / "word.txt"
     source.write_text("import")
     with pytest.raises(
-        CalibrationError, match=r"expected at least one window of 2048 tokens, found \d tokens.*seq_len"
+        CalibrationError, match=r"expected at least one window of 2048 tokens, found \d tokens.*shorter windows"
     ):
         load_samples(tokenizer, str(source), num_samples=1, seq_len=2048)
 
