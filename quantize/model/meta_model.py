@@ -16,6 +16,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from vllm_latq.errors import UnsupportedModelError, summary
+from vllm_latq.format.config import redirections
 from vllm_latq.format.files import read_json
 from vllm_latq.quantize.model.float8_store import is_float8
 
@@ -84,8 +85,15 @@ def meta_model(source: Path, config: Any, dtype: torch.dtype) -> Any:
 
 
 def model_config(source: Path, untied: bool) -> dict[str, Any]:
-    """A model's config.json, but for how the model was quantized, and with a head that no longer is the embedding."""
+    """Return the config.json of a checkpoint: the model's, without keys that say how the model was stored.
+
+    Args:
+        source: model directory.
+        untied: whether the checkpoint's head no longer is the embedding.
+    """
     config = read_json(source / "config.json")
+    for part, key in redirections(config):
+        del part[key]
     for part in (config, config.get("text_config")):
         if isinstance(part, dict):
             part.pop("quantization_config", None)

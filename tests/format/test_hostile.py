@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from helpers.checkpoints import SCHEMES, edit_json, edit_tensor, list_twice, problems, write_tiny_checkpoint
 from vllm_latq.cli.inspect import inspect_checkpoint
@@ -110,6 +110,68 @@ def test_links_of_the_hugging_face_cache_are_followed(tiny: Callable[[str], Path
         shutil.move(file, blobs / file.name)
         file.symlink_to(Path("..") / ".." / "blobs" / file.name)
     assert problems(snapshot) == ""
+
+
+STRAYS = (
+    *("model.safetensors", "consolidated.safetensors", "model.fp16.safetensors", "pytorch_model.bin", "weights.PT"),
+    *("a.pth", "a.gguf", "a.ckpt", "consolidated.safetensors.index.json", "adapter_config.json"),
+)
+
+
+@pytest.mark.parametrize("name", STRAYS)
+def test_weight_file_that_the_index_does_not_name(tiny: Callable[[str], Path], name: str) -> None:
+    """vLLM prefers consolidated.safetensors, transformers model.safetensors; options make either take the others."""
+    path = tiny("packed")
+    (path / name).write_bytes(b"")
+    assert problems(path).startswith(f"{path}: expected only the tensors of the index, found {name}. Other readers")
+
+
+def test_single_file_with_other_weights_beside_it(tiny: Callable[[str], Path]) -> None:
+    path = tiny("packed")
+    tensors = {name: tensor for shard in path.glob("*.safetensors") for name, tensor in load_file(shard).items()}
+    for name in (INDEX, SHARD, SHARD.replace("00001-of", "00002-of")):
+        (path / name).unlink()
+    save_file(tensors, path / "model.safetensors")
+    assert problems(path) == ""
+    save_file(tensors, path / "model-00001-of-00002.safetensors")
+    assert f"found {SHARD}. Other readers" in problems(path)
+
+
+@pytest.mark.parametrize("part", [None, "text_config"])
+def test_key_of_the_config_that_redirects_loading(tiny: Callable[[str], Path], part: str | None) -> None:
+    path, key = tiny("packed"), {"transformers_weights": "other.safetensors"}
+    edit_json(path / "config.json", lambda config: config.update({part: key} if part else key))
+    assert "config.json: expected no key `transformers_weights`, found one. Remove it" in problems(path)
+
+
+@pytest.mark.parametrize("metadata", [None, [], "x"])
+def test_index_whose_metadata_is_no_object(tiny: Callable[[str], Path], metadata: object) -> None:
+    path = tiny("packed")
+    edit_json(path / INDEX, lambda index: index.update(metadata=metadata))
+    assert f"{INDEX}: expected an object `metadata`, found {metadata!r}" in problems(path)
+
+
+@pytest.mark.parametrize("metadata", ["null", '{"format": null}', '{"format": {"a": "b"}}'])
+def test_metadata_in_a_header(tiny: Callable[[str], Path], metadata: str) -> None:
+    """Null counts as no metadata; other values that are not text are refused."""
+    path = tiny("packed")
+    content = (path / SHARD).read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = content[8:end].replace(b'{"format":"pt"}', metadata.encode())
+    assert header != content[8:end]
+    (path / SHARD).write_bytes(len(header).to_bytes(8, "little") + header + content[end:])
+    assert problems(path) == "" if metadata == "null" else f"{SHARD}: expected a valid safetensors" in problems(path)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read every file")
+@pytest.mark.parametrize("file", ["config.json", INDEX, SHARD, "."])
+def test_file_without_the_permission_to_read_it(tiny: Callable[[str], Path], file: str) -> None:
+    path = tiny("packed")
+    (path / file).chmod(0)
+    try:
+        assert "ermission denied" in problems(path)
+    finally:
+        (path / file).chmod(0o700)
 
 
 @pytest.mark.parametrize("file", ["config.json", INDEX, REPORT, SHARD])

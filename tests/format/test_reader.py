@@ -138,6 +138,6 @@ def test_second_copy_of_a_tensor_is_refused(damaged: Path) -> None:
     assert any(f"found {name} in {last}" in str(problem) for problem in verify(damaged))
     save_file(whole, damaged / last, metadata={"format": "pt"})
     save_file({name: torch.zeros(8)}, damaged / SINGLE_FILE)
-    assert any(f"found {SINGLE_FILE} beside" in str(problem) for problem in verify(damaged))
+    assert any(f"found {SINGLE_FILE}." in str(problem) for problem in verify(damaged))
     (damaged / SINGLE_FILE).unlink()
     assert list(verify(damaged)) == []

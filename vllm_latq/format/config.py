@@ -3,7 +3,7 @@
 Invariant: an instance made by `from_dict` is valid; unknown keys, versions and values are refused.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,8 @@ from vllm_latq.format.scheme import CONFIG_KEY, SCHEME_KEYS, LayerScheme
 QUANT_METHOD = "latq"
 FORMAT_VERSION = 1
 
+# Keys of config.json that make transformers load other files than those of the index.
+REDIRECTING_KEYS = ("transformers_weights",)
 _CONFIG_KEYS = ("quant_method", "format_version", *SCHEME_KEYS, "ignore", "overrides", "fingerprint", "recipe")
 
 
@@ -92,6 +94,20 @@ class CheckpointConfig:
 def covers(entry: str, module: str) -> bool:
     """Return whether an entry of `ignore` covers a module: its full name, a dotted suffix, or a module around it."""
     return f".{module}".endswith(f".{entry}") or module.startswith(f"{entry}.")
+
+
+def redirections(config: Any) -> list[tuple[dict[str, Any], str]]:
+    """Return each key of a config.json that redirects loading to other files, with the object that has the key."""
+    return [(part, key) for part in _objects(config) for key in REDIRECTING_KEYS if key in part]
+
+
+def _objects(value: Any) -> Iterator[dict[str, Any]]:
+    """Yield a JSON object and every object inside it."""
+    if isinstance(value, dict):
+        yield value
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    for part in inner:
+        yield from _objects(part)
 
 
 def _parse_scheme(value: Any, where: str) -> LayerScheme:

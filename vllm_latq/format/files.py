@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -18,12 +18,28 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from vllm_latq.errors import CheckpointError
+from vllm_latq.format.tensors import Header
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+# Endings of the files that readers of models take weights from.
+WEIGHT_SUFFIXES = (
+    *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf", ".ggml"),
+    *(".h5", ".msgpack", ".npz", ".onnx", ".tensors"),
+)
+# transformers applies the adapter that this file describes to the model in the same directory.
+ADAPTER_FILE = "adapter_config.json"
 # Parsed JSON takes up to 20 times its size in memory. The index of a model of 10**5 linears has about 60 MB.
 MAX_JSON_BYTES = 1 << 27
 SAMPLED_PAGES, PAGE = 256, 4096
+_DTYPES = {
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "I32": torch.int32,
+    "U16": torch.uint16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+}
 _REPAIR = "The file is truncated or damaged: copy or download it again."
 
 
@@ -40,27 +56,36 @@ class TensorStore:
             found = "a file" if self.directory.is_file() else "no such directory"
             raise CheckpointError(str(directory), "a model directory", found, "Check the path.")
         self._open: dict[str, Any] = {}
-        self._shapes: dict[str, dict[str, tuple[int, ...]]] = {}  # by file and tensor
+        self._headers: dict[str, dict[str, Header]] = {}  # by file and tensor
+
+    @cached_property
+    def index(self) -> dict[str, Any] | None:
+        """The content of the index; None if there is no index."""
+        path = self.directory / INDEX_FILE
+        with readable(self.directory):
+            return read_json(path) if path.exists() else None
 
     @cached_property
     def files(self) -> Mapping[str, str]:
         """File name of each tensor, by tensor name."""
         index = self.directory / INDEX_FILE
-        if not index.exists():
-            if not (self.directory / SINGLE_FILE).exists():
+        if self.index is None:
+            with readable(self.directory):
+                single = (self.directory / SINGLE_FILE).exists()
+            if not single:
                 expected = f"{SINGLE_FILE} or {INDEX_FILE}"
                 hint = "Only safetensors files are supported: transformers' save_pretrained writes them."
                 raise CheckpointError(str(self.directory), expected, "neither", hint)
             self._read_header(SINGLE_FILE)
-            return self._checked_names(dict.fromkeys(self._shapes[SINGLE_FILE], SINGLE_FILE))
-        weight_map = read_json(index).get("weight_map")
+            return self._checked_names(dict.fromkeys(self._headers[SINGLE_FILE], SINGLE_FILE))
+        weight_map = self.index.get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
             hint = "Copy or download the checkpoint again."
             raise CheckpointError(str(index), "an object `weight_map` of file names", "something else", hint)
         for file in sorted(set(weight_map.values())):
             self._read_header(file)
         for name, file in weight_map.items():
-            if name not in self._shapes[file]:
+            if name not in self._headers[file]:
                 raise CheckpointError(str(index), f"tensor {name} in {file}", "no such tensor", "The shard is damaged.")
         return self._checked_names(weight_map)
 
@@ -73,7 +98,11 @@ class TensorStore:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of one tensor from its file's header; raise CheckpointError if the tensor is missing."""
-        return self._shapes[self._file_of(name)][name]
+        return self.header(name).shape
+
+    def header(self, name: str) -> Header:
+        """Return dtype and shape of one tensor from its file's header; raise CheckpointError if it is missing."""
+        return self._headers[self._file_of(name)][name]
 
     def get(self, name: str) -> torch.Tensor:
         """Return one tensor on the CPU; raise CheckpointError if it is missing or its file is damaged."""
@@ -91,18 +120,20 @@ class TensorStore:
             return tensor
 
     def strays(self) -> list[str]:
-        """List tensors that other readers may read in place of the tensors that this class reads.
+        """List what other readers may read in place of the tensors that this class reads.
 
-        These are tensors in a file of the index that the index does not place there, and a single file beside an index.
+        These are tensors in a file of the index that the index does not place there, other files with weights, and an
+        adapter.
         """
-        strays = [
+        named = set(self.files.values())
+        tensors = [
             f"{name} in {file}"
-            for file, shapes in self._shapes.items()
-            for name in shapes
+            for file, headers in self._headers.items()
+            for name in headers
             if self.files.get(name) != file
         ]
-        alone = SINGLE_FILE not in self.files.values() and (self.directory / SINGLE_FILE).exists()
-        return [*strays, f"{SINGLE_FILE} beside {INDEX_FILE}"] if alone else strays
+        with readable(self.directory):
+            return [*tensors, *stray_files(os.listdir(self.directory), named)]
 
     def sampled_digest(self) -> str:
         """Return the SHA-256 of names, sizes and a few pages of the files: tells models apart without reading all."""
@@ -127,8 +158,8 @@ class TensorStore:
         return self.files[name]
 
     def _read_header(self, file: str) -> None:
-        """Read names and shapes of a file's tensors; the file is closed, so that only one is mapped at a time."""
-        self._shapes[file] = stored_shapes(self._path_of(file))
+        """Read the headers of a file's tensors; the file is closed, so that only one is mapped at a time."""
+        self._headers[file] = stored_headers(self._path_of(file))
 
     def _handle(self, file: str) -> Any:
         """Return the open file."""
@@ -156,28 +187,44 @@ class TensorStore:
 
 @contextmanager
 def readable(path: Path, hint: str = _REPAIR) -> Iterator[None]:
-    """Raise any error of a safetensors file as a CheckpointError that names the file and says what to do."""
+    """Raise any error of a safetensors file or a directory as a CheckpointError that names it and says what to do."""
     try:
         yield
+    except PermissionError:
+        expected, hint = "a file or directory that this user may read", "Change its permissions."
+        raise CheckpointError(str(path), expected, "permission denied", hint) from None
     except (SafetensorError, OSError) as error:
         raise CheckpointError(str(path), "a valid safetensors file", str(error), hint) from None
 
 
-def stored_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Return name -> shape of the tensors of a safetensors file.
+def stray_files(names: Iterable[str], named: Collection[str]) -> list[str]:
+    """Return the files among `names` that a reader may take weights from, and that are not `named` by the index."""
+    return sorted(name for name in names if name not in named and (is_weights(name) or name == ADAPTER_FILE))
+
+
+def is_weights(name: str) -> bool:
+    """Return whether a file with this name holds weights, or says in which files weights are."""
+    return name.lower().endswith(WEIGHT_SUFFIXES) or (name.endswith(".index.json") and name != INDEX_FILE)
+
+
+def stored_headers(path: Path) -> dict[str, Header]:
+    """Return name -> dtype and shape of the tensors of a safetensors file.
 
     Raises:
         CheckpointError: the file is damaged, or its header has a key twice, and parsers disagree on which one counts.
     """
     with readable(path), safe_open(path, framework="pt", device="cpu") as handle, path.open("rb") as file:
-        names: list[str] = handle.keys()
-        shapes = {name: tuple(handle.get_slice(name).get_shape()) for name in names}
+        slices = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118 (no mapping)
+        headers = {
+            name: Header(_DTYPES.get(part.get_dtype(), part.get_dtype()), tuple(part.get_shape()))
+            for name, part in slices.items()
+        }
         header = file.read(int.from_bytes(file.read(8), "little"))
     try:
         json.loads(header, object_pairs_hook=_unique_keys)
     except ValueError as error:
         raise CheckpointError(str(path), "a header with each key once", str(error), _REPAIR) from None
-    return shapes
+    return headers
 
 
 def read_json(path: Path, hint: str = _REPAIR) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from vllm_latq.format.encodings.registry import tensor_suffixes
 from vllm_latq.format.encodings.weight import Weight
 from vllm_latq.format.files import TensorStore, read_json
 from vllm_latq.format.report import LayerReport, layer_reports
-from vllm_latq.format.tensors import SHAPE
+from vllm_latq.format.tensors import SHAPE, Header
 from vllm_latq.format.validate import weight_from_tensors
 
 REPORT_FILE = "latq_report.json"
@@ -32,13 +32,17 @@ class CheckpointReader:
 
     Args:
         directory: the checkpoint's directory; raises LatqError unless it has a config of this format.
+
+    Attributes:
+        document: the content of config.json.
     """
 
     def __init__(self, directory: str | Path) -> None:
         self.store = TensorStore(directory)
         self.directory = self.store.directory
         where = str(self.directory / "config.json")
-        quantization = read_json(self.directory / "config.json").get("quantization_config")
+        self.document = read_json(self.directory / "config.json")
+        quantization = self.document.get("quantization_config")
         if quantization is None:
             hint = "This is an unquantized model: run `latq quantize` on it."
             raise CheckpointError(where, "a `quantization_config`", "none", hint)
@@ -57,6 +61,10 @@ class CheckpointReader:
     def tensors(self, module: str) -> dict[str, torch.Tensor]:
         """Return suffix -> tensor of one quantized linear, without its bias; the tensors are not validated."""
         return {suffix: self.store.get(f"{module}.{suffix}") for suffix in self._suffixes[module]}
+
+    def headers(self, module: str) -> dict[str, Header]:
+        """Return suffix -> header of the tensors of one quantized linear, without its bias."""
+        return {suffix: self.store.header(f"{module}.{suffix}") for suffix in self._suffixes[module]}
 
     def weight(self, module: str) -> Weight:
         """Return the weight of one quantized linear, validated."""

@@ -7,10 +7,18 @@ exist.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 SHAPE = "weight_shape"
+
+
+class Header(NamedTuple):
+    """A tensor as the header of its file describes it."""
+
+    dtype: torch.dtype | str  # safetensors' name of a dtype that no tensor of a quantized linear has
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -20,7 +28,7 @@ class TensorSpec:
     dtype: torch.dtype
     shape: tuple[int | None, ...]
 
-    def mismatch(self, tensor: torch.Tensor) -> str | None:
+    def mismatch(self, tensor: torch.Tensor | Header) -> str | None:
         """Return the dtype and shape of a tensor that does not match; None if it matches."""
         same = len(tensor.shape) == len(self.shape) and all(
             want is None or want == got for want, got in zip(self.shape, tensor.shape, strict=True)

@@ -12,7 +12,7 @@ from vllm_latq.format.encodings.registry import encoding_of, tensor_specs
 from vllm_latq.format.encodings.weight import Weight
 from vllm_latq.format.problems import problem
 from vllm_latq.format.scheme import LayerScheme
-from vllm_latq.format.tensors import SHAPE
+from vllm_latq.format.tensors import SHAPE, Header
 
 
 def weight_from_tensors(
@@ -44,7 +44,7 @@ def problems(
     if min(shape) < 1:
         yield problem(f"{where}.{SHAPE}", "two positive sizes", str(shape))
         return
-    structural = list(_structure_problems(tensors, scheme, shape, where))
+    structural = list(header_problems(tensors, scheme, shape, where))
     yield from structural
     if structural:
         return
@@ -55,10 +55,10 @@ def problems(
     yield from encoding_of(scheme).problems(tensors, scheme, shape, where)
 
 
-def _structure_problems(
-    tensors: Mapping[str, torch.Tensor], scheme: LayerScheme, shape: tuple[int, int], where: str
+def header_problems(
+    tensors: Mapping[str, torch.Tensor | Header], scheme: LayerScheme, shape: tuple[int, int], where: str
 ) -> Iterator[CheckpointError]:
-    """Check names, dtypes and shapes of the tensors."""
+    """Yield an error for every wrong name, dtype and shape of a linear's tensors; their values are not read."""
     specs = tensor_specs(scheme, *shape, where=where)
     for suffix, spec in specs.items():
         if suffix not in tensors:

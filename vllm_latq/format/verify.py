@@ -5,29 +5,27 @@ from pathlib import Path
 
 from vllm_latq.errors import CheckpointError, LatqError
 from vllm_latq.format import validate
+from vllm_latq.format.config import redirections
+from vllm_latq.format.files import INDEX_FILE
 from vllm_latq.format.reader import REPORT_FILE, CheckpointReader, checkpoint_fingerprint
 from vllm_latq.format.tensors import SHAPE
 from vllm_latq.format.validate import weight_from_tensors
 
 
 def verify(directory: str | Path) -> Iterator[LatqError]:
-    """Yield every problem of a checkpoint: in its config, linears, report and fingerprint."""
+    """Yield every problem of a checkpoint: in its config, files, linears, report and fingerprint."""
     try:
         reader = CheckpointReader(directory)
-        shapes = reader.shapes
-        if not shapes:
+        if not reader.shapes:
             hint = "The checkpoint is incomplete: copy or download it again."
             raise CheckpointError(str(directory), "at least one quantized linear", "none", hint)
     except LatqError as error:
         yield error
         return
-    for module, shape in shapes.items():
-        yield from _verify_linear(reader, module, shape)
-    for module in reader.shapeless():
-        yield CheckpointError(f"{directory}: {module}", f"a tensor {SHAPE}", "none", "The checkpoint is incomplete.")
-    for stray in reader.store.strays():
-        hint = "Other readers may use it in place of the verified tensor: remove it."
-        yield CheckpointError(str(directory), "only the tensors of the index", stray, hint)
+    yield from _directory_problems(reader)
+    for module in reader.shapes:
+        broken = list(_header_problems(reader, module))
+        yield from broken or _value_problems(reader, module)
     yield from _verify_report(reader)
     fingerprint = checkpoint_fingerprint(reader)
     claimed = reader.config.fingerprint
@@ -38,13 +36,54 @@ def verify(directory: str | Path) -> Iterator[LatqError]:
         yield CheckpointError(f"{directory}: fingerprint", claimed, fingerprint, hint)
 
 
-def _verify_linear(reader: CheckpointReader, module: str, shape: tuple[int, int]) -> Iterator[LatqError]:
-    """Yield every problem of one quantized linear."""
+def check_headers(reader: CheckpointReader) -> None:
+    """Raise the first problem that a checkpoint's directory, config.json and headers show; no weight is read.
+
+    Loaders call this before their host frameworks open a file. A host would take weights from other files, convert
+    tensors of another dtype, or fill a linear that it does not know to be quantized with random weights.
+    """
+    for found in _directory_problems(reader):
+        raise found
+    for module in reader.shapes:
+        for found in _header_problems(reader, module):
+            raise found
+
+
+def _directory_problems(reader: CheckpointReader) -> Iterator[LatqError]:
+    """Yield the problems of config.json and of the list of files, and modules without a shape."""
+    for _, key in redirections(reader.document):
+        hint = "Remove it: transformers would load other files than the verified ones."
+        yield CheckpointError(str(reader.directory / "config.json"), f"no key `{key}`", "one", hint)
+    index = reader.store.index
+    if index is not None and not isinstance(index.get("metadata"), dict):
+        found, hint = repr(index.get("metadata")), "Write `{}` there: transformers reads it."
+        yield CheckpointError(str(reader.directory / INDEX_FILE), "an object `metadata`", found, hint)
+    for stray in reader.store.strays():
+        hint = "Other readers may use it in place of the verified tensors: remove it."
+        yield CheckpointError(str(reader.directory), "only the tensors of the index", stray, hint)
+    for module in reader.shapeless():
+        hint = "The checkpoint is incomplete."
+        yield CheckpointError(f"{reader.directory}: {module}", f"a tensor {SHAPE}", "none", hint)
+
+
+def _header_problems(reader: CheckpointReader, module: str) -> Iterator[LatqError]:
+    """Yield the problems of one quantized linear that the headers of its tensors show."""
     where = f"{reader.directory}: {module}"
     scheme = reader.config.scheme_for(module)
     if scheme is None:
         yield CheckpointError(where, "no quantized tensors for an ignored module", "some", "Fix `ignore`.")
         return
+    try:
+        yield from validate.header_problems(reader.headers(module), scheme, reader.shapes[module], where)
+    except LatqError as error:
+        yield error
+
+
+def _value_problems(reader: CheckpointReader, module: str) -> Iterator[LatqError]:
+    """Yield every problem of the values of one quantized linear."""
+    where = f"{reader.directory}: {module}"
+    scheme, shape = reader.config.scheme_for(module), reader.shapes[module]
+    assert scheme is not None, "ignored modules have header problems"
     try:
         tensors = reader.tensors(module)
         problems = list(validate.problems(tensors, scheme, shape, where))

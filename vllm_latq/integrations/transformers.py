@@ -17,12 +17,15 @@ from torch import nn
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from vllm_latq.errors import CheckpointError
 from vllm_latq.format.config import QUANT_METHOD, CheckpointConfig
 from vllm_latq.format.encodings.registry import tensor_specs
-from vllm_latq.format.files import stored_shapes
+from vllm_latq.format.files import read_json
+from vllm_latq.format.reader import CheckpointReader
 from vllm_latq.format.scheme import LayerScheme
 from vllm_latq.format.tensors import SHAPE
 from vllm_latq.format.validate import weight_from_tensors
+from vllm_latq.format.verify import check_headers
 from vllm_latq.models.experts import Experts
 from vllm_latq.models.stored_names import stored_names, unmerged
 from vllm_latq.serving.decode import decode_on_device
@@ -136,6 +139,7 @@ class LatqQuantizer(HfQuantizer):
     quantization_config: LatqQuantizationConfig
     requires_calibration = True
     unfused = False
+    checkpoint: CheckpointReader | None = None
 
     def is_serializable(self) -> bool:
         """Say that transformers cannot save a loaded model."""
@@ -146,17 +150,42 @@ class LatqQuantizer(HfQuantizer):
         """Say that a loaded model cannot be trained."""
         return False
 
+    def update_tp_plan(self, config: Any) -> Any:
+        """Check a checkpoint in a local directory before transformers reads its index; no earlier hook knows it."""
+        directory = Path(config.name_or_path)
+        if (directory / "config.json").is_file():
+            stored = read_json(directory / "config.json").get("quantization_config")
+            # A config class, unlike AutoConfig, keeps the name of the original model, which may be another directory.
+            fingerprint = self.quantization_config.checkpoint.fingerprint
+            if isinstance(stored, dict) and stored.get("fingerprint", "") == fingerprint:
+                self._check(directory)
+        return config
+
+    def _check(self, directory: Path) -> CheckpointReader:
+        """Return the checkpoint in a directory after checking its headers; raise LatqError if they are wrong."""
+        if self.checkpoint is None or self.checkpoint.directory != directory:
+            self.checkpoint = CheckpointReader(directory)
+            check_headers(self.checkpoint)
+        return self.checkpoint
+
     def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **_: Any) -> None:
         tied = getattr(model.config.get_text_config(), "tie_word_embeddings", False)
         tied_head = model.get_output_embeddings() if tied else None
-        shapes = {name: shape for file in checkpoint_files or [] for name, shape in stored_shapes(Path(file)).items()}
+        store = self._check(Path(checkpoint_files[0]).parent).store if checkpoint_files else None
+        shapes = {} if store is None else {name: store.shape(name) for name in store.names()}
         stored = _stored_linears(model, shapes, checkpoint_files)
         self.unfused = any(isinstance(module, Experts) for module in model.modules())
         for name, module in list(model.named_modules()):
             where = stored.get(f"{name}.weight", f"{name}.weight").removesuffix(".weight")
             checkpoint = self.quantization_config.checkpoint
-            scheme = None if checkpoint.is_ignored(name) else checkpoint.scheme_for(where)
-            if not isinstance(module, nn.Linear) or scheme is None or module is tied_head:
+            scheme = None if checkpoint.is_ignored(name) or module is tied_head else checkpoint.scheme_for(where)
+            if not isinstance(module, nn.Linear):
+                continue
+            if scheme is None:
+                if f"{where}.{SHAPE}" in shapes:
+                    # transformers would fill the linear with random weights.
+                    expected = "no quantized tensors for an ignored module or a tied head"
+                    raise CheckpointError(where, expected, "some", "Fix `ignore` or `tie_word_embeddings`.")
                 continue
             with torch.device("meta"):
                 linear = LatqLinear(module, scheme, where, shapes)

@@ -16,6 +16,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm_latq.errors import ConfigError, UnsupportedModelError
 from vllm_latq.format.config import QUANT_METHOD, CheckpointConfig
 from vllm_latq.format.scheme import LayerScheme
+from vllm_latq.integrations.vllm.checkpoint_files import check_files
 from vllm_latq.integrations.vllm.linear import LatqLinearMethod
 from vllm_latq.integrations.vllm.moe import LatqMoEMethod, expert_leaves
 from vllm_latq.integrations.vllm.row_order import stored_order
@@ -66,7 +67,8 @@ class LatqConfig(QuantizationConfig):
         return cls(CheckpointConfig.from_dict(config, where="config.json: quantization_config"))
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
-        """Keep the configuration of the quantized model, which may be a draft model."""
+        """Check the checkpoint's files, and keep the configuration of the model, which may be a draft model."""
+        check_files(model_name, revision)
         self.model = None if hf_config is None else hf_config.get_text_config()
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
