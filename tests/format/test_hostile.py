@@ -169,7 +169,7 @@ def test_file_without_the_permission_to_read_it(tiny: Callable[[str], Path], fil
     path = tiny("packed")
     (path / file).chmod(0)
     try:
-        assert "ermission denied" in problems(path)
+        assert "Change its permissions, or run as a user who may read it." in problems(path)
     finally:
         (path / file).chmod(0o700)
 

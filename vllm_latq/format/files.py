@@ -40,6 +40,7 @@ _DTYPES = {
     "I8": torch.int8,
     "U8": torch.uint8,
 }
+_PERMISSION = "Change its permissions, or run as a user who may read it."
 _REPAIR = "The file is truncated or damaged: copy or download it again."
 
 
@@ -190,9 +191,8 @@ def readable(path: Path, hint: str = _REPAIR) -> Iterator[None]:
     """Raise any error of a safetensors file or a directory as a CheckpointError that names it and says what to do."""
     try:
         yield
-    except PermissionError:
-        expected, hint = "a file or directory that this user may read", "Change its permissions."
-        raise CheckpointError(str(path), expected, "permission denied", hint) from None
+    except PermissionError as error:
+        raise CheckpointError(str(path), "permission to read it", str(error), _PERMISSION) from None
     except (SafetensorError, OSError) as error:
         raise CheckpointError(str(path), "a valid safetensors file", str(error), hint) from None
 
@@ -256,12 +256,15 @@ def regular_file(path: Path, kind: str = "a safetensors file") -> Path:
         real, home = path.resolve(), path.parent.resolve()
         found = "no such file" if not real.exists() else "" if real.is_file() else "not a regular file"
     except (OSError, RuntimeError, ValueError) as error:
-        raise CheckpointError(str(path), kind, str(error), "Copy or download it again.") from None
+        hint = _PERMISSION if isinstance(error, PermissionError) else "Copy or download it again."
+        raise CheckpointError(str(path), kind, str(error), hint) from None
     blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
+    hint = "It is incomplete: copy or download it again."
     if not found and not real.is_relative_to(home) and real.parent != blobs:
-        found = "a link that points outside the directory"
+        found, hint = "a link that points outside the directory", "Replace the link with the file."
+    if not found and not os.access(real, os.R_OK):
+        found, hint = "one without permission to read it", _PERMISSION
     if found:
-        hint = "Replace the link with the file." if "link" in found else "It is incomplete: copy or download it again."
         raise CheckpointError(str(path), kind, found, hint)
     return path
 
