@@ -8,7 +8,7 @@ import torch
 
 from helpers.builders import gaussian_integers
 from vllm_latq.coding.huffman import encoder as huffman
-from vllm_latq.coding.huffman.decoder import decode_stream
+from vllm_latq.coding.huffman.decoder import decode_stream, value_range
 from vllm_latq.errors import CheckpointError
 
 # Several rows to a chunk, one, several chunks to a row; the last ones full, short, and a single weight.
@@ -19,9 +19,11 @@ SHAPES = [(1, 1), (5, 1), (33, 63), (7, 500), (8, 512), (9, 512), (3, 1024), (3,
 @pytest.mark.parametrize("deviation", [0.0, 3.0, 400.0])
 def test_decoding_returns_the_encoded_integers(shape: tuple[int, int], deviation: float) -> None:
     integers = gaussian_integers(shape, deviation)
-    decoded = decode_stream(huffman.encode(integers), "layer.stream")
+    encoded = huffman.encode(integers)
+    decoded = decode_stream(encoded, "layer.stream")
     assert decoded.dtype == torch.int32
     assert torch.equal(decoded, integers)
+    assert value_range(encoded, "layer.stream") == (integers.min(), integers.max())
 
 
 def test_escaped_integers_decode_exactly() -> None:
@@ -40,6 +42,8 @@ def test_random_bits_are_refused(seed: int) -> None:
     stream = torch.randint(-(2**31), 2**31 - 1, encoded.stream.shape, generator=generator, dtype=torch.int32)
     with pytest.raises(CheckpointError, match=r"layer\.stream: expected chunk 0 to end at bit \d+, found bit"):
         decode_stream(dataclasses.replace(encoded, stream=stream), "layer.stream")
+    with pytest.raises(CheckpointError, match=r"layer\.stream: expected chunk 0 to end at bit \d+, found bit"):
+        value_range(dataclasses.replace(encoded, stream=stream), "layer.stream")
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -45,7 +45,9 @@ def test_slab_size_does_not_change_decoding(shape: tuple[int, int], monkeypatch:
     monkeypatch.setattr(rans_decoder, "_SLAB_CHUNKS", 2)
     integers = gaussian_integers(shape, 3.0)
     integers[0, 0], integers[-1, -1], integers[1, 5:8] = 10**6, -(10**9), 2**31 - 1
-    assert torch.equal(rans_decoder.decode_stream(rans.encode(integers), "layer.stream"), integers)
+    encoded = rans.encode(integers)
+    assert torch.equal(rans_decoder.decode_stream(encoded, "layer.stream"), integers)
+    assert rans_decoder.value_range(encoded, "layer.stream") == (integers.min(), integers.max())
 
 
 def test_rows_and_columns_of_different_spreads() -> None:
@@ -202,12 +204,17 @@ def test_wrong_final_state_is_refused() -> None:
         damaged = dataclasses.replace(encoded, stream=torch.from_numpy(halves.view(np.int32)))
         with pytest.raises(CheckpointError, match=r"layer\.stream: expected chunk 0 to end"):
             rans_decoder.decode_stream(damaged, "layer.stream")
+        with pytest.raises(CheckpointError, match=r"layer\.stream: expected chunk 0 to end"):
+            rans_decoder.value_range(damaged, "layer.stream")
 
 
-def test_rans_chunk_of_another_length_is_refused() -> None:
+def test_rans_chunk_of_another_length_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     encoded = rans.encode(gaussian_integers((40, 300), 3.0))
     words = encoded.chunk_words.to(torch.int32)
     words[1, 0], words[2, 0] = words[1, 0] + 1, words[2, 0] - 1
     damaged = dataclasses.replace(encoded, chunk_words=words.to(torch.uint16))
     with pytest.raises(CheckpointError, match=r"layer\.stream: expected chunk 1 to end after"):
         rans_decoder.decode_stream(damaged, "layer.stream")
+    monkeypatch.setattr(rans_decoder, "_SLAB_CHUNKS", 1)
+    with pytest.raises(CheckpointError, match=r"layer\.stream: expected chunk 1 to end"):
+        rans_decoder.value_range(damaged, "layer.stream")

@@ -89,7 +89,7 @@ def _value_problems(reader: CheckpointReader, module: str) -> Iterator[LatqError
         problems = list(validate.problems(tensors, scheme, shape, where))
         yield from problems
         if not problems:
-            weight_from_tensors(tensors, scheme, shape, where).decode(where)
+            weight_from_tensors(tensors, scheme, shape, where).check_decoding(where)
     except LatqError as error:
         yield error
 

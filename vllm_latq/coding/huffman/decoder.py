@@ -10,6 +10,7 @@ refused.
 """
 
 import math
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -36,19 +37,52 @@ def decode_stream(stream: HuffmanStream, where: str) -> torch.Tensor:
         CheckpointError: the stream contradicts its chunk lengths.
     """
     chunks = chunks_of(stream.shape)
+    symbols = np.zeros((math.prod(chunks.shape), math.prod(chunks.grid)), dtype=np.int32)
+    for _ in _slabs(stream, where, symbols):
+        pass
+    return chunks.join(torch.from_numpy(symbols).view(-1, *chunks.grid))
+
+
+def value_range(stream: HuffmanStream, where: str) -> tuple[int, int]:
+    """Decode a validated stream a slab at a time; return its smallest and its largest integer.
+
+    Raises:
+        CheckpointError: the stream contradicts its chunk lengths.
+    """
+    lowest, highest = math.inf, -math.inf
+    for counts, symbols in _slabs(stream, where):
+        for count in np.unique(counts).tolist():
+            own = counts == count
+            lowest = min(lowest, symbols[:count].min(0)[own].min())
+            highest = max(highest, symbols[:count].max(0)[own].max())
+    return int(lowest), int(highest)
+
+
+def _slabs(
+    stream: HuffmanStream, where: str, whole: np.ndarray | None = None
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Decode some chunks at a time; yield the weights in each chunk, int64 [chunks], and the integers as in `whole`.
+
+    Args:
+        stream: the encoded integers.
+        where: tensor name for errors.
+        whole: int32 [largest chunk, chunks], receives all integers; None for a new array for each slab.
+    """
+    chunks = chunks_of(stream.shape)
     counts = chunks.counts().reshape(-1)
     ends = stream.chunk_bits.cpu().numpy().reshape(-1).cumsum(dtype=np.int64)
-    reached = np.append(0, ends[:-1])
+    starts = np.append(0, ends[:-1])
     windows, tables = _windows(stream.stream.cpu().numpy()), _tables(stream.table)
-    symbols = np.zeros((math.prod(chunks.shape), counts.size), dtype=np.int32)
-    for start in range(0, counts.size, _SLAB_CHUNKS):
-        slab = slice(start, start + _SLAB_CHUNKS)
-        reached[slab] = _decode_chunks(windows, tables, reached[slab], counts[slab], symbols[:, slab])
-    if not np.array_equal(reached, ends):
-        chunk = int(np.flatnonzero(reached != ends)[0])
-        expected = f"chunk {chunk} to end at bit {ends[chunk]}"
-        raise CheckpointError(where, expected, f"bit {reached[chunk]}", REPAIR)
-    return chunks.join(torch.from_numpy(symbols))
+    for first in range(0, counts.size, _SLAB_CHUNKS):
+        slab = slice(first, first + _SLAB_CHUNKS)
+        size = (math.prod(chunks.shape), counts[slab].size)
+        symbols = np.zeros(size, dtype=np.int32) if whole is None else whole[:, slab]
+        reached = _decode_chunks(windows, tables, starts[slab], counts[slab], symbols)
+        if (wrong := np.flatnonzero(reached != ends[slab])).size:
+            chunk = first + int(wrong[0])
+            expected = f"chunk {chunk} to end at bit {ends[chunk]}"
+            raise CheckpointError(where, expected, f"bit {reached[wrong[0]]}", REPAIR)
+        yield counts[slab], symbols
 
 
 def _windows(stream: np.ndarray) -> np.ndarray:

@@ -68,13 +68,26 @@ class CodedWeight(Weight):
         """Decode the integers and check that no weight is infinite; see `Weight.decode`."""
         name = f"{where}.stream"
         integers = self.decode_stream(name) if decoder is None else decoder(self.stream, name)
+        self._check_reach(int(integers.min()), int(integers.max()), where)
+        return integers
+
+    def check_decoding(self, where: str) -> None:
+        """Decode a part of the weight at a time and check that no weight is infinite; see `Weight.check_decoding`."""
+        self._check_reach(*self.value_range(f"{where}.stream"), where)
+
+    def value_range(self, where: str) -> tuple[int, int]:
+        """Return the smallest and the largest integer of the stream, which `where` names in errors."""
+        integers = self.decode_stream(where)
+        return int(integers.min()), int(integers.max())
+
+    def _check_reach(self, lowest: int, highest: int, where: str) -> None:
+        """Raise CheckpointError if integers of this range make a weight infinite."""
         columns = 1.0 if self.column_scales is None else max(1.0, float(self.column_scales.max()))
-        reach = max(-int(integers.min()), int(integers.max()) + self.midrise)
+        reach = max(-lowest, highest + self.midrise)
         largest = float(self.row_scales.max()) * columns * reach
         if largest >= WEIGHT_LIMIT:
             expected = f"a scale whose largest multiple stays below {WEIGHT_LIMIT:g}"
             raise problem(f"{where}.scale", expected, f"{largest:g}")
-        return integers
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Return W, ((z + h) * row_scales) * column_scales in float32, rounded once more to `dtype`, [rows, cols]."""

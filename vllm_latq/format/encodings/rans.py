@@ -57,6 +57,10 @@ class RansWeight(CodedWeight):
         """Decode the stream on the CPU: int32 [rows, cols]; `where` names it in errors."""
         return decoder.decode_stream(self.stream, where)
 
+    def value_range(self, where: str) -> tuple[int, int]:
+        """Return the smallest and the largest integer of the stream, decoded a part at a time."""
+        return decoder.value_range(self.stream, where)
+
     def encoded(self) -> dict[str, torch.Tensor]:
         """Return suffix -> tensor of every stored tensor except the shape."""
         exponents = {"row_exponents": self.row_exponents, "column_exponents": self.column_exponents}

@@ -120,6 +120,10 @@ class Weight(ABC):
             CheckpointError: the stream is damaged, or the weights it leads to may be infinite.
         """
 
+    def check_decoding(self, where: str) -> None:
+        """Raise the errors of `decode`, with memory in proportion to the stored weight and not to its shape."""
+        self.decode(where)
+
     @abstractmethod
     def pack(self, integers: torch.Tensor | None = None, bits: int | None = None) -> "PackedWeight":
         """Return the weight as codes and outliers without loss, on the device of its integers.
