@@ -92,8 +92,8 @@ def model_config(source: Path, untied: bool) -> dict[str, Any]:
         untied: whether the checkpoint's head no longer is the embedding.
     """
     config = read_json(source / "config.json")
-    for part, key in redirections(config):
-        del part[key]
+    for place, key in redirections(config):
+        del place[key]
     for part in (config, config.get("text_config")):
         if isinstance(part, dict):
             part.pop("quantization_config", None)

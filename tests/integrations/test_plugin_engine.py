@@ -1,6 +1,7 @@
 """The real engine: tokens and log-probabilities of a checkpoint equal those of its dequantized weights."""
 
 import math
+import re
 import shutil
 from functools import partial
 from pathlib import Path
@@ -42,6 +43,7 @@ def generations(request: pytest.FixtureRequest) -> dict[str, Any]:
     jobs["dummy-hptq"] = {"model": pairs["hptq"].latq, "engine": {"load_format": "dummy"}}
     jobs["dummy-biased"] = {"model": pairs["biased"].latq, "engine": {"load_format": "dummy"}}
     jobs["incomplete"] = {"model": without_tensor(pairs["ssqr"].latq, MISSING), "fails": True}
+    jobs["two-models"] = {"model": with_other_weights(pairs["ssqr"].latq, pairs["other_ssqr"].latq), "fails": True}
     return dict(zip(jobs, probe(list(jobs.values())), strict=True))
 
 
@@ -57,6 +59,14 @@ def without_tensor(source: Path, name: str) -> Path:
     tensors = load_file(target / "model.safetensors")
     del tensors[name]
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+def with_other_weights(source: Path, other: Path) -> Path:
+    """Return a copy of a checkpoint with other weights beside its own, in the file that vLLM prefers."""
+    target = source.with_name("two-models")
+    shutil.copytree(source, target)
+    shutil.copy(other / "model.safetensors", target / "consolidated.safetensors")
     return target
 
 
@@ -95,8 +105,13 @@ def test_dummy_weights_generate_plausible_tokens(name: str, generations: dict[st
 
 
 def test_missing_tensor_stops_the_engine(generations: dict[str, Any]) -> None:
-    assert f"CheckpointError: {MISSING}: expected a tensor" in generations["incomplete"]
+    assert re.search(rf"Value error, \S*incomplete: {MISSING}: expected a tensor", generations["incomplete"])
     assert "no such tensor" in generations["incomplete"]
+
+
+def test_weights_beside_the_index_stop_the_engine(generations: dict[str, Any]) -> None:
+    expected = r"Value error, \S*two-models: expected only the tensors of the index, found consolidated.safetensors"
+    assert re.search(expected, generations["two-models"])
 
 
 def test_tensor_parallel_equals_one_process(
