@@ -5,6 +5,7 @@ checkpoints of this package comes from importing `vllm_latq`.
 """
 
 import re
+from glob import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ import torch
 from safetensors import SafetensorError
 
 from vllm_latq.errors import CheckpointError, ConfigError, LatqError, summary
+from vllm_latq.format.files import shard_names
 from vllm_latq.quantize.model.float8_store import Float8Store
 from vllm_latq.quantize.model.meta_model import auto_class, is_encoder, load_config, meta_model
 from vllm_latq.quantize.recipe import DTYPES
@@ -20,8 +22,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-# A model as safetensors, with its tokenizer; not the copies in other formats that many repositories hold.
-SNAPSHOT_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+# A model without its weights, and the weights in the folders of sentence-transformers.
+SNAPSHOT_FILES = ["*.json", "*.model", "*.txt", "*.jinja", "[0-9]_*/*.safetensors"]
 HUB_NAME = re.compile(r"([\w-][\w.-]*/)?[\w-][\w.-]*")
 
 
@@ -53,6 +55,8 @@ def torch_device(name: str | None = None) -> torch.device:
 def model_directory(name: str | Path) -> Path:
     """The local directory of a model: the one named, or a snapshot of a hub repository, downloaded if need be.
 
+    Many repositories hold the weights in several formats: only the shards that the index names are downloaded.
+
     Raises:
         CheckpointError: neither a directory nor a hub name that can be reached.
     """
@@ -65,7 +69,11 @@ def model_directory(name: str | Path) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(str(name), allow_patterns=SNAPSHOT_FILES))
+        snapshot = Path(snapshot_download(str(name), allow_patterns=SNAPSHOT_FILES))
+        shards = sorted(map(escape, shard_names(snapshot)))
+        return Path(snapshot_download(str(name), allow_patterns=shards, revision=snapshot.name))
+    except LatqError:
+        raise
     except (OSError, ValueError) as error:
         raise CheckpointError(
             where,

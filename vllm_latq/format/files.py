@@ -79,10 +79,7 @@ class TensorStore:
                 raise CheckpointError(str(self.directory), expected, "neither", hint)
             self._read_header(SINGLE_FILE)
             return self._checked_names(dict.fromkeys(self._headers[SINGLE_FILE], SINGLE_FILE))
-        weight_map = self.index.get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-            hint = "Copy or download the checkpoint again."
-            raise CheckpointError(str(index), "an object `weight_map` of file names", "something else", hint)
+        weight_map = _weight_map(self.index, index)
         for file in sorted(set(weight_map.values())):
             self._read_header(file)
         for name, file in weight_map.items():
@@ -195,6 +192,21 @@ def readable(path: Path, hint: str = _REPAIR) -> Iterator[None]:
         raise CheckpointError(str(path), "permission to read it", str(error), _PERMISSION) from None
     except (SafetensorError, OSError) as error:
         raise CheckpointError(str(path), "a valid safetensors file", str(error), hint) from None
+
+
+def shard_names(directory: Path) -> set[str]:
+    """Return the files that hold the weights of a model directory, whether the files are there or not."""
+    path = directory / INDEX_FILE
+    return set(_weight_map(read_json(path), path).values()) if path.exists() else {SINGLE_FILE}
+
+
+def _weight_map(index: Mapping[str, Any], path: Path) -> dict[str, str]:
+    """Return name -> file of the tensors in an index; raise CheckpointError if it has no such object."""
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        hint = "Copy or download the checkpoint again."
+        raise CheckpointError(str(path), "an object `weight_map` of file names", "something else", hint)
+    return weight_map
 
 
 def stray_files(names: Iterable[str], named: Collection[str]) -> list[str]:

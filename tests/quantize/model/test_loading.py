@@ -1,6 +1,10 @@
 """Every way a model directory can be broken has an error; none is evaluated with random weights."""
 
+import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,7 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from helpers.local_hub import COMMIT, REPOSITORY, local_hub
 from vllm_latq.errors import CheckpointError, ConfigError
+from vllm_latq.format.files import INDEX_FILE
 from vllm_latq.quantize.model.loading import load_model, model_directory
 
 WEIGHT = "model.layers.2.mlp.up_proj.weight"
@@ -98,6 +104,30 @@ def test_names_that_are_no_model(name: str, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CheckpointError, match="expected a model directory or a hub name org/name, found no such"):
         model_directory(name)
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_download_takes_the_weights_that_the_index_names(sharded: bool, tmp_path: Path) -> None:
+    """A repository may hold the same weights in other formats, too."""
+    source = tmp_path / "source"
+    shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    own = ["config.json", "tokenizer.json", "2_Dense/model.safetensors"]
+    own += [INDEX_FILE, *shards] if sharded else ["model.safetensors"]
+    for name in (*own, "consolidated.safetensors", "original/model.safetensors", "pytorch_model.bin", *shards):
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_text("{}")
+    if sharded:
+        (source / INDEX_FILE).write_text(json.dumps({"weight_map": {"a": shards[0], "b": shards[1]}}))
+    code = f"from vllm_latq.quantize.model.loading import model_directory as m; print(m({REPOSITORY!r}))"
+    with local_hub(source) as address:
+        # huggingface_hub reads its address when it is imported.
+        environment = {**os.environ, "HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    snapshot = Path(done.stdout.strip().splitlines()[-1])
+    assert snapshot.name == COMMIT
+    downloaded = sorted(str(path.relative_to(snapshot)) for path in snapshot.rglob("*") if path.is_file())
+    assert downloaded == sorted(own)
 
 
 @pytest.mark.parametrize("name", ["org/name", "name"])

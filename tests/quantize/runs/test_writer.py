@@ -25,7 +25,7 @@ CONFIG = CheckpointConfig(LayerScheme("packed", 4, 128))
 def source(tmp_path: Path) -> Path:
     directory = tmp_path / "source"
     directory.mkdir()
-    (directory / "config.json").write_text('{"model_type": "llama"}')
+    (directory / "config.json").write_text('{"model_type": "llama", "transformers_weights": "other.safetensors"}')
     (directory / "tokenizer.json").write_text("{}")
     return directory
 
@@ -55,6 +55,7 @@ def test_complete_directory(tmp_path: Path, source: Path) -> None:
     assert sorted(store.names()) == ["tensor0", "tensor1"]
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["model_type"] == "llama"
+    assert "transformers_weights" not in config
     assert config["quantization_config"]["fingerprint"] == checkpoint_fingerprint(CheckpointReader(tmp_path / "out"))
     assert not (tmp_path / "out.partial").exists()
 
