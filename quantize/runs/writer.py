@@ -22,8 +22,8 @@ from safetensors.torch import save_file
 
 from vllm_latq.errors import CheckpointError, ConfigError
 from vllm_latq.format.config import CheckpointConfig
-from vllm_latq.format.files import INDEX_FILE, read_json
-from vllm_latq.format.reader import REPORT_FILE, config_digest, fingerprint_of, tensor_digest
+from vllm_latq.format.files import INDEX_FILE, companion_files, read_json
+from vllm_latq.format.reader import REPORT_FILE, config_digest, file_digest, fingerprint_of, tensor_digest
 from vllm_latq.format.verify import verify
 from vllm_latq.quantize.machine.durable_files import KEPT, _sync, named_failures, rename_durably
 from vllm_latq.quantize.model.meta_model import model_config
@@ -50,9 +50,11 @@ COMPANION_FILES = (
 )
 # Files of sentence-transformers for each further step (1_Pooling, 2_Dense) of the model that modules.json lists.
 STEP_FILES = ("[0-9]_*/*.json", "[0-9]_*/*.safetensors")
-STATE_FILE, LOCK_FILE = "state.json", "lock"
+STATE_FILE, LOCK_FILE = "state.json", ".lock"
 # Files that a killed run was writing, here or in safetensors, and its activations.
 UNFINISHED = ("*.tmp", ".tmp*", "activations-*")
+# Files of a run that do not belong to the finished checkpoint.
+RUN_FILES = (STATE_FILE, LOCK_FILE, "records-*", "scratch/*", *UNFINISHED)
 CHOOSE = "Choose another directory, or restore the permission."
 # Directories that this process holds the lock of -> its descriptor. The system would give it to the process twice, and
 # takes it back when any descriptor of the file is closed.
@@ -245,9 +247,14 @@ class CheckpointWriter:
                 shutil.copyfile(source / name, self.partial / name)
                 _sync(self.partial / name)
         config = model_config(source, untied)
+        digests += [
+            file_digest(self.partial, name)
+            for name in companion_files(self.partial)
+            if name != REPORT_FILE and not any(fnmatch(name, pattern) for pattern in RUN_FILES)
+        ]
         quantization_config = {
             **quantization.to_dict(),
-            "fingerprint": fingerprint_of([config_digest(quantization), *digests]),
+            "fingerprint": fingerprint_of([config_digest(config, quantization), *digests]),
         }
         self._write_json("config.json", {**config, "quantization_config": quantization_config})
         self.seal()
@@ -258,12 +265,13 @@ class CheckpointWriter:
         Raises:
             LatqError: it is not valid, as may be if it is an earlier run's.
         """
+        with named_failures(self.partial):
+            shutil.rmtree(self.scratch, ignore_errors=True)
+            self._remove("records-*", *UNFINISHED, STATE_FILE)
         if self.complete:
             for problem in verify(self.partial):
                 raise problem
         with named_failures(self.partial):
-            shutil.rmtree(self.scratch, ignore_errors=True)
-            self._remove("records-*", *UNFINISHED, STATE_FILE)
             if self.destination.exists():
                 self.destination.rmdir()
             _sync(self.partial)

@@ -20,7 +20,7 @@ from vllm_latq.coding.rans import decoder as rans_decoder
 from vllm_latq.coding.rans.stream import chunks_of
 from vllm_latq.errors import LatqError, printable
 from vllm_latq.format.files import TensorStore, read_json
-from vllm_latq.format.reader import CheckpointReader
+from vllm_latq.format.reader import CheckpointReader, checkpoint_fingerprint
 
 ENCODINGS = tuple(SCHEMES)
 SHARD, INDEX, REPORT = "model-00001-of-00002.safetensors", "model.safetensors.index.json", "latq_report.json"
@@ -109,10 +109,16 @@ def test_link_that_points_outside_the_directory(tiny: Callable[[str], Path], tmp
 def test_links_of_the_hugging_face_cache_are_followed(tiny: Callable[[str], Path], tmp_path: Path) -> None:
     snapshot, blobs = tmp_path / "hub" / "snapshots" / "c0ffee", tmp_path / "hub" / "blobs"
     shutil.copytree(tiny("packed"), snapshot)
+    (snapshot / "1_Pooling").mkdir()
+    (snapshot / "1_Pooling" / "config.json").write_text("{}")
+    edit_json(snapshot / "config.json", lambda config: config["quantization_config"].update(fingerprint=""))
+    fingerprint = checkpoint_fingerprint(CheckpointReader(snapshot))
+    edit_json(snapshot / "config.json", lambda config: config["quantization_config"].update(fingerprint=fingerprint))
     blobs.mkdir()
-    for file in list(snapshot.iterdir()):
-        shutil.move(file, blobs / file.name)
-        file.symlink_to(Path("..") / ".." / "blobs" / file.name)
+    for file in [path for path in snapshot.rglob("*") if path.is_file()]:
+        blob = blobs / file.relative_to(snapshot).as_posix().replace("/", "-")
+        shutil.move(file, blob)
+        file.symlink_to(os.path.relpath(blob, file.parent))
     assert problems(snapshot) == ""
 
 

@@ -116,6 +116,40 @@ def test_changed_config_changes_the_fingerprint(change: dict[str, object], damag
     assert problems(damaged) == ""
 
 
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "generation_config.json", "chat_template.jinja", "2_Dense/model.safetensors", "x\ny.py"]
+)
+def test_added_or_changed_file_changes_the_fingerprint(name: str, damaged: Path) -> None:
+    (damaged / name).parent.mkdir(exist_ok=True)
+    (damaged / name).write_bytes((damaged / name).read_bytes() + b" " if (damaged / name).exists() else b"")
+    assert "fingerprint: expected sha256:" in problems(damaged)
+
+
+def test_missing_file_changes_the_fingerprint(damaged: Path) -> None:
+    (damaged / "tokenizer.json").unlink()
+    assert "fingerprint: expected sha256:" in problems(damaged)
+
+
+def test_key_of_the_model_changes_the_fingerprint(damaged: Path) -> None:
+    edit_json(damaged / "config.json", lambda config: config.update(rms_norm_eps=1.5))
+    assert "fingerprint: expected sha256:" in problems(damaged)
+    edit_json(damaged / "config.json", lambda config: config.update(rms_norm_eps=1e-6))
+    assert problems(damaged) == ""
+
+
+@pytest.mark.parametrize("name", ["README.md", "LICENSE", "docs/plot.png", ".cache/x.json", ".gitattributes"])
+def test_documents_and_hidden_files_do_not_change_the_fingerprint(name: str, damaged: Path) -> None:
+    (damaged / name).parent.mkdir(exist_ok=True)
+    (damaged / name).write_text("more")
+    assert problems(damaged) == ""
+
+
+def test_link_to_another_folder_is_refused(damaged: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (damaged / "1_Pooling").symlink_to(tmp_path / "elsewhere")
+    assert "1_Pooling: expected a file, found not a regular file" in problems(damaged)
+
+
 def test_report_that_lists_a_layer_that_is_not_stored(damaged: Path) -> None:
     more = {"name": "model.layers.9.mlp.up_proj"}
     edit_json(damaged / "latq_report.json", lambda report: report["layers"].append(report["layers"][0] | more))

@@ -53,7 +53,7 @@ def write_tiny_checkpoint(directory: Path, encoding: str) -> Path:
         "config.json": {
             "quantization_config": {
                 **config.to_dict(),
-                "fingerprint": fingerprint_of([config_digest(config), *digests]),
+                "fingerprint": fingerprint_of([config_digest({}, config), *digests]),
             }
         },
     }

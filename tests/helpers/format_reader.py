@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +18,11 @@ DTYPES = {
     "I8": ("torch.int8", "i1"),
     "U8": ("torch.uint8", "u1"),
 }
+
+NOT_IN_FINGERPRINT = (
+    r"^(config\.json|latq_report\.json|model\.safetensors\.index\.json|[^/]*\.safetensors)$"
+    r"|(^|/)\.|\.md$|(^|/)LICENSE"
+)
 
 
 class Tensor(NamedTuple):
@@ -55,7 +61,8 @@ def read_tensors(directory: Path) -> dict[str, Tensor]:
 
 def fingerprint(directory: Path) -> str:
     """Return the fingerprint of section 5."""
-    config = json.loads((directory / "config.json").read_text())["quantization_config"]
+    document = json.loads((directory / "config.json").read_text())
+    config = document["quantization_config"]
     schemes = [config, *config.setdefault("overrides", {}).values()]
     config.setdefault("ignore", [])
     for scheme in schemes:
@@ -69,7 +76,11 @@ def fingerprint(directory: Path) -> str:
                 scheme.pop(key, None)
     for key in ("fingerprint", "recipe"):
         config.pop(key, None)
-    lines = [f"config {json.dumps(config, sort_keys=True, separators=(',', ':'))}"]
+    lines = [f"config {json.dumps(document, sort_keys=True, separators=(',', ':'))}"]
+    for path in sorted(directory.rglob("*")):
+        name = path.relative_to(directory).as_posix()
+        if path.is_file() and not re.search(NOT_IN_FINGERPRINT, name):
+            lines.append(f"file {json.dumps(name)} {hashlib.sha256(path.read_bytes()).hexdigest()}")
     for name, tensor in read_tensors(directory).items():
         sizes = "x".join(str(size) for size in tensor.shape)
         lines.append(f"{name} {DTYPES[tensor.dtype][0]} {sizes} {hashlib.sha256(tensor.data).hexdigest()}")

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
 from helpers.checkpoints import CheckpointPair, edit_json, edit_tensor
-from vllm_latq.errors import CheckpointError
+from vllm_latq.errors import CheckpointError, ConfigError
 from vllm_latq.format.reader import CheckpointReader
 from vllm_latq.integrations.vllm.config import LatqConfig
 
@@ -117,3 +117,22 @@ def test_directory_without_weights_is_left_to_vllm(ssqr_pair: CheckpointPair, tm
     """Weights may be streamed from elsewhere, or may be dummies."""
     shutil.copy(ssqr_pair.latq / "config.json", tmp_path)
     load_by_vllm(tmp_path)
+
+
+def test_vllm_verifies_the_whole_checkpoint_if_asked(
+    ssqr_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The headers of this checkpoint are right, and its tokenizer is not the one that was written."""
+    path = Path(shutil.copytree(ssqr_checkpoint, tmp_path / "checkpoint"))
+    (path / "tokenizer.json").write_text("{}")
+    load_by_vllm(path)
+    monkeypatch.setenv("LATQ_VERIFY", "1")
+    load_by_vllm(ssqr_checkpoint)
+    with pytest.raises(CheckpointError, match="fingerprint: expected sha256:"):
+        load_by_vllm(path)
+    config = LatqConfig.from_config(json.loads((path / "config.json").read_text())["quantization_config"])
+    with pytest.raises(ConfigError, match="LATQ_VERIFY: expected a model in a local directory, found 'org/name'"):
+        config.maybe_update_config("org/name")
+    monkeypatch.setenv("LATQ_VERIFY", "yes")
+    with pytest.raises(ConfigError, match="LATQ_VERIFY: expected 0 or 1, found 'yes'"):
+        load_by_vllm(path)

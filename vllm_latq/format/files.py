@@ -27,6 +27,9 @@ WEIGHT_SUFFIXES = (
     *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf", ".ggml"),
     *(".h5", ".msgpack", ".npz", ".onnx", ".tensors"),
 )
+# The files that the fingerprint does not cover, because no reader of a model opens them.
+_DOCUMENT_SUFFIXES = (".md", ".png", ".jpg", ".jpeg", ".gif", ".svg", ".webp", ".pdf")
+_DOCUMENT_PREFIXES = ("license", "licence", "notice")
 # transformers applies the adapter that this file describes to the model in the same directory.
 ADAPTER_FILE = "adapter_config.json"
 # Parsed JSON takes up to 20 times its size in memory. The index of a model of 10**5 linears has about 60 MB.
@@ -219,6 +222,30 @@ def is_weights(name: str) -> bool:
     return name.lower().endswith(WEIGHT_SUFFIXES) or (name.endswith(".index.json") and name != INDEX_FILE)
 
 
+def companion_files(directory: Path) -> list[str]:
+    """Return the files of a model directory and its folders that readers may open, by relative names in any order.
+
+    The weights and the index at the top, hidden files and documents are left out. A link to a folder counts as a file.
+    """
+    found = []
+    for folder, folders, files in os.walk(directory):
+        links = [name for name in folders if (Path(folder) / name).is_symlink()]
+        found += [(Path(folder) / name).relative_to(directory).as_posix() for name in (*files, *links)]
+    at_top = {name for name in found if "/" not in name and (name == INDEX_FILE or is_weights(name))}
+    return [name for name in found if not _is_hidden(name) and not _is_document(name) and name not in at_top]
+
+
+def _is_hidden(name: str) -> bool:
+    """Return whether the name of a file or of a folder around it begins with a dot."""
+    return any(part.startswith(".") for part in name.split("/"))
+
+
+def _is_document(name: str) -> bool:
+    """Return whether a file is for people: a model card, an image, a licence."""
+    own = name.rpartition("/")[2].lower()
+    return own.endswith(_DOCUMENT_SUFFIXES) or own.startswith(_DOCUMENT_PREFIXES)
+
+
 def stored_headers(path: Path) -> dict[str, Header]:
     """Return name -> dtype and shape of the tensors of a safetensors file.
 
@@ -259,13 +286,13 @@ def read_json(path: Path, hint: str = _REPAIR) -> dict[str, Any]:
     return value
 
 
-def regular_file(path: Path, kind: str = "a safetensors file") -> Path:
-    """Return `path` if it is a regular file of its own directory; raise CheckpointError otherwise.
+def regular_file(path: Path, kind: str = "a safetensors file", directory: Path | None = None) -> Path:
+    """Return `path` if it is a regular file of a directory, by default its own; raise CheckpointError otherwise.
 
     A link may point within the directory or, as in the Hugging Face cache, from `snapshots/COMMIT` to `blobs`.
     """
     try:
-        real, home = path.resolve(), path.parent.resolve()
+        real, home = path.resolve(), (directory or path.parent).resolve()
         found = "no such file" if not real.exists() else "" if real.is_file() else "not a regular file"
     except (OSError, RuntimeError, ValueError) as error:
         hint = _PERMISSION if isinstance(error, PermissionError) else "Copy or download it again."

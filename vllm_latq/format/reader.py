@@ -18,8 +18,9 @@ from vllm_latq.format import validate
 from vllm_latq.format.config import CheckpointConfig
 from vllm_latq.format.encodings.registry import tensor_suffixes
 from vllm_latq.format.encodings.weight import Weight
-from vllm_latq.format.files import TensorStore, read_json
+from vllm_latq.format.files import TensorStore, companion_files, read_json, readable, regular_file
 from vllm_latq.format.report import LayerReport, layer_reports
+from vllm_latq.format.scheme import CONFIG_KEY
 from vllm_latq.format.tensors import SHAPE, Header
 from vllm_latq.format.validate import weight_from_tensors
 
@@ -107,9 +108,18 @@ def tensor_digest(name: str, tensor: torch.Tensor) -> str:
     return f"{name} {tensor.dtype} {shape} {hashlib.sha256(data).hexdigest()}"
 
 
-def config_digest(config: CheckpointConfig) -> str:
-    """Return the config's line of the fingerprint, which says how the tensors are to be read."""
-    return f"config {json.dumps(config.reading(), sort_keys=True, separators=(',', ':'))}"
+def file_digest(directory: Path, name: str) -> str:
+    """Return the line of the fingerprint for a file of the directory that is neither weights nor config.json."""
+    path = regular_file(directory / name, "a file", directory)
+    with readable(path), path.open("rb") as file:
+        # A name may hold blanks and newlines: escaped, it cannot forge a line.
+        return f"file {json.dumps(name)} {hashlib.file_digest(file, 'sha256').hexdigest()}"
+
+
+def config_digest(document: Mapping[str, Any], config: CheckpointConfig) -> str:
+    """Return the line of the fingerprint for config.json: `document`, whose `quantization_config` is `config`."""
+    whole = {**document, CONFIG_KEY: config.reading()}
+    return f"config {json.dumps(whole, sort_keys=True, separators=(',', ':'))}"
 
 
 def fingerprint_of(digests: Iterable[str]) -> str:
@@ -119,7 +129,8 @@ def fingerprint_of(digests: Iterable[str]) -> str:
 
 
 def checkpoint_fingerprint(reader: CheckpointReader) -> str:
-    """Recompute the fingerprint from config and stored tensors, one tensor in memory at a time."""
-    store = reader.store
+    """Recompute the fingerprint from config, tensors and files, one tensor in memory at a time."""
+    store, others = reader.store, ("config.json", REPORT_FILE)
     tensors = (tensor_digest(name, store.get(name)) for name in store.names())
-    return fingerprint_of([config_digest(reader.config), *tensors])
+    files = (file_digest(store.directory, name) for name in companion_files(store.directory) if name not in others)
+    return fingerprint_of([config_digest(reader.document, reader.config), *tensors, *files])

@@ -27,12 +27,21 @@ def verify(directory: str | Path) -> Iterator[LatqError]:
         broken = list(_header_problems(reader, module))
         yield from broken or _value_problems(reader, module)
     yield from _verify_report(reader)
-    fingerprint = checkpoint_fingerprint(reader)
-    claimed = reader.config.fingerprint
+    yield from _fingerprint_problems(reader)
+
+
+def _fingerprint_problems(reader: CheckpointReader) -> Iterator[LatqError]:
+    """Yield the problem of the fingerprint, or of a file that it covers."""
+    directory, claimed = reader.directory, reader.config.fingerprint
+    try:
+        fingerprint = checkpoint_fingerprint(reader)
+    except LatqError as error:
+        yield error
+        return
     if not claimed:
         yield CheckpointError(f"{directory}: config.json: fingerprint", fingerprint, "none", "Copy config.json again.")
     elif fingerprint != claimed:
-        hint = "A tensor or config.json has changed since it was written: copy the checkpoint again."
+        hint = "A tensor, config.json or another file has changed, was added or is missing: copy the checkpoint again."
         yield CheckpointError(f"{directory}: fingerprint", claimed, fingerprint, hint)
 
 
