@@ -283,6 +283,7 @@ def test_damaged_tensor_of_a_linear_is_refused(rank_of: Callable[[int, int], Non
     [
         *(("column", 128, 2 * HIDDEN, 1), ("head", VOCABULARY + 1, HIDDEN, 1), ("column", 64, HIDDEN, 1)),
         *(("column", 136, HIDDEN, 1), ("column", 136, HIDDEN, 2), ("mamba", 600, HIDDEN, 2)),
+        *(("row", 1, 512, 2), ("row", 97, 512, 2)),
     ],
 )
 def test_linears_of_another_model_are_refused(

@@ -178,6 +178,8 @@ class LatqLinearMethod(LinearMethodBase):
         numbers = torch.arange(1, checkpoint_rows + 1, device="cpu").unsqueeze(1)
         target = torch.zeros((self.rows, 1), dtype=torch.int64, device="cpu")
         if self.cols != self.all_cols:  # the input is split: every rank has all rows
+            if checkpoint_rows != self.rows:
+                raise self._other_rows(shard_id, f"{checkpoint_rows} rows")
             return numbers[:, 0] - 1
         loaded = self._load_numbers(layer, numbers, target, shard_id)
         # vLLM's loader drops rows that do not fit. Each row is on some rank, but a head's rows may be spread unevenly.
