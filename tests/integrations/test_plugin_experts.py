@@ -15,7 +15,7 @@ import torch
 import vllm.model_executor.layers.fused_moe.config as moe_config
 import vllm.model_executor.parameter as vllm_parameter
 from torch.nn import functional
-from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config import LoRAConfig, VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers import fused_moe
 from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
 
@@ -58,9 +58,16 @@ def rank_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return pretend
 
 
-def build(quant: LatqConfig | None, size: int = 1, expert_parallel: bool = False, **options: Any) -> Any:
+def build(
+    quant: LatqConfig | None,
+    size: int = 1,
+    expert_parallel: bool = False,
+    lora: LoRAConfig | None = None,
+    **options: Any,
+) -> Any:
     """Return the routed experts of a mixture on one of `size` ranks."""
     config = VllmConfig()
+    config.lora_config = lora
     config.parallel_config.enable_expert_parallel = expert_parallel
     sizes = {"num_experts": EXPERTS, "top_k": TOP_K, "hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE}
     parallel = {"tp_size": size, "dp_size": 1, "pcp_size": 1}
@@ -329,6 +336,19 @@ def test_dummy_experts(rank_of: Callable[[int], None], monkeypatch: pytest.Monke
     layer.quant_method.process_weights_after_loading(layer)
     assert dense(layer, "w13").shape == (EXPERTS, INTERMEDIATE, HIDDEN)
     assert dense(layer, "w2").shape == (EXPERTS, HIDDEN, INTERMEDIATE // 2)
+
+
+@pytest.mark.parametrize("targets", [None, ["o_proj", "experts"]])
+def test_adapters_of_experts_are_refused(targets: list[str] | None, rank_of: Callable[[int], None]) -> None:
+    rank_of(0)
+    with pytest.raises(UnsupportedModelError, match=r"experts: expected no LoRA adapters of quantized experts, found"):
+        build(quantization(PACKED), lora=LoRAConfig(target_modules=targets))
+
+
+def test_adapters_of_other_layers_are_no_obstacle(rank_of: Callable[[int], None]) -> None:
+    rank_of(0)
+    layer = build(quantization(PACKED), lora=LoRAConfig(target_modules=["o_proj"]))
+    assert isinstance(layer.quant_method, vllm_moe.LatqMoEMethod)
 
 
 def test_ignored_experts_are_left_to_vllm(rank_of: Callable[[int], None]) -> None:

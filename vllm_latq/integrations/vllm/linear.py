@@ -21,7 +21,7 @@ from vllm.model_executor.layers.linear import LinearMethodBase, register_weight_
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.parameter import BasevLLMParameter, ModelWeightParameter
 
-from vllm_latq.errors import MISSING, OTHER_MODEL, CheckpointError
+from vllm_latq.errors import MISSING, OTHER_MODEL, CheckpointError, ConfigError
 from vllm_latq.format.encodings.packed import PackedWeight
 from vllm_latq.format.encodings.registry import tensor_specs
 from vllm_latq.format.scheme import LayerScheme
@@ -34,6 +34,8 @@ from vllm_latq.serving.sharding import ZERO_ROW, check_groups, take
 
 COLUMN_SCALES = "column_scales"
 KNOWN_NAMES = {"words": "qweight"}  # LoRA takes a layer's device from a parameter with a name it knows
+# Files in these formats have the tensors that another process of vLLM made of a checkpoint.
+PROCESSED_FORMATS = ("sharded_state", "runai_streamer_sharded")
 ShardId = Hashable  # None, "q"/"k"/"v", the index of a merged matrix, or a tuple of indices
 
 
@@ -64,6 +66,15 @@ class CheckpointTensor(BasevLLMParameter):
         # vLLM's own online quantization keeps loaded tensors too, so its iterators do not reuse their memory.
         self.arrived[key] = tensor.detach().to("cpu")
         self.data[:shards].copy_(torch.ones(shards, dtype=self.dtype, device=self.device))
+
+
+def load_format() -> str:
+    """Return how vLLM loads the current model; raises ConfigError for a format that the plugin cannot load."""
+    found = str(get_current_vllm_config().load_config.load_format)
+    if found in PROCESSED_FORMATS:
+        hint = "Serve the quantized checkpoint itself without --load-format: every rank keeps only its part."
+        raise ConfigError("--load-format", "a format that reads checkpoints", found, hint)
+    return found
 
 
 def collected(collectors: Mapping[str, CheckpointTensor]) -> dict[ShardId, dict[str, torch.Tensor]]:
@@ -117,7 +128,7 @@ class LatqLinearMethod(LinearMethodBase):
         """Register a collecting parameter per stored tensor; raises UnsupportedShapeError for a cut scale group."""
         self.rows, self.cols, self.all_cols = sum(output_partition_sizes), input_size_per_partition, input_size
         self.partition_rows, self.dtype = list(output_partition_sizes), params_dtype
-        self.dummy = str(get_current_vllm_config().load_config.load_format) == "dummy"
+        self.dummy = load_format() == "dummy"
         if self.rows != output_size:
             # vLLM's Mamba sets `layer.weight.weight_loader`, a loader of its own that knows which rows a rank owns.
             layer.weight = self.weight_stand_in

@@ -25,7 +25,7 @@ from vllm_latq.format.encodings.registry import tensor_specs
 from vllm_latq.format.scheme import LayerScheme
 from vllm_latq.format.tensors import SHAPE
 from vllm_latq.integrations.vllm.dummy import dummy_weight
-from vllm_latq.integrations.vllm.linear import COLUMN_SCALES, CheckpointTensor, ShardId, collected
+from vllm_latq.integrations.vllm.linear import COLUMN_SCALES, CheckpointTensor, ShardId, collected, load_format
 from vllm_latq.serving.experts import ACTIVATIONS, expert_constants, run_experts
 from vllm_latq.serving.merging import Shard, decode, merge, read_shard
 from vllm_latq.serving.operands import Operands, check_room, inlier_bits, make_operands, stack_operands
@@ -120,7 +120,7 @@ class LatqMoEMethod(FusedMoEMethodBase):
         self.scales_inputs = bool(layer.apply_router_weight_on_input)
         self._check_supported(layer)
         self.dtype, self.leaves = params_dtype, expert_leaves(layer)
-        self.dummy = str(get_current_vllm_config().load_config.load_format) == "dummy"
+        self.dummy = load_format() == "dummy"
         local = {n: int(layer._map_global_expert_id_to_local_expert_id(n)) for n in range(layer.global_num_experts)}
         self.experts = sorted((n for n in local if local[n] >= 0), key=local.__getitem__)
         if not self.experts:
@@ -181,6 +181,12 @@ class LatqMoEMethod(FusedMoEMethodBase):
             expected = f"experts that consist of linears, with an activation among {', '.join(ACTIVATIONS)}"
             found = ", ".join(name for name, present in refused.items() if present)
             raise UnsupportedModelError(self.prefix, expected, found, "Leave the experts of this model unquantized.")
+        lora = get_current_vllm_config().lora_config
+        targets = None if lora is None else getattr(lora, "target_modules", None)
+        if lora is not None and (targets is None or {self.prefix, self.prefix.rpartition(".")[2]} & set(targets)):
+            found = "LoRA for all modules" if targets is None else f"LoRA for {', '.join(targets)}"
+            hint = "Serve without --enable-lora, or name only other modules with --lora-target-modules."
+            raise UnsupportedModelError(self.prefix, "no LoRA adapters of quantized experts", found, hint)
 
     def _install(self, layer: Any, matrix: str, channels: tuple[int, int]) -> Operands:
         """Replace the collecting parameters of a matrix by the operator's."""
