@@ -20,6 +20,8 @@ from vllm.model_executor.layers import fused_moe
 from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
 
 from helpers.builders import RANS, random_weight
+from helpers.engine_probe import OLD_VLLM
+from helpers.weight_cache import through_weight_cache
 from vllm_latq.errors import CheckpointError, ConfigError, UnsupportedModelError, UnsupportedShapeError
 from vllm_latq.format.config import CheckpointConfig
 from vllm_latq.format.encodings.packed import PackedWeight
@@ -338,11 +340,36 @@ def test_dummy_experts(rank_of: Callable[[int], None], monkeypatch: pytest.Monke
     assert dense(layer, "w2").shape == (EXPERTS, HIDDEN, INTERMEDIATE // 2)
 
 
+@pytest.mark.skipif(OLD_VLLM, reason="vLLM 0.25 has no weight cache")
+def test_experts_from_the_weight_cache(rank_of: Callable[[int], None]) -> None:
+    rank_of(0)
+    layer = build(quantization(RANS))
+    load(layer, checkpoint(RANS))
+    layer.quant_method.process_weights_after_loading(layer)
+    with torch.device("meta"):
+        cached = build(quantization(RANS))
+    through_weight_cache(layer, cached)
+    assert not [name for name, parameter in cached.named_parameters() if parameter.is_meta]
+    call = torch.randn(7, HIDDEN), torch.rand(7, 1), torch.randint(EXPERTS, (7, 1), dtype=torch.int32)
+    expected = layer.quant_method.apply(layer, *call)
+    torch.testing.assert_close(cached.quant_method.apply(cached, *call), expected, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("targets", [None, ["o_proj", "experts"]])
 def test_adapters_of_experts_are_refused(targets: list[str] | None, rank_of: Callable[[int], None]) -> None:
     rank_of(0)
     with pytest.raises(UnsupportedModelError, match=r"experts: expected no LoRA adapters of quantized experts, found"):
         build(quantization(PACKED), lora=LoRAConfig(target_modules=targets))
+
+
+def test_dequantized_experts_of_a_rank(rank_of: Callable[[int], None]) -> None:
+    rank_of(1)
+    layer, weights = build(quantization(RANS), 2, expert_parallel=True), checkpoint(RANS)
+    load(layer, weights)
+    gate, up, down = (weights[f"{EXPERTS - 1}.{leaf}"].dequantize().unsqueeze(0) for leaf in LEAVES)
+    w13, w2 = layer.quant_method.dequantize_weight(layer)
+    torch.testing.assert_close(w13, torch.cat([gate, up], 1), rtol=0, atol=0)
+    torch.testing.assert_close(w2, down, rtol=0, atol=0)
 
 
 def test_adapters_of_other_layers_are_no_obstacle(rank_of: Callable[[int], None]) -> None:

@@ -28,6 +28,8 @@ from vllm.model_executor.models.falcon import FalconModel
 from vllm.model_executor.models.llama4 import Llama4ForCausalLM
 
 from helpers.builders import RANS, RANS_MIDRISE, random_weight
+from helpers.engine_probe import OLD_VLLM
+from helpers.weight_cache import through_weight_cache
 from vllm_latq.errors import CheckpointError, UnsupportedShapeError
 from vllm_latq.format.config import CheckpointConfig
 from vllm_latq.format.scheme import LayerScheme
@@ -300,6 +302,38 @@ def test_cutting_a_group_of_a_linear_is_refused(rank_of: Callable[[int, int], No
     rank_of(0, 4)
     with pytest.raises(UnsupportedShapeError, match=r"layers\.0\.x: expected input channels per rank in whole groups"):
         build("row", quantization(LayerScheme("packed", 4, 256, True)))
+
+
+@pytest.mark.skipif(OLD_VLLM, reason="vLLM 0.25 has no weight cache")
+@pytest.mark.parametrize("scheme", [PACKED, RANS], ids=["packed", "rans"])
+@pytest.mark.parametrize("kind", ["gate_up", "head"])
+def test_layer_from_the_weight_cache(kind: str, scheme: LayerScheme, rank_of: Callable[[int, int], None]) -> None:
+    rank_of(0, 1)
+    layer = build(kind, quantization(scheme))
+    _load_all(layer, kind, scheme)
+    layer.quant_method.process_weights_after_loading(layer)
+    with torch.device("meta"):
+        cached = build(kind, quantization(scheme))
+    through_weight_cache(layer, cached)
+    assert not [name for name, parameter in cached.named_parameters() if parameter.is_meta]
+    x = torch.randn(3, HIDDEN)
+    torch.testing.assert_close(cached.quant_method.apply(cached, x), layer.quant_method.apply(layer, x), rtol=0, atol=0)
+
+
+def test_requantized_layer_has_the_shape_of_its_weight(rank_of: Callable[[int, int], None]) -> None:
+    """vLLM's own method asks for the shape before it loads, and then quantizes the result of `dequantize_weight`."""
+    rank_of(0, 1)
+    layer, kind = build("gate_up", None), "gate_up"
+    for name in list(layer._parameters):
+        delattr(layer, name)
+    with set_current_vllm_config(VllmConfig()):
+        source = quantization(PACKED).get_quant_method(layer, "model.layers.0.gate_up")
+        source.create_weights(layer, HIDDEN, [128, 128], HIDDEN, 256, torch.float32)
+    _load_all(layer, kind, PACKED)
+    weight = source.dequantize_weight(layer)
+    assert weight.shape == layer.weight.shape == (256, HIDDEN)
+    expected = [random_weight(PACKED, 128, HIDDEN, seed).dequantize() for seed in (1, 0)]
+    torch.testing.assert_close(weight, torch.cat(expected), rtol=0, atol=0)
 
 
 def test_bias_is_added_once(rank_of: Callable[[int, int], None]) -> None:

@@ -10,7 +10,8 @@ Invariant: after `process_weights_after_loading` a layer holds validated weights
 vLLM itself does not notice missing tensors of quantized layers.
 """
 
-from collections.abc import Callable, Hashable, Mapping
+import json
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,6 +35,7 @@ from vllm_latq.serving.sharding import ZERO_ROW, check_groups, take
 
 COLUMN_SCALES = "column_scales"
 KNOWN_NAMES = {"words": "qweight"}  # LoRA takes a layer's device from a parameter with a name it knows
+DESCRIPTION = "latq_description"
 # Files in these formats have the tensors that another process of vLLM made of a checkpoint.
 PROCESSED_FORMATS = ("sharded_state", "runai_streamer_sharded")
 ShardId = Hashable  # None, "q"/"k"/"v", the index of a merged matrix, or a tuple of indices
@@ -88,6 +90,39 @@ def collected(collectors: Mapping[str, CheckpointTensor]) -> dict[ShardId, dict[
     return shards
 
 
+def describe(layer: torch.nn.Module, method: object, names: Sequence[str]) -> None:
+    """Keep the named attributes of a layer's method in a buffer of the layer, from which `adopt` restores them.
+
+    vLLM's weight cache gives another process the tensors of a layer, but not the attributes of its method.
+    """
+    text = json.dumps({name: getattr(method, name) for name in names})
+    buffer = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    layer.register_buffer(DESCRIPTION, buffer, persistent=False)
+
+
+def adopt(layer: torch.nn.Module, method: object) -> bool:
+    """Restore a method from the description of its layer; return False if the layer is not processed yet."""
+    buffer = getattr(layer, DESCRIPTION, None)
+    if buffer is None:
+        return False
+    vars(method).update(json.loads(bytes(buffer.tolist())))
+    return True
+
+
+def complete_adopted(layer: torch.nn.Module, names: Sequence[str]) -> None:
+    """Give a layer from the weight cache the parameters that the cache cannot: those that are None, and tickets."""
+    collectors = [name for name, found in layer.named_parameters(recurse=False) if isinstance(found, CheckpointTensor)]
+    for name in collectors:
+        delattr(layer, name)
+    for name in names:
+        if not hasattr(layer, name):
+            layer.register_parameter(name, None)
+        elif collectors and name.endswith("tickets"):
+            # Kernels write to their tickets; the process that made them, or a third one, may do so at the same time.
+            fresh = torch.zeros_like(getattr(layer, name))
+            layer.register_parameter(name, Parameter(fresh, requires_grad=False))
+
+
 @register_weight_loader_v2_supported_method
 class LatqLinearMethod(LinearMethodBase):
     """Weights and forward pass of one linear layer or language-model head.
@@ -99,6 +134,9 @@ class LatqLinearMethod(LinearMethodBase):
         recipe: of the checkpoint; sets the outlier rate of dummy weights.
         order: maps the name and the number of rows of a shard to the stored row for each row of vLLM's model.
     """
+
+    supports_pre_processed_weights = True
+    DESCRIBED = ("parameters", "constants", "layout", "arch", "bits", "capacity")
 
     def __init__(
         self,
@@ -138,23 +176,28 @@ class LatqLinearMethod(LinearMethodBase):
         self.suffixes = list(specs)
         for suffix, spec in specs.items():
             layer.register_parameter(suffix, CheckpointTensor(len(output_partition_sizes), spec.dtype))
+        if getattr(layer, "quant_method", self) is not self:
+            # vLLM will quantize the result of `dequantize_weight` again, and asks for its shape beforehand.
+            shape = torch.empty(self.rows, self.cols, dtype=params_dtype, device="meta")
+            layer.register_parameter("weight", Parameter(shape, requires_grad=False))
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Turn the collected tensors into the operator's; raises CheckpointError if they are incomplete or invalid."""
-        collectors = {
-            suffix: parameter
-            for suffix in self.suffixes
-            if isinstance(parameter := getattr(layer, suffix, None), CheckpointTensor)
-        }
-        if not collectors:
-            return  # already processed
-        shards = collected(collectors)
-        device = collectors[SHAPE].device
-        if shards or not self.dummy:
-            weight = self._local_weight(layer, shards, device)
-        else:
-            weight = dummy_weight(self.scheme, self.rows, self.cols, self.recipe)
-        self._install(layer, weight, device)
+        if adopt(layer, self):
+            complete_adopted(layer, (*self.parameters, COLUMN_SCALES))
+            self._stand_in_for_weight(layer)
+            return
+        self._install(layer, self._loaded_weight(layer))
+
+    def dequantize_weight(self, layer: torch.nn.Module) -> torch.Tensor:
+        """Return this rank's weight [rows, cols], dtype of the activations, from the collected tensors.
+
+        vLLM calls this instead of `process_weights_after_loading`, to quantize the weight again.
+
+        Raises:
+            CheckpointError: the tensors are incomplete or invalid.
+        """
+        return self._loaded_weight(layer).dequantize(self.dtype)
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Map x [.., cols] to [.., rows] of this rank, dtype of x."""
@@ -162,6 +205,14 @@ class LatqLinearMethod(LinearMethodBase):
         tensors = [getattr(layer, name) for name in self.parameters]
         y = linear(x, tensors, self.constants, self.layout, self.arch)
         return y if bias is None else y + bias
+
+    def _loaded_weight(self, layer: torch.nn.Module) -> PackedWeight:
+        """Return this rank's weight, on the layer's device."""
+        collectors = {suffix: getattr(layer, suffix) for suffix in self.suffixes}
+        shards, device = collected(collectors), collectors[SHAPE].device
+        if shards or not self.dummy:
+            return self._local_weight(layer, shards, device).to(device)
+        return dummy_weight(self.scheme, self.rows, self.cols, self.recipe).to(device)
 
     def _local_weight(
         self, layer: torch.nn.Module, shards: Mapping[ShardId, dict[str, torch.Tensor]], device: torch.device
@@ -237,9 +288,8 @@ class LatqLinearMethod(LinearMethodBase):
         known = isinstance(index, int) and index < len(self.shard_names)
         return self.shard_names[index] if known else self.prefix  # type: ignore[call-overload]
 
-    def _install(self, layer: torch.nn.Module, weight: PackedWeight, device: torch.device) -> None:
+    def _install(self, layer: torch.nn.Module, weight: PackedWeight) -> None:
         """Replace the collecting parameters by the operator's."""
-        weight = weight.to(device)
         operands = make_operands(weight, self.dtype, self.prefix, self.capacity)
         self.bits, self.capacity = weight.bits, operands.capacity
         self.constants, self.layout, self.arch = operands.constants(), operands.layout, operands.arch
@@ -250,6 +300,12 @@ class LatqLinearMethod(LinearMethodBase):
             delattr(layer, suffix)
         for name, tensor in (tensors | {COLUMN_SCALES: weight.column_scales}).items():
             layer.register_parameter(name, None if tensor is None else Parameter(tensor, requires_grad=False))
+        describe(layer, self, self.DESCRIBED)
+        self._stand_in_for_weight(layer)
+
+    def _stand_in_for_weight(self, layer: Any) -> None:
+        """Give a head a `weight`: LoRA asks it for its dtype and device."""
         if isinstance(layer, VocabParallelEmbedding):
-            # LoRA asks `weight` for dtype and device of a head. NaN equals nothing, not even another head's weight.
+            # NaN equals nothing, not even another head's weight.
+            device = getattr(layer, self.parameters[0]).device
             layer.weight = torch.full((1, self.cols), torch.nan, dtype=self.dtype, device=device)

@@ -25,8 +25,17 @@ from vllm_latq.format.encodings.registry import tensor_specs
 from vllm_latq.format.scheme import LayerScheme
 from vllm_latq.format.tensors import SHAPE
 from vllm_latq.integrations.vllm.dummy import dummy_weight
-from vllm_latq.integrations.vllm.linear import COLUMN_SCALES, CheckpointTensor, ShardId, collected, load_format
-from vllm_latq.serving.experts import ACTIVATIONS, expert_constants, run_experts
+from vllm_latq.integrations.vllm.linear import (
+    COLUMN_SCALES,
+    CheckpointTensor,
+    ShardId,
+    adopt,
+    collected,
+    complete_adopted,
+    describe,
+    load_format,
+)
+from vllm_latq.serving.experts import ACTIVATIONS, ExpertConstants, expert_constants, run_experts
 from vllm_latq.serving.merging import Shard, decode, merge, read_shard
 from vllm_latq.serving.operands import Operands, check_room, inlier_bits, make_operands, stack_operands
 from vllm_latq.serving.sharding import check_groups, take
@@ -85,6 +94,9 @@ class LatqMoEMethod(FusedMoEMethodBase):
         recipe: of the checkpoint; sets the outlier rate of dummy weights.
     """
 
+    supports_pre_processed_weights = True
+    DESCRIBED = ("parameters", "constants", "bits", "capacity")
+
     def __init__(self, moe: Any, schemes: Mapping[str, LayerScheme], prefix: str, recipe: Mapping[str, Any]) -> None:
         super().__init__(moe)
         self.schemes, self.prefix, self.recipe = schemes, prefix, recipe
@@ -92,6 +104,7 @@ class LatqMoEMethod(FusedMoEMethodBase):
         self.bits: dict[str, int] = {}
         self.capacity: dict[str, int | None] = {}
         self.parameters: dict[str, tuple[str, ...]] = {}
+        self.constants: ExpertConstants
 
     def maybe_roundup_sizes(
         self, hidden_size: int, intermediate_size_per_partition: int, act_dtype: Any, moe_parallel_config: Any
@@ -144,11 +157,25 @@ class LatqMoEMethod(FusedMoEMethodBase):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Turn the collected tensors into the operator's; raises CheckpointError if they are incomplete or invalid."""
-        if not hasattr(layer, f"w13_{SHAPE}"):
-            return  # already processed
-        channels = self._owned_channels(layer)
-        gate_up, down = (self._install(layer, matrix, channels) for matrix in MATRICES)
+        if adopt(layer, self):
+            self.constants = ExpertConstants(*self.constants)
+            complete_adopted(layer, [name for names in self.parameters.values() for name in names])
+            return
+        gate_up, down = (self._install(layer, matrix) for matrix in MATRICES)
         self.constants = expert_constants(gate_up, down, layer.global_num_experts, layer.activation.value)
+        describe(layer, self, self.DESCRIBED)
+
+    def dequantize_weight(self, layer: Any) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        """Return w13 and w2 of this rank, [experts, rows, cols], dtype of the activations, from the collected tensors.
+
+        Raises:
+            CheckpointError: the tensors are incomplete or invalid.
+        """
+        w13, w2 = (
+            torch.stack([weight.dequantize(self.dtype) for weight in self._loaded_weights(layer, matrix)])
+            for matrix in MATRICES
+        )
+        return w13, w2
 
     def apply(
         self,
@@ -188,17 +215,10 @@ class LatqMoEMethod(FusedMoEMethodBase):
             hint = "Serve without --enable-lora, or name only other modules with --lora-target-modules."
             raise UnsupportedModelError(self.prefix, "no LoRA adapters of quantized experts", found, hint)
 
-    def _install(self, layer: Any, matrix: str, channels: tuple[int, int]) -> Operands:
+    def _install(self, layer: Any, matrix: str) -> Operands:
         """Replace the collecting parameters of a matrix by the operator's."""
-        collectors = {suffix: getattr(layer, f"{matrix}_{suffix}") for suffix in self.suffixes[matrix]}
-        device, shards = collectors[SHAPE].device, collected(collectors)
-        if shards or not self.dummy:
-            weights = self._local_weights(matrix, shards, channels, device)
-        else:
-            weights = self._dummy_weights(matrix, channels)
         made, scales, capacity = [], [], self.capacity.get(matrix)
-        for weight in weights:
-            weight = weight.to(device)
+        for weight in self._loaded_weights(layer, matrix):
             made.append(make_operands(weight, self.dtype, self.prefix, capacity, alone=False))
             check_room(made, self.prefix, capacity)
             self.bits[matrix] = weight.bits
@@ -207,13 +227,24 @@ class LatqMoEMethod(FusedMoEMethodBase):
         operands = stack_operands(made, self.prefix, capacity)
         self.capacity[matrix] = operands.capacity
         tensors = {COLUMN_SCALES: torch.stack(scales) if scales else None} | operands.tensors()
-        for suffix in collectors:
+        for suffix in self.suffixes[matrix]:
             delattr(layer, f"{matrix}_{suffix}")
         for name, tensor in tensors.items():
             parameter = None if tensor is None else Parameter(tensor, requires_grad=False)
             layer.register_parameter(f"{matrix}_{name}", parameter)
         self.parameters[matrix] = tuple(f"{matrix}_{name}" for name in tensors)
         return operands
+
+    def _loaded_weights(self, layer: Any, matrix: str) -> Iterator[PackedWeight]:
+        """Yield one matrix of each expert of this rank, on the layer's device."""
+        collectors = {suffix: getattr(layer, f"{matrix}_{suffix}") for suffix in self.suffixes[matrix]}
+        device, shards, channels = collectors[SHAPE].device, collected(collectors), self._owned_channels(layer)
+        if shards or not self.dummy:
+            weights = self._local_weights(matrix, shards, channels, device)
+        else:
+            weights = self._dummy_weights(matrix, channels)
+        for weight in weights:
+            yield weight.to(device)
 
     def _local_weights(
         self,
