@@ -6,6 +6,11 @@ more than once in a process. If importing this module failed, vLLM would only lo
 
 
 def register() -> None:
-    """Make `quant_method: latq` and `--quantization latq` known to vLLM. Calling it again changes nothing."""
-    # The class registers itself when its module is first imported.
-    import vllm_latq.integrations.vllm.config  # noqa: F401
+    """Make `quant_method: latq` and `--quantization latq` known to vLLM, and check what it loads of such checkpoints.
+
+    Calling it again changes nothing.
+    """
+    # The class `LatqConfig` registers itself when its module is first imported.
+    from vllm_latq.integrations.vllm.loading import install
+
+    install()

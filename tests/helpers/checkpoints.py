@@ -167,3 +167,14 @@ def dense_twin(checkpoint: Path, target: Path) -> Path:
             dense[name] = reader.store.get(name).float()
     save_file(dense, target / "model.safetensors", metadata={"format": "pt"})
     return target
+
+
+def without_tensors(source: Path, *names: str) -> Path:
+    """Return a copy of a checkpoint that lacks some tensors."""
+    target = source.with_name(f"{source.name}-without-{names[0]}")
+    shutil.copytree(source, target)
+    tensors = load_file(target / "model.safetensors")
+    for name in names:
+        del tensors[name]
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    return target

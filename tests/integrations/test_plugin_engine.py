@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file, save_file
 
 from helpers import engine_probe
+from helpers.checkpoints import without_tensors
 from helpers.engine_probe import assert_plausible, probe
 from helpers.lora_adapter import RANK, write_adapter
 
@@ -19,6 +19,7 @@ LOGPROB_TOLERANCE = 2e-4
 # bfloat16 has 8 bits of mantissa.
 PROBABILITY_TOLERANCE = 0.02
 MISSING = "model.layers.2.mlp.gate_proj.outlier_col_idx"
+MISSING_DENSE = ["model.embed_tokens.weight", "model.layers.2.input_layernorm.weight"]
 
 pytestmark = pytest.mark.engine
 assert_same = partial(engine_probe.assert_same, tolerance=LOGPROB_TOLERANCE)
@@ -36,30 +37,24 @@ def generations(request: pytest.FixtureRequest) -> dict[str, Any]:
     jobs["bfloat16-dense"] = {"model": request.getfixturevalue("ssqr_dense_twin")}
     for name, pair in pairs.items():
         jobs[f"{name}-dense"] = {"model": pair.dense}
-    jobs["ssqr"] = {"model": pairs["ssqr"].latq, "reload": [pairs["other_ssqr"].latq, pairs["ssqr"].latq]}
+    ssqr, other = pairs["ssqr"].latq, pairs["other_ssqr"].latq
+    damaged = [without_tensors(other, MISSING), without_tensors(other, *MISSING_DENSE)]
+    jobs["ssqr"] = {"model": ssqr, "reload": [other, ssqr, *damaged, other, ssqr]}
     jobs["hptq"] = {"model": pairs["hptq"].latq, "engine": {"quantization": "latq"}, "reload": [pairs["hptq"].latq]}
     jobs["mixed"] = {"model": pairs["mixed"].latq}
     jobs["biased"] = {"model": pairs["biased"].latq, "reload": [pairs["biased"].latq]}
     jobs["dummy-hptq"] = {"model": pairs["hptq"].latq, "engine": {"load_format": "dummy"}}
     jobs["dummy-biased"] = {"model": pairs["biased"].latq, "engine": {"load_format": "dummy"}}
-    jobs["incomplete"] = {"model": without_tensor(pairs["ssqr"].latq, MISSING), "fails": True}
-    jobs["two-models"] = {"model": with_other_weights(pairs["ssqr"].latq, pairs["other_ssqr"].latq), "fails": True}
+    jobs["two-models"] = {"model": with_other_weights(ssqr, pairs["other_ssqr"].latq), "fails": True}
+    jobs["incomplete"] = {"model": without_tensors(ssqr, MISSING), "fails": True}
+    jobs["incomplete-dense"] = {"model": without_tensors(ssqr, *MISSING_DENSE), "fails": True}
+    jobs["sharded"] = {"model": ssqr, "engine": {"load_format": "sharded_state"}, "fails": True}
     return dict(zip(jobs, probe(list(jobs.values())), strict=True))
 
 
 @pytest.fixture(scope="module")
 def ssqr_dense_twin(ssqr_checkpoint: Path, make_dense_twin: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_dense_twin(ssqr_checkpoint, tmp_path_factory.mktemp("twin") / "dense")
-
-
-def without_tensor(source: Path, name: str) -> Path:
-    """Return a copy of a checkpoint that lacks one tensor."""
-    target = source.with_name("incomplete")
-    shutil.copytree(source, target)
-    tensors = load_file(target / "model.safetensors")
-    del tensors[name]
-    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
-    return target
 
 
 def with_other_weights(source: Path, other: Path) -> Path:
@@ -87,10 +82,20 @@ def test_bfloat16_probabilities_match_the_dequantized_model(generations: dict[st
 
 def test_reloading_other_weights_and_back(generations: dict[str, Any]) -> None:
     """The other weights give other answers."""
-    _, other, back = generations["ssqr"]
-    assert other != generations["ssqr"][0]
+    first, other, back, *_ = generations["ssqr"]
+    assert other != first
     assert_same(other, generations["other_ssqr-dense"][0])
-    assert back == generations["ssqr"][0]
+    assert back == first
+
+
+def test_failed_reloads_leave_the_old_weights(generations: dict[str, Any]) -> None:
+    """The next reload is as good as the first one."""
+    first, other, _, *errors_and_answers, other_again, back = generations["ssqr"]
+    quantized, after_quantized, dense, after_dense = errors_and_answers
+    assert f"CheckpointError: {MISSING}: expected a tensor" in quantized
+    assert f"CheckpointError: {MISSING_DENSE[0]}: expected a tensor in the checkpoint" in dense
+    assert after_quantized == after_dense == back == first
+    assert other_again == other
 
 
 @pytest.mark.parametrize("name", ["hptq", "biased"])
@@ -114,13 +119,27 @@ def test_weights_beside_the_index_stop_the_engine(generations: dict[str, Any]) -
     assert re.search(expected, generations["two-models"])
 
 
+def test_missing_unquantized_tensors_stop_the_engine(generations: dict[str, Any]) -> None:
+    expected = "expected a tensor in the checkpoint, found none, and none for"
+    assert f"CheckpointError: {MISSING_DENSE[0]}: {expected} {MISSING_DENSE[1]}." in generations["incomplete-dense"]
+
+
+def test_sharded_states_are_refused(generations: dict[str, Any]) -> None:
+    assert "ConfigError: --load-format: expected" in generations["sharded"]
+    assert "found sharded_state" in generations["sharded"]
+
+
 def test_tensor_parallel_equals_one_process(
     mixed_pair: tuple[Path, Path], biased_pair: tuple[Path, Path], generations: dict[str, Any]
 ) -> None:
     """Two ranks cut packed and coded layers, scales of whole rows, outliers and the head, and replicate a KV head."""
     split = {"tensor_parallel_size": 2}
-    mixed, biased = probe([{"model": pair[0], "engine": split} for pair in (mixed_pair, biased_pair)])
+    damaged = without_tensors(mixed_pair[0], "lm_head.scales")
+    jobs = [{"model": pair[0], "engine": split} for pair in (mixed_pair, biased_pair)]
+    mixed, biased = probe([jobs[0] | {"reload": [damaged]}, jobs[1]])
     assert_same(mixed[0], generations["mixed"][0])
+    assert "lm_head.scales" in mixed[1]
+    assert mixed[2] == mixed[0], "a failed reload leaves both ranks as they were"
     assert_same(biased[0], generations["biased"][0])
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from helpers.checkpoints import without_tensors
 from helpers.engine_probe import NO_EXPERTS, OLD_VLLM, PROMPTS, assert_plausible, assert_same, probe
 from helpers.logprobs import assert_agrees
 from helpers.mixtures import into_fused
@@ -25,6 +26,7 @@ pytestmark = [
 
 # Both sides multiply by the same float32 numbers.
 LOGPROB_TOLERANCE = 2e-4
+LOST = "model.layers.1.block_sparse_moe.experts.3.w2.scales"
 SIZES = {
     **{"hidden_size": 128, "intermediate_size": 64, "moe_intermediate_size": 64, "head_dim": 32},
     **{"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2},
@@ -91,8 +93,9 @@ def pairs(
 def generations(pairs: dict[str, tuple[Path, Path]]) -> dict[str, Any]:
     """Return all generations that one process can make, by name."""
     mixtral, other, qwen3, qwen2 = (pairs[name][0] for name in ("mixtral", "other_mixtral", "qwen3_moe", "qwen2_moe"))
+    damaged = without_tensors(other, LOST)
     jobs: dict[str, dict[str, Any]] = {
-        "mixtral": {"model": mixtral, "engine": ENGINE, "reload": [other, mixtral]},
+        "mixtral": {"model": mixtral, "engine": ENGINE, "reload": [other, damaged, mixtral]},
         "qwen3_moe": {"model": qwen3, "engine": ENGINE, "reload": [qwen3]},
         "qwen2_moe": {"model": qwen2, "engine": ENGINE},
         **{family: {"model": pairs[family][0], "engine": ENGINE} for family in FUSED},
@@ -117,10 +120,12 @@ def test_mixture_equals_the_dequantized_model(
 
 
 def test_reloading_a_mixture_and_back(generations: dict[str, Any], pairs: dict[str, tuple[Path, Path]]) -> None:
-    """The other weights give other answers."""
-    first, other, back = generations["mixtral"]
+    """The other weights give other answers; a damaged checkpoint leaves the weights from before."""
+    first, other, error, other_still, back = generations["mixtral"]
     assert_right(other, pairs["other_mixtral"][1])
     assert other != first
+    assert f"CheckpointError: {LOST}: expected a tensor" in error
+    assert other_still == other
     assert back == first
     first, again = generations["qwen3_moe"]
     assert again == first

@@ -74,6 +74,7 @@ def pictures(prompts: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def run(job: dict[str, Any]) -> Any:
     """Return what a model generates, and what each checkpoint generates when it is loaded after it.
 
+    If a checkpoint cannot be loaded, the error comes before what is generated then.
     A `pooling` job returns hidden states instead. A job that names a LoRA adapter returns first what the model
     generates with the adapter. Generations of prompts with images, and the layouts of the engine, follow if the job
     asks for them. A job that `fails` may return its error.
@@ -90,7 +91,10 @@ def run(job: dict[str, Any]) -> Any:
         adapter = job.get("adapter")
         results = [answer(llm)] if adapter is None else [answer(llm, adapter), answer(llm)]
         for path in job.get("reload", []):
-            llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
+            try:
+                llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
+            except Exception as error:
+                results.append(f"{type(error).__name__}: {error}")
             results.append(answer(llm))
         if job.get("images"):
             results.append(generate(llm, prompts=pictures(job["images"])))
