@@ -82,7 +82,7 @@ def _install_reload() -> None:
             backup.restore()
         logger.error("reload_weights failed; the weights from before it are served")
         expected, found = "weights that every rank can load", "an error of another rank"
-        raise failure or CheckpointError("reload_weights", expected, found)
+        raise failure or CheckpointError("reload_weights", expected, found, "The log of that rank names the problem.")
 
     worker_class.reload_weights = reload_or_restore
 
