@@ -204,7 +204,7 @@ class Backup:
                 copied = {name: value.copy() if type(value) is dict else value for name, value in vars(method).items()}
                 self.attributes.append((method, copied))
             kept = (*own.values(), *module._parameters.values(), *module._buffers.values())
-            tensors |= {id(tensor): tensor for tensor in kept if tensor is not None}
+            tensors |= {id(tensor): tensor for tensor in kept if tensor is not None and not tensor.is_meta}
         self.tensors = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in tensors.values()]
 
     def restore(self) -> None:
