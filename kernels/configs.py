@@ -13,6 +13,7 @@ from vllm_latq.kernels.errors import require
 from vllm_latq.kernels.layout.weight import HIP
 
 REGIMES = (8, 16, 32, 64)  # numbers of activation rows for which there are tensor-core kernels
+INVARIANT_ROWS = 16  # activation rows of every launch, and of every batch of an expert, for an invariant weight
 GATHER_ROWS = 2  # up to so many rows outliers gather x; above, they read x^T: one vector load instead of one per row
 FUSED_LAUNCHES = 2  # of the widest kernel, that a product takes at most; more rows take the prefill path (NOTES.md)
 WAVE_COST, ADDING_COST = 6, 4  # of `split_k`, in superblocks; measured on an H200 (NOTES.md)

@@ -5,7 +5,14 @@ CUDA-graph safe: no host synchronisation, no autotuning, scratch from the cachin
 
 import torch
 
-from vllm_latq.kernels.configs import FUSED_LAUNCHES, GATHER_ROWS, DecodeConfig, decode_config, max_decode_rows
+from vllm_latq.kernels.configs import (
+    FUSED_LAUNCHES,
+    GATHER_ROWS,
+    INVARIANT_ROWS,
+    DecodeConfig,
+    decode_config,
+    max_decode_rows,
+)
 from vllm_latq.kernels.decode.launch import Scratch
 from vllm_latq.kernels.decode.prefill import prefill_matmul
 from vllm_latq.kernels.decode.simt import launch_simt
@@ -30,9 +37,25 @@ def padded_columns(x: torch.Tensor, weight: KernelWeight) -> torch.Tensor:
     return torch.nn.functional.pad(x, (0, missing)) if missing else x  # torch copies even where nothing is missing
 
 
-def allocate_scratch(x: torch.Tensor, weight: KernelWeight, config: DecodeConfig, m: int, batches: int = 1) -> Scratch:
-    """Choose how to cut the columns for one launch of `batches` products of up to m rows of x, and allocate for it."""
-    tiles = (weight.padded_rows * batches, weight.superblocks, weight.processors)
+def allocate_scratch(
+    x: torch.Tensor,
+    weight: KernelWeight,
+    config: DecodeConfig,
+    m: int,
+    batches: int = 1,
+    usual_batches: int | None = None,
+) -> Scratch:
+    """Choose how to cut the columns for one launch, and allocate the memory that the launch needs.
+
+    Args:
+        x: the activations.
+        weight: see `KernelWeight`.
+        config: serves m rows.
+        m: most rows of a product.
+        batches: products of the launch.
+        usual_batches: number of products for which the cut is chosen (default: `batches`).
+    """
+    tiles = (weight.padded_rows * (usual_batches or batches), weight.superblocks, weight.processors)
     parts, ranges = config.split(m, weight.bits, weight.group_size, *tiles)
     partials = transposed = None
     if parts > 1:
@@ -45,23 +68,27 @@ def allocate_scratch(x: torch.Tensor, weight: KernelWeight, config: DecodeConfig
 
 
 def decode_matmul(x: torch.Tensor, weight: KernelWeight, config: DecodeConfig, y: torch.Tensor) -> None:
-    """Write y [m, rows] for 1 <= m <= config.max_rows rows of x [m, cols], by one fused launch."""
-    m = x.shape[0]
-    if x.stride(1) != 1 or x.stride(0) * m > MAX_OFFSET:
+    """Write y [n, rows] for 1 <= n <= config.max_rows rows of x [n, cols], by one fused launch.
+
+    For an invariant weight the launch is the launch for config.max_rows rows, whatever n is.
+    """
+    if x.stride(1) != 1 or x.stride(0) * x.shape[0] > MAX_OFFSET:
         x = x.contiguous()
+    m = config.max_rows if weight.invariant else x.shape[0]
     scratch = allocate_scratch(x, weight, config, m)
     if config.kernel == "simt":
         launch_simt(padded_columns(x, weight), weight, y, config, scratch)
     else:
-        launch_ssqr(x, weight, y, config, scratch)
+        launch_ssqr(x, weight, y, config, scratch, m)
 
 
 def ssqr_matmul(x: torch.Tensor, weight: KernelWeight, config: DecodeConfig | None = None) -> torch.Tensor:
     """Return x W^T. Few rows: fused, accumulated in float32, rounded once. Many: through dense chunks.
 
     Rows are few if FUSED_LAUNCHES launches of the widest fused kernel serve them: reading a packed weight twice moves
-    fewer bytes than writing it densely and reading it again. Only one stream at a time may multiply by a weight: the
-    weight holds the tickets of the programs.
+    fewer bytes than writing it densely and reading it again. An invariant weight takes fused launches of one
+    configuration for any number of rows. Only one stream at a time may multiply by a weight: the weight holds the
+    tickets of the programs.
 
     Args:
         x: [..., cols], bfloat16 or float16, on the weight's device.
@@ -79,10 +106,12 @@ def ssqr_matmul(x: torch.Tensor, weight: KernelWeight, config: DecodeConfig | No
     m = flat.shape[0]
     if m == 0:
         return x.new_empty(*x.shape[:-1], weight.rows)
+    if weight.invariant and config is None:
+        config = decode_config(INVARIANT_ROWS, weight.bits, weight.arch, weight.group_size)
     widest = config.max_rows if config else max_decode_rows(weight.bits)
     # Triton launches on the current device, which need not be the tensors'.
     with torch.cuda.device_of(flat):
-        if m > FUSED_LAUNCHES * widest:
+        if m > FUSED_LAUNCHES * widest and not weight.invariant:
             y = prefill_matmul(flat, weight)
         else:
             y = torch.empty(m, weight.rows, dtype=x.dtype, device=x.device)

@@ -180,24 +180,32 @@ def ssqr_tensor_core(
         store_rows(acc, rows, factor, y_ptr, N, M, HAS_ROW_SCALES)
 
 
-def launch_ssqr(x: torch.Tensor, weight: KernelWeight, y: torch.Tensor, config: DecodeConfig, scratch: Scratch) -> None:
+def launch_ssqr(
+    x: torch.Tensor,
+    weight: KernelWeight,
+    y: torch.Tensor,
+    config: DecodeConfig,
+    scratch: Scratch,
+    m: int | None = None,
+) -> None:
     """Run the tensor-core kernel. Allocates nothing, checks nothing: see `dispatch.ssqr_matmul`.
 
     Args:
-        x: [m, cols], bfloat16 or float16, last dimension contiguous, m <= config.max_rows.
+        x: [n, cols], bfloat16 or float16, last dimension contiguous, n <= m.
         weight: see `KernelWeight`.
-        y: [m, rows], contiguous, dtype of x.
+        y: [n, rows], contiguous, dtype of x.
         config: serves m rows.
         scratch: for m rows of x.
+        m: number of rows for which the kernel is chosen (default: n).
     """
-    grid, arguments = launch_arguments(x, weight, y, config, scratch, x.shape[0])
+    grid, arguments = launch_arguments(x, weight, y, config, scratch, m or x.shape[0])
     ssqr_tensor_core[grid](**arguments)
 
 
 def launch_arguments(
     x: torch.Tensor, weight: KernelWeight, y: torch.Tensor, config: DecodeConfig, scratch: Scratch, m: int
 ) -> tuple[tuple[int, int], dict[str, Any]]:
-    """Return the grid and the arguments, by name, of `ssqr_tensor_core` for m rows."""
+    """Return the grid and the arguments, by name, of `ssqr_tensor_core` for the rows of x, or fewer, and m at most."""
     parts, ranges, xt = scratch.parts, scratch.ranges, scratch.transposed
     assert parts == 1 or ranges == 1, "the kernel has either"
     assert ranges <= config.block_n // 16, "slices of outliers have 16 rows"
@@ -213,7 +221,7 @@ def launch_arguments(
         "xt_as_int64_ptr": None if xt is None else xt.view(torch.int64),
         "partial_ptr": scratch.partials,
         "y_ptr": y,
-        "M": m,
+        "M": x.shape[0],
         "K": weight.cols,
         "stride_xm": x.stride(0),
         "supers_per_part": -(-weight.superblocks // (parts * ranges)),

@@ -168,7 +168,9 @@ def grouped_matmul(x: torch.Tensor, stack: KernelWeight, routing: Routing) -> to
     require(dense and len(x) == pairs, "x", f"{pairs} rows without gaps between columns",
             f"{tuple(x.shape)} of strides {x.stride()}")  # fmt: skip
     config = decode_config(size, weight.bits, weight.arch, weight.group_size)
-    scratch = allocate_scratch(x, weight, config, size, batches)
+    # The columns of an invariant weight are cut as for one token, whatever the number of tokens.
+    usual = routing.ids.shape[1] if weight.invariant else batches
+    scratch = allocate_scratch(x, weight, config, size, batches, usual)
     y = torch.empty(pairs, weight.rows, dtype=x.dtype, device=x.device)
     batch = {
         "expert_ptr": routing.expert,

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_latq.kernels.configs import COMPILER, FUSED_LAUNCHES, REGIMES, max_decode_rows
+from vllm_latq.kernels.configs import COMPILER, FUSED_LAUNCHES, INVARIANT_ROWS, REGIMES, max_decode_rows
 from vllm_latq.kernels.layout.weight import KernelWeight
 
 CHUNK = 32  # pairs that a program of `route_pairs` places
@@ -109,7 +109,7 @@ def batch_size(tokens: int, k: int, experts: int, stacks: Sequence[KernelWeight]
 
     A single token gets a batch for each of its experts. For more tokens a batch has room for 1.5 times the rows that an
     expert gets on average: if experts are chosen evenly, less than a tenth of them need a second batch, and are read
-    twice.
+    twice. Invariant weights get batches of one size for any number of tokens.
 
     Args:
         tokens: rows of x.
@@ -117,6 +117,8 @@ def batch_size(tokens: int, k: int, experts: int, stacks: Sequence[KernelWeight]
         experts: number of experts on all ranks, from which the ids are chosen.
         stacks: the weights of the products that will be made.
     """
+    if any(stack.invariant for stack in stacks):
+        return INVARIANT_ROWS
     if tokens == 1:
         return 1
     widest = min(max_decode_rows(stack.bits) for stack in stacks)

@@ -44,6 +44,8 @@ class KernelWeight:
         tickets: int32 [row blocks, one for those that write x^T, padding], zeros; the kernel leaves them zero.
         processors: multiprocessors of the device, for choosing split-K; 1 on a CPU.
         arch: "sm_90" and the like, or HIP, for choosing launch configurations; empty on a CPU.
+        invariant: whether one launch configuration serves all numbers of activation rows, so that the result of a row
+            does not depend on the number of rows.
 
     The weights of several experts, for `grouped.py`, are one KernelWeight: its tensors have a leading dimension then,
     which for entries is 1, because all lie in one array (`outliers.pool_slices`).
@@ -64,6 +66,7 @@ class KernelWeight:
     tickets: torch.Tensor
     processors: int
     arch: str
+    invariant: bool = False
 
     @property
     def padded_rows(self) -> int:

@@ -34,6 +34,8 @@ def generations(request: pytest.FixtureRequest) -> dict[str, Any]:
     jobs: dict[str, dict[str, Any]] = {}
     # First, because vLLM 0.25 answers nonsense from a dense float32 engine that follows some others in one process.
     jobs["bfloat16"] = {"model": request.getfixturevalue("ssqr_checkpoint"), "engine": {"dtype": "bfloat16"}}
+    batch_invariant = {"environment": {"VLLM_BATCH_INVARIANT": "1"}, "engine": {"dtype": "bfloat16", "max_num_seqs": 8}}
+    jobs["batch-invariant"] = {"model": pairs["ssqr"].latq, "alone": True, "layouts": True} | batch_invariant
     jobs["bfloat16-dense"] = {"model": request.getfixturevalue("ssqr_dense_twin")}
     for name, pair in pairs.items():
         jobs[f"{name}-dense"] = {"model": pair.dense}
@@ -78,6 +80,15 @@ def test_bfloat16_probabilities_match_the_dequantized_model(generations: dict[st
         assert len(common) >= 3
         for token in common:
             assert math.exp(got[token]) == pytest.approx(math.exp(expected[token]), abs=PROBABILITY_TOLERANCE)
+
+
+def test_answers_do_not_depend_on_the_batch(generations: dict[str, Any]) -> None:
+    """With VLLM_BATCH_INVARIANT=1 tokens and log-probabilities of a prompt are the same alone and among others."""
+    together, alone, crowded, layouts = generations["batch-invariant"]
+    assert layouts == ["int4"]
+    assert together == alone
+    assert crowded == alone * (len(crowded) // len(alone))
+    assert len(crowded) > len(alone)
 
 
 def test_reloading_other_weights_and_back(generations: dict[str, Any]) -> None:

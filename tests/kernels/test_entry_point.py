@@ -143,7 +143,7 @@ def test_launches(make_layer, monkeypatch: pytest.MonkeyPatch, bits, group_size,
     found = []
 
     def record(x: torch.Tensor, *arguments: Any) -> None:
-        found.append((x.shape[0], arguments[-2]))
+        found.append((x.shape[0], arguments[2]))
 
     monkeypatch.setattr(dispatch, "launch_ssqr", record)
     ssqr_matmul(torch.zeros(m, 128, device=DEVICE).bfloat16(), weight)

@@ -1,7 +1,8 @@
 """Runs vLLM engines, one after another, in a process of its own and prints what they generated, as one JSON line.
 
     python run_engines.py '[{"model": ..., "engine": {LLM arguments}, "reload": [checkpoints], "adapter": path,
-                            "images": [...], "fails": bool, "layouts": bool, "pooling": bool, "tokens": n}, ...]'
+                            "images": [...], "fails": bool, "layouts": bool, "pooling": bool, "tokens": n,
+                            "alone": bool, "environment": {...}}, ...]'
 
 A process of its own keeps thread binding, distributed state and compilation caches out of the tests, which start it by
 `helpers.engine_probe.probe`.
@@ -12,10 +13,13 @@ import os
 import sys
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 from helpers.engine_probe import ENGINE, PROMPTS, RESULT, TOKENS
 from helpers.quick_interpreter import patch_once_per_launch
 from helpers.warm_vllm import fork_workers
+
+CROWD = 5  # times that all prompts are in a crowded batch
 
 
 def generate(llm: Any, adapter: str | None = None, prompts: Any = None, tokens: int = TOKENS) -> list[dict[str, Any]]:
@@ -77,7 +81,8 @@ def run(job: dict[str, Any]) -> Any:
     If a checkpoint cannot be loaded, the error comes before what is generated then.
     A `pooling` job returns hidden states instead. A job that names a LoRA adapter returns first what the model
     generates with the adapter. Generations of prompts with images, and the layouts of the engine, follow if the job
-    asks for them. A job that `fails` may return its error.
+    asks for them. So do generations of each prompt `alone`, and of all prompts in a crowded batch. A job that `fails`
+    may return its error.
     """
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
@@ -96,6 +101,10 @@ def run(job: dict[str, Any]) -> Any:
             except Exception as error:
                 results.append(f"{type(error).__name__}: {error}")
             results.append(answer(llm))
+        if job.get("alone"):
+            prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
+            results.append([generate(llm, prompts=[prompt])[0] for prompt in prompts])
+            results.append(generate(llm, prompts=prompts * CROWD))
         if job.get("images"):
             results.append(generate(llm, prompts=pictures(job["images"])))
         if job.get("layouts"):
@@ -114,4 +123,8 @@ if __name__ == "__main__":
     fork_workers()
     if os.environ.get("TRITON_INTERPRET") == "1":
         patch_once_per_launch()
-    print("\n" + RESULT + json.dumps([run(job) for job in json.loads(sys.argv[1])]), flush=True)
+    answers = []
+    for job in json.loads(sys.argv[1]):
+        with patch.dict(os.environ, job.get("environment", {})):
+            answers.append(run(job))
+    print("\n" + RESULT + json.dumps(answers), flush=True)

@@ -22,8 +22,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn import functional
 
-from vllm_latq.kernels.experts.activations import ACTIVATIONS
+from vllm_latq.kernels.experts.activations import ACTIVATIONS, Activation
 from vllm_latq.serving.layouts.tiled import TiledOperands, grouped_experts
 from vllm_latq.serving.linear import Operands, multiply, scale_columns
 
@@ -32,6 +33,7 @@ _SCHEMA = (
     "int[] down_constants, int experts, str[] layouts, str arch, str activation) -> Tensor"
 )
 Run = Callable[[torch.Tensor, int], torch.Tensor]
+PIECE = 1 << 15  # elements that torch processes on one CPU thread
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,18 @@ class _Product:
         stacks = (self.column_scales, *self.tensors)
         scales, *tensors = (None if stack is None else stack[min(expert, len(stack) - 1)] for stack in stacks)
         return multiply(scale_columns(x, scales), tensors, self.constants, self.layout, self.arch)
+
+
+def activate_rows(act: Activation, y: torch.Tensor) -> torch.Tensor:
+    """Return act(y) for y [n, columns], computed so that the result of a row does not depend on n.
+
+    On a CPU torch computes the last elements of a thread's share by other instructions, and takes other functions for
+    tensors without gaps between rows. So this pads y by a column and a row, and cuts it into pieces of one thread each.
+    """
+    padded = functional.pad(y, (0, 1, 0, 1))[:, :-1]
+    rows = max(1, PIECE // y.shape[1] - 1)
+    pieces = (padded[start : start + rows + 1] for start in range(0, max(1, len(y)), rows))
+    return torch.cat([act(piece)[:-1] for piece in pieces])
 
 
 def by_expert(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, experts: int, run: Run) -> torch.Tensor:
@@ -121,10 +135,12 @@ def _experts(
         if y is not None:
             return y
     first = _Product(gate_up[0], gate_up[1:], fixed.gate_up, fixed.layouts[0], fixed.arch)
+    invariant = bool(fixed.gate_up[-1])
     second = _Product(down[0], down[1:], fixed.down, fixed.layouts[1], fixed.arch)
 
     def run(tokens: torch.Tensor, expert: int) -> torch.Tensor:
-        return second(ACTIVATIONS[fixed.activation](first(tokens, expert)), expert)
+        act, y = ACTIVATIONS[fixed.activation], first(tokens, expert)
+        return second(activate_rows(act, y) if invariant else act(y), expert)
 
     local = next(len(stack) for stack in first.tensors if stack is not None)
     way = by_all if x.is_cuda and torch.cuda.is_current_stream_capturing() else by_expert

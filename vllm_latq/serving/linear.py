@@ -16,7 +16,8 @@ torch allows no other types. The class of the layout packs and unpacks both. The
 module is imported, for every backend, with a fake implementation for tracing: a graph sees one opaque operator,
 whatever the layout.
 
-Invariant: the first constant is the number of rows; the others are those of the layout.
+Invariant: the first constant is the number of rows, and the last is whether the operands are `invariant`: whether the
+product of a row of x must not depend on the other rows. The others are those of the layout.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

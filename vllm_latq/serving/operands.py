@@ -6,6 +6,7 @@ into the old ones.
 
 import functools
 import logging
+import os
 from collections.abc import Sequence
 
 import torch
@@ -58,10 +59,15 @@ def _has_int4(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cpu" and not has_kernels(device) and int4.is_fast(dtype)
 
 
+def is_batch_invariant() -> bool:
+    """Return whether VLLM_BATCH_INVARIANT asks for results that do not depend on the batch; vLLM reads it like this."""
+    return bool(int(os.environ.get("VLLM_BATCH_INVARIANT", "0")))
+
+
 def make_operands(
     weight: PackedWeight, dtype: torch.dtype, where: str, capacity: int | None = None, alone: bool = True
 ) -> Operands:
-    """Make the operands of a weight on its device.
+    """Make the operands of a weight on its device; with VLLM_BATCH_INVARIANT=1, `invariant` operands.
 
     Args:
         weight: on the device to run on.
@@ -73,10 +79,11 @@ def make_operands(
     Raises:
         CheckpointError: more outliers than fit.
     """
+    invariant = is_batch_invariant()
     if has_kernels(weight.qweight.device):
         reason = unsupported(weight, dtype)
         if reason is None:
-            return TiledOperands.pack(weight, where, capacity, alone)
+            return TiledOperands.pack(weight, where, capacity, alone, invariant)
         _warn(f"{where}: the kernels do not support {reason}; falling back to dequantize + matmul")
     if weight.outliers is not None:
         nnz = weight.outliers.nnz
@@ -84,11 +91,11 @@ def make_operands(
         if nnz > capacity:
             raise CheckpointError(where, f"at most {capacity} outliers", str(nnz), RESTART_TO_RELOAD)
     if int4.supports(weight, dtype):
-        return Int4Operands.pack(weight, capacity)
+        return Int4Operands.pack(weight, capacity, invariant)
     if _has_int4(weight.qweight.device, dtype):
         needs = f"torch's 4-bit matmul needs a multiple of {min(int4.GROUPS)} columns with one scale"
         _warn(f"{where}: {needs}; falling back to dequantize + matmul")
-    return CheckpointOperands.pack(weight, capacity)
+    return CheckpointOperands.pack(weight, capacity, invariant)
 
 
 def check_room(made: Sequence[Operands], where: str, capacity: int | None) -> None:

@@ -11,16 +11,20 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from torch.nn import functional
 
 from vllm_latq.coding.packing import unpack_codes, zero_point
 from vllm_latq.format.csr import CSR
 from vllm_latq.format.encodings.packed import PackedWeight
 
 TENSORS = ("qweight", "scales", "row_scales", "row_ptr", "col_idx", "values")
-CONSTANTS = ("rows", "cols", "bits", "midrise")
+CONSTANTS = ("rows", "cols", "bits", "midrise", "invariant")
 SMALLEST_CAPACITY = 64  # room for outliers, or for slots of outliers in the layout `tiled`
 # Weights unpacked at a time: on a CPU their float32 temporaries fit a cache, on a GPU they take 100 to 200 MB.
 CPU_BLOCK_WEIGHTS, BLOCK_WEIGHTS = 1 << 20, 1 << 24
+# Rows of every product of an invariant weight. BLAS libraries choose the order of a sum by the shapes and by alignment
+# to 64 bytes: so many rows of 16-bit numbers are aligned, whatever the number of columns.
+TILE_ROWS = 32
 
 
 def outlier_capacity(nnz: int) -> int:
@@ -59,6 +63,7 @@ class CheckpointOperands:
         rows, cols: output and input channels.
         bits: code width.
         midrise: whether the grid is.
+        invariant: whether the product of a row must not depend on the other rows.
     """
 
     layout: ClassVar[str] = "checkpoint"
@@ -74,9 +79,10 @@ class CheckpointOperands:
     cols: int
     bits: int
     midrise: bool
+    invariant: bool
 
     @classmethod
-    def pack(cls, weight: PackedWeight, capacity: int | None = None) -> "CheckpointOperands":
+    def pack(cls, weight: PackedWeight, capacity: int | None = None, invariant: bool = False) -> "CheckpointOperands":
         """Take a weight's tensors, with room for `capacity` outliers (default: `outlier_capacity`)."""
         padded = None
         if weight.outliers is not None:
@@ -92,6 +98,7 @@ class CheckpointOperands:
             cols=weight.cols,
             bits=weight.bits,
             midrise=weight.midrise,
+            invariant=invariant,
         )
 
     @classmethod
@@ -159,4 +166,10 @@ class CheckpointOperands:
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """Return x [.., cols] times the transposed weight, [.., rows], dtype of x."""
-        return torch.nn.functional.linear(x, self.dense(x.dtype))
+        weight = self.dense(x.dtype)
+        if not self.invariant:
+            return functional.linear(x, weight)
+        rows = x.reshape(-1, self.cols)
+        padded = functional.pad(rows, (0, 0, 0, -len(rows) % TILE_ROWS)).contiguous()
+        y = torch.cat([functional.linear(tile, weight) for tile in padded.split(TILE_ROWS)])
+        return y[: len(rows)].view(*x.shape[:-1], self.rows)

@@ -14,6 +14,9 @@ A product with many tokens is bound by arithmetic, and dense matrices multiply f
 same bytes are dequantized, some rows at a time: exactly, in float32, then rounded once to bfloat16 where the CPU
 multiplies bfloat16. Elsewhere the product is in float32.
 
+The two products, and the two sums of outliers, round differently. So with `invariant` tokens of any number take
+torch's 4-bit product and the embedding's sums, which add up the columns of each token in one order.
+
 Invariant: `pack(w, capacity)` has the same shapes for all weights of one scheme and shape, as a reload needs.
 """
 
@@ -32,7 +35,7 @@ from vllm_latq.format.scheme import WHOLE_ROW
 from vllm_latq.serving.layouts.checkpoint import CheckpointOperands
 
 TENSORS = ("words", "scales_and_offsets", "row_scales", "row_ptr", "col_idx", "values")
-CONSTANTS = ("rows", "group", "parts")
+CONSTANTS = ("rows", "group", "parts", "invariant")
 BITS = 4
 WIDTHS = (4, 8)  # of codes, as they are kept
 OUTLIER_BITS = 64
@@ -83,6 +86,7 @@ class Int4Operands:
         rows: output channels.
         group: columns with one scale, one of GROUPS.
         parts: codes of 4 bits for each weight: 1, or 2 for a weight of 8 bits.
+        invariant: whether the product of a token must not depend on the other tokens.
     """
 
     layout: ClassVar[str] = "int4"
@@ -97,9 +101,10 @@ class Int4Operands:
     rows: int
     group: int
     parts: int
+    invariant: bool
 
     @classmethod
-    def pack(cls, weight: PackedWeight, capacity: int | None) -> "Int4Operands":
+    def pack(cls, weight: PackedWeight, capacity: int | None, invariant: bool = False) -> "Int4Operands":
         """Reorder a weight on the CPU that `supports` accepts, with room for `capacity` outliers."""
         _silence_sparse_csr_warning()
         rows, group = weight.qweight.shape[0], _groups(weight)[0]
@@ -118,7 +123,7 @@ class Int4Operands:
         col_idx = None if stored.col_idx is None else stored.col_idx.to(torch.int32)
         values = None if stored.values is None else stored.values.to(torch.float32)
         csr = (stored.row_ptr, col_idx, values)
-        return cls(words, scales_and_offsets, weight.row_scales, *csr, rows, group, parts)
+        return cls(words, scales_and_offsets, weight.row_scales, *csr, rows, group, parts, invariant)
 
     @classmethod
     def from_lists(
@@ -134,7 +139,7 @@ class Int4Operands:
 
     def constants(self) -> list[int]:
         """Return what is the same for every weight of a scheme and shape; the first is the number of rows."""
-        return [getattr(self, name) for name in CONSTANTS]
+        return [int(getattr(self, name)) for name in CONSTANTS]
 
     @property
     def capacity(self) -> int | None:
@@ -153,8 +158,8 @@ class Int4Operands:
         tokens = x.reshape(-1, x.shape[-1]).to(torch.bfloat16).contiguous()
         if not len(tokens):
             return x.new_empty((*x.shape[:-1], self.rows))
-        multiply = _dense_product if len(tokens) * self.parts > FEW_TOKENS else _coded_product
-        y = multiply(tokens, self)
+        few = self.invariant or len(tokens) * self.parts <= FEW_TOKENS
+        y = _coded_product(tokens, self) if few else _dense_product(tokens, self)
         return y.to(x.dtype).contiguous().view(*x.shape[:-1], self.rows)
 
 
@@ -188,23 +193,29 @@ def _coded_product(tokens: torch.Tensor, weight: Int4Operands) -> torch.Tensor:
     y: torch.Tensor = multiply(repeated, weight.words, weight.group, weight.scales_and_offsets)[:, : weight.rows]
     outliers = weight.outliers
     if outliers is not None:
-        y = y + _outliers(tokens, *outliers)
+        one = len(tokens) == 1 and not weight.invariant and torch.backends.mkl.is_available()
+        y = y + (_outliers_of_one(tokens, *outliers) if one else _outliers(tokens, *outliers))
     return y if weight.row_scales is None else y * weight.row_scales
 
 
 def _outliers(tokens: torch.Tensor, row_ptr: torch.Tensor, col_idx: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Multiply tokens [n, cols] by the transposed CSR matrix: float32 [n, rows]."""
+    """Multiply tokens [n, cols] by the transposed CSR matrix: float32 [n, rows], each row summed in order."""
     count = int(row_ptr[-1])
     col_idx, values, table = col_idx[:count], values[:count], tokens.to(torch.float32).t()
-    if len(tokens) == 1 and torch.backends.mkl.is_available():
-        shape = (len(row_ptr) - 1, len(table))
-        matrix = torch.sparse_csr_tensor(row_ptr, col_idx, values, shape, check_invariants=False)
-        return torch.mv(matrix, table[:, 0]).unsqueeze(0)
     if len(tokens) == 1:  # a bag of rows of one number takes longer than a bag of rows of two
         table = table.expand(-1, 2)
     options: dict[str, Any] = {"mode": "sum", "include_last_offset": True}
     sums = functional.embedding_bag(col_idx, table.contiguous(), row_ptr, per_sample_weights=values, **options)
     return sums.t()[: len(tokens)]
+
+
+def _outliers_of_one(
+    tokens: torch.Tensor, row_ptr: torch.Tensor, col_idx: torch.Tensor, values: torch.Tensor
+) -> torch.Tensor:
+    """Multiply one token [1, cols] by the transposed CSR matrix: float32 [1, rows]. MKL chooses the order of sums."""
+    count, shape = int(row_ptr[-1]), (len(row_ptr) - 1, tokens.shape[1])
+    matrix = torch.sparse_csr_tensor(row_ptr, col_idx[:count], values[:count], shape, check_invariants=False)
+    return torch.mv(matrix, tokens[0].to(torch.float32)).unsqueeze(0)
 
 
 def _dense_product(tokens: torch.Tensor, weight: Int4Operands) -> torch.Tensor:

@@ -25,7 +25,7 @@ from vllm_latq.kernels.layout.weight import KernelWeight, prepare
 from vllm_latq.serving.layouts.checkpoint import SMALLEST_CAPACITY
 
 TENSORS = ("words", "order", "scale_pairs", "flat_scales", "row_scales", "entries", "slice_ptr", "tickets")
-CONSTANTS = ("rows", "cols", "bits", "group_size", "midrise", "processors")
+CONSTANTS = ("rows", "cols", "bits", "group_size", "midrise", "processors", "invariant")
 
 
 def has_kernels(device: torch.device) -> bool:
@@ -56,7 +56,14 @@ class TiledOperands:
     weight: KernelWeight
 
     @classmethod
-    def pack(cls, weight: PackedWeight, where: str, capacity: int | None = None, alone: bool = True) -> "TiledOperands":
+    def pack(
+        cls,
+        weight: PackedWeight,
+        where: str,
+        capacity: int | None = None,
+        alone: bool = True,
+        invariant: bool = False,
+    ) -> "TiledOperands":
         """Put a weight on its device in tile order.
 
         Args:
@@ -64,6 +71,7 @@ class TiledOperands:
             where: layer name for errors.
             capacity: outlier slots to allocate; None leaves at least a sixteenth of headroom for reloaded weights.
             alone: False for a weight that `pool` will put together with others; `pool` allocates the headroom then.
+            invariant: whether the product of a row must not depend on the other rows.
 
         Raises:
             CheckpointError: the outliers need more slots than `capacity`, or lie further beyond the grid than any
@@ -83,14 +91,14 @@ class TiledOperands:
             slots = int(made.slice_ptr[-1])
             room = _with_room(made.entries, slots, where, capacity) if alone else made.entries[:slots]
             made = replace(made, entries=room)
-        return cls(made)
+        return cls(replace(made, invariant=invariant))
 
     @classmethod
     def from_lists(cls, tensors: Sequence[torch.Tensor | None], constants: Sequence[int], arch: str) -> "TiledOperands":
         """Unpack the values of `tensors()`, and `constants()` and `arch`, which the operator is given."""
         fields: dict[str, Any] = dict(zip(TENSORS, tensors, strict=True))
         fields.update(zip(CONSTANTS, constants, strict=True))
-        fields["midrise"] = bool(fields["midrise"])
+        fields |= {name: bool(fields[name]) for name in ("midrise", "invariant")}
         return cls(KernelWeight(**fields, arch=arch))
 
     def tensors(self) -> dict[str, torch.Tensor | None]:
