@@ -34,7 +34,7 @@ def generations(request: pytest.FixtureRequest) -> dict[str, Any]:
     jobs: dict[str, dict[str, Any]] = {}
     # First, because vLLM 0.25 answers nonsense from a dense float32 engine that follows some others in one process.
     jobs["bfloat16"] = {"model": request.getfixturevalue("ssqr_checkpoint"), "engine": {"dtype": "bfloat16"}}
-    batch_invariant = {"environment": {"VLLM_BATCH_INVARIANT": "1"}, "engine": {"dtype": "bfloat16", "max_num_seqs": 8}}
+    batch_invariant = {"environment": {"LATQ_BATCH_INVARIANT": "1"}, "engine": {"dtype": "bfloat16", "max_num_seqs": 8}}
     jobs["batch-invariant"] = {"model": pairs["ssqr"].latq, "alone": True, "layouts": True} | batch_invariant
     jobs["bfloat16-dense"] = {"model": request.getfixturevalue("ssqr_dense_twin")}
     for name, pair in pairs.items():
@@ -83,7 +83,7 @@ def test_bfloat16_probabilities_match_the_dequantized_model(generations: dict[st
 
 
 def test_answers_do_not_depend_on_the_batch(generations: dict[str, Any]) -> None:
-    """With VLLM_BATCH_INVARIANT=1 tokens and log-probabilities of a prompt are the same alone and among others."""
+    """With LATQ_BATCH_INVARIANT=1 tokens and log-probabilities of a prompt are the same alone and among others."""
     together, alone, crowded, layouts = generations["batch-invariant"]
     assert layouts == ["int4"]
     assert together == alone

@@ -1,4 +1,4 @@
-"""With VLLM_BATCH_INVARIANT=1 the result of a row is bitwise the same alone and among other rows, on a CPU."""
+"""With LATQ_BATCH_INVARIANT=1 the result of a row is bitwise the same alone and among other rows, on a CPU."""
 
 from dataclasses import replace
 from functools import cache
@@ -14,7 +14,7 @@ from vllm_latq.kernels.experts.activations import ACTIVATIONS
 from vllm_latq.serving.experts import activate_rows
 from vllm_latq.serving.layouts import int4
 from vllm_latq.serving.linear import linear
-from vllm_latq.serving.operands import is_batch_invariant, make_operands
+from vllm_latq.serving.operands import BATCH_INVARIANT, is_batch_invariant, make_operands
 
 OTHERS = (0, 1, 7, 63, 300)
 PLACES = (0, 1, 41, 300)  # of the row that is compared
@@ -37,7 +37,7 @@ ENCODINGS = {
 
 @pytest.fixture(autouse=True)
 def _batch_invariant(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    monkeypatch.setenv("LATQ_BATCH_INVARIANT", "1")
 
 
 @cache
@@ -116,12 +116,12 @@ def test_activation_of_a_row_does_not_depend_on_other_rows(name: str, dtype: tor
         torch.set_num_threads(threads)
 
 
-def test_variable_is_read_as_vllm_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", BATCH_INVARIANT)
+def test_variables_of_the_environment(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LATQ_BATCH_INVARIANT")
+    assert not is_batch_invariant(), "the default"
     weight = weight_of("packed 4", 384)
     for value, expected in (("1", True), ("0", False)):
-        monkeypatch.setenv("VLLM_BATCH_INVARIANT", value)
-        assert is_batch_invariant() == expected
+        monkeypatch.setenv(name, value)
         for dtype in (torch.bfloat16, torch.float32):
             assert make_operands(weight, dtype, "layer").constants()[-1] == expected
-    monkeypatch.delenv("VLLM_BATCH_INVARIANT")
-    assert not is_batch_invariant()

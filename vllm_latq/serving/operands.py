@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 # An outlier of a decoded weight in the layout `checkpoint`: a column and a float32.
 CSR_OUTLIER_BITS = 48
+# vLLM's variable, and one for CPUs: with its own, vLLM 0.32 calls Triton kernels there, which its CPU build has not.
+BATCH_INVARIANT = ("VLLM_BATCH_INVARIANT", "LATQ_BATCH_INVARIANT")
 
 
 @functools.cache
@@ -60,14 +62,14 @@ def _has_int4(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def is_batch_invariant() -> bool:
-    """Return whether VLLM_BATCH_INVARIANT asks for results that do not depend on the batch; vLLM reads it like this."""
-    return bool(int(os.environ.get("VLLM_BATCH_INVARIANT", "0")))
+    """Return whether one of BATCH_INVARIANT asks for results of a row that do not depend on the other rows."""
+    return "1" in map(os.environ.get, BATCH_INVARIANT)
 
 
 def make_operands(
     weight: PackedWeight, dtype: torch.dtype, where: str, capacity: int | None = None, alone: bool = True
 ) -> Operands:
-    """Make the operands of a weight on its device; with VLLM_BATCH_INVARIANT=1, `invariant` operands.
+    """Make the operands of a weight on its device; `invariant` operands if `is_batch_invariant`.
 
     Args:
         weight: on the device to run on.
