@@ -67,6 +67,18 @@ def test_time_per_token() -> None:
     assert per_token([3.0, 1.0, 7.0], [13.0, 23.0], 10) == [1.0, 2.0]
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_batch_invariance_cost(dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
+    threads, program = torch.get_num_threads(), runpy.run_path(str(EXAMPLES / "batch_invariance_cost.py"))
+    try:
+        program["main"](["--dtype", dtype, "--tokens", "1", "3", "--repeats", "1"])
+    finally:
+        torch.set_num_threads(threads)
+    ratios = re.findall(r"^│ *[13] *│.*│ *([\d.]+) *│$", capsys.readouterr().out, flags=re.MULTILINE)
+    assert len(ratios) == 2
+    assert all(float(ratio) > 0 for ratio in ratios)
+
+
 def has_int4_product() -> bool:
     """Return whether this vLLM has an operator for its own 4-bit scheme; its CPU build has one for AVX512 only."""
     from vllm.platforms import current_platform
