@@ -53,8 +53,8 @@ def plan(
 ) -> dict[str, Any]:
     """Return name, shape, expected stored bits per weight and bytes of each linear, their totals, and what a run needs.
 
-    `unquantized` lists the matrices inside the blocks, and the head, that the recipe ignores or that are no linears;
-    `beside` the modules beside the language model; `needs` the bytes in memory and on disk, see above.
+    `unquantized` lists all other matrices of the model except embeddings; `beside` the modules beside the language
+    model; `needs` the bytes in memory and on disk, see above.
 
     Args:
         recipe: what to do.

@@ -27,6 +27,8 @@ MAX_PROBES = 20
 # The scale is searched in (max|W| / 2^15, 2 max|W|]: at the upper end nearly every integer is 0, at the lower end they
 # need 16 bits.
 FINEST_OCTAVES = 15.0
+# Exponents of the scales that are searched: normal numbers of float32, whose reciprocals are finite, too.
+_SMALLEST_EXPONENT, _LARGEST_EXPONENT = -126.0, 127.0
 # Differential entropy of a Gaussian of standard deviation 1, in bits: the bits per weight at scale 1.
 GAUSSIAN_BITS = 0.5 * math.log2(2 * math.pi * math.e)
 # Bits lost per doubling of the scale (measured on trained weights: 0.95 at 3 to 4 bits, 0.8 at 2).
@@ -71,7 +73,7 @@ def hptq(
         reduction: a reduced basis of the lattice to round on (see reduction.py); None rounds on the original basis.
 
     Raises:
-        NumericalError: not even the coarsest scale meets the target.
+        NumericalError: not even the coarsest scale meets the target, or weights are too large for a float32 scale.
     """
 
     def quantize(part: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, Rounding]:
@@ -107,9 +109,13 @@ def _search(
 
     # A zero matrix has integers 0 at any scale.
     top = math.log2(largest) if largest else 0.0
-    deviation = float(weight.to(torch.float64).square().mean().sqrt()) if largest else 1.0
-    start = math.log2(deviation) + GAUSSIAN_BITS - target_bits
-    guess = Guess(start, USUAL_SLOPE, lower=top - FINEST_OCTAVES, upper=top + 1)
+    if top > _LARGEST_EXPONENT:
+        raise NumericalError("weight", "weights below 2^127", f"weights up to {largest:g}", "Is the model damaged?")
+    # In units of the largest weight, so that no square overflows or vanishes.
+    deviation = float((weight.to(torch.float64) / largest).square().mean().sqrt()) if largest else 1.0
+    start = top + math.log2(deviation) + GAUSSIAN_BITS - target_bits
+    lower, upper = (min(max(end, _SMALLEST_EXPONENT), _LARGEST_EXPONENT) for end in (top - FINEST_OCTAVES, top + 1))
+    guess = Guess(start, USUAL_SLOPE, lower, upper)
     max_probes = MAX_PROBES if largest else 1
     search = partial(search_target, target=target_bits, tolerance=BITS_TOLERANCE, max_probes=max_probes)
     rows = sample_rows(weight)

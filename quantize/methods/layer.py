@@ -240,6 +240,9 @@ def _huffman(found: HPTQResult) -> _Quantized:
     bound = None if found.rounding is None else float(found.rounding.bound.sum())
     served = served_bits(found.integers, column_scales=False)
     dequantized = found.integers.to(torch.float32) * found.scale
+    if not bool(torch.isfinite(dequantized).all()):
+        beyond = f"multiples of {found.scale:g} beyond float32"
+        raise NumericalError("weight", "a finite dequantized weight", beyond, "Is the model damaged?")
     return _Quantized(stored, dequantized, bound, served_bits=served, note=found.note)
 
 

@@ -9,12 +9,14 @@ Invariant: an Anatomy is only made of a model whose blocks form one list; whatev
 guessed at.
 """
 
+import copy
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from vllm_latq.errors import UnsupportedModelError
@@ -146,6 +148,29 @@ def initialized(tensor: Any) -> Any:
     return tensor
 
 
+def is_linear(module: nn.Module) -> bool:
+    """Return whether a module computes x W^T + b: nn.Linear, or a subclass whose own forward gives the same numbers.
+
+    A subclass may compute anything with its matrix, as DeepSeek-V4's grouped projection does. Its forward is therefore
+    tried on a small matrix. All products and sums of the trial are exact in bfloat16, so equal means equal.
+    """
+    if not isinstance(module, nn.Linear) or type(module).forward is nn.Linear.forward:
+        return isinstance(module, nn.Linear)
+    weight = torch.tensor([[1, -2, 2], [0, 1, -1], [2, 2, 1], [-1, 0, -2], [-2, 1, 0]], dtype=torch.bfloat16)
+    bias = None if module.bias is None else torch.tensor([1, -1, 0, 2, -2], dtype=torch.bfloat16)
+    inputs = torch.tensor([[[1, 2, -1], [8, -8, 16]], [[-2, 0, 2], [0.125, 0.25, 0.5]]], dtype=torch.bfloat16)
+    small = copy.copy(module)
+    small._parameters = {"weight": nn.Parameter(weight), "bias": None if bias is None else nn.Parameter(bias)}
+    try:
+        with torch.no_grad():
+            output = small.forward(inputs)
+    # Another library's code may raise anything on a matrix of another size: it is not a plain product then.
+    except Exception:
+        return False
+    expected = F.linear(inputs, weight, bias)
+    return isinstance(output, torch.Tensor) and output.dtype == expected.dtype and torch.equal(output, expected)
+
+
 def _block_list(base: nn.Module, prefix: str, depth: int, where: str) -> nn.ModuleList:
     """The outermost ModuleList under `base`, which is named `prefix`, with one entry for each of `depth` layers."""
     found: dict[str, nn.ModuleList] = {}
@@ -157,7 +182,7 @@ def _block_list(base: nn.Module, prefix: str, depth: int, where: str) -> nn.Modu
         present = ", ".join(found) or "none"
         raise UnsupportedModelError(where, f"one list of {depth} blocks", present)
     name, blocks = next(iter(found.items()))
-    if not any(isinstance(module, nn.Linear) for module in blocks.modules()):
+    if not any(map(is_linear, blocks.modules())):
         kinds = sorted({type(module).__name__ for module in blocks.modules() if list(module.parameters(recurse=False))})
         raise UnsupportedModelError(f"{where}.{name}", "blocks with linear layers", f"only {', '.join(kinds)}")
     return blocks

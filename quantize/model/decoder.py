@@ -20,7 +20,7 @@ from torch import nn
 from vllm_latq.errors import LatqError, NumericalError, UnsupportedModelError, summary
 from vllm_latq.models.stored_names import stored_names
 from vllm_latq.quantize.machine.offload import Place
-from vllm_latq.quantize.model.anatomy import Anatomy, fill_computed_buffers, initialized, parts_outside
+from vllm_latq.quantize.model.anatomy import Anatomy, fill_computed_buffers, initialized, is_linear, parts_outside
 from vllm_latq.quantize.model.carried_state import Batch, HandedOn
 from vllm_latq.quantize.model.meta_model import is_encoder, load_config, meta_model
 from vllm_latq.quantize.model.model_store import ModelStore
@@ -87,7 +87,7 @@ class Decoder:
     def linears(self, index: int) -> Mapping[str, nn.Linear]:
         """Name in the checkpoint -> linear of one block, in the block's own order."""
         modules = self._blocks[index].named_modules(prefix=self.block_name(index))
-        return {self.stored_module(name): module for name, module in modules if isinstance(module, nn.Linear)}
+        return {self.stored_module(name): module for name, module in modules if is_linear(module)}
 
     def stored_module(self, name: str) -> str:
         """Name in the checkpoint of a module with a weight."""

@@ -1,4 +1,8 @@
-"""Parts that are never quantized: routers of experts, Mamba-1 mixers, towers, an encoder's pooler and heads."""
+"""Parts that are never quantized.
+
+Routers of experts, modules that choose or mix tokens or streams, linears with a forward of their own, Mamba-1 mixers,
+towers, an encoder's pooler and heads.
+"""
 
 import warnings
 from collections.abc import Collection, Sequence
@@ -9,18 +13,20 @@ from vllm_latq.errors import ConfigError, NumericalError, UnsupportedModelError
 from vllm_latq.format.config import CheckpointConfig, covers
 from vllm_latq.format.encodings.registry import tensor_specs
 from vllm_latq.models.experts import Experts
-from vllm_latq.quantize.model.anatomy import outermost
+from vllm_latq.quantize.model.anatomy import is_linear, outermost
 from vllm_latq.quantize.model.decoder import Decoder
 from vllm_latq.quantize.model.meta_model import POOLER
 from vllm_latq.quantize.recipe import Recipe
 
 # Modules beside the experts that weigh them: small, and no other layer can make good a wrong choice of expert.
 ROUTERS = ("gate", "router", "shared_expert_gate")
-# Modules that mix the streams of Gemma 3n: matrices of a few rows or columns, and vLLM asks for a weight of theirs.
-MIXER = "altup"
-# Modules that choose the tokens that sparse attention sees (DeepSeek-V3.2, GLM-5): no gradient reaches them, and vLLM
-# fuses part of them, unquantized.
-INDEXER = "indexer"
+# Endings of the names of further modules, which vLLM keeps unquantized:
+#   altup, hyper_connection    mix several streams of hidden states (Gemma 3n, Qwen 4): they are small, and vLLM reads
+#                              their weights itself
+#   indexer                    chooses the tokens that sparse attention sees (DeepSeek-V3.2, GLM-5): no gradient
+#                              reaches it
+#   compressor                 averages the keys of several tokens into one (DeepSeek-V4)
+SPECIAL = ("altup", "hyper_connection", "indexer", "compressor")
 # Linears that only the first generation of Mamba mixers has: vLLM has no quantized linears for them.
 MAMBA = ("x_proj", "dt_proj")
 MERGED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -56,14 +62,15 @@ def unreached(names: Sequence[str], linears: Collection[str], what: str) -> Nume
 def never_quantized(decoder: Decoder) -> tuple[str, ...]:
     """Names in the checkpoint of modules that stay as they are, whatever the recipe.
 
-    Routers, linears outside the blocks, and all that is beside the language model. Those of an encoder, its pooler and
-    heads among them, are without the prefix that a model with a head adds.
+    Routers and the like, linears outside the blocks or with a forward of their own, and all that is beside the language
+    model. Those of an encoder, its pooler and heads among them, are without the prefix that a model with a head adds.
     """
     anatomy = decoder.anatomy
     outer = [
         name
         for name, module in decoder.model.named_modules()
-        if isinstance(module, nn.Linear) and name != anatomy.head and not name.startswith(f"{anatomy.blocks}.")
+        if isinstance(module, nn.Linear)
+        and not (is_linear(module) and (name == anatomy.head or name.startswith(f"{anatomy.blocks}.")))
     ]
     if decoder.encoder:
         prefix = f"{decoder.model.base_model_prefix}."
@@ -86,13 +93,13 @@ def beside(decoder: Decoder) -> dict[str, list[Shape]]:
 
 
 def matrices(decoder: Decoder) -> dict[str, Shape]:
-    """Name in the checkpoint -> shape of everything with two or more dimensions in the blocks and behind them."""
-    prefixes = tuple(f"{part}." for part in (decoder.anatomy.blocks, decoder.anatomy.head) if part)
-    tensors = decoder.model.state_dict().items()
+    """Name in the checkpoint -> shape of everything with two or more dimensions, except embeddings and towers."""
+    modules = decoder.model.named_modules()
+    tables = {f"{name}.weight" for name, module in modules if isinstance(module, nn.Embedding)}
     inside = {
         decoder.stored[name]: tuple(tensor.shape)
-        for name, tensor in tensors
-        if name.startswith(prefixes) and tensor.dim() > 1
+        for name, tensor in decoder.model.state_dict().items()
+        if tensor.dim() > 1 and name not in tables and not decoder.anatomy.in_tower(name)
     }
     return inside | (_others(decoder) if decoder.encoder else {})
 
@@ -105,11 +112,11 @@ def _others(decoder: Decoder) -> dict[str, Shape]:
 
 
 def _routers(decoder: Decoder) -> tuple[str, ...]:
-    """Names in the checkpoint of what decides between experts or tokens or mixes streams, and of Mamba-1 mixers."""
+    """Return names in the checkpoint of routers, of SPECIAL modules' parts, and of Mamba-1 mixers' linears."""
     modules = list(decoder.model.named_modules())
     parents = {name.rpartition(".")[0] for name, module in modules if isinstance(module, Experts)}
     routers = [f"{parent}.{leaf}" for parent in sorted(parents) for leaf in ROUTERS]
-    others = [name for name, _ in modules if name.endswith((f".{MIXER}", f".{INDEXER}"))]
+    others = [name for name, _ in modules if name.endswith(SPECIAL)]
     others += [name for name, module in modules if all(hasattr(module, leaf) for leaf in MAMBA)]
     small = tuple(f"{name}." for name in [*routers, *others])
     found = [

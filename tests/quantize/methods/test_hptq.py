@@ -7,10 +7,18 @@ from helpers.builders import heavy_tailed_layer
 from vllm_latq.coding.huffman.encoder import encode
 from vllm_latq.errors import NumericalError
 from vllm_latq.format.encodings.huffman import HuffmanWeight
+from vllm_latq.format.validate import weight_from_tensors
 from vllm_latq.quantize.lattice.factor import factorize
 from vllm_latq.quantize.methods.hptq import BITS_TOLERANCE, hptq, hrtn
+from vllm_latq.quantize.methods.layer import quantize_layer
+from vllm_latq.quantize.recipe import Recipe
 
 FLOAT32_TOLERANCE = 1e-3
+EXTREME = [
+    Recipe("hrtn", target_bits=2.0),
+    Recipe("hptq", target_bits=2.0),
+    Recipe("hptq", target_bits=2.0, reduction="lll"),
+]
 
 
 def search(method: str, weight: torch.Tensor, hessian: torch.Tensor, target: float):
@@ -83,6 +91,26 @@ def test_zero_weights_take_one_pass(method):
     assert found.passes == 1
     assert not found.integers.any()
     assert float(found.scale) > 0
+
+
+@pytest.mark.parametrize("recipe", EXTREME, ids=lambda recipe: f"{recipe.method}-{recipe.reduction}")
+@pytest.mark.parametrize("size", [1e-200, 1e-44, 1e-38, 1e30, 1e38, 1e300])
+@pytest.mark.parametrize("single", [False, True], ids=["all", "one"])
+def test_scales_of_extreme_weights_are_valid_or_refused(recipe, size, single):
+    weight, hessian = heavy_tailed_layer(24, 32)
+    weight = weight.double() / weight.abs().max() * size
+    if single:
+        weight[weight.abs() < weight.abs().max()] = 0
+    if 1e-44 <= size <= 1e38:
+        weight = weight.float()
+    try:
+        found = quantize_layer(weight, hessian, recipe, "layer")
+    except NumericalError as error:
+        assert size > 1e36
+        assert str(error).startswith("layer: expected")
+        return
+    weight_from_tensors(found.weight.to_tensors(), recipe.scheme, tuple(weight.shape), "layer")
+    assert bool(torch.isfinite(found.dequantized).all())
 
 
 @pytest.mark.parametrize(("rows", "cols"), [(33, 63), (1, 500), (500, 1)])

@@ -11,14 +11,21 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, initialization
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.falcon.modeling_falcon import FalconLinear
 from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1Model, FalconH1PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaAttention
+from transformers.models.llama4.modeling_llama4 import Llama4Router
 
 from helpers.walk import walk
+from vllm_latq.cli.main import main
 from vllm_latq.errors import CheckpointError, LatqError, UnsupportedModelError
 from vllm_latq.format.reader import CheckpointReader
 from vllm_latq.format.verify import verify
 from vllm_latq.quantize.certificate.certificate import verify_certificate
+from vllm_latq.quantize.model.anatomy import is_linear
 from vllm_latq.quantize.model.decoder import Decoder
 from vllm_latq.quantize.model.loading import load_model
 from vllm_latq.quantize.model.selection import never_quantized
@@ -224,6 +231,91 @@ def test_mixers_of_mamba_1_stay_as_they_are(random_model: Any, tmp_path: Path) -
     whole, _ = random_model("mamba", state_size=8, time_step_rank=8)
     with pytest.raises(LatqError, match="expected"):
         quantize_checkpoint(Recipe("rtn", 4, group_size=-1), whole, tmp_path / "mamba")
+
+
+SMALL_V4 = {
+    **{"num_hidden_layers": 3, "num_key_value_heads": 1, "q_lora_rank": 16, "o_groups": 2, "o_lora_rank": 8},
+    **{"n_routed_experts": 2, "num_experts_per_tok": 2, "hc_mult": 2, "qk_rope_head_dim": 4},
+    **{"index_n_heads": 2, "index_head_dim": 8, "index_topk": 2},
+    "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+    "mlp_layer_types": ["hash_moe", "moe", "moe"],
+    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+}
+
+
+@pytest.mark.skipif("deepseek_v4" not in CONFIG_MAPPING_NAMES, reason="this transformers does not know DeepSeek-V4")
+def test_linears_for_other_purposes_stay_as_they_are(
+    random_model: Any, make_dense_twin: Any, calibration_text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """DeepSeek-V4: the grouped projection, compressors, indexers, hash tables and mixers of streams."""
+    source, model = random_model("deepseek_v4", **SMALL_V4)
+    with torch.no_grad():
+        expected = model(TOKENS).logits
+    torch.testing.assert_close(walk(Decoder(source, "cpu"), TOKENS, len(TOKENS)), expected, rtol=0, atol=0)
+    options = ["--method", "gptq", "--group-size", "8", "--num-samples", "4", "--seq-len", "32"]
+    arguments = ["quantize", str(source), str(tmp_path / "out"), *options, "--calibration", str(calibration_text)]
+    assert main([*arguments, "--dry-run"]) == 0
+    left = [line for line in capsys.readouterr().out.splitlines() if line.startswith("unquantized: ")]
+    special = ("wo_a", "compressor.wkv", "indexer.wq_b", "hc_attn_fn", "hc_head.hc_fn", "gate.tid2eid")
+    assert [part for part in special if not any(part in line for line in left)] == []
+    assert main(arguments) == 0
+    names = CheckpointReader(tmp_path / "out").shapes.keys()
+    attention = {name.rsplit(".", 1)[1] for name in names if ".attn." in name}
+    assert attention == {"wq_a", "wq_b", "wkv", "wo_b"}
+    assert not any(part in name for name in names for part in ("compressor", "indexer", "gate", "hc_"))
+    assert list(verify(tmp_path / "out")) == []
+    dense = make_dense_twin(tmp_path / "out", tmp_path / "dense")
+    (tmp_path / "short.txt").write_text(calibration_text.read_text()[:2000])
+    evaluate = ["eval", "--text", str(tmp_path / "short.txt"), "--seq-len", "64", "--json"]
+    found = []
+    for folder in (tmp_path / "out", dense):
+        capsys.readouterr()
+        assert main([*evaluate, str(folder)]) == 0
+        found.append(json.loads(capsys.readouterr().out)["perplexity"])
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
+class Doubled(nn.Linear):
+    """A linear that computes more than a product."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+def test_a_subclass_with_its_own_forward_stays_as_it_is(
+    random_model: Any, make_dense_twin: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = LlamaAttention.__init__
+
+    def doubled(self: Any, **arguments: Any) -> None:
+        own(self, **arguments)
+        self.o_proj.__class__ = Doubled
+
+    monkeypatch.setattr(LlamaAttention, "__init__", doubled)
+    source, _ = random_model("llama", "doubled")
+    recipe = Recipe("rtn", 4, group_size=16)
+    left = [entry["name"] for entry in plan(recipe, source)["unquantized"]]
+    assert [f"model.layers.{index}.self_attn.o_proj.weight" for index in (0, 1)] == left[:2]
+    quantize_checkpoint(recipe, source, tmp_path / "out")
+    reader = CheckpointReader(tmp_path / "out")
+    assert not any("o_proj" in name for name in reader.shapes)
+    assert {"model.layers.0.self_attn.o_proj", "model.layers.1.self_attn.o_proj"} <= set(reader.config.ignore)
+    dense = make_dense_twin(tmp_path / "out", tmp_path / "dense")
+    (loaded, _), (same, _) = (load_model(folder, "cpu") for folder in (tmp_path / "out", dense))
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(TOKENS).logits, same(TOKENS).logits, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "plain"),
+    [(nn.Linear, True), (FalconLinear, True), (Doubled, False), (Llama4Router, False), (nn.Bilinear, False)],
+)
+def test_a_linear_computes_a_product(kind: Any, plain: bool) -> None:
+    """Also of the same class with a forward of its own: transformers' Falcon writes the product out."""
+    with torch.device("meta"):
+        made = kind(AutoConfig.for_model("llama4_text")) if kind is Llama4Router else None
+        made = made or (kind(6, 7, 8) if kind is nn.Bilinear else kind(6, 7))
+    assert is_linear(made) == plain
 
 
 REFUSED = [
