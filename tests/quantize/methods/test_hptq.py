@@ -93,24 +93,33 @@ def test_zero_weights_take_one_pass(method):
     assert float(found.scale) > 0
 
 
-@pytest.mark.parametrize("recipe", EXTREME, ids=lambda recipe: f"{recipe.method}-{recipe.reduction}")
-@pytest.mark.parametrize("size", [1e-200, 1e-44, 1e-38, 1e30, 1e38, 1e300])
-@pytest.mark.parametrize("single", [False, True], ids=["all", "one"])
-def test_scales_of_extreme_weights_are_valid_or_refused(recipe, size, single):
+def extreme(size, single):
+    """A layer whose largest weight is `size`, and its only one other than zero if it is to be single."""
     weight, hessian = heavy_tailed_layer(24, 32)
-    weight = weight.double() / weight.abs().max() * size
+    weight = weight.double() / weight.abs().max()
     if single:
-        weight[weight.abs() < weight.abs().max()] = 0
-    if 1e-44 <= size <= 1e38:
-        weight = weight.float()
-    try:
-        found = quantize_layer(weight, hessian, recipe, "layer")
-    except NumericalError as error:
-        assert size > 1e36
-        assert str(error).startswith("layer: expected")
-        return
+        weight[weight.abs() < 1] = 0
+    weight = weight * size
+    return (weight.float() if 1e-44 <= size < 3.4e38 else weight), hessian
+
+
+@pytest.mark.parametrize("recipe", EXTREME, ids=lambda recipe: f"{recipe.method}-{recipe.reduction}")
+@pytest.mark.parametrize("single", [False, True], ids=["all", "one"])
+@pytest.mark.parametrize("size", [1e-200, 1e-44, 1e-38, 1e30])
+def test_scales_of_tiny_and_large_weights_are_valid(recipe, size, single):
+    weight, hessian = extreme(size, single)
+    found = quantize_layer(weight, hessian, recipe, "layer")
     weight_from_tensors(found.weight.to_tensors(), recipe.scheme, tuple(weight.shape), "layer")
     assert bool(torch.isfinite(found.dequantized).all())
+
+
+@pytest.mark.parametrize("recipe", EXTREME, ids=lambda recipe: f"{recipe.method}-{recipe.reduction}")
+@pytest.mark.parametrize("single", [False, True], ids=["all", "one"])
+@pytest.mark.parametrize("size", [3e38, 1e300])
+def test_weights_beyond_the_scales_are_refused(recipe, size, single):
+    weight, hessian = extreme(size, single)
+    with pytest.raises(NumericalError, match=r"^layer: expected weights below 2\^127, found weights up to "):
+        quantize_layer(weight, hessian, recipe, "layer")
 
 
 @pytest.mark.parametrize(("rows", "cols"), [(33, 63), (1, 500), (500, 1)])
