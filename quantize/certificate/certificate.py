@@ -13,7 +13,7 @@ trust.
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +99,8 @@ class _Certificate:
         stores = self.recipe.scheme
         for name in wanted:
             scheme = self.reader.config.scheme_for(name)
-            for key in ("encoding", "grid"):
+            for stored_as in fields(stores):
+                key = stored_as.name
                 is_stored = getattr(scheme, key, None)
                 if is_stored != getattr(stores, key):
                     where = f"{self.reader.directory}: {name}"

@@ -251,6 +251,30 @@ def test_what_cannot_be_checked_at_all_is_an_error(
         list(verify_certificate(copy, two_blocks, str(calibration_text)))
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"bits": 3}, "bits 3, which this recipe of rtn stores, found 4"),
+        ({"group_size": 32}, "group_size 32, which this recipe of rtn stores, found 128"),
+        ({"method": "ssqr", "scales": "fitted"}, "outliers True, which this recipe of ssqr stores, found False"),
+    ],
+)
+def test_a_recipe_that_contradicts_the_checkpoint_is_an_error(
+    changes: dict[str, object],
+    message: str,
+    certified: Callable[[str], Path],
+    two_blocks: Path,
+    calibration_text: Path,
+    tmp_path: Path,
+) -> None:
+    copy = Path(shutil.copytree(certified("rtn"), tmp_path / "copy"))
+    config = json.loads((copy / "config.json").read_text())
+    config["quantization_config"]["recipe"] |= changes
+    (copy / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=message):
+        list(verify_certificate(copy, two_blocks, str(calibration_text)))
+
+
 def test_a_grid_that_the_recipe_does_not_store_is_an_error(
     certified: Callable[[str], Path], two_blocks: Path, calibration_text: Path, tmp_path: Path
 ) -> None:
