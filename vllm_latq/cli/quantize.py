@@ -4,6 +4,7 @@ Invariant: choices and defaults come from `Recipe`. An option that the user leav
 """
 
 import argparse
+import os
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -164,7 +165,7 @@ def run(options: argparse.Namespace) -> int:
     if options.dry_run:
         return _dry_run(recipe, source, options)
     config = Path(options.destination) / "config.json"  # appears when the checkpoint is complete
-    existed = config.exists()
+    existed = os.path.exists(config)  # False for a name that is too long, which the run refuses
     try:
         with console.JsonEvents() if options.json else console.ProgressDisplay() as display:
             quantize_checkpoint(
@@ -178,7 +179,7 @@ def run(options: argparse.Namespace) -> int:
                 on_event=display,
             )
     except KeyboardInterrupt:
-        complete = config.exists() and not existed
+        complete = os.path.exists(config) and not existed
         done = "the checkpoint is complete" if complete else "finished blocks are kept: continue with --resume"
         raise KeyboardInterrupt(done) from None
     return 0

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from helpers.programs import program, run_program
+from vllm_latq.cli.main import main
 from vllm_latq.errors import CheckpointError, ConfigError
 from vllm_latq.format.config import CheckpointConfig
 from vllm_latq.format.reader import CheckpointReader, TensorStore, checkpoint_fingerprint
@@ -249,3 +250,14 @@ def test_a_run_whose_records_vanish_does_not_finish(tmp_path: Path, source: Path
     with pytest.raises(CheckpointError, match=r"records-00002.*found no such file"):
         writer.finish(source, CONFIG, {"layers": []}, "# card\n")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "x" * 250, "x/" * 3000 + "out"], ids=["name", "partial", "path"])
+def test_a_name_that_is_too_long_is_refused(
+    name: str, mini_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where only OUT.partial is too long for the file system."""
+    assert main(["quantize", str(mini_model), str(tmp_path / name), "--method", "rtn", "--group-size", "16"]) == 1
+    error = capsys.readouterr().err
+    assert "expected a directory that can be written to, found [Errno 36] File name too long" in error
+    assert "Choose another directory" in error
