@@ -78,6 +78,10 @@ class UnsupportedShapeError(LatqError):
     """A matrix shape that the chosen scheme or kernel cannot handle."""
 
 
+class RankError(LatqError):
+    """Another process of a shared run that hangs, or that ended."""
+
+
 class UsageError(LatqError):
     """Options of the command line that do not go together.
 

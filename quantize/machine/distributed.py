@@ -5,24 +5,30 @@
 
 Invariant: whatever a rank decides on is the same on all ranks, so none waits for a collective that another never
 enters. An error of what is gathered is raised on all; elsewhere, as in a forward pass, it ends one rank, and torchrun
-the others.
+the others. A rank that hangs ends the ranks that wait for it: they wait PATIENCE_SECONDS, or as many seconds as the
+environment variable LATQ_RANK_TIMEOUT says.
 """
 
 import io
 import os
 import pickle
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from vllm_latq.errors import CalibrationError
+from vllm_latq.errors import CalibrationError, ConfigError, RankError, summary
 
 T = TypeVar("T")
 Key = TypeVar("Key", bound=Hashable)
 _CPU = torch.device("cpu")
+# One rank may quantize a large linear while the others have nothing left to do.
+PATIENCE_SECONDS = 1800.0
+TIMEOUT_VARIABLE = "LATQ_RANK_TIMEOUT"
 
 
 @dataclass(frozen=True)
@@ -49,7 +55,9 @@ class World:
             torch.cuda.set_device(device)
         if not dist.is_initialized():
             # Collectives on plain objects need a CPU backend, those on Hessians the device's own.
-            dist.init_process_group("gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl")
+            backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
+            with _waiting():
+                dist.init_process_group(backend, timeout=timedelta(seconds=_patience()))
         return cls(dist.get_rank(), dist.get_world_size(), device)
 
     @property
@@ -75,7 +83,9 @@ class World:
         if self.size == 1:
             return [make()]
         files: list[Any] = [None] * self.size
-        dist.all_gather_object(files, _attempt(make))
+        own = _attempt(make)
+        with _waiting():
+            dist.all_gather_object(files, own)
         return [_outcome(file) for file in files]
 
     def from_first(self, make: Callable[[], T]) -> T:
@@ -83,7 +93,8 @@ class World:
         if self.size == 1:
             return make()
         files = [_attempt(make) if self.first else None]
-        dist.broadcast_object_list(files)
+        with _waiting():
+            dist.broadcast_object_list(files)
         assert files[0] is not None
         return _outcome(files[0])
 
@@ -106,13 +117,40 @@ class World:
         sums = {}
         for key, (shape, dtype) in {key: head for rank in heads for key, head in rank.items()}.items():
             sums[key] = tensors[key] if key in tensors else torch.zeros(shape, dtype=dtype, device=self.device)
-            dist.all_reduce(sums[key])
+            with _waiting():
+                dist.all_reduce(sums[key])
         return sums
 
 
 def world_size() -> int:
     """How many processes torchrun says there are."""
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _patience() -> float:
+    """Return the seconds that a rank waits for the others; ConfigError unless the environment gives a number."""
+    given = os.environ.get(TIMEOUT_VARIABLE, str(PATIENCE_SECONDS))
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = 0.0
+    # torch counts milliseconds in 64 bits; a year is patience enough.
+    if not 0 < seconds <= 365 * 24 * 3600:
+        raise ConfigError(TIMEOUT_VARIABLE, "a number of seconds above 0 and at most a year", repr(given))
+    return seconds
+
+
+@contextmanager
+def _waiting() -> Iterator[None]:
+    """Turn torch's error in a wait for other ranks into a RankError."""
+    try:
+        yield
+    except RuntimeError as error:
+        rank = os.environ.get("RANK", "0")
+        expected = f"an answer of all {world_size()} processes within {_patience():g} seconds"
+        hint = f"Another process hangs or has ended: look at its output. {TIMEOUT_VARIABLE} sets the seconds to wait."
+        hint += " Finished blocks are kept: continue with --resume."
+        raise RankError(f"process {rank}", expected, summary(error), hint) from error
 
 
 def _attempt(make: Callable[[], Any]) -> bytes:

@@ -47,6 +47,20 @@ def command(arguments: list[str], environment: dict[str, str], folder: str = "."
     sys.exit(main(arguments))
 
 
+def hanging_command(arguments: list[str], environment: dict[str, str]) -> None:
+    """Run `latq quantize`, and stop this process as soon as it has calibration samples."""
+    from vllm_latq.quantize import pipeline
+
+    own = pipeline.calibration_samples
+
+    def samples(*given: Any) -> None:
+        own(*given)
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    pipeline.calibration_samples = samples  # type: ignore[assignment]
+    command(arguments, environment)
+
+
 def quantize(
     recipe: dict[str, Any], source: Path, out: Path, text: Path, before: Callable[..., None] | None, *arguments: Any
 ) -> None:

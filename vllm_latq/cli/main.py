@@ -15,7 +15,7 @@ from typing import Any
 import vllm_latq
 from vllm_latq import console
 from vllm_latq.cli import quantize as cli_quantize
-from vllm_latq.errors import CalibrationError, ConfigError, LatqError, UsageError
+from vllm_latq.errors import CalibrationError, ConfigError, LatqError, RankError, UsageError
 
 # torchrun starts several processes, and most errors occur in all of them. The first process reports the error and ends,
 # and torchrun then ends the others. Another process reports an error only if it is still running after this time.
@@ -32,7 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()  # a write error is raised here, not at exit
         return status
     except LatqError as error:
-        if not _is_reporting_rank():
+        # A RankError occurs where the first process may be the one that hangs.
+        if not _is_reporting_rank() and not isinstance(error, RankError):
             time.sleep(ERROR_REPORT_GRACE_SECONDS)
         print(f"latq: {_by_option(error, options)}", file=sys.stderr)
         return 1

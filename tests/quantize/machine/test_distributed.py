@@ -54,8 +54,16 @@ def torchrun(processes: int, log: Path, *arguments: str) -> int:
         ).returncode
 
 
-def ranks(processes: int, log: Path, *arguments: str) -> list[Any]:
-    """The same processes without torchrun's own, started; rank r prints to `log` with r as its suffix."""
+def ranks(
+    processes: int, log: Path, *arguments: str, variables: dict[str, str] | None = None, hangs: int | None = None
+) -> list[Any]:
+    """The same processes without torchrun's own, started; rank r prints to `log` with r as its suffix.
+
+    Args:
+        processes, log, arguments: as for `torchrun`.
+        variables: further variables of the environment.
+        hangs: rank that stops when it has calibration samples.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -63,9 +71,9 @@ def ranks(processes: int, log: Path, *arguments: str) -> list[Any]:
     return [
         forked.start(
             log.with_suffix(f".{rank}"),
-            forked.command,
+            forked.command if rank != hangs else forked.hanging_command,
             ["quantize", *arguments],
-            world | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            world | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | (variables or {}),
         )
         for rank in range(processes)
     ]
@@ -144,6 +152,34 @@ def test_an_error_is_said_once(random_model: Any, calibration_text: Path, tmp_pa
     assert log.with_suffix(".0").read_text().count(message) == 1
     assert message not in log.with_suffix(".1").read_text()
     assert not list(tmp_path.glob("out*")), "nothing that the next attempt would have to remove"
+
+
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_process_that_hangs_ends_the_others(
+    stopped: int, random_model: Any, calibration_text: Path, tmp_path: Path
+) -> None:
+    """The other process waits as long as the environment says, and then names what it waited for."""
+    directory, _ = random_model("llama", "llama-shared", num_hidden_layers=2)
+    options = ["--method", "gptq", "--group-size", "16", "--num-samples", "7", "--seq-len", "32"]
+    log, arguments = tmp_path / "log", (str(directory), str(tmp_path / "out"), *options)
+    variables = {"LATQ_RANK_TIMEOUT": "3"}
+    started = ranks(2, log, *arguments, "--calibration", str(calibration_text), variables=variables, hangs=stopped)
+    other = started[1 - stopped]
+    other.join(PATIENCE)
+    started[stopped].kill()
+    started[stopped].join(PATIENCE)
+    printed = log.with_suffix(f".{1 - stopped}").read_text()
+    assert other.exitcode == 1, printed
+    assert f"latq: process {1 - stopped}: expected an answer of all 2 processes within 3 seconds" in printed
+    assert "Traceback" not in printed
+
+
+@pytest.mark.parametrize("given", ["soon", "0", "-1", "nan", "inf"])
+def test_a_timeout_that_is_no_time_is_refused(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LATQ_RANK_TIMEOUT", given)
+    with pytest.raises(ConfigError, match="LATQ_RANK_TIMEOUT: expected a number of seconds"):
+        World.join(torch.device("cpu"))
 
 
 @pytest.mark.parametrize("folder", ["scratch", "elsewhere/scratch"])
