@@ -1,20 +1,33 @@
 """Text for calibration and evaluation, by name: a UTF-8 file, or a dataset: of the Hugging Face hub, a folder or file.
 
-Invariant: what is returned is never empty, and depends only on the source, the split and the seed.
+Invariant: what is returned is never empty, and depends only on the source, the split, the seed and, for calibration,
+on how many characters are wanted. For calibration a bounded part of a source is read, however large the source is:
+
+    text file   whole up to READ_WHOLE bytes. Of a larger file, EXCERPTS pieces at even distances, together as large as
+                what is wanted, and at least READ_WHOLE bytes. A piece is cut to whole lines, where it has any
+    documents   in the order of the file, or drawn through a buffer, until they have the characters that are wanted. A
+                document is read up to that many characters (at least READ_WHOLE)
 """
 
+import codecs
 import glob
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm_latq.errors import CalibrationError, summary
 
-# Documents are drawn through a buffer of this size; a hub dataset is streamed, never downloaded whole.
-SHUFFLE_BUFFER = 10_000
+# Documents are drawn through a buffer of so many documents, or of so many as have these characters, by the mean length
+# of the first of them: 10,000 documents of C4 have 22 million. A hub dataset is streamed, never downloaded whole.
+SHUFFLE_BUFFER, SHUFFLE_BUFFER_CHARS, DOCUMENTS_MEASURED = 10_000, 1 << 26, 100
+# Bytes of a text file, and characters of a document, that are read in any case: they are tokenized in 2 seconds.
+READ_WHOLE = 1 << 21
+# Enough pieces to see every part of a file that is ordered by subject; each has thousands of tokens.
+EXCERPTS = 64
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
 # Files of documents, in a column `text`, and what of `datasets` reads them.
 READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
@@ -58,29 +71,38 @@ KNOWN_DATASETS = {
 }
 
 
-def calibration_text(source: str, max_chars: int, seed: int = 0) -> str:
-    """The text to calibrate on: the whole file, or at least `max_chars` characters of a dataset's training split.
+class Excerpt(NamedTuple):
+    """Text of a source, and whether it is all the text that the source has."""
+
+    text: str
+    whole: bool
+
+
+def calibration_text(source: str, max_chars: int, seed: int = 0) -> Excerpt:
+    """Return at least `max_chars` characters to calibrate on, or the whole text of a smaller source.
 
     Args:
         source: a text file, `wikitext2`, `c4`, `org/name[:config]`, a folder `datasets.load_dataset` can read, or a
-            file of documents, one of READERS.
-        max_chars: reading a dataset stops after the document that reaches this many characters.
+            file of documents, one of READERS. A dataset gives documents of its training split.
+        max_chars: how many characters are wanted.
         seed: of the order in which a dataset's documents are drawn.
 
     Raises:
         CalibrationError: the source does not exist, cannot be read or holds no text.
     """
-    dataset = _resolve(source)
+    dataset, bound = _resolve(source), max(max_chars, READ_WHOLE)
     if dataset is None:
-        return _read_file(Path(source))
+        return _excerpt(Path(source), bound)
     kept: list[str] = []
-    total = 0
-    for document in _documents(source, dataset, "train", seed if dataset.shuffle else None):
+    total, whole = 0, True
+    for document in _documents(source, dataset, "train", seed if dataset.shuffle else None, bound):
+        if total >= max_chars:
+            whole = False
+            break
         kept.append(document)
         total += len(document)
-        if total >= max_chars:
-            break
-    return _not_blank(dataset.separator.join(kept), f"{source} (split train)")
+        whole &= len(document) < bound
+    return Excerpt(_not_blank(dataset.separator.join(kept), f"{source} (split train)"), whole)
 
 
 def evaluation_text(source: str) -> str:
@@ -134,12 +156,7 @@ def _read_file(path: Path) -> str:
         # utf-8-sig: a byte order mark at the front is no text.
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise CalibrationError(
-            where,
-            "UTF-8 text",
-            f"{error.reason} at byte {error.start}",
-            "Unpack it, or convert it to UTF-8, for instance with iconv.",
-        ) from error
+        raise _not_utf8(error, where) from error
     except OSError as error:
         raise CalibrationError(
             where, "a readable file", str(error.strerror or error), "Check its permissions."
@@ -147,8 +164,50 @@ def _read_file(path: Path) -> str:
     return _not_blank(text, where)
 
 
-def _documents(source: str, dataset: Dataset, split: str, seed: int | None) -> Iterator[str]:
-    """The `text` fields of a split, streamed; drawn in a seeded random order unless `seed` is None."""
+def _excerpt(path: Path, bound: int) -> Excerpt:
+    """Return the whole text of a file of at most `bound` bytes; of a larger file, pieces that have them together."""
+    where, pieces = f"text file {path}", []
+    try:
+        if (size := path.stat().st_size) <= bound:
+            return Excerpt(_read_file(path), True)
+        length = bound // EXCERPTS
+        with path.open("rb") as file:
+            for index in range(EXCERPTS):
+                start = file.seek((size - length) * index // (EXCERPTS - 1))
+                pieces.append(_piece(file.read(length), start, where))
+    except OSError as error:
+        raise CalibrationError(
+            where, "a readable file", str(error.strerror or error), "Check its permissions."
+        ) from error
+    return Excerpt(_not_blank("\n".join(pieces), f"{where}, {EXCERPTS} pieces of it"), False)
+
+
+def _piece(data: bytes, start: int, where: str) -> str:
+    """Return the whole lines of a piece of a file, which begins at byte `start`; its characters if it has no lines."""
+    first, last = data.find(b"\n") + 1 if start else 0, data.rfind(b"\n") + 1
+    first, last = (first, last) if first < last else (0, len(data))
+    # Characters that are cut off at the ends are left out: bytes 0x80 to 0xbf continue a character.
+    lines = data[first:last].lstrip(bytes(range(0x80, 0xC0)) if start else b"")
+    try:
+        text = codecs.getincrementaldecoder("utf-8")().decode(lines)
+    except UnicodeDecodeError as error:
+        raise _not_utf8(error, where, start + last - len(lines)) from error
+    return text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _not_utf8(error: UnicodeDecodeError, where: str, start: int = 0) -> CalibrationError:
+    """Return the error of bytes that begin at byte `start` of a file."""
+    found, hint = f"{error.reason} at byte {start + error.start}", "Unpack it, or convert it to UTF-8, e.g. with iconv."
+    return CalibrationError(where, "UTF-8 text", found, hint)
+
+
+def _documents(
+    source: str, dataset: Dataset, split: str, seed: int | None, longest: int | None = None
+) -> Iterator[str]:
+    """Yield the `text` fields of a split, streamed; drawn in a seeded random order unless `seed` is None.
+
+    Documents are cut to `longest` characters.
+    """
     where = f"dataset {source} (split {split})"
     try:
         import datasets
@@ -168,14 +227,10 @@ def _documents(source: str, dataset: Dataset, split: str, seed: int | None) -> I
             dataset.path, dataset.config, split=split, data_files=dataset.data_files, streaming=True
         )
         if seed is not None:
-            rows = rows.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER)
-        for row in rows:
-            if "text" not in row:
-                raise CalibrationError(where, "a column `text` of strings", f"the columns {', '.join(row)}")
-            if not isinstance(row["text"], str):
-                found = f"a row whose text is {row['text']!r:.60}"
-                raise CalibrationError(where, "a column `text` of strings", found, "Remove the row, or mend it.")
-            yield row["text"]
+            first = [len(text) for text in islice(_texts(rows, where), DOCUMENTS_MEASURED)]
+            fitting = SHUFFLE_BUFFER_CHARS * len(first) // max(1, sum(first))
+            rows = rows.shuffle(seed=seed, buffer_size=max(1, min(SHUFFLE_BUFFER, fitting)))
+        yield from (text[:longest] for text in _texts(rows, where))
     except CalibrationError:
         raise
     except (OSError, ValueError, RecursionError, StopIteration, datasets.exceptions.DatasetsError) as error:
@@ -187,6 +242,17 @@ def _documents(source: str, dataset: Dataset, split: str, seed: int | None) -> I
         ) from error
     finally:
         readers.setLevel(level)
+
+
+def _texts(rows: Iterable[Any], where: str) -> Iterator[str]:
+    """Yield the text of each row."""
+    for row in rows:
+        if "text" not in row:
+            raise CalibrationError(where, "a column `text` of strings", f"the columns {', '.join(row)}")
+        if not isinstance(row["text"], str):
+            found = f"a row whose text is {row['text']!r:.60}"
+            raise CalibrationError(where, "a column `text` of strings", found, "Remove the row, or mend it.")
+        yield row["text"]
 
 
 def _not_blank(text: str, where: str) -> str:

@@ -18,7 +18,8 @@ from vllm_latq.quantize.recipe import Recipe
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# English text has about 4 characters per token; reading twice that leaves windows to choose from.
+# English text has about 4 characters per token; reading twice that leaves windows to choose from. More is read where it
+# does not make enough windows.
 CHARS_READ_PER_TOKEN = 8
 
 
@@ -36,10 +37,11 @@ def load_samples(
     seed: int = 0,
     special_tokens: bool = False,
 ) -> Tensor:
-    """Draws calibration windows from a text.
+    """Draw calibration windows from a text.
 
     The text is tokenized as one string and cut into non-overlapping windows, of which `num_samples` are drawn without
-    replacement. A shorter text gives all the windows it has, with a warning that states both numbers.
+    replacement. A large source is not read whole, see `calibration_text`. A shorter text gives all the windows that it
+    has, with a warning that states both numbers.
 
     Args:
         tokenizer: the tokenizer of the model to be quantized.
@@ -59,14 +61,20 @@ def load_samples(
     for name, value in (("num_samples", num_samples), ("seq_len", seq_len)):
         if value < 1:
             raise CalibrationError(name, "at least 1", str(value))
-    text = calibration_text(source, max_chars=num_samples * seq_len * CHARS_READ_PER_TOKEN, seed=seed)
-    ids = tokenize(tokenizer, text)
-    before, after = _around(tokenizer) if special_tokens else (ids[:0], ids[:0])
-    ids = ids[len(before) : len(ids) - len(after)]
+    none = torch.empty(0, dtype=torch.int64)
+    before, after = _around(tokenizer) if special_tokens else (none, none)
     inner = seq_len - len(before) - len(after)
     if inner < 1:
         raise CalibrationError("seq_len", "room for text between the special tokens", str(seq_len))
-    available = ids.numel() // inner
+    chars = num_samples * seq_len * CHARS_READ_PER_TOKEN
+    while True:
+        text, whole = calibration_text(source, chars, seed)
+        ids = tokenize(tokenizer, text)
+        ids = ids[len(before) : len(ids) - len(after)]
+        available = ids.numel() // inner
+        if whole or available >= num_samples:
+            break
+        chars = 2 * max(chars, len(text))
     if available == 0:
         raise CalibrationError(
             f"calibration text {source}",

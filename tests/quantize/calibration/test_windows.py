@@ -9,6 +9,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from vllm_latq.errors import CalibrationError
+from vllm_latq.quantize.calibration import text, windows
 from vllm_latq.quantize.calibration.text import evaluation_text as read_text
 from vllm_latq.quantize.calibration.windows import load_samples, tokenize
 
@@ -103,6 +104,81 @@ def test_byte_order_mark_is_no_text(tokenizer: PreTrainedTokenizerBase, tmp_path
     plain.write_text("import os", encoding="utf-8")
     marked.write_text("import os", encoding="utf-8-sig")
     assert torch.equal(load_samples(tokenizer, str(plain), 1, 2), load_samples(tokenizer, str(marked), 1, 2))
+
+
+def test_a_large_file_is_read_in_pieces(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole lines of every part of the file are read."""
+    monkeypatch.setattr(text, "READ_WHOLE", 1 << 16)
+    line = "line {:06} of a text with é and 字, which are cut nowhere\n"
+    source, lines = tmp_path / "large.txt", [line.format(number) for number in range(10_000)]
+    source.write_text("".join(lines))
+    found, whole = text.calibration_text(str(source), 1000)
+    assert not whole
+    assert 0.9 * text.READ_WHOLE < len(found.encode()) <= text.READ_WHOLE
+    assert {read for read in found.splitlines(keepends=True) if read != "\n"} <= set(lines)
+    assert found.startswith(lines[0])
+    assert found.endswith(lines[-1])
+    read = {int(word) // 100 for word in found.split() if word.isdigit()}
+    assert len(read) > 60
+    samples = load_samples(tokenizer, str(source), 2, 16)
+    assert torch.equal(samples, load_samples(tokenizer, str(source), 2, 16))
+    # As much as is wanted, up to the whole file.
+    assert len(text.calibration_text(str(source), 1 << 18)[0].encode()) > 0.9 * (1 << 18)
+    assert text.calibration_text(str(source), 1 << 20) == ("".join(lines), True)
+
+
+@pytest.mark.parametrize("character", ["a", "é", "字", "𝕏"])
+def test_a_large_file_of_one_line(character: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text, "READ_WHOLE", 64 * 33)
+    (tmp_path / "line.txt").write_text(character * 5000)
+    found, whole = text.calibration_text(str(tmp_path / "line.txt"), 1)
+    assert not whole
+    assert set(found) == {character, "\n"}
+    assert found.count("\n") == text.EXCERPTS - 1
+    assert len(found.encode()) > 64 * 25
+
+
+def test_a_large_file_that_is_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text, "READ_WHOLE", 6400)
+    source = tmp_path / "bad.txt"
+    source.write_bytes(b"word\r\n" * 2000)
+    assert set(text.calibration_text(str(source), 1)[0].split("\n")) == {"word", ""}
+    for last, found in ((b"\xe9\n", "invalid continuation byte at byte 12000"), (b"\0\n", "a NUL at character")):
+        source.write_bytes(b"word\r\n" * 2000 + last)
+        with pytest.raises(CalibrationError, match=rf"bad\.txt.*found {found}"):
+            text.calibration_text(str(source), 1)
+
+
+def test_a_large_document_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text, "READ_WHOLE", 1000)
+    source = _dataset_folder(tmp_path / "corpus", [{"text": "word " * 1000}])
+    assert text.calibration_text(source, 10) == (("word " * 1000)[:1000], False)
+    assert text.calibration_text(source, 6000) == ("word " * 1000, True)
+
+
+def test_documents_are_drawn_as_before_through_a_buffer_that_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    source = _dataset_folder(tmp_path / "corpus", [{"text": f"document {i:04}"} for i in range(500)])
+    rows = datasets.load_dataset(source, split="train", streaming=True)
+    for chars, documents in ((13 * 40, 40), (1 << 26, 10_000), (1, 1)):
+        monkeypatch.setattr(text, "SHUFFLE_BUFFER_CHARS", chars)
+        drawn = [row["text"] for row in rows.shuffle(seed=3, buffer_size=documents)]
+        assert text.calibration_text(source, 1 << 20, seed=3) == ("\n\n".join(drawn), True)
+        assert text.calibration_text(source, 14, seed=3) == ("\n\n".join(drawn[:2]), False)
+
+
+def test_more_is_read_where_tokens_are_long(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A text in other tokens than English has: windows are not fewer than the source has."""
+    monkeypatch.setattr(windows, "CHARS_READ_PER_TOKEN", 1)
+    source = _dataset_folder(tmp_path / "corpus", [{"text": f"document {i} about modules"} for i in range(500)])
+    assert load_samples(tokenizer, source, 20, 16).shape == (20, 16)
 
 
 def _dataset_folder(folder: Path, rows: list[dict[str, str]]) -> str:
