@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from vllm_latq.errors import CheckpointError, ConfigError, LatqError, summary
 from vllm_latq.format.files import shard_names
 from vllm_latq.quantize.model.float8_store import Float8Store
-from vllm_latq.quantize.model.meta_model import auto_class, is_encoder, load_config, meta_model
+from vllm_latq.quantize.model.meta_model import auto_class, is_encoder, load_config, meta_model, read_config
 from vllm_latq.quantize.recipe import DTYPES
 
 if TYPE_CHECKING:
@@ -128,8 +128,6 @@ def load_model(
         CheckpointError: a model that cannot be found or read, or lacks weights or its tokenizer.
         ConfigError: no such device or dtype.
     """
-    from transformers import AutoConfig
-
     if dtype not in DTYPES:
         raise ConfigError("dtype", "auto, float32, bfloat16 or float16", repr(dtype))
     where = f"model {path}"
@@ -138,7 +136,7 @@ def load_model(
     if dtype == "auto" and chosen.type == "cpu":
         dtype = "float32"
     try:
-        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        config = read_config(directory)
         if is_encoder(config):
             expected = "a causal language model, which predicts next tokens"
             raise CheckpointError(where, expected, "an encoder", "Compare its embeddings on your own task.")
@@ -154,7 +152,7 @@ def load_model(
         else:
             # Else transformers asks on the terminal whether to run a model's own code, and reads pickles.
             own_code = {"trust_remote_code": False, "use_safetensors": True}
-            model, info = auto_class(config).from_pretrained(directory, **options, **own_code)
+            model, info = auto_class(config).from_pretrained(directory, config=config, **options, **own_code)
     except LatqError:
         raise
     except (AttributeError, OSError, RuntimeError, SafetensorError, TypeError, ValueError) as error:

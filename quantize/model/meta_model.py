@@ -3,12 +3,13 @@
 Invariant: no code of the model's own is run, and no weight is in memory.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMultimodalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedConfig
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING,
@@ -20,8 +21,32 @@ from vllm_latq.format.config import redirections
 from vllm_latq.format.files import read_json
 from vllm_latq.quantize.model.float8_store import is_float8
 
+# Values that a run needs. Trainers leave other values of these keys in config.json; None lets transformers choose.
+NEEDED = {
+    **{"return_dict": True, "use_cache": False, "gradient_checkpointing": False, "chunk_size_feed_forward": 0},
+    **{"output_attentions": False, "output_hidden_states": False, "output_router_logits": False},
+    **{"_attn_implementation": None, "_experts_implementation": None},
+}
 # The linear with which encoders sum up a text in its first token's state.
 POOLER = "pooler.dense"
+
+
+def read_config(directory: str | Path) -> Any:
+    """Return the transformers configuration of a model or checkpoint, and of its parts, with the NEEDED values."""
+    config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    for part in _parts(config):
+        for key, value in NEEDED.items():
+            if hasattr(part, key):
+                setattr(part, key, value)
+    return config
+
+
+def _parts(config: Any) -> Iterator[Any]:
+    """Yield a configuration and those of the parts of its model."""
+    yield config
+    for name in config.sub_configs:
+        if isinstance(part := getattr(config, name, None), PreTrainedConfig):
+            yield from _parts(part)
 
 
 def load_config(source: Path) -> Any:
@@ -31,7 +56,7 @@ def load_config(source: Path) -> Any:
         UnsupportedModelError: no configuration of a model, or of one that is quantized to anything but 8-bit floats.
     """
     try:
-        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        config = read_config(source)
     except (AttributeError, KeyError, OSError, TypeError, ValueError, StrictDataclassError) as error:
         raise UnsupportedModelError(f"{source}/config.json", "a model configuration", summary(error)) from None
     # In a multimodal model the language model's configuration may say so.
