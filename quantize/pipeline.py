@@ -19,6 +19,7 @@ from vllm_latq.quantize.allocation.served_allocation import check_target_bits
 from vllm_latq.quantize.calibration.windows import calibration_samples, require_calibration, sizes
 from vllm_latq.quantize.machine.distributed import World
 from vllm_latq.quantize.machine.offload import Place, placer
+from vllm_latq.quantize.model.companion_files import companion_files
 from vllm_latq.quantize.model.decoder import Decoder
 from vllm_latq.quantize.model.loading import compute_dtype, torch_device
 from vllm_latq.quantize.model.selection import (
@@ -73,6 +74,7 @@ def quantize_checkpoint(
         check_target_bits(quantized.values(), recipe)
         # Before data are read, which takes a while.
         world.from_first(lambda: free_destination(destination, resume))
+        world.from_first(lambda: companion_files(decoder.source))
         require_calibration(recipe, calibration)
         samples = None if calibration is None else calibration_samples(decoder, recipe, calibration)
         if samples is not None:
@@ -109,7 +111,7 @@ def _run(session: Session, samples: torch.Tensor | None, offload: str, started: 
     recipe, decoder, writer, emit = session.recipe, session.decoder, session.writer, session.emit
     world, destination = session.world, str(writer.destination)
     if writer.complete:
-        world.from_first(writer.seal)
+        world.from_first(lambda: writer.seal(decoder.source))
         report = read_json(writer.destination / REPORT_FILE)
         emit({"event": "done", "destination": destination, **report["totals"]})
         return report

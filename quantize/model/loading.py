@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
 from vllm_latq.errors import CheckpointError, ConfigError, LatqError, summary
 from vllm_latq.format.files import shard_names
+from vllm_latq.quantize.model.companion_files import CODE, OTHER_WEIGHTS
 from vllm_latq.quantize.model.float8_store import Float8Store
 from vllm_latq.quantize.model.meta_model import auto_class, is_encoder, load_config, meta_model, read_config
 from vllm_latq.quantize.recipe import DTYPES
@@ -22,8 +24,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-# A model without its weights, and the weights in the folders of sentence-transformers.
-SNAPSHOT_FILES = ["*.json", "*.model", "*.txt", "*.jinja", "[0-9]_*/*.safetensors"]
+# Many repositories hold copies of the weights in other formats than safetensors.
+LEFT_ON_THE_HUB = [*OTHER_WEIGHTS, *CODE]
+# Weights of further steps of sentence-transformers, which no index names.
+STEP_WEIGHTS = "[0-9]_*/*.safetensors"
+# Words, numbers, a line end and letters beyond ASCII: tokenizers that differ make other tokens of it.
+PROBE = "The 3 cafés\n  open at 07:30 (寿司)."
 HUB_NAME = re.compile(r"([\w-][\w.-]*/)?[\w-][\w.-]*")
 
 
@@ -69,9 +75,9 @@ def model_directory(name: str | Path) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        snapshot = Path(snapshot_download(str(name), allow_patterns=SNAPSHOT_FILES))
-        shards = sorted(map(escape, shard_names(snapshot)))
-        return Path(snapshot_download(str(name), allow_patterns=shards, revision=snapshot.name))
+        snapshot = Path(snapshot_download(str(name), ignore_patterns=[*LEFT_ON_THE_HUB, "*.safetensors"]))
+        weights = [*sorted(map(escape, shard_names(snapshot))), STEP_WEIGHTS]
+        return Path(snapshot_download(str(name), allow_patterns=weights, revision=snapshot.name))
     except LatqError:
         raise
     except (OSError, ValueError) as error:
@@ -101,6 +107,31 @@ def load_tokenizer(directory: str | Path) -> "PreTrainedTokenizerBase":
     if not tokenizer("text")["input_ids"]:
         raise CheckpointError(where, "a tokenizer", "none", hint)
     return tokenizer
+
+
+def require_loadable(checkpoint: Path, source: Path) -> None:
+    """Raise CheckpointError unless transformers loads the configuration and the tokenizer of a checkpoint.
+
+    Args:
+        checkpoint: directory with the config.json and the companion files of the checkpoint.
+        source: the model that was quantized. Where transformers loads no tokenizer of it, none is asked for.
+    """
+    hint = f"Check the files beside the weights in {source}, and go on with --resume."
+    try:
+        read_config(checkpoint)
+    except (AttributeError, KeyError, OSError, TypeError, ValueError, StrictDataclassError) as error:
+        where = f"{checkpoint}/config.json"
+        raise CheckpointError(where, "a configuration that transformers can load", summary(error), hint) from error
+    try:
+        original = load_tokenizer(source)
+    except CheckpointError:
+        return
+    try:
+        same = load_tokenizer(checkpoint)(PROBE)["input_ids"] == original(PROBE)["input_ids"]
+    except CheckpointError as error:
+        raise CheckpointError(error.where, error.expected, error.found, hint) from error
+    if not same:
+        raise CheckpointError(str(checkpoint), "the tokenizer of the model", "one that gives other tokens", hint)
 
 
 def compute_dtype(name: str) -> torch.dtype | None:

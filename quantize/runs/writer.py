@@ -1,8 +1,9 @@
 """Writes a checkpoint block by block, so that an interrupted run leaves nothing that loads and loses nothing.
 
 Everything goes to `OUT.partial`. A finished block is one safetensors shard and one small JSON of its records, each
-renamed into place after it was written. `finish` adds the index, the report, the model card, the tokenizer and, last,
-config.json, and renames the directory to `OUT`. A later run may adopt the finished blocks of `OUT.partial`.
+renamed into place after it was written. `finish` adds the index, the report, the model card, the companion files and,
+last, config.json. It checks that transformers loads configuration and tokenizer, and renames the directory to `OUT`. A
+later run may adopt the finished blocks of `OUT.partial`.
 
 Invariant: one process at a time works in `OUT.partial`, the one that holds the lock on its LOCK_FILE.
 """
@@ -26,30 +27,10 @@ from vllm_latq.format.files import INDEX_FILE, companion_files, read_json
 from vllm_latq.format.reader import REPORT_FILE, config_digest, file_digest, fingerprint_of, tensor_digest
 from vllm_latq.format.verify import verify
 from vllm_latq.quantize.machine.durable_files import KEPT, _sync, named_failures, rename_durably
+from vllm_latq.quantize.model.companion_files import copy_companions
+from vllm_latq.quantize.model.loading import require_loadable
 from vllm_latq.quantize.model.meta_model import model_config
 
-COMPANION_FILES = (
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "sentencepiece.bpe.model",
-    "chat_template.jinja",
-    "chat_template.json",
-    "processor_config.json",
-    "preprocessor_config.json",
-    "video_preprocessor_config.json",
-    "modules.json",
-    "sentence_bert_config.json",
-    "config_sentence_transformers.json",
-)
-# Files of sentence-transformers for each further step (1_Pooling, 2_Dense) of the model that modules.json lists.
-STEP_FILES = ("[0-9]_*/*.json", "[0-9]_*/*.safetensors")
 STATE_FILE, LOCK_FILE = "state.json", ".lock"
 # Files that a killed run was writing, here or in safetensors, and its activations.
 UNFINISHED = ("*.tmp", ".tmp*", "activations-*")
@@ -211,7 +192,7 @@ class CheckpointWriter:
         """Complete the directory and move it to its destination.
 
         Args:
-            source: model directory, of which config.json and what belongs to the tokenizer are taken over.
+            source: model directory, of which config.json and the companion files are taken over.
             quantization: for config.json.
             report: of the run.
             card: the model card.
@@ -236,16 +217,12 @@ class CheckpointWriter:
             for digest in records["digests"]
         }
         total = sum(records["bytes"] for records in finished)
+        self._remove_unfinished_end()
         self._write_json(INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
         self._write_json(REPORT_FILE, report)
         (self.partial / "README.md").write_text(card, encoding="utf-8")
         _sync(self.partial / "README.md")
-        steps = [str(file.relative_to(source)) for pattern in STEP_FILES for file in source.glob(pattern)]
-        for name in (*COMPANION_FILES, *steps):
-            if (source / name).is_file():
-                (self.partial / name).parent.mkdir(exist_ok=True)
-                shutil.copyfile(source / name, self.partial / name)
-                _sync(self.partial / name)
+        copy_companions(source, self.partial)
         config = model_config(source, untied)
         digests += [
             file_digest(self.partial, name)
@@ -257,20 +234,29 @@ class CheckpointWriter:
             "fingerprint": fingerprint_of([config_digest(config, quantization), *digests]),
         }
         self._write_json("config.json", {**config, "quantization_config": quantization_config})
-        self.seal()
+        self.seal(source)
 
-    def seal(self) -> None:
+    def seal(self, source: Path) -> None:
         """Move a complete directory to its destination, without what only a resumed run would need.
 
+        Args:
+            source: model directory, of which the tokenizer was taken over.
+
         Raises:
-            LatqError: it is not valid, as may be if it is an earlier run's.
+            LatqError: it is not valid, as may be if it is an earlier run's; or transformers does not load its
+                configuration or its tokenizer. Then config.json is removed, so that a resumed run finishes it again.
         """
-        with named_failures(self.partial):
-            shutil.rmtree(self.scratch, ignore_errors=True)
-            self._remove("records-*", *UNFINISHED, STATE_FILE)
         if self.complete:
+            self._remove_run_files()
             for problem in verify(self.partial):
                 raise problem
+        try:
+            require_loadable(self.partial, source)
+        except CheckpointError:
+            if (self.partial / STATE_FILE).exists():
+                (self.partial / "config.json").unlink()
+            raise
+        self._remove_run_files()
         with named_failures(self.partial):
             if self.destination.exists():
                 self.destination.rmdir()
@@ -308,10 +294,25 @@ class CheckpointWriter:
             expected, hint = f"an interrupted run, with its {STATE_FILE}", "Move it away, or choose another directory."
             raise CheckpointError(str(self.partial), expected, f"{left[0]} without it", hint)
 
+    def _remove_run_files(self) -> None:
+        """Remove what only a resumed run would need."""
+        with named_failures(self.partial):
+            shutil.rmtree(self.scratch, ignore_errors=True)
+            self._remove("records-*", *UNFINISHED, STATE_FILE)
+
     def _remove(self, *patterns: str) -> None:
         for pattern in patterns:
             for file in self.partial.glob(pattern):
                 file.unlink()
+
+    def _remove_unfinished_end(self) -> None:
+        """Remove what an earlier `finish` wrote that did not come to its end: the model's files may be others now."""
+        kept = (STATE_FILE, LOCK_FILE, self.scratch.name, "records-*", "*.safetensors", *UNFINISHED)
+        for path in self.partial.iterdir():
+            if path.is_dir() and path != self.scratch:
+                shutil.rmtree(path)
+            elif not any(fnmatch(path.name, name) for name in kept):
+                path.unlink()
 
     def _write_json(self, name: str, value: Mapping[str, Any]) -> None:
         path = self.partial / name

@@ -287,7 +287,7 @@ def read_json(path: Path, hint: str = _REPAIR) -> dict[str, Any]:
 
 
 def regular_file(path: Path, kind: str = "a safetensors file", directory: Path | None = None) -> Path:
-    """Return `path` if it is a regular file of a directory, by default its own; raise CheckpointError otherwise.
+    """Return `path` if it is a regular file of `directory`, by default its own; raise CheckpointError otherwise.
 
     A link may point within the directory or, as in the Hugging Face cache, from `snapshots/COMMIT` to `blobs`.
     """

@@ -1,6 +1,7 @@
 """The checkpoint appears complete or not at all, and finished shards survive."""
 
 import json
+import shutil
 import subprocess
 import sys
 from contextlib import closing
@@ -15,6 +16,7 @@ from vllm_latq.errors import CheckpointError, ConfigError
 from vllm_latq.format.config import CheckpointConfig
 from vllm_latq.format.reader import CheckpointReader, TensorStore, checkpoint_fingerprint
 from vllm_latq.format.scheme import LayerScheme
+from vllm_latq.quantize.runs import writer as writing
 from vllm_latq.quantize.runs.writer import CheckpointWriter
 
 RECORDS = ["", "[]", "{}", '{"digests": [], "layers": [], "bytes": 0}']
@@ -59,6 +61,25 @@ def test_complete_directory(tmp_path: Path, source: Path) -> None:
     assert "transformers_weights" not in config
     assert config["quantization_config"]["fingerprint"] == checkpoint_fingerprint(CheckpointReader(tmp_path / "out"))
     assert not (tmp_path / "out.partial").exists()
+
+
+def test_what_does_not_load_is_not_complete(tmp_path: Path, mini_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is finished by a resumed run, without a trace of the first end."""
+    source = Path(shutil.copytree(mini_model, tmp_path / "source"))
+    (source / "NOTICE").write_text("removed later")
+    with monkeypatch.context() as patched:
+        patched.setattr(writing, "copy_companions", lambda *_: shutil.copy(source / "NOTICE", tmp_path / "out.partial"))
+        with pytest.raises(CheckpointError, match=r"expected a tokenizer.*--resume"):
+            write(tmp_path / "out", source)
+    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "out.partial" / "config.json").exists()
+    (source / "NOTICE").unlink()
+    writing._unlock(tmp_path / "out.partial")
+    write(tmp_path / "out", source, resume=True)
+    write(tmp_path / "straight", source)
+    listed = [sorted(path.name for path in (tmp_path / name).iterdir()) for name in ("out", "straight")]
+    assert listed[0] == listed[1]
+    assert "tokenizer.json" in listed[0]
 
 
 def test_interrupted_run_does_not_load_and_resumes(tmp_path: Path, source: Path) -> None:
