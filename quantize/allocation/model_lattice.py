@@ -87,13 +87,17 @@ class ModelLattice:
         return [part for part in model_parts(self.decoder, self.quantized) if part.linears]
 
     def collect(self, samples: torch.Tensor, place: Place, stages: Stages = ignore_stages) -> None:
-        """Collect the statistics, unless an interrupted run left them all."""
+        """Collect the statistics, unless an interrupted run left them all; ConfigError if it left another model's."""
         files, parts = StatisticsFiles(self.folder), [part.index for part in self.parts]
         self._require_everywhere(self.folder.parent.is_dir)
         if not self.world.from_first(lambda: files.complete(parts)):
             run = (self.decoder, samples, self.quantized, files, self.recipe.seed)
             collect_statistics(*run, place, self.world, stages)
         self._require_everywhere(lambda: files.complete(parts))
+        files.read(parts[0])
+        for part in model_parts(self.decoder, self.quantized):
+            if not part.linears:  # `groups` checks the others, once their tensors are read
+                self._require_same(part, files.noted[parts[0]])
 
     def _require_everywhere(self, there: Callable[[], bool]) -> None:
         """Raise ConfigError on all processes if one does not see in the folder what is there."""
@@ -105,9 +109,16 @@ class ModelLattice:
 
         self.world.gather(check)
 
+    def _require_same(self, part: Part, noted: Sequence[str]) -> None:
+        """Raise ConfigError unless a part has the tensors of which statistics note the digests."""
+        part.require_same(noted[part.index], self.decoder.digest(part.own_tensors()), self.folder)
+
     def groups(self, part: Part) -> list[dict[str, LayerStatistics]]:
         """Return the statistics of a part's linears, with the linears of one input together."""
-        statistics = StatisticsFiles(self.folder).read(part.index) if part.linears else {}
+        files = StatisticsFiles(self.folder)
+        statistics = files.read(part.index) if part.linears else {}
+        if part.linears:
+            self._require_same(part, files.noted[part.index])
         leaders = dict.fromkeys(statistics[name].leader for name in part.linears)
         return [
             {name: statistics[name] for name in part.linears if statistics[name].leader == leader} for leader in leaders

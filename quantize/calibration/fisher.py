@@ -236,7 +236,13 @@ def _watching(linears: Mapping[str, nn.Linear], world: World) -> Iterator[_Grams
 
 
 def _finish(files: StatisticsFiles, part: Part, grams: _Grams, total: int) -> None:
-    """Turn the sums into means over tokens, of which there are `total`, check and write them."""
+    """Turn the sums into means over tokens, of which there are `total`, check and write them.
+
+    A file that an interrupted run wrote is kept, if it wrote the file for the same model.
+    """
+    parts = model_parts(part.decoder, ())
+    # The head comes first, when everything was read.
+    files.source = files.source or [part.decoder.digest(one.own_tensors()) for one in parts]
     called = [name for hessian in grams.inputs.hessians for name in hessian.shared.names]
     if unmoved := [name for name in called if name not in grams.outputs]:
         hint = f"Leave it out, with --ignore {unmoved[0]}"
@@ -251,9 +257,16 @@ def _finish(files: StatisticsFiles, part: Part, grams: _Grams, total: int) -> No
     if missing := sorted(part.linears.keys() - statistics.keys()):
         hint = f"Its block does not call it on this text: leave it out, with --ignore {missing[0]}"
         raise NumericalError(missing[0], "a linear that is called while the model runs", "no call", hint)
+
+    def write() -> None:
+        if not files.path(part.index).exists():
+            return files.write(part.index, statistics)
+        files.read(part.index)
+        for one, digest in zip(parts, files.noted[part.index], strict=True):
+            one.require_same(digest, part.decoder.digest(one.own_tensors()), files.directory)
+
     if statistics:
-        index = part.index
-        grams.world.from_first(lambda: None if files.path(index).exists() else files.write(index, statistics))
+        grams.world.from_first(write)
 
 
 def _require_finite(name: str, statistics: LayerStatistics) -> None:

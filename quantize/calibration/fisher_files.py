@@ -19,10 +19,17 @@ from vllm_latq.quantize.machine.durable_files import named_failures, rename_dura
 
 
 class StatisticsFiles:
-    """The statistics of a model on disk, one safetensors file per part."""
+    """The statistics of a model on disk, one safetensors file per part.
+
+    Attributes:
+        source: digest of the tensors of each part of the model. Every file depends on all of them, and notes them.
+        noted: part -> `source` as noted in its file, of the files that were read.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        self.source: list[str] = []
+        self.noted: dict[int, list[str]] = {}
         self._checked: set[int] = set()  # parts whose file is known to be what was written
 
     def path(self, part: int) -> Path:
@@ -41,7 +48,9 @@ class StatisticsFiles:
         temporary = self.path(part).with_suffix(".tmp")
         with named_failures(self.directory):
             self.directory.mkdir(parents=True, exist_ok=True)
-            metadata = {"layers": layers, "fingerprint": _fingerprint(part, layers, tensors)}
+            source = json.dumps(self.source)
+            fingerprint = _fingerprint(part, f"{layers} {source}", tensors)
+            metadata = {"layers": layers, "source": source, "fingerprint": fingerprint}
             save_file(tensors, temporary, metadata=metadata)
             rename_durably(temporary, self.path(part))
 
@@ -52,9 +61,13 @@ class StatisticsFiles:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         layers = metadata.get("layers", "")
-        if part not in self._checked and metadata.get("fingerprint") != _fingerprint(part, layers, tensors):
+        source = metadata.get("source", "")
+        if part not in self._checked and metadata.get("fingerprint") != _fingerprint(
+            part, f"{layers} {source}", tensors
+        ):
             raise CheckpointError(str(path), f"the statistics of part {part} as they were written", "others", hint)
         self._checked.add(part)
+        self.noted[part] = json.loads(source)
         found = {}
         for name, (tokens, leader, note) in json.loads(layers).items():
             count = sum(key.startswith(f"{name}.outputs.") for key in tensors)
@@ -67,5 +80,5 @@ class StatisticsFiles:
         return all(self.path(part).exists() for part in parts)
 
 
-def _fingerprint(part: int, layers: str, tensors: Mapping[str, torch.Tensor]) -> str:
-    return fingerprint_of([f"{part} {layers}", *(tensor_digest(name, tensor) for name, tensor in tensors.items())])
+def _fingerprint(part: int, noted: str, tensors: Mapping[str, torch.Tensor]) -> str:
+    return fingerprint_of([f"{part} {noted}", *(tensor_digest(name, tensor) for name, tensor in tensors.items())])

@@ -9,7 +9,7 @@ or by stand-ins that hand in the hidden states. Nothing is computed behind an en
 `block(i)` and `head()` no weight is in memory.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from vllm_latq.errors import LatqError, NumericalError, UnsupportedModelError, summary
+from vllm_latq.errors import CheckpointError, LatqError, NumericalError, UnsupportedModelError, summary
+from vllm_latq.format.reader import fingerprint_of, tensor_digest
 from vllm_latq.models.stored_names import stored_names
 from vllm_latq.quantize.machine.offload import Place
 from vllm_latq.quantize.model.anatomy import Anatomy, fill_computed_buffers, initialized, is_linear, parts_outside
@@ -58,6 +59,7 @@ class Decoder:
         tied = [f"{name}.weight" for name, head in self.head_linears.items() if head.weight is embedding]
         self.tied = bool(tied)
         self._outputs = 0
+        self._digests: dict[str, str] = {}  # of each tensor that was read, by its name in the checkpoint
         self._sources = tensor_sources(self.model, self.stored, table, self.store)
         check_sources(self.model, self._sources, self.store)
         check_tied(tied, self.stored[table], self.store)
@@ -234,9 +236,46 @@ class Decoder:
             if buffer is not None and leaf not in module._non_persistent_buffers_set:
                 module._buffers[leaf] = initialized(self._load(prefix + leaf, buffer))
 
-    def read(self, stored: str) -> torch.Tensor:
-        """A tensor of the checkpoint on the CPU, by its name there; NumericalError unless it is finite."""
+    def outside_tensors(self, *excluded: str) -> set[str]:
+        """Names in the checkpoint of the model's tensors outside blocks, towers and the modules named."""
+        excluded = (*excluded, self.anatomy.blocks, *self.anatomy.towers)
+        tensors = self.model.state_dict(keep_vars=True)
+        names = (
+            f"{name}.{leaf}".removeprefix(".")
+            for name, module in parts_outside(self.model, "", excluded)
+            for leaf in (*module._parameters, *module._buffers)
+        )
+        return {part for name in names if name in tensors for part in self.store.stored(self._sources[name])}
+
+    @property
+    def embedding_tensors(self) -> set[str]:
+        """Names in the checkpoint of the tensors that `embed` reads."""
+        return self.outside_tensors(*filter(None, [self.anatomy.head]))
+
+    def digest(self, names: Iterable[str]) -> str:
+        """Return the SHA-256 of tensors of the checkpoint, as they were read; those not read before are read now."""
+        return fingerprint_of(self._digests[name] if name in self._digests else self._noted(name)[1] for name in names)
+
+    def fetch(self, stored: str) -> torch.Tensor:
+        """Return a tensor of the checkpoint on the CPU, by its name there.
+
+        Raises:
+            CheckpointError: it is missing or damaged, or not what was read before under this name.
+        """
+        return self._noted(stored)[0]
+
+    def _noted(self, stored: str) -> tuple[torch.Tensor, str]:
+        """A tensor of the checkpoint, and its digest, which is noted."""
         tensor = self.store.get(stored)
+        digest = tensor_digest(stored, tensor)
+        if self._digests.setdefault(stored, digest) != digest:
+            hint = "The model changed while it was read: remove OUT.partial and start over."
+            raise CheckpointError(f"{self.source}: {stored}", "the tensor that was read before", "another", hint)
+        return tensor, digest
+
+    def read(self, stored: str) -> torch.Tensor:
+        """A tensor of the checkpoint as `fetch`; NumericalError unless it is finite."""
+        tensor = self.fetch(stored)
         if tensor.dtype.is_floating_point and tensor.element_size() < 2:
             hint = "Quantize the original model instead."
             raise UnsupportedModelError(

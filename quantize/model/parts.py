@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from vllm_latq.errors import CheckpointError
+from vllm_latq.errors import CheckpointError, ConfigError
 from vllm_latq.format.encodings.registry import tensor_specs
 from vllm_latq.format.files import readable, regular_file
 from vllm_latq.format.reader import tensor_digest
@@ -78,7 +78,21 @@ class Part:
         decoder = self.decoder
         own = {part for name in decoder.stored.values() for part in decoder.store.stored(name)}
         names = self.untouched_names()
-        return {name: decoder.read(name) if name in own else decoder.store.get(name) for name in names}
+        return {name: decoder.read(name) if name in own else decoder.fetch(name) for name in names}
+
+    def own_tensors(self) -> set[str]:
+        """Return the names of the stored tensors of this part's module; of the head also those that embed tokens."""
+        return self.decoder.outside_tensors() if self.is_head else self.decoder.stored_tensors(self.index)
+
+    def require_same(self, noted: str, digest: str, where: Path) -> None:
+        """Raise ConfigError unless the digest of what this part is made from is the one that an earlier run noted."""
+        if digest != noted:
+            part = "the head" if self.is_head else self.decoder.block_name(self.index)
+            expected, found = (
+                "an interrupted run of the same model",
+                f"one of another model: other weights up to {part}",
+            )
+            raise ConfigError(str(where), expected, found, "Resume with the same model, or remove it to start over.")
 
 
 def model_parts(decoder: Decoder, quantized: Collection[str]) -> list[Part]:

@@ -17,6 +17,7 @@ from torch import nn
 
 import vllm_latq
 from vllm_latq.format.encodings.registry import tensor_specs
+from vllm_latq.format.reader import fingerprint_of
 from vllm_latq.memory import peak_memory
 from vllm_latq.quantize.calibration.stream import Stream, Visit, walk
 from vllm_latq.quantize.calibration.windows import sizes
@@ -96,12 +97,14 @@ class Run:
         quantizer: quantizes the linears of each part.
         stream: the calibration text on its way through the blocks.
         layers: records of the linears so far.
+        source: digest of the tensors of the model that embed the text, and of all parts so far.
     """
 
     session: Session
     quantizer: Quantizer[Any]
     stream: Stream
     layers: list[dict[str, Any]] = field(default_factory=list)
+    source: str = ""
 
     def parts(self) -> None:
         """Quantize every part of the model and write its shard."""
@@ -125,6 +128,7 @@ class Run:
         world, writer = self.session.world, self.session.writer
         earlier = world.from_first(lambda: writer.records(part.index))
         if earlier is not None:
+            part.require_same(earlier.get("source", ""), self._noted_source(part), writer.partial)
             if visit.advances and module is not None:
                 self.stream.skip(part, module)
             self._read_back(part, earlier["digests"])
@@ -135,9 +139,22 @@ class Run:
             found = self._quantize(part, module)
             tensors |= found.tensors
             records = [found.records[name] for name in part.linears]
-        world.from_first(lambda: writer.add(part.index, tensors, {"layers": records}))
+        source = self._noted_source(part)
+        world.from_first(lambda: writer.add(part.index, tensors, {"layers": records, "source": source}))
         self.layers.extend(records)
         return False
+
+    def _noted_source(self, part: Part) -> str:
+        """Add a part to the digest of everything that was read so far, and return the digest.
+
+        All of the part was read for its shard; of a shard that is read back, only what is quantized.
+        """
+        decoder = self.session.decoder
+        if not self.source and self.stream:
+            self.source = decoder.digest(decoder.embedding_tensors)
+        names = part.own_tensors() | set(part.untouched_names())
+        self.source = fingerprint_of([self.source, decoder.digest(names)])
+        return self.source
 
     def _quantize(self, part: Part, module: nn.Module) -> Quantized:
         """Quantize the inputs of a part's linears, shared out over the processes; all processes get everything."""

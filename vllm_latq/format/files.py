@@ -137,7 +137,7 @@ class TensorStore:
             return [*tensors, *stray_files(os.listdir(self.directory), named)]
 
     def sampled_digest(self) -> str:
-        """Return the SHA-256 of names, sizes and a few pages of the files: tells models apart without reading all."""
+        """Return the SHA-256 of names, sizes and a few pages of the files: tells most models apart before a run."""
         digest = hashlib.sha256()
         for name in sorted(set(self.files.values())):
             with readable(self.directory / name), (self.directory / name).open("rb") as file:

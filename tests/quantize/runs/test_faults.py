@@ -1,5 +1,6 @@
 """Killed, out of room, or locked out: after each, `--resume` ends in the bytes of an uninterrupted run."""
 
+import json
 import random
 import shutil
 import signal
@@ -238,3 +239,57 @@ def test_other_weights_in_the_same_place_are_refused(runs: Runs, tmp_path: Path)
         save_file(tensors, own.source / file, metadata={"format": "pt"})
     with pytest.raises(ConfigError, match="another weights"):
         own.whole("ssqr", tmp_path / "out", resume=True)
+
+
+def changed_in_secret(runs: Runs, partial: Path, tensor: str) -> None:
+    """Change one number of a tensor; what is sampled before a run begins is as if it were the same."""
+    store = TensorStore(runs.source)
+    tensors = {name: store.get(name).clone() for name in store.names()}
+    tensors[tensor].view(-1)[1] += 1
+    save_file(tensors, runs.source / store.files[tensor], metadata={"format": "pt"})
+    state = json.loads((partial / "state.json").read_text())
+    state["identity"]["weights"] = TensorStore(runs.source).sampled_digest()
+    (partial / "state.json").write_text(json.dumps(state))
+
+
+@pytest.mark.parametrize(("method", "embedding"), [("ssqr", "layers.0"), ("latq", "the head")])
+def test_one_weight_that_is_another_is_found(method: str, embedding: str, runs: Runs, tmp_path: Path) -> None:
+    """A quantized weight, one that stays as it is, or the embedding, on which everything depends."""
+    own = Runs(Path(shutil.copytree(runs.source, tmp_path / "source")), runs.text, tmp_path)
+    partial = interrupted(own, method, tmp_path / "out")
+    for tensor, place in (
+        ("model.embed_tokens.weight", embedding),
+        ("model.layers.0.self_attn.v_proj.weight", "layers.0"),
+        ("model.layers.1.input_layernorm.weight", "layers.1"),
+    ):
+        changed_in_secret(own, partial, tensor)
+        with pytest.raises(ConfigError, match=f"an interrupted run of the same model.*other weights up to .*{place}"):
+            own.whole(method, tmp_path / "out", resume=True)
+        shutil.copytree(runs.source, own.source, dirs_exist_ok=True)
+
+
+def test_a_block_that_is_not_done_may_be_another(runs: Runs, tmp_path: Path) -> None:
+    """A run reads it when it comes to it, so the checkpoint is the changed model's."""
+    own = Runs(Path(shutil.copytree(runs.source, tmp_path / "source")), runs.text, tmp_path)
+    partial = interrupted(own, "ssqr", tmp_path / "out")
+    if (partial / "records-00003.json").exists():
+        pytest.skip("the last block was done before the run could be killed")
+    changed_in_secret(own, partial, "model.layers.2.mlp.down_proj.weight")
+    assert_same_bytes(own.whole("ssqr", tmp_path / "out", resume=True), own.whole("ssqr", tmp_path / "straight"))
+
+
+def test_a_model_that_changes_during_a_run(runs: Runs, tmp_path: Path) -> None:
+    """latq reads a block several times."""
+    own = Runs(Path(shutil.copytree(runs.source, tmp_path / "source")), runs.text, tmp_path)
+    changed: list[Any] = []
+
+    def listen(event: Any) -> None:
+        if event["event"] == "plan":
+            changed_in_secret(own, tmp_path / "out.partial", "model.layers.1.self_attn.o_proj.weight")
+            changed.append(event)
+
+    with pytest.raises(
+        CheckpointError, match=r"o_proj\.weight: expected the tensor that was read before, found another"
+    ):
+        quantize_checkpoint(RECIPES["latq"], own.source, tmp_path / "out", calibration=str(own.text), on_event=listen)
+    assert changed
