@@ -288,8 +288,6 @@ def test_a_model_that_changes_during_a_run(runs: Runs, tmp_path: Path) -> None:
             changed_in_secret(own, tmp_path / "out.partial", "model.layers.1.self_attn.o_proj.weight")
             changed.append(event)
 
-    with pytest.raises(
-        CheckpointError, match=r"o_proj\.weight: expected the tensor that was read before, found another"
-    ):
+    with pytest.raises(CheckpointError, match=r"o_proj\.weight: expected the tensor that was read before"):
         quantize_checkpoint(RECIPES["latq"], own.source, tmp_path / "out", calibration=str(own.text), on_event=listen)
     assert changed
