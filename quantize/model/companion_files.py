@@ -21,14 +21,15 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from vllm_latq.errors import CheckpointError
-from vllm_latq.format.files import regular_file
+from vllm_latq.format.files import WEIGHT_SUFFIXES, regular_file
 from vllm_latq.format.reader import REPORT_FILE
 from vllm_latq.quantize.machine.durable_files import _sync
 
-# Weights in other formats than this project reads.
+# Weights in other formats than this project reads: all that a checkpoint may not hold, and more.
 OTHER_WEIGHTS = (
-    *("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle", "*.npy", "*.npz", "*.h5", "*.msgpack", "*.gguf"),
-    *("*.ggml", "*.onnx*", "*.tflite", "*.ot", "*.nemo", "*.pdparams", "*.distcp", "*.engine", "*.llamafile"),
+    *(f"*{suffix}" for suffix in WEIGHT_SUFFIXES if suffix != ".safetensors"),
+    *("*.pickle", "*.npy", "*.onnx*", "*.tflite", "*.ot", "*.nemo", "*.pdparams", "*.distcp", "*.engine"),
+    "*.llamafile",
 )
 WEIGHTS = ("*.safetensors", "*.index*.json", *OTHER_WEIGHTS)
 # transformers loads the base model that an adapter names; params.json belongs to Mistral's own weights, and
@@ -69,7 +70,8 @@ def _companions(source: Path) -> Iterator[Path]:
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:
-    return any(fnmatch(name, pattern) for pattern in patterns)
+    """Return whether a name, or the name in lower case, matches a pattern."""
+    return any(fnmatch(form, pattern) for form in (name, name.lower()) for pattern in patterns)
 
 
 def copy_companions(source: Path, destination: Path) -> None:

@@ -23,6 +23,7 @@ TAKEN = (
 LEFT = (
     *("model.safetensors", "model.safetensors.index.json", "consolidated.safetensors", "pytorch_model.bin", "x.gguf"),
     *("pytorch_model.bin.index.json", "model.onnx_data", "rust_model.ot", "training_args.bin", "optimizer.pt"),
+    *("PYTORCH_MODEL.BIN", "Consolidated.SafeTensors", "model.tensors"),
     *("adapter_config.json", "params.json", "hf_quant_config.json", "own.py", "docs/conf.py", "1_Pooling/own.py"),
     *("onnx/model.onnx", "onnx/config.json", "onnx/deep/note.txt", "original/model.pth", "original/params.json"),
     *("checkpoint-5/model.safetensors", "checkpoint-5/trainer_state.json", "2_Dense/pytorch_model.bin"),
