@@ -1,6 +1,5 @@
 """`AutoModelForCausalLM.from_pretrained` on a checkpoint gives exactly the logits of the dequantized model."""
 
-import json
 import shutil
 import subprocess
 import sys
@@ -11,11 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from helpers.checkpoints import list_twice
+from helpers.checkpoints import edit_json, list_twice
 from vllm_latq.errors import CheckpointError, ConfigError
 from vllm_latq.integrations.transformers import LatqLinear
 
 IDS = torch.arange(3, 43).reshape(2, 20)
+UP = "model.layers.1.mlp.up_proj"
 
 
 def logits(directory: Path, **options: object) -> torch.Tensor:
@@ -107,28 +107,30 @@ def test_generate(ssqr_pair: tuple[Path, Path]) -> None:
 
 
 def damaged(source: Path, target: Path, change: str) -> Path:
-    """Return a copy of a checkpoint with a tensor missing, changed or listed twice, or an unknown key in its config."""
+    """Return a copy of a checkpoint without the tensor of that name, or damaged in the way that `change` names."""
     shutil.copytree(source, target)
-    file, name = target / "model.safetensors", "model.layers.1.mlp.up_proj.scales"
+    file = target / "model.safetensors"
     tensors = load_file(file)
-    if change == "missing":
-        del tensors[name]
-    elif change == "not finite":
-        tensors[name][3, 1] = torch.nan
+    tensors.pop(change, None)
+    if change == "not finite":
+        tensors[f"{UP}.scales"][3, 1] = torch.nan
     save_file(tensors, file, metadata={"format": "pt"})
     if change == "twice":
         list_twice(file)
     if change == "unknown key":
-        config = json.loads((target / "config.json").read_text())
-        config["quantization_config"]["zero_points"] = True
-        (target / "config.json").write_text(json.dumps(config))
+        edit_json(target / "config.json", lambda config: config["quantization_config"].update(zero_points=True))
+    if change == "own head":
+        edit_json(target / "config.json", lambda config: config.update(tie_word_embeddings=False))
     return target
 
 
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ("missing", CheckpointError, r"layers\.1\.mlp\.up_proj\.scales: .*found no such tensor"),
+        (f"{UP}.scales", CheckpointError, r"layers\.1\.mlp\.up_proj\.scales: .*found no such tensor"),
+        ("model.embed_tokens.weight", CheckpointError, r"^model\.embed_tokens\.weight: expected .* found none\."),
+        ("model.layers.1.input_layernorm.weight", CheckpointError, r"^model\.layers\.1\.input_layernorm\.weight: "),
+        ("own head", CheckpointError, r"^lm_head\.weight: expected a tensor in the checkpoint, found none"),
         ("not finite", CheckpointError, r"layers\.1\.mlp\.up_proj\.scales: expected scales .* row 3, group 1"),
         ("twice", CheckpointError, r"model\.safetensors: expected a header with each key once"),
         ("unknown key", ConfigError, "unknown zero_points"),

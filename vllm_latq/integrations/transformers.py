@@ -4,10 +4,11 @@
 
 Without this quantizer `AutoModelForCausalLM.from_pretrained` would load random weights and only warn.
 
-Invariant: a model that `from_pretrained` returns holds validated weights; training and saving through transformers are
-refused.
+Invariant: a model that `from_pretrained` returns holds validated weights, and none that transformers made up; training
+and saving through transformers are refused.
 """
 
+import re
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch import nn
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from vllm_latq.errors import CheckpointError
+from vllm_latq.errors import REPAIR, CheckpointError
 from vllm_latq.format.config import QUANT_METHOD, CheckpointConfig
 from vllm_latq.format.encodings.registry import tensor_specs
 from vllm_latq.format.files import read_json
@@ -196,6 +197,7 @@ class LatqQuantizer(HfQuantizer):
         return unmerged(weight_conversions) if self.unfused else weight_conversions
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
+        _refuse_missing(model)
         for module in model.modules():
             if isinstance(module, LatqLinear):
                 module.finish()
@@ -211,6 +213,29 @@ class LatqQuantizer(HfQuantizer):
                 linear.register_parameter("bias", module.bias)
                 model.set_submodule(name, linear)
         return model
+
+
+def _refuse_missing(model: Any) -> None:
+    """Raise CheckpointError for a weight that no tensor reached: transformers makes its values up, and only warns.
+
+    Left out are the tensors of quantized linears, which have checks of their own, tensors tied to others, a pooler,
+    which few models have trained, and the head of another class than the checkpoint's, which is new on purpose.
+    """
+    is_own = type(model).__name__ in (model.config.architectures or ())
+    part, optional = model if is_own else model.base_model, model._keys_to_ignore_on_load_missing or ()
+    linears = {name: module for name, module in part.named_modules() if isinstance(module, LatqLinear)}
+    checked = {f"{name}.{suffix}" for name, linear in linears.items() for suffix in linear.specs}
+    checked.update(model.all_tied_weights_keys)
+    missing = [
+        name
+        for name, tensor in part.state_dict(keep_vars=True).items()
+        # transformers marks what it loaded; accelerate puts what it moves off a GPU on the meta device.
+        if not (name in checked or tensor.is_meta or getattr(tensor, "_is_hf_initialized", False))
+        if not any(re.search(pattern, name) for pattern in ("pooler", *optional))
+    ]
+    if missing:
+        more = f", and none for {', '.join(missing[1:])}" if missing[1:] else ""
+        raise CheckpointError(missing[0], "a tensor in the checkpoint", f"none{more}", REPAIR)
 
 
 def _stored_linears(model: Any, stored: Collection[str], files: list[str]) -> dict[str, str]:
