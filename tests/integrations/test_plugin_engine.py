@@ -121,7 +121,7 @@ def test_dummy_weights_generate_plausible_tokens(name: str, generations: dict[st
 
 
 def test_missing_tensor_stops_the_engine(generations: dict[str, Any]) -> None:
-    assert re.search(rf"Value error, \S*incomplete: {MISSING}: expected a tensor", generations["incomplete"])
+    assert re.search(rf"Value error, \S+: {MISSING}: expected a tensor", generations["incomplete"])
     assert "no such tensor" in generations["incomplete"]
 
 
