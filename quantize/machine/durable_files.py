@@ -24,12 +24,13 @@ def named_failures(directory: Path, hint: str = KEPT) -> Iterator[None]:
 
 def rename_durably(old: Path, new: Path) -> None:
     """Rename after the contents reached the disk, then make the rename itself durable."""
-    _sync(old)
+    sync(old)
     os.replace(old, new)
-    _sync(new.parent)
+    sync(new.parent)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Wait until a file, or the entries of a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -23,7 +23,7 @@ from pathlib import Path
 from vllm_latq.errors import CheckpointError
 from vllm_latq.format.files import WEIGHT_SUFFIXES, regular_file
 from vllm_latq.format.reader import REPORT_FILE
-from vllm_latq.quantize.machine.durable_files import _sync
+from vllm_latq.quantize.machine.durable_files import sync
 
 # Weights in other formats than this project reads: all that a checkpoint may not hold, and more.
 OTHER_WEIGHTS = (
@@ -36,7 +36,12 @@ WEIGHTS = ("*.safetensors", "*.index*.json", *OTHER_WEIGHTS)
 # hf_quant_config.json to weights that ModelOpt quantized.
 SETTINGS = ("adapter_config.json", "params.json", "hf_quant_config.json")
 CODE = ("*.py", "*.pyc", "*.so")
-OWN = ("config.json", "README.md", REPORT_FILE, "state.json", "lock", "scratch", "records-*", "activations-*", "*.tmp")
+# Files and folders of a run that a finished checkpoint does not have; first its state, its lock and its statistics.
+STATE_FILE, LOCK_FILE, SCRATCH = "state.json", ".lock", "scratch"
+# Files that a killed run was writing, here or in safetensors, and its activations.
+UNFINISHED = ("*.tmp", ".tmp*", "activations-*")
+RUN_FILES = (STATE_FILE, LOCK_FILE, SCRATCH, "records-*", *UNFINISHED)
+OWN = ("config.json", "README.md", REPORT_FILE, *RUN_FILES)
 STEP_FOLDERS = "[0-9]_*"
 HINT = "Replace the link with what it points to, or remove it: it would be copied into the checkpoint."
 
@@ -90,4 +95,4 @@ def copy_companions(source: Path, destination: Path) -> None:
             raise CheckpointError(str(source / name), "a readable file", str(error), hint) from error
         with original, copy.open("wb") as target:
             shutil.copyfileobj(original, target)
-        _sync(copy)
+        sync(copy)

@@ -9,7 +9,7 @@ from typing import Any
 from vllm_latq.errors import CheckpointError
 from vllm_latq.format.files import read_json
 from vllm_latq.format.report import finite_number, layer_reports
-from vllm_latq.quantize.runs.writer import STATE_FILE
+from vllm_latq.quantize.model.companion_files import STATE_FILE
 
 
 def seconds_left(seconds: float, done: int, left: int) -> float | None:

@@ -23,19 +23,21 @@ from safetensors.torch import save_file
 
 from vllm_latq.errors import CheckpointError, ConfigError
 from vllm_latq.format.config import CheckpointConfig
-from vllm_latq.format.files import INDEX_FILE, companion_files, read_json
-from vllm_latq.format.reader import REPORT_FILE, config_digest, file_digest, fingerprint_of, tensor_digest
+from vllm_latq.format.files import INDEX_FILE, read_json
+from vllm_latq.format.reader import REPORT_FILE, config_digest, file_digests, fingerprint_of, tensor_digest
 from vllm_latq.format.verify import verify
-from vllm_latq.quantize.machine.durable_files import KEPT, _sync, named_failures, rename_durably
-from vllm_latq.quantize.model.companion_files import copy_companions
+from vllm_latq.quantize.machine.durable_files import KEPT, named_failures, rename_durably, sync
+from vllm_latq.quantize.model.companion_files import (
+    LOCK_FILE,
+    RUN_FILES,
+    SCRATCH,
+    STATE_FILE,
+    UNFINISHED,
+    copy_companions,
+)
 from vllm_latq.quantize.model.loading import require_loadable
 from vllm_latq.quantize.model.meta_model import model_config
 
-STATE_FILE, LOCK_FILE = "state.json", ".lock"
-# Files that a killed run was writing, here or in safetensors, and its activations.
-UNFINISHED = ("*.tmp", ".tmp*", "activations-*")
-# Files of a run that do not belong to the finished checkpoint.
-RUN_FILES = (STATE_FILE, LOCK_FILE, "records-*", "scratch/*", *UNFINISHED)
 CHOOSE = "Choose another directory, or restore the permission."
 # Directories that this process holds the lock of -> its descriptor. The system would give it to the process twice, and
 # takes it back when any descriptor of the file is closed.
@@ -153,7 +155,7 @@ class CheckpointWriter:
     @property
     def scratch(self) -> Path:
         """A folder for intermediate results, which an interrupted run finds again and `finish` removes."""
-        return self.partial / "scratch"
+        return self.partial / SCRATCH
 
     def records(self, shard: int) -> dict[str, Any] | None:
         """Records that `add` wrote for a shard of an earlier run; None if it was not finished."""
@@ -221,14 +223,10 @@ class CheckpointWriter:
         self._write_json(INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
         self._write_json(REPORT_FILE, report)
         (self.partial / "README.md").write_text(card, encoding="utf-8")
-        _sync(self.partial / "README.md")
+        sync(self.partial / "README.md")
         copy_companions(source, self.partial)
         config = model_config(source, untied)
-        digests += [
-            file_digest(self.partial, name)
-            for name in companion_files(self.partial)
-            if name != REPORT_FILE and not any(fnmatch(name, pattern) for pattern in RUN_FILES)
-        ]
+        digests += file_digests(self.partial, RUN_FILES)
         quantization_config = {
             **quantization.to_dict(),
             "fingerprint": fingerprint_of([config_digest(config, quantization), *digests]),
@@ -260,7 +258,7 @@ class CheckpointWriter:
         with named_failures(self.partial):
             if self.destination.exists():
                 self.destination.rmdir()
-            _sync(self.partial)
+            sync(self.partial)
             self._remove(LOCK_FILE)  # as late as can be: whoever makes a new one works in it, too
             rename_durably(self.partial, self.destination)
 
@@ -307,7 +305,7 @@ class CheckpointWriter:
 
     def _remove_unfinished_end(self) -> None:
         """Remove what an earlier `finish` wrote that did not come to its end: the model's files may be others now."""
-        kept = (STATE_FILE, LOCK_FILE, self.scratch.name, "records-*", "*.safetensors", *UNFINISHED)
+        kept = (*RUN_FILES, "*.safetensors")
         for path in self.partial.iterdir():
             if path.is_dir() and path != self.scratch:
                 shutil.rmtree(path)

@@ -222,7 +222,7 @@ def is_weights(name: str) -> bool:
     return name.lower().endswith(WEIGHT_SUFFIXES) or (name.endswith(".index.json") and name != INDEX_FILE)
 
 
-def companion_files(directory: Path) -> list[str]:
+def files_beside_weights(directory: Path) -> list[str]:
     """Return the files of a model directory and its folders that readers may open, by relative names in any order.
 
     The weights and the index at the top, hidden files and documents are left out. A link to a folder counts as a file.

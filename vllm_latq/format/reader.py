@@ -6,7 +6,8 @@ Invariant: every weight that `CheckpointReader.weight` returns has passed `valid
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from fnmatch import fnmatch
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from vllm_latq.format import validate
 from vllm_latq.format.config import CheckpointConfig
 from vllm_latq.format.encodings.registry import tensor_suffixes
 from vllm_latq.format.encodings.weight import Weight
-from vllm_latq.format.files import TensorStore, companion_files, read_json, readable, regular_file
+from vllm_latq.format.files import TensorStore, files_beside_weights, read_json, readable, regular_file
 from vllm_latq.format.report import LayerReport, layer_reports
 from vllm_latq.format.scheme import CONFIG_KEY
 from vllm_latq.format.tensors import SHAPE, Header
@@ -116,6 +117,19 @@ def file_digest(directory: Path, name: str) -> str:
         return f"file {json.dumps(name)} {hashlib.file_digest(file, 'sha256').hexdigest()}"
 
 
+def file_digests(directory: Path, left_out: Collection[str] = ()) -> Iterator[str]:
+    """Yield the line of the fingerprint for each file that it covers, except weights and config.json.
+
+    Args:
+        directory: of the checkpoint.
+        left_out: patterns of names of files and folders at the top that do not belong to the checkpoint.
+    """
+    left_out = ("config.json", REPORT_FILE, *left_out)
+    for name in files_beside_weights(directory):
+        if not any(fnmatch(name.partition("/")[0], pattern) for pattern in left_out):
+            yield file_digest(directory, name)
+
+
 def config_digest(document: Mapping[str, Any], config: CheckpointConfig) -> str:
     """Return the line of the fingerprint for config.json: `document`, whose `quantization_config` is `config`."""
     whole = {**document, CONFIG_KEY: config.reading()}
@@ -130,7 +144,7 @@ def fingerprint_of(digests: Iterable[str]) -> str:
 
 def checkpoint_fingerprint(reader: CheckpointReader) -> str:
     """Recompute the fingerprint from config, tensors and files, one tensor in memory at a time."""
-    store, others = reader.store, ("config.json", REPORT_FILE)
+    store = reader.store
     tensors = (tensor_digest(name, store.get(name)) for name in store.names())
-    files = (file_digest(store.directory, name) for name in companion_files(store.directory) if name not in others)
-    return fingerprint_of([config_digest(reader.document, reader.config), *tensors, *files])
+    config = config_digest(reader.document, reader.config)
+    return fingerprint_of([config, *tensors, *file_digests(store.directory)])

@@ -28,7 +28,7 @@ LEFT = (
     *("onnx/model.onnx", "onnx/config.json", "onnx/deep/note.txt", "original/model.pth", "original/params.json"),
     *("checkpoint-5/model.safetensors", "checkpoint-5/trainer_state.json", "2_Dense/pytorch_model.bin"),
     *(".gitattributes", ".cache/token", "docs/.token", "config.json", "README.md", "latq_report.json"),
-    *("state.json", "lock", "records-00001.json", "scratch/note", "a.tmp"),
+    *("state.json", ".lock", "records-00001.json", "scratch/note", "a.tmp"),
 )
 
 
