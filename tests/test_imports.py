@@ -51,7 +51,7 @@ def imported(path: Path) -> Iterator[str]:
 
 
 def within(name: str, package: str) -> bool:
-    """Whether a dotted name is a package or something in it."""
+    """Return whether a dotted name is a package or something in it."""
     return name == package or name.startswith(package + ".")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from helpers.modules import MODULES, ROOT
 from helpers.programs import run_program
 
-# What only developers need: programs that emulate a GPU, audit machine code, and compare quantizers.
+# Programs for developers only: they emulate a GPU, audit machine code, and compare quantizers.
 NOT_SHIPPED = ("vllm_latq.kernels.dev.", "vllm_latq.quantize.studies.")
 
 

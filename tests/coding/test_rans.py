@@ -176,7 +176,7 @@ def test_trained_layers_are_coded_near_the_entropy_of_their_classes(mini_model: 
         counts = integers[table == index].unique(return_counts=True)[1].double()
         entropy -= float((counts * (counts / counts.sum()).log2()).sum())
     payload = 16 * int(encoded.chunk_words.to(torch.int64).sum())
-    # Of the 32 bits of a chunk's state 24 are lost on average; frequencies of 12 bits and the coder cost the rest.
+    # On average 24 of the 32 bits of a chunk's state are lost; 12-bit frequencies and the coder cost the rest.
     assert entropy < payload < 1.002 * entropy + 32 * encoded.chunk_words.numel()
     bits = encoded.storage_bits()
     assert math.isclose(bits, rans.encoded_bits(integers), abs_tol=0.002 * integers.numel())

@@ -20,7 +20,7 @@ TEXT = {
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "sliding_window": 128},
     **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False},
 }
-# What one family or another calls the sizes of its tower; it sees images of 2 x 2 patches and more.
+# Sizes of a tower, by the names that the families use; it sees images of 2 x 2 patches and more.
 VISION = {
     **{"hidden_size": 64, "embed_dim": 64, "intermediate_size": 96, "out_hidden_size": 128, "image_size": 28},
     **{"num_hidden_layers": 2, "depth": 2, "num_attention_heads": 2, "num_heads": 2, "patch_size": 14},

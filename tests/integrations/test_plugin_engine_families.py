@@ -34,7 +34,7 @@ RECIPES = {
     "phi3": Recipe("latq", target_bits=3.5, ignore=(), **SAMPLES),  # its head, too
     "gemma4_text": Recipe("latq", target_bits=3.5, **SAMPLES),
     "qwen3_next": Recipe("gptq", 8, group_size=32, **SAMPLES),
-    # What vLLM merges must have common scales of columns.
+    # Linears that vLLM merges must have common scales of columns.
     "glm4_moe_lite": Recipe("latq", target_bits=6.0, **SAMPLES),
 }
 # vLLM 0.25 does not tell ModernBERT's linears how they are quantized.

@@ -231,7 +231,7 @@ def test_mid_rise_grids(audited: dict[tuple, dict], case: tuple) -> None:
 
 
 def test_all_activations_of_a_turn_are_asked_for_before_one_is_added(audited: dict[tuple, dict]) -> None:
-    """Those of 16 outliers a thread. Asked for and added one by one, 3 to 4 were on their way at once."""
+    """A thread asks for the activations of 16 outliers at once. Asked for one by one, 3 to 4 were on their way."""
     assert audited["sm_86", 3, 32, "*bf16", -1, False, False, True]["together"] == 16
 
 

@@ -361,7 +361,7 @@ def test_tune_searches_what_decides_one_and_two_rows_only_there() -> None:
 
 
 def test_some_outliers_are_always_read() -> None:
-    """Of any valid entry, whatever it is asked to serve."""
+    """Any valid entry reads some outliers at a time, whatever it is asked to serve."""
     for rows, gathers, slots in product(REGIMES, (8, 16, 32, 64), (1, 16)):
         entry = replace(AMPERE[0], max_rows=rows, gathers=gathers, slots=slots)
         for m, ranges, transposed in product((1, 2, rows), (1, 2, 4, 8), (False, True)):
@@ -405,7 +405,7 @@ def test_descent_finds_the_minimum_of_its_neighbourhood() -> None:
 
 @pytest.mark.interpreter
 def test_tune_prints_the_fastest_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a regime, and of the SIMT kernel, which takes the same fields; never one that does not run."""
+    """The fastest entry of a regime and of the SIMT kernel is printed, never one that does not run."""
     choices = {"num_warps": (1, 2, 4), "stages": (2, 3, 4), "block_n": (64, 128)}
     for name, value in {"SHAPES": ((128, 256),), "BITS": (3,), "CHOICES": choices, "cache_bytes": lambda _: 1}.items():
         monkeypatch.setattr(f"vllm_latq.kernels.bench.tune.{name}", value)

@@ -36,7 +36,7 @@ def test_a_chunk_of_rows(make_layer) -> None:
 
 @pytest.mark.parametrize("rows", [40, 170])
 def test_rows_in_the_other_block(make_layer, rows: int) -> None:
-    """Of the last 128 rows some are in the second block, though they are no more than one would hold."""
+    """Some of the last 128 rows are in the second block, although one block would hold all of them."""
     layer = make_layer(3, rows, 96, group_size=32, outliers=0.03)
     assert torch.equal(dequantize(layer.weight, torch.float32).cpu().double(), layer.dense)
 
@@ -58,7 +58,7 @@ def test_integers_beyond_the_grid_are_rounded_once(make_layer) -> None:
 
 
 def test_far_integers_are_put_together_again() -> None:
-    """Of many entries, over several blocks of slots, and what lies before them and behind."""
+    """Many entries, over several blocks of slots, become the integers, and their neighbours stay as they are."""
     z = torch.cat((torch.tensor([5.0, 8388607.0, -9.0, -8388605.0]), torch.arange(-400.0, -4), torch.arange(4.0, 404)))
     z = torch.cat((z, torch.tensor([99.0])))
     row_ptr = torch.tensor([0, 4, 400, 800, 801], dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""What the compiler makes of the kernels, run by the real launchers in the PTX emulator, against float64.
+"""The compiled kernels, run by the real launchers in the PTX emulator, against float64.
 
 The emulator refuses accesses out of bounds, races and asynchronous copies that are read too early; tensor cores
 truncate as the real ones do. So this covers what Triton's interpreter cannot: inline assembly, layouts, pipelining.

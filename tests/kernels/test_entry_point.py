@@ -30,7 +30,7 @@ from vllm_latq.kernels.layout.weight import HIP
 pytestmark = pytest.mark.kernel
 
 FENCE = 4096  # elements before and behind; a multiple of every alignment
-# Of the largest output: one rounding to the type of x after float32 sums, where the interpreter truncates to bfloat16.
+# Relative to the largest output: one rounding to the type of x; the interpreter truncates to bfloat16.
 TOLERANCE = {torch.bfloat16: 2**-7, torch.float16: 2**-11}
 PREFILL_FACTOR = 2  # prefill rounds the weights, too
 SCHEMES = tuple(product((2, 3, 4, 8), (32, 64, 128, -1)))
@@ -223,7 +223,7 @@ def test_rows_too_far_apart_for_offsets_of_32_bits_are_copied(make_layer, monkey
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of numpy, in the interpreter
 def test_rows_of_activations_do_not_touch_each_other(make_layer) -> None:
-    """What is infinite or not a number in one spoils that row of y at most, in every kernel."""
+    """An infinity or a NaN in a row of x spoils that row of y at most, in every kernel."""
     layer = make_layer(4, 70, 512, outliers=0.05)
     for m in (2, 5, 12, 20, 64, 70, 130):
         x = torch.randn(m, 512, generator=torch.Generator().manual_seed(m)).bfloat16()

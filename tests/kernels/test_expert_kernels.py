@@ -25,7 +25,7 @@ from vllm_latq.serving.experts import by_all, by_expert
 
 pytestmark = pytest.mark.kernel
 
-# Of the largest output: x, the gated product and the output are each rounded to float16 (2^-11), one after the other.
+# Relative to the largest output: x, the gated product and the output are each rounded to float16 (2^-11).
 TOLERANCE = 2**-8
 SCHEMES = {
     "packed3": LayerScheme("packed", 3, 32, True, grid="midrise"),
@@ -71,7 +71,7 @@ def test_activations_reach_the_kernels(scheme: str, activation: str) -> None:
 
 @pytest.mark.parametrize(("scheme", "tokens", "count"), [("packed4-row", 1, 5), ("packed4-row", 2, 6), ("rans", 1, 6)])
 def test_launches(scheme: str, tokens: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of this package's kernels; torch makes views and memory only."""
+    """All launches are of this package's kernels; torch makes only views and memory."""
     mixture, kernel = Mixture(SCHEMES[scheme], torch.float16, device=DEVICE), RecordedKernel()
     for module, name in KERNELS:
         if module in (grouped, rows, kernel_routing):

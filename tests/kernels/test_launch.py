@@ -1,4 +1,4 @@
-"""What launches make Triton compile: the real launchers, on tensors without memory of a GPU that is not there.
+"""The kernels that launches make Triton compile: real launchers, and tensors without memory on a missing GPU.
 
 They run in a subprocess as far as the compiled kernel, the way a launch on an sm_80 would specialize its arguments.
 """

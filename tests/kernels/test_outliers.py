@@ -64,7 +64,7 @@ def test_integers_round_trip(rows: int, cols: int, density: float, bits: int) ->
 
 
 def test_two_outliers_are_an_entry() -> None:
-    """Of 3 bits, -4 to 3: the column, the next digit or an exponent, the digit, and the columns to the next."""
+    """Codes of 3 bits hold -4 to 3. An entry: column, next digit or exponent, digit, columns to the next."""
     values = torch.tensor([4.0, -5.0, 30.0, -13.0, 10.0])
     points = integers(torch.tensor([0, 4, 5]), torch.tensor([0, 255, 511, 512, 65535]), values, 1 << 16, 3)
     assert [f"{entry & 0xFFFFFFFF:08X}" for entry in beyond_entries(points, 3).entry.tolist()] == [

@@ -96,7 +96,7 @@ def test_activation(activation: str, scaled: bool) -> None:
     routing = route(ids.to(DEVICE), 8, [stack_of_experts(2)])
     first = gate if activation.endswith("_no_mul") else torch.cat([gate, up], 1)
     found = activate(first.to(DEVICE), activation, None if scales is None else scales.to(DEVICE), routing)
-    # What is beyond float32 is infinite.
+    # A result beyond float32 is infinite.
     expected = ACTIVATIONS[activation](first.double()).float().double()
     if scales is not None:
         expected[:3] *= scales[[0, 1, 1]]

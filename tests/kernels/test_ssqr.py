@@ -178,7 +178,7 @@ def write_shares(
 @pytest.mark.skipif(EMULATED is not None, reason="the emulator stands in for the kernels of the package")
 @pytest.mark.parametrize(("writers", "parts"), [(1, 1), (3, 2), (5, 1), (8, 2)])
 def test_shares_of_transposed_activations_are_all_of_them(writers: int, parts: int) -> None:
-    """What the writers leave, before anybody looks whether a share is missing, and writes all of it again."""
+    """The writers leave the whole x^T, before a program looks for a missing share and writes all of it again."""
     m, rows, cols = 5, 8, 1000
     x = torch.randn(m, cols).bfloat16()
     transposed = poisoned(cols + 1, rows, dtype=torch.bfloat16, device=DEVICE)

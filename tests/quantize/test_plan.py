@@ -1,4 +1,4 @@
-"""What a plan says a run needs is what a run then allocates or writes."""
+"""A run allocates and writes as many bytes as its plan says."""
 
 from dataclasses import replace
 from pathlib import Path

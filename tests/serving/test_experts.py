@@ -22,7 +22,7 @@ SCHEMES = {
     "rans": RANS,
     "rans-midrise": RANS_MIDRISE,
 }
-# Of the largest output: float32 sums in another order.
+# Relative to the largest output: float32 sums in another order.
 TOLERANCE = 1e-5
 WAYS = [by_expert, by_all]
 

@@ -48,7 +48,7 @@ def without_feedback(exact: torch.Tensor) -> _Targets:
 
 
 def factor(size: int) -> Factor:
-    """Of correlated inputs or outputs."""
+    """Return the factor of correlated inputs or outputs."""
     x = torch.randn(2 * size, size, generator=torch.Generator().manual_seed(size)).double()
     return factorize(x.T @ x / len(x), damping=0.1)
 

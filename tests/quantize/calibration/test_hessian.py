@@ -25,7 +25,7 @@ def test_gram_is_that_of_the_inputs_in_float32(dtype):
 
 
 def test_later_passes_end_at_the_input_of_the_last_linear():
-    """What a block does behind it is not computed again; the sums are those of whole passes."""
+    """A later pass skips the rest of the block; the sums equal those of whole passes."""
     block = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.ReLU(), torch.nn.Linear(4, 3))
     linears = {"first": block[0], "last": block[2]}
     batches = torch.randn(3, 7, 5, generator=torch.Generator().manual_seed(0))

@@ -134,7 +134,7 @@ def test_latq_hits_what_it_was_asked_for(mini_model: Path, calibration_text: Pat
     behind = []
     for path in (mini_model, tmp_path / "1.0"):
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        # What the last block hands on, before the last norm.
+        # The output of the last block, before the last norm.
         model.model.layers[3].register_forward_hook(lambda _, __, output: behind.append(output))
         with torch.no_grad():
             model(samples)

@@ -48,7 +48,7 @@ RECIPES = {
     "latq-parts": Recipe("latq", target_bits=3.0, without=("rate-damping", "feedback", "columns"), **FEWER),
     "midrise": Recipe("ssqr", 2, outliers="overflow", grid="midrise", target="residual", **FEW),
 }
-# What sums in float32 differ by where the certificate takes another way than the quantizer.
+# Relative difference of float32 sums where the certificate takes another way than the quantizer.
 EXACT = 1e-6
 PROBED = "model.layers.1.self_attn.o_proj"
 

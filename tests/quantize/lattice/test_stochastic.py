@@ -64,7 +64,7 @@ def test_layers_are_seeded_by_recipe_and_name(method):
     recipe = Recipe(method, rounding="stochastic", seed=1, **grid)
     result = quantize_layer(weight, hessian, recipe, "q_proj")
     sixth = result.record.bound / 6
-    # What ssqr clips is expected as it is.
+    # The error of weights that ssqr clips counts as it is.
     most = 1.5 * sixth if method == "ssqr" else sixth
     assert sixth <= result.record.expected_error <= most
     assert result.record.bound_holds is (None if method == "gptq" else True)

@@ -53,7 +53,7 @@ def test_unknown_place(tmp_path: Path) -> None:
 
 
 def test_memory_of_a_block_not_of_the_model(random_model: Any, tmp_path: Path) -> None:
-    """What a process needs beyond its libraries to quantize a model of 170 MB is below a third of that."""
+    """Beyond its libraries, a process needs less than a third of a model of 170 MB to quantize the model."""
     directory, model = random_model("llama", "large", **LARGE, **HEADS)
     size = sum(parameter.numel() * 4 for parameter in model.parameters())
     assert size > 160e6

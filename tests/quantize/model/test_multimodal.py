@@ -94,7 +94,7 @@ def test_quantized_and_loaded_again(
 
 
 def test_the_language_model_alone(mini_model: Path, tmp_path: Path) -> None:
-    """Of Qwen3.5 transformers makes both; a checkpoint says in `architectures` which it holds."""
+    """transformers makes two models of Qwen3.5; `architectures` says which of them a checkpoint holds."""
     sizes = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8}
     hybrid = {"layer_types": ["linear_attention", "full_attention"], "linear_value_head_dim": 8, **sizes}
     random_multimodal(tmp_path / "both", "qwen3_5", mini_model, **hybrid)

@@ -156,7 +156,7 @@ def test_transposed(mini_model: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", [pytest.param("granitemoe", marks=granite_experts), "qwen2_moe"])
 def test_experts_of_one_layer_stay(family: str, random_model: Any, tmp_path: Path) -> None:
-    """Whether stored as one or one by one, beside others that are quantized."""
+    """Experts stored as one tensor, or one by one, stay unquantized beside others that are quantized."""
     source, model = random_model(family, f"stay-{family}", **EXPERTS, num_experts_per_tok=2)
     parent = {"granitemoe": "block_sparse_moe", "qwen2_moe": "mlp"}[family]
     recipe = Recipe("rtn", 8, group_size=16, ignore=("lm_head", f"model.layers.0.{parent}.experts"))

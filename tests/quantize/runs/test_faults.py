@@ -42,7 +42,7 @@ class Runs:
         return out
 
     def uninterrupted(self, method: str) -> Path:
-        """What every run must end in."""
+        """Return the checkpoint that every run must end in."""
         out = self.folder / method
         return out if out.exists() else self.whole(method, out)
 
@@ -163,7 +163,7 @@ def flip_a_bit(file: Path) -> None:
 
 
 def interrupted(runs: Runs, method: str, out: Path) -> Path:
-    """What a run leaves that was killed when its second block was on disk."""
+    """Kill a run when its second block is on disk, and return the directory that it leaves."""
     process = runs.child(method, out)
     records = out.with_name(out.name + ".partial") / "records-00002.json"
     deadline = time.monotonic() + MINUTE

@@ -1,4 +1,4 @@
-"""What `latq inspect OUT.partial` shows of a run that is still going, and the time that a run has left."""
+"""`latq inspect OUT.partial` shows the progress of a run, and a run tells how much time it has left."""
 
 import json
 from pathlib import Path

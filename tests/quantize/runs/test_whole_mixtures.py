@@ -29,7 +29,7 @@ TOKENS, SEED = torch.randint(3, 2048, (2, 60), generator=torch.Generator().manua
 
 
 def statistics(directory: Path, samples: torch.Tensor, files: StatisticsFiles) -> dict[str, LayerStatistics]:
-    """Of the first block."""
+    """Return the statistics of the linears of the first block."""
     decoder = Decoder(directory, "cpu")
     collect_statistics(decoder, samples, dict(decoder.linears(0)), files, SEED)
     return files.read(0)

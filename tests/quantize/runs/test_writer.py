@@ -117,7 +117,7 @@ def test_a_run_that_got_nowhere_is_in_nobody_s_way(tmp_path: Path, source: Path)
 
 
 def lets_others_in(out: Path) -> bool:
-    """Whether another process may go on with a run; in this one, a lock would not be in the way."""
+    """Return whether another process may go on with a run; this process would not notice its own lock."""
     return run_program("hold_run.py", out, 0).returncode == 0
 
 

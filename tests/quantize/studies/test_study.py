@@ -65,7 +65,7 @@ def test_a_row_is_measured_and_written(
 def test_a_row_that_cannot_be_had_does_not_end_the_study(
     run_study: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of 2 bits in memory scales leave none for codes."""
+    """The scales take so much of 2 bits in memory that no bit is left for codes."""
     run_study("--bits", "1.5", "--only", "latq, half*", "hrtn")
     out = capsys.readouterr().out
     assert "latq, half a bit more in memory: recipe.target_bits: expected more than" in out
