@@ -1,0 +1,1 @@
+"""The trellis code of latq. Imports `coding`."""
