@@ -1,0 +1,1 @@
+"""The Viterbi search for rings of the trellis code, on a CPU and on a GPU. Imports `coding`."""
