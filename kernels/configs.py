@@ -18,6 +18,12 @@ REGIMES = (8, 16, 32, 64)  # numbers of activation rows for which there are tens
 INVARIANT_ROWS = 16
 GATHER_ROWS = 2  # up to so many rows outliers gather x; above, they read x^T: one vector load instead of one per row
 FUSED_LAUNCHES = 2  # of the widest kernel, that a product takes at most; more rows take the prefill path (NOTES.md)
+# Numbers of activation rows for which there are kernels of trellis codes; 32 rows would spill. A product takes at most
+# so many launches of the widest.
+TRELLIS_REGIMES, TRELLIS_LAUNCHES = (4, 8, 16), 4
+# Counted, not timed: units of 64 rows x 128 columns that are copied ahead; programs of two warps on a multiprocessor;
+# fewest units in a part of split-K.
+TRELLIS_STAGES, TRELLIS_PROGRAMS, TRELLIS_LEAST_UNITS = 3, 4, 2
 WAVE_COST, ADDING_COST = 6, 4  # of `split_k`, in superblocks; measured on an H200 (NOTES.md)
 TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 COMPILER = {"enable_fp_fusion": True}  # a * b + c is one instruction; from Triton 3.10 on that must be asked for
@@ -158,11 +164,6 @@ def split_k(
         return waves * wave(programs) + (wave(-(-rest // processors)) if rest else 0)
 
     return min(ways, key=time)
-
-
-def slots_of(outliers: int, beyond_entries: bool) -> int:
-    """Return the slots that hold so many outliers of a row, at least one: entries of form `beyond` hold two each."""
-    return max(1, outliers // 2) if beyond_entries else outliers
 
 
 # fmt: off

@@ -5,7 +5,6 @@ Invariant: the checkpoint appears complete or not at all, and work that was done
 
 import hashlib
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import vllm_latq
 from vllm_latq.format.config import CheckpointConfig
 from vllm_latq.format.files import read_json
 from vllm_latq.format.reader import REPORT_FILE
-from vllm_latq.quantize.allocation.served_allocation import check_target_bits
 from vllm_latq.quantize.calibration.windows import calibration_samples, require_calibration, sizes
 from vllm_latq.quantize.machine.distributed import World
 from vllm_latq.quantize.machine.offload import Place, placer
@@ -71,7 +69,6 @@ def quantize_checkpoint(
     try:
         decoder = Decoder(source, world.device, compute_dtype(recipe.dtype))
         quantized = quantized_linears(decoder, recipe)
-        check_target_bits(quantized.values(), recipe)
         # Before data are read, which takes a while.
         world.from_first(lambda: free_destination(destination, resume))
         world.from_first(lambda: companion_files(decoder.source))
@@ -119,7 +116,6 @@ def _run(session: Session, samples: torch.Tensor | None, offload: str, started: 
     run = _planned(session, samples, placer(offload, writer.partial))
     run.parts()
     report = run.report(samples, time.perf_counter() - started)
-    _warn_of_excess(recipe, report["totals"])
     config = CheckpointConfig(recipe.scheme, ignored_modules(decoder, recipe), recipe=recipe.to_dict())
     card, untied = model_card(decoder.source, recipe, report), decoder.unties(session.quantized)
     world.from_first(lambda: writer.finish(decoder.source, config, report, card, untied))
@@ -135,14 +131,3 @@ def _planned(session: Session, samples: torch.Tensor | None, place: Place) -> Ru
     # With its own targets, nothing passes through the quantized blocks.
     passing = None if session.recipe.target == "quantized" else samples
     return Run(session, quantizer, session.stream(passing, place))
-
-
-def _warn_of_excess(recipe: Recipe, totals: dict[str, Any]) -> None:
-    """Warn of more served bits than were asked for, where not even damping lets every layer meet its share."""
-    target, found = recipe.target_bits, totals["served_bits_per_weight"]
-    if recipe.method == "latq" and recipe.count == "served" and target is not None and found > target:
-        warnings.warn(
-            f"target_bits: {found:.4f} served bits per weight, more than {target:g}: the notes of the report name the "
-            "layers whose lattice is too ill-conditioned. Calibrate on more text, or raise target_bits.",
-            stacklevel=4,
-        )

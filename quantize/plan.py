@@ -29,7 +29,6 @@ from typing import Any
 from torch import nn
 
 from vllm_latq.format.encodings.registry import tensor_specs
-from vllm_latq.quantize.allocation.served_allocation import check_target_bits
 from vllm_latq.quantize.calibration.fisher import LARGEST_BLOCK
 from vllm_latq.quantize.calibration.windows import check_seq_len
 from vllm_latq.quantize.methods.record import totals
@@ -38,7 +37,7 @@ from vllm_latq.quantize.model.decoder import Decoder
 from vllm_latq.quantize.model.loading import compute_dtype, torch_device
 from vllm_latq.quantize.model.parts import model_parts
 from vllm_latq.quantize.model.selection import beside, matrices, merged_with, quantized_linears
-from vllm_latq.quantize.recipe import Recipe
+from vllm_latq.quantize.recipe import AVERAGE_METHODS, Recipe
 
 # Keys of the totals that only a run can measure.
 NOT_PLANNED = ("served_bits_per_weight", "error", "bound", "loss", "loss_bound")
@@ -69,7 +68,6 @@ def plan(
     decoder = Decoder(source, torch_device(device), compute_dtype(recipe.dtype))
     layers = []
     quantized = quantized_linears(decoder, recipe)
-    check_target_bits(quantized.values(), recipe)
     reads_text = recipe.needs_calibration or calibrated
     if reads_text:
         check_seq_len(decoder, recipe)
@@ -106,8 +104,8 @@ def planned_bits(recipe: Recipe, rows: int, cols: int) -> float:
 
     The target for entropy-coded methods; for the others exact, except that outliers count at their rate.
     """
-    if recipe.target_bits is not None:
-        return recipe.target_bits * rows * cols
+    if recipe.method in AVERAGE_METHODS:
+        return recipe.bits * rows * cols
     outliers = recipe.outlier_rate * rows * cols
     return sum(spec.bits(outliers) for spec in tensor_specs(recipe.scheme, rows, cols).values())
 

@@ -17,27 +17,23 @@ from vllm_latq.quantize.lattice.choices import ORDERS, REDUCTIONS, ROUNDINGS, SC
 # Fields that a method does not read. Setting one would suggest an effect it does not have, so it is refused.
 _RECURSION = ("order", "damping", "block_size", "rounding", "target", "correction", "beam", "sweeps")
 _OUTLIERS = ("outlier_rate", "outliers")
-_GRID = ("bits", "group_size", "scales", "grid", *_OUTLIERS)
+_GRID = ("group_size", "scales", "grid", *_OUTLIERS)
 UNUSED = {
-    "rtn": (*_OUTLIERS, "target_bits", "count", "without", "reduction", *_RECURSION),
-    "gptq": (*_OUTLIERS, "target_bits", "count", "without", "reduction"),
-    "ssqr": ("target_bits", "count", "without", "reduction"),
-    "hptq": ("count", "without", "sweeps", *_GRID),
-    "hrtn": ("count", "without", "reduction", *_GRID, *_RECURSION),
-    "latq": ("block_size", "rounding", "beam", "sweeps", "reduction", *_GRID),
+    "rtn": (*_OUTLIERS, "reduction", *_RECURSION),
+    "gptq": (*_OUTLIERS, "reduction"),
+    "ssqr": ("reduction"),
+    "hptq": ("sweeps", *_GRID),
+    "hrtn": ("reduction", *_GRID, *_RECURSION),
+    "latq": ("order", "block_size", "rounding", "beam", "sweeps", "reduction", *_GRID),
 }
-# Parts of latq that a study can switch off, see `methods.latq`: the model's one step, column and row scales, feedback
-# between outputs, and damping that charges for bits.
-PARTS = ("allocation", "columns", "rows", "feedback", "rate-damping")
 METHODS = tuple(UNUSED)
 HUFFMAN_METHODS = ("hptq", "hrtn")
-CODED_METHODS = (*HUFFMAN_METHODS, "latq")
+# Methods whose bits are an average that may be any number.
+AVERAGE_METHODS = (*HUFFMAN_METHODS, "latq")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 # Allowed values of each field that is a choice.
 CHOICES: Mapping[str, tuple[Any, ...]] = {
     "method": METHODS,
-    "bits": SUPPORTED_BITS,
-    "count": ("stored", "served"),
     "order": ORDERS,
     "rounding": ROUNDINGS,
     "reduction": REDUCTIONS,
@@ -48,8 +44,10 @@ CHOICES: Mapping[str, tuple[Any, ...]] = {
     "dtype": DTYPES,
 }
 MAX_OUTLIER_RATE = 0.5
-MAX_TARGET_BITS = 16.0
-MAX_SERVED_BITS = 9.0  # codes have at most 8
+DEFAULT_BITS = 4
+HEAD = "lm_head"
+# A Huffman code takes at least a bit per weight, and so does the trellis code.
+MAX_AVERAGE_BITS = 16.0
 MAX_SEED = 2**64  # torch draws with seeds below
 
 
@@ -59,16 +57,13 @@ class Recipe:
 
     Attributes:
         method: rtn (round to nearest), gptq (clipped), ssqr (with sparse outliers), hptq (unclipped, one scale,
-            Huffman-coded), hrtn (the same by plain rounding) or latq (against the loss of the whole model, one step
-            for all layers, entropy-coded; unclipped where stored bits are counted).
-        bits: code width of rtn, gptq and ssqr: 2, 3, 4 or 8.
+            Huffman-coded), hrtn (the same by plain rounding) or latq (against the loss of the whole model, by a trellis
+            code).
+        bits: of rtn, gptq and ssqr the width of the codes: 2, 3, 4 or 8. Of hptq and hrtn the average stored bits per
+            weight of each layer, and of latq those of the model, in files and in memory, everything counted: any number
+            above 1.
         group_size: input channels per scale, -1 for the whole row.
         outlier_rate: share of the weights that ssqr may keep as outliers, in (0, 0.5].
-        target_bits: average bits per weight, of each layer (hptq, hrtn) or of the model (latq), in (1, 16].
-        count: what target_bits measures (latq): stored, the checkpoint's files; or served, the memory that decoding
-            reads: codes of 2, 3, 4 or 8 bits, and about 18 bits for each integer beyond them (32 for 8-bit codes); at
-            most 9. With served, grids are mid-rise and weights at most 3/4 of a step beyond the codes are clipped,
-            which makes the bound 9/4 as high.
         order: rounding order: natural, act or min-pivot.
         damping: lambda relative to the mean diagonal of the Hessian.
         rounding: nearest, or stochastic: up with the fractional part as probability, drawn from `seed` and the layer's
@@ -89,21 +84,19 @@ class Recipe:
             elsewhere), float32, bfloat16 or float16. Hessians are always float32 sums; the algorithms compute in
             float32 and float64.
         seed: seed for the calibration sequences, stochastic rounding, and the labels that latq draws.
-        ignore: linears (names or dotted suffixes) and modules (names) that stay unquantized.
+        ignore: linears (names or dotted suffixes) and modules (names) that stay unquantized. None chooses: nothing for
+            latq, which shares its bits out over blocks and head, otherwise lm_head.
         block_size: columns per lazy batch of the recursion; changes speed only.
         outliers: weights that ssqr keeps: those whose rounding would cost most ("saving"; others beyond the grid are
             clipped and their errors fed back), or all that overflow the grid ("overflow", the paper's).
         beam: roundings per row that nearest plane keeps (K-best); for ssqr only where outliers are chosen by saving.
         sweeps: maximum coordinate-descent sweeps after nearest plane (gptq, ssqr).
-        without: parts of latq to switch off (`PARTS`), for studies of what each is worth.
     """
 
     method: str
-    bits: int = 4
+    bits: float = DEFAULT_BITS
     group_size: int = 128
     outlier_rate: float = 0.01
-    target_bits: float | None = None
-    count: Literal["stored", "served"] = "stored"
     order: str = "act"
     damping: float = 0.01
     rounding: str = "nearest"
@@ -115,13 +108,12 @@ class Recipe:
     seq_len: int = 2048
     dtype: str = "auto"
     seed: int = 0
-    ignore: tuple[str, ...] = ("lm_head",)
+    ignore: tuple[str, ...] | None = None
     block_size: int = 128
     outliers: str = "saving"
     beam: int = 1
     sweeps: int = 0
     grid: Literal["midtread", "midrise"] = "midtread"
-    without: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name, choices in CHOICES.items():
@@ -130,11 +122,11 @@ class Recipe:
         if "scales" not in UNUSED[self.method]:
             self._settle_scales()
         self._check_numbers()
-        self._check_target_bits()
-        object.__setattr__(self, "ignore", _names("ignore", self.ignore))
-        object.__setattr__(self, "without", _names("without", self.without))
-        if not set(self.without) <= set(PARTS):
-            raise _error("without", f"names among {', '.join(PARTS)}", list(self.without))
+        self._check_bits()
+        ignored = self.ignore
+        if ignored is None:
+            ignored = () if self.method == "latq" else (HEAD,)
+        object.__setattr__(self, "ignore", _names("ignore", ignored))
         self._check_unused()
         self._check_rounding()
         self._check_targets()
@@ -164,20 +156,16 @@ class Recipe:
         _check_number("damping", self.damping, 0.0, math.inf)
         _check_number("correction", self.correction, 0.0, 1.0)
 
-    def _check_target_bits(self) -> None:
-        if self.target_bits is not None:
-            # A Huffman code takes at least a bit per weight; rANS does not.
-            highest = MAX_TARGET_BITS if self.count == "stored" else MAX_SERVED_BITS
-            _check_number("target_bits", self.target_bits, 0.0 if self.method == "latq" else 1.0, highest)
-        elif self.method in CODED_METHODS:
-            hint = f"{self.method} searches for the step that meets it."
-            raise _error("target_bits", "average bits per weight, at most 16", None, hint)
+    def _check_bits(self) -> None:
+        if self.method in AVERAGE_METHODS:
+            _check_number("bits", self.bits, 1.0, MAX_AVERAGE_BITS)
+        else:
+            _check_choice("bits", self.bits, SUPPORTED_BITS)
 
     def _check_unused(self) -> None:
         for field in fields(self):
             if field.name in UNUSED[self.method] and getattr(self, field.name) != field.default:
-                instead = "set target_bits" if field.name == "bits" else "leave it out"
-                hint = f"{self.method} does not use {field.name}: {instead}."
+                hint = f"{self.method} does not use {field.name}: leave it out."
                 raise _error(field.name, f"the default {field.default!r}", getattr(self, field.name), hint)
 
     def _check_rounding(self) -> None:
@@ -191,8 +179,6 @@ class Recipe:
             raise _error("scales", "scales without signs", self.scales, "A mid-rise grid is the same on both sides.")
 
     def _check_targets(self) -> None:
-        if self.count == "served" and {"allocation", "columns", "rows"} & set(self.without):
-            raise _error("without", "feedback, rate-damping", list(self.without), "Served bits are met by the others.")
         if self.target == "quantized" and self.correction != 1.0:
             raise _error("correction", "the default 1.0", self.correction, "Set a target, original or residual.")
 
@@ -200,10 +186,10 @@ class Recipe:
     def scheme(self) -> LayerScheme:
         """How the layers are stored."""
         if self.method == "latq":
-            return LayerScheme("rans", grid="midrise" if self.count == "served" else "midtread")
+            return LayerScheme("trellis")
         if self.method in HUFFMAN_METHODS:
             return LayerScheme("huffman")
-        return LayerScheme("packed", self.bits, self.group_size, self.method == "ssqr", grid=self.grid)
+        return LayerScheme("packed", self.width, self.group_size, self.method == "ssqr", grid=self.grid)
 
     @property
     def scale_method(self) -> str:
@@ -213,11 +199,14 @@ class Recipe:
         return self.scales
 
     @property
-    def bits_to_meet(self) -> float:
-        """`target_bits` of a method that meets them; other methods raise ConfigError."""
-        if self.target_bits is None:
-            raise _error("target_bits", f"average bits per weight, which {self.method} does not meet", None)
-        return self.target_bits
+    def ignored(self) -> tuple[str, ...]:
+        """`ignore`, with None replaced by what the method chooses."""
+        return self.ignore or ()
+
+    @property
+    def width(self) -> int:
+        """Width of the codes of rtn, gptq and ssqr."""
+        return int(self.bits)
 
     @property
     def offset(self) -> float:
@@ -256,7 +245,7 @@ class Recipe:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields that the method reads, as plain JSON values."""
-        values = {**asdict(self), "ignore": list(self.ignore), "without": list(self.without)}
+        values = {**asdict(self), "ignore": list(self.ignored)}
         return {name: value for name, value in values.items() if name not in UNUSED[self.method]}
 
     @classmethod

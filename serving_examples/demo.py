@@ -34,7 +34,7 @@ PROMPT = "The following example shows how to open a file and"
 # 128 weights share a scale of 16 bits, so 4-bit codes take 4.125 bits per weight.
 SCALE_BITS = 16 / 128
 START_SECONDS = 300.0
-METHODS = ("rtn", "gptq", "ssqr", "hptq", "hrtn", "latq", "latq-served")
+METHODS = ("rtn", "gptq", "ssqr", "hptq", "hrtn", "latq", "latq+")
 CALIBRATION = {"num_samples": 256, "seq_len": 256}
 
 
@@ -63,28 +63,29 @@ def main() -> None:
 def measured(options: argparse.Namespace) -> list[tuple[str, ...]]:
     """Quantize and evaluate by every method and width, one thread per process; return the rows of the table.
 
-    The longest runs start first. `latq-served` takes the memory of `ssqr` as its target, so it starts after `ssqr`.
+    The longest runs start first.
     """
     # Spawn, do not fork: a process forked after torch started threads may wait for those threads for ever.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(options.processes, context, initializer=torch.set_num_threads, initargs=(1,)) as workers:
         found: dict[tuple[str, int], Future[tuple[str, ...]]] = {}
-        for name in ("ssqr", "latq", "hptq", "hrtn", "gptq", "rtn"):
+        for name in ("latq+", "latq", "ssqr", "hptq", "hrtn", "gptq", "rtn"):
             for bits in options.bits:
                 found[name, bits] = workers.submit(run, name, bits, recipe(name, bits), options)
-        for bits in options.bits:
-            found["ssqr", bits].result()
-            memory = inspect_checkpoint(options.output / f"ssqr-{bits}")["served_bits_per_weight"]
-            served = Recipe("latq", target_bits=memory, count="served", **CALIBRATION)
-            found["latq-served", bits] = workers.submit(run, "latq-served", bits, served, options)
         baseline = workers.submit(row, "bf16", None, options.model, options)
         return [baseline.result(), *(found[name, bits].result() for bits in options.bits for name in METHODS)]
 
 
 def recipe(name: str, bits: int) -> Recipe:
-    """Return the recipe of a method at about the stored size of `bits`-bit codes with group scales."""
-    if name in ("hptq", "hrtn", "latq"):
-        return Recipe(name, target_bits=bits + SCALE_BITS, **CALIBRATION)
+    """Return the recipe of a method at about the stored size of `bits`-bit codes with group scales.
+
+    latq has a tenth of a bit more than the codes, and latq+ half a bit more than that, which is what ssqr takes. The
+    head stays as it is with all of them.
+    """
+    if name in ("latq", "latq+"):
+        return Recipe("latq", bits=round(bits + 0.1 + 0.5 * (name == "latq+"), 1), ignore=("lm_head",), **CALIBRATION)
+    if name in ("hptq", "hrtn"):
+        return Recipe(name, bits=bits + SCALE_BITS, **CALIBRATION)
     return Recipe(name, bits, **CALIBRATION)
 
 
@@ -103,7 +104,7 @@ def row(name: str, bits: int | None, model: Path, options: argparse.Namespace) -
     if bits is None:
         return name, "16", "16", "0", "1", f"{result.perplexity:.3f}", f"{bf16_bytes(options):,}"
     summary = inspect_checkpoint(model)
-    label = {"ssqr": f"ssqr {bits} 1%", "latq-served": f"latq, memory of ssqr {bits}"}.get(name, f"{name} {bits}")
+    label = {"ssqr": f"ssqr {bits} 1%", "latq": f"latq {bits}.1", "latq+": f"latq {bits}.6"}.get(name, f"{name} {bits}")
     return (
         label,
         f"{summary['bits_per_weight']:.3f}",

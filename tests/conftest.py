@@ -105,7 +105,7 @@ def hptq_checkpoint(mini_model: Path, calibration_text: Path, tmp_path_factory: 
     """The bundled model quantized with HPTQ at 4.125 bits."""
     from vllm_latq.quantize.recipe import Recipe
 
-    recipe = Recipe("hptq", target_bits=4.125, num_samples=16, seq_len=128)
+    recipe = Recipe("hptq", bits=4.125, num_samples=16, seq_len=128)
     return _quantized(recipe, mini_model, calibration_text, tmp_path_factory)
 
 
@@ -141,10 +141,11 @@ def hptq_pair(make_checkpoint: CheckpointMaker) -> CheckpointPair:
 
 @pytest.fixture(scope="session")
 def mixed_pair(make_checkpoint: CheckpointMaker) -> CheckpointPair:
-    """4 bits without outliers, a Huffman-coded layer, one mid-rise on whole rows with outliers; lm_head too."""
+    """4 bits without outliers, a Huffman-coded layer, one mid-rise on whole rows with outliers, a trellis as head."""
     overrides = {
         "model.layers.1.mlp.down_proj": LayerScheme("huffman"),
         "model.layers.2.self_attn.o_proj": LayerScheme("packed", 2, -1, True, "midrise"),
+        "lm_head": LayerScheme("trellis"),
     }
     return make_checkpoint("mixed", CheckpointConfig(LayerScheme("packed", 4, 64, False), (), overrides))
 
@@ -165,7 +166,7 @@ def tasks_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def biased_pair(mini_model: Path, tmp_path_factory: pytest.TempPathFactory) -> CheckpointPair:
     """A random Qwen2 with biases on q, k and v, and one key-value head, which tensor parallelism must replicate.
 
-    Half of it is packed, half rANS; all is mid-rise except the MLP of the rANS half.
+    Half of it is packed on mid-rise grids, half trellis-coded.
     """
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -184,7 +185,7 @@ def biased_pair(mini_model: Path, tmp_path_factory: pytest.TempPathFactory) -> C
         shutil.copy(mini_model / file, source)
     maker = CheckpointMaker(source, source.parent)
     coded = [name for name, _ in model.named_modules() if ".layers.1." in name and name.endswith("_proj")]
-    overrides = {name: LayerScheme("rans", grid="midtread" if "mlp" in name else "midrise") for name in coded}
+    overrides = dict.fromkeys(coded, LayerScheme("trellis"))
     return maker(
         "biased", CheckpointConfig(LayerScheme("packed", 3, 32, True, grid="midrise"), ("lm_head",), overrides)
     )

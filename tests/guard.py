@@ -43,15 +43,14 @@ RECIPES: dict[str, dict[str, Any]] = {
     "ssqr": {"method": "ssqr", "bits": 3, "outlier_rate": 0.01},
     "ssqr-midrise": {"method": "ssqr", "bits": 2, "group_size": 32, "grid": "midrise", "beam": 2, "sweeps": 1},
     "ssqr-overflow": {"method": "ssqr", "bits": 3, "outliers": "overflow", "target": "original", "group_size": -1},
-    "hptq": {"method": "hptq", "target_bits": 3.125},
-    "hptq-beam": {"method": "hptq", "target_bits": 2.5, "beam": 2},
-    "hptq-lll": {"method": "hptq", "target_bits": 2.5, "reduction": "lll"},
-    "hrtn": {"method": "hrtn", "target_bits": 3.125},
-    "latq": {"method": "latq", "target_bits": 3.125},
-    "latq-head": {"method": "latq", "target_bits": 3.5, "ignore": [], "target": "residual"},
-    "latq-served": {"method": "latq", "target_bits": 3.6, "count": "served"},
+    "hptq": {"method": "hptq", "bits": 3.125},
+    "hptq-beam": {"method": "hptq", "bits": 2.5, "beam": 2},
+    "hptq-lll": {"method": "hptq", "bits": 2.5, "reduction": "lll"},
+    "hrtn": {"method": "hrtn", "bits": 3.125},
+    "latq": {"method": "latq", "bits": 3.6},
+    "latq-head": {"method": "latq", "bits": 3.5, "ignore": [], "target": "residual"},
 }
-SERVED = ("gptq", "ssqr", "ssqr-midrise", "hptq", "latq", "latq-head", "latq-served")
+SERVED = ("gptq", "ssqr", "ssqr-midrise", "hptq", "latq", "latq-head")
 
 
 def digest(data: bytes) -> str:

@@ -1,4 +1,4 @@
-"""The benchmark, on a GPU: `python -m vllm_latq.kernels.bench [--quick] [--coded] [--experts] [--tune] [--once]`.
+"""The benchmark, on a GPU: `python -m vllm_latq.kernels.bench [--quick] [--experts] [--tune] [--once]`.
 
 Every product is compared with float64 before it is timed; one that is wrong is printed as FAILED, has no time, and
 makes the command fail. bf16 matmul, a plain device copy (the roofline), a kernel that only reads as many bytes, and the
@@ -42,8 +42,7 @@ QUICK: dict[str, Any] = {
 def table_row(result: Result) -> str:
     """One line of the printed Markdown table."""
     case, timing = result.case, result.timing
-    bits = f"{case.bits} coded" if case.coded else f"{case.bits}"
-    head = f"| {case.rows}x{case.cols} | {bits} | {100 * case.outlier_rate:g}% | {case.m} | {result.kernel} "
+    head = f"| {case.rows}x{case.cols} | {case.bits} | {100 * case.outlier_rate:g}% | {case.m} | {result.kernel} "
     if result.reason:
         return head + f"| not measured: {result.reason.replace('|', '/')} | | | |"
     if timing is None:
@@ -154,7 +153,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--quick", action="store_true", help="three shapes, six numbers of rows: a first look")
     what.add_argument("--experts", action="store_true", help="layers of routed experts instead of linears")
-    parser.add_argument("--coded", action="store_true", help="decoded weights of hptq and latq instead of group scales")
     parser.add_argument("--bits", nargs="+", type=int, choices=BITS, help="only these bit widths")
     parser.add_argument("--outliers", nargs="+", type=percentage, metavar="PERCENT", help="only these outlier rates")
     parser.add_argument("--rows", nargs="+", type=positive, help="only these numbers of activation rows (or tokens)")
@@ -170,9 +168,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=positive, help="compiler processes (default: one per core, at most 16)")
     parser.add_argument("--out", type=Path, help="JSON file (default: named after the GPU, in the working directory)")
     options = parser.parse_args(arguments)
-    if options.coded and options.experts:
-        parser.error("--coded does not apply to --experts")
-    taken = ("quick", "experts", "once", "coded", "bits", "outliers", "rows", "out")
+    taken = ("quick", "experts", "once", "bits", "outliers", "rows", "out")
     useless = [name for name in ("minutes", "jobs", "out") if getattr(options, name) != parser.get_default(name)]
     if options.once and useless:
         parser.error(f"--once times nothing and writes nothing: leave out --{' --'.join(useless)}")
@@ -199,13 +195,13 @@ def selection(options: argparse.Namespace) -> tuple[str, Iterator[Case]]:
     """Return the suffix of the file name that names the selection, and the selected cases."""
     chosen = {"bits": options.bits, "rates": options.outliers, "rows": options.rows}
     some: dict[str, Any] = {key: tuple(values) for key, values in chosen.items() if values}
-    suffix = ("-experts" if options.experts else "-quick" if options.quick else "") + "-coded" * options.coded
+    suffix = "-experts" if options.experts else "-quick" if options.quick else ""
     for key, values in some.items():
         shown = [f"{100 * value:g}" if key == "rates" else f"{value}" for value in values]
         suffix += f"-{'-'.join(shown)}{'percent' if key == 'rates' else key}"
     if options.experts:
         return suffix, expert_cases(**some)
-    return suffix, all_cases(**(QUICK if options.quick else {}) | some, coded=options.coded)
+    return suffix, all_cases(**(QUICK if options.quick else {}) | some)
 
 
 if __name__ == "__main__":

@@ -34,10 +34,7 @@ _CHUNK_ROWS = 4096  # rows of the float64 reference at a time
 
 @dataclass(frozen=True)
 class Case:
-    """One product: weight [rows, cols] of `bits` with a rate of outliers, times m activation rows.
-
-    coded: an entropy-coded weight after decoding: scales of rows only, outliers as distances beyond the grid.
-    """
+    """One product: weight [rows, cols] of `bits` with a rate of outliers, times m activation rows."""
 
     rows: int
     cols: int
@@ -45,12 +42,11 @@ class Case:
     outlier_rate: float
     m: int
     path: str  # "tensor_core", "simt", "prefill" or "experts"
-    coded: bool = False
 
     @property
-    def layer(self) -> tuple[int, int, int, float, bool]:
+    def layer(self) -> tuple[int, int, int, float]:
         """Cases that share a weight have this in common."""
-        return self.rows, self.cols, self.bits, self.outlier_rate, self.coded
+        return self.rows, self.cols, self.bits, self.outlier_rate
 
 
 @dataclass(frozen=True)
@@ -76,7 +72,6 @@ def all_cases(
     bits: tuple[int, ...] = BITS,
     rates: tuple[float, ...] = OUTLIER_RATES,
     rows: tuple[int, ...] = ROWS,
-    coded: bool = False,
 ) -> Iterator[Case]:
     """Yield every combination, cases of one layer next to each other."""
     for shape in shapes:
@@ -84,43 +79,28 @@ def all_cases(
             for rate in rates:
                 for m in rows:
                     for path in paths(m, width):
-                        yield Case(*shape, width, rate, m, path, coded)
+                        yield Case(*shape, width, rate, m, path)
 
 
 def make_layer(case: Case, device: torch.device, seed: int = 0) -> Layer:
-    """Return a random layer; outliers are evenly likely everywhere, and most lie far beyond the largest inlier.
-
-    The outliers of a coded layer lie up to eight steps beyond the grid.
-    """
+    """Return a random layer; outliers are evenly likely everywhere, and most lie far beyond the largest inlier."""
     generator = torch.Generator(device=device).manual_seed(seed)
     shape, zero_point = (case.rows, case.cols), 1 << (case.bits - 1)
     codes = torch.randint(0, 2 * zero_point, shape, generator=generator, device=device, dtype=torch.uint8)
-    scales = row_scales = None
-    dense = codes.float() - zero_point
-    if case.coded:
-        row_scales = torch.rand(case.rows, generator=generator, device=device) * 0.01 + 0.005
-    else:
-        groups = case.cols // GROUP_SIZE
-        scales = (torch.rand(case.rows, groups, generator=generator, device=device) * 0.01 + 0.005).bfloat16()
-        dense = (dense.view(case.rows, groups, GROUP_SIZE) * scales.float()[:, :, None]).view(shape)
+    groups = case.cols // GROUP_SIZE
+    scales = (torch.rand(case.rows, groups, generator=generator, device=device) * 0.01 + 0.005).bfloat16()
+    dense = ((codes.float() - zero_point).view(case.rows, groups, GROUP_SIZE) * scales.float()[:, :, None]).view(shape)
     outliers = None
     if case.outlier_rate:
         mask = torch.rand(shape, generator=generator, device=device) < case.outlier_rate
         codes[mask] = zero_point
         row_ptr = torch.zeros(case.rows + 1, dtype=torch.int32, device=device)
         row_ptr[1:] = mask.sum(1).cumsum(0)
-        values = torch.randn(int(mask.sum()), generator=generator, device=device)
-        if case.coded:
-            beyond = values.abs().mul(2).floor().clamp(max=7)
-            values = torch.where(values < 0, -zero_point - 1 - beyond, zero_point + beyond)
-        else:
-            values = (values * 0.05 * zero_point).bfloat16()
+        values = torch.randn(int(mask.sum()), generator=generator, device=device).mul(0.05 * zero_point).bfloat16()
         outliers = OutlierCsr(row_ptr, mask.nonzero()[:, 1].to(torch.int32), values)
         dense[mask] = values.float()
-    if row_scales is not None:
-        dense *= row_scales[:, None]
-    packed, group_size = codes_to_stream(codes, case.bits), -1 if case.coded else GROUP_SIZE
-    return Layer(prepare(packed, case.bits, group_size, case.cols, scales, row_scales, outliers), dense)
+    packed = codes_to_stream(codes, case.bits)
+    return Layer(prepare(packed, case.bits, GROUP_SIZE, case.cols, scales, outliers=outliers), dense)
 
 
 def activations(m: int, cols: int, device: torch.device) -> torch.Tensor:

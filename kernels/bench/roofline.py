@@ -17,14 +17,9 @@ from vllm_latq.kernels.bench.cases import GROUP_SIZE, SHAPES
 
 # Main loop of the tensor-core kernel for up to 8 rows at group size 128: the largest count of sm_80 to sm_90.
 INSTRUCTIONS = {2: 1.49, 3: 1.61, 4: 1.70}
-# Bits, rate of outliers, and whether the weight is coded.
-SCHEMES = (
-    (2, 0.0, False), (2, 0.01, False), (2, 0.03, True), (3, 0.0, False), (3, 0.01, False), (3, 0.03, True),
-    (4, 0.0, False), (4, 0.01, False), (4, 0.03, True),
-)  # fmt: skip
+SCHEMES = ((2, 0.0), (2, 0.01), (3, 0.0), (3, 0.01), (4, 0.0), (4, 0.01))  # bits, rate of outliers
 SLOT_PADDING = 1.06  # outliers are stored in slots of 16 rows; tests/kernels/test_outliers.py holds them below this
 OUTLIER_BYTES = 4
-CODED_OUTLIER_BYTES = 2.25  # half an entry, and what those add that are far, or have none near
 
 
 @dataclass(frozen=True)
@@ -59,10 +54,9 @@ GPUS = (
 )
 
 
-def bytes_per_weight(bits: int, outlier_rate: float, coded: bool = False) -> float:
+def bytes_per_weight(bits: int, outlier_rate: float) -> float:
     """Codes, one bf16 scale per group, and outliers in the kernels' layout; what a row has one of is left out."""
-    outlier = CODED_OUTLIER_BYTES if coded else OUTLIER_BYTES
-    return bits / 8 + (0 if coded else 2 / GROUP_SIZE) + outlier_rate * outlier * SLOT_PADDING
+    return bits / 8 + 2 / GROUP_SIZE + outlier_rate * OUTLIER_BYTES * SLOT_PADDING
 
 
 def least_microseconds(gpu: Gpu, rows: int, cols: int, bits: int, outlier_rate: float) -> float:
@@ -79,10 +73,10 @@ def print_tables(write: Callable[[str], None] = print) -> None:
     write("Instructions per weight that fit into the time its bytes take, and what the kernel issues:\n")
     write(f"| scheme | bytes per weight | issued | {' | '.join(names)} |")
     write("|---|---|---|" + "---|" * len(GPUS))
-    for bits, rate, coded in SCHEMES:
-        size = bytes_per_weight(bits, rate, coded)
+    for bits, rate in SCHEMES:
+        size = bytes_per_weight(bits, rate)
         budgets = " | ".join(f"{gpu.budget(size):.1f}" for gpu in GPUS)
-        scheme = f"{bits} bits{', coded' if coded else ''}, {100 * rate:g}%"
+        scheme = f"{bits} bits, {100 * rate:g}%"
         write(f"| {scheme} | {size:.3f} | {INSTRUCTIONS[bits]:.2f} | {budgets} |")
     write("\nLeast time of a product at batch 1 to 8, microseconds (bf16; then 2, 3, 4 bits with 1% outliers):\n")
     write(f"| layer | {' | '.join(names)} |")

@@ -9,22 +9,31 @@ from vllm_latq.kernels.configs import (
     FUSED_LAUNCHES,
     GATHER_ROWS,
     INVARIANT_ROWS,
+    TRELLIS_LAUNCHES,
+    TRELLIS_LEAST_UNITS,
+    TRELLIS_PROGRAMS,
+    TRELLIS_REGIMES,
+    TRELLIS_STAGES,
     DecodeConfig,
     decode_config,
     max_decode_rows,
+    split_k,
 )
 from vllm_latq.kernels.decode.launch import Scratch
 from vllm_latq.kernels.decode.prefill import prefill_matmul
 from vllm_latq.kernels.decode.simt import launch_simt
 from vllm_latq.kernels.decode.ssqr import launch_ssqr
+from vllm_latq.kernels.decode.trellis import TrellisScratch, launch_trellis
+from vllm_latq.kernels.decode.trellis_prefill import prefill_trellis
 from vllm_latq.kernels.errors import require
 from vllm_latq.kernels.layout.fields import SUPERBLOCK
+from vllm_latq.kernels.layout.trellis import TILE_ROWS, TrellisOperands
 from vllm_latq.kernels.layout.weight import KernelWeight
 
 MAX_OFFSET = 2**31 - 1  # the kernels use 32-bit offsets for x, and 64-bit offsets for everything that can be larger
 
 
-def check_activations(x: torch.Tensor, weight: KernelWeight) -> None:
+def check_activations(x: torch.Tensor, weight: KernelWeight | TrellisOperands) -> None:
     """Refuse x that does not fit the weight, from shape, dtype and device alone: no synchronisation."""
     require(x.dtype in (torch.bfloat16, torch.float16), "x", "bfloat16 or float16", x.dtype)
     require(x.ndim > 0 and x.shape[-1] == weight.cols, "x", f"{weight.cols} columns", tuple(x.shape))
@@ -118,4 +127,62 @@ def ssqr_matmul(x: torch.Tensor, weight: KernelWeight, config: DecodeConfig | No
             for rows, out in zip(flat.split(widest), y.split(widest), strict=True):
                 entry = config or decode_config(rows.shape[0], weight.bits, weight.arch, weight.group_size)
                 decode_matmul(rows, weight, entry, out)
+    return y.view(*x.shape[:-1], weight.rows)
+
+
+def trellis_scratch(x: torch.Tensor, weight: TrellisOperands, columns: int, parts: int | None = None) -> TrellisScratch:
+    """Choose how to cut the columns of the weight for one launch, and allocate the memory that the launch needs.
+
+    Args:
+        x: the activations.
+        weight: see `TrellisOperands`.
+        columns: of the product: twice the rows of x, or more.
+        parts: of split-K (default: what the model of the time chooses, which does not depend on the rows of x).
+    """
+    if parts is None:
+        parts, _ = split_k(
+            weight.row_tiles, weight.column_units, weight.processors, TRELLIS_PROGRAMS, TRELLIS_LEAST_UNITS, 1
+        )
+    partials = None
+    if parts > 1:
+        size = parts * weight.row_tiles * TILE_ROWS * columns // 2
+        partials = torch.empty(size, dtype=torch.float32, device=x.device)
+    activations = torch.empty(weight.column_units, 4, columns, 16, dtype=torch.int32, device=x.device)
+    factors = torch.empty(weight.column_units, columns, dtype=torch.float32, device=x.device)
+    return TrellisScratch(parts, activations, factors, partials)
+
+
+def trellis_matmul(x: torch.Tensor, weight: TrellisOperands) -> torch.Tensor:
+    """Return x W^T. Few rows: by integer tensor cores, accumulated in float32, rounded once. Many: by dense chunks.
+
+    Each row of x is rounded to 2^-16 of the largest of each 128 of its products with column scales. As in `ssqr_matmul`
+    an invariant weight takes launches of one size for any number of rows, and only one stream at a time may multiply by
+    a weight.
+
+    Args:
+        x: [..., cols], bfloat16 or float16, on the weight's device.
+        weight: from `prepare_trellis`.
+
+    Returns:
+        [..., rows], dtype of x.
+
+    Raises:
+        KernelInputError: x does not fit the weight.
+    """
+    check_activations(x, weight)
+    flat = x.reshape(-1, weight.cols)
+    m = flat.shape[0]
+    if m == 0:
+        return x.new_empty(*x.shape[:-1], weight.rows)
+    if flat.stride(1) != 1 or flat.stride(0) * m > MAX_OFFSET:
+        flat = flat.contiguous()
+    most = TRELLIS_REGIMES[-1]
+    with torch.cuda.device_of(flat):
+        if m > TRELLIS_LAUNCHES * most and not weight.invariant:
+            y = prefill_trellis(flat, weight)
+        else:
+            y = torch.empty(m, weight.rows, dtype=x.dtype, device=x.device)
+            for rows, out in zip(flat.split(most), y.split(most), strict=True):
+                served = most if weight.invariant else next(n for n in TRELLIS_REGIMES if n >= rows.shape[0])
+                launch_trellis(rows, weight, out, TRELLIS_STAGES, trellis_scratch(rows, weight, 2 * served))
     return y.view(*x.shape[:-1], weight.rows)

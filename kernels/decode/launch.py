@@ -38,7 +38,6 @@ class Variant(NamedTuple):
         bits, group_size, midrise: of the weight, as in `KernelWeight`.
         m: rows of x; kernels differ for one row, for up to GATHER_ROWS rows, and for more.
         outliers: whether the weight has outlier entries.
-        beyond_entries: whether the entries have the form `beyond`, with up to two outliers each (`layout/entries.py`).
         flat_scales, row_scales: whether the weight has them.
         split: whether there are several parts of split-K.
         ranges: ranges of columns, as in `Scratch`.
@@ -52,7 +51,6 @@ class Variant(NamedTuple):
     group_size: int = 128
     midrise: bool = False
     outliers: bool = True
-    beyond_entries: bool = False
     flat_scales: bool = False
     row_scales: bool = False
     split: bool = True
@@ -75,7 +73,6 @@ def variant_of(x: torch.Tensor, weight: KernelWeight, m: int, parts: int, ranges
         group_size=weight.group_size,
         midrise=weight.midrise,
         outliers=weight.entries is not None,
-        beyond_entries=weight.beyond,
         flat_scales=weight.flat_scales is not None,
         row_scales=weight.row_scales is not None,
         split=parts > 1,

@@ -1,8 +1,7 @@
 """Prefill: tile words -> a dense chunk of W in bf16 or fp16, for the library's matmul.
 
-Two launches per chunk. The first writes every code times its scale, rounded once. The second handles every outlier: it
-adds a value to the weight, or overwrites the weight by an integer beyond the grid, rounded once. The chunk is bounded,
-so a layer of any size needs the same scratch and the dense weights stay in or near the L2 cache.
+Two launches per chunk. The first writes every code times its scale, rounded once. The second adds every outlier. The
+chunk is bounded, so a layer of any size needs the same scratch and the dense weights stay in or near the L2 cache.
 """
 
 import torch
@@ -11,7 +10,6 @@ import triton.language as tl
 
 from vllm_latq.kernels.configs import COMPILER
 from vllm_latq.kernels.device.fields import field_segment, segment_count, words_of
-from vllm_latq.kernels.device.outlier_tile import first_outlier, second_outlier
 from vllm_latq.kernels.device.tiles import load_planes, load_scale, plane, tile_scale_pairs, tile_words
 from vllm_latq.kernels.layout.codes import ROW_ALIGN, ROW_BLOCK
 from vllm_latq.kernels.layout.outliers import SLICE_ROWS
@@ -97,7 +95,7 @@ def slice_rows(entry_ptr, slice_ptr, order_ptr, row_scale_ptr, s, first_row, HAS
 
 @triton.jit(do_not_specialize=("first_slice", "first_row", "K"))
 def scatter_outliers(
-    entry_ptr,  # int32 [slots, 16]: entries of the form `value`
+    entry_ptr,  # int32 [slots, 16]
     slice_ptr,  # int32 [padded rows / 16 + 1]: first slot of each slice
     order_ptr,  # int32 [padded rows]: the row of W that each tile row holds
     row_scale_ptr,  # float32 [padded rows]; None unless HAS_ROW_SCALES
@@ -130,61 +128,6 @@ def scatter_outliers(
         out = w_ptr + row * K + col
         base = tl.load(out, mask=first, other=0.0).to(tl.float32)
         tl.store(out, (base + value * factor).to(w_ptr.dtype.element_ty), mask=first)
-
-
-@triton.jit
-def load_first(at, slot, count):
-    """Return column and value of the first outlier of each row's entry in a slot; zero after the row's last slot."""
-    return first_outlier(tl.load(at + slot * 16, mask=(slot >= 0) & (slot < count), other=0), True)
-
-
-@triton.jit
-def store_beyond(w_ptr, excess, factor, mask, BITS: tl.constexpr, MIDRISE: tl.constexpr):
-    """Write weights that lie `excess` steps beyond the nearest end of the grid, times their row scale, rounded once."""
-    end = tl.where(excess < 0, -(1 << (BITS - 1)), (1 << (BITS - 1)) - 1).to(tl.float32)
-    value = (end + excess + (0.5 if MIDRISE else 0.0)) * factor
-    tl.store(w_ptr, value.to(w_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit(do_not_specialize=("first_slice", "first_row", "K"))
-def write_beyond(
-    entry_ptr,  # int32 [slots, 16]: entries of the form `beyond`
-    slice_ptr,  # int32 [padded rows / 16 + 1]: first slot of each slice
-    order_ptr,  # int32 [padded rows]: the row of W that each tile row holds
-    row_scale_ptr,  # float32 [padded rows]; None unless HAS_ROW_SCALES
-    w_ptr,  # [chunk rows, K], contiguous
-    first_slice,  # first slice of the chunk
-    first_row,  # first row of the chunk
-    K,  # columns
-    BITS: tl.constexpr,  # 2, 3 or 4
-    MIDRISE: tl.constexpr,  # the grid lies half a step above the integers
-    HAS_ROW_SCALES: tl.constexpr,
-    SLOTS: tl.constexpr,  # slots that a program handles at once
-):
-    """Grid (slices of the chunk, programs of a slice). Write the weights beyond the grid of 16 rows into the chunk.
-
-    An integer of several entries is the first outlier of each of them, in slots that follow each other: the program of
-    the first entry adds them.
-    """
-    at, count, row, factor = slice_rows(
-        entry_ptr, slice_ptr, order_ptr, row_scale_ptr, first_slice + tl.program_id(0), first_row, HAS_ROW_SCALES
-    )
-    out = w_ptr + row * K
-    for start in range(tl.program_id(1) * SLOTS, count, tl.num_programs(1) * SLOTS):
-        slot = start + tl.arange(0, SLOTS)[:, None]
-        entry = tl.load(at + slot * 16, mask=slot < count, other=0)
-        col, excess = first_outlier(entry, True)
-        second, other = second_outlier(entry, col)
-        store_beyond(out + second, other, factor, other != 0, BITS, MIDRISE)
-        before, _ = load_first(at, slot - 1, count)
-        begins = (excess != 0) & ((slot == 0) | (before != col))
-        goes_on = begins
-        while tl.max(goes_on.to(tl.int32)) > 0:
-            slot += 1
-            following, part = load_first(at, slot, count)
-            goes_on = goes_on & (part != 0) & (following == col)
-            excess += tl.where(goes_on, part, 0.0)
-        store_beyond(out + col, excess, factor, begins, BITS, MIDRISE)
 
 
 def launch_dequantize(weight: KernelWeight, w: torch.Tensor, first_block: int, blocks: int) -> None:
@@ -223,10 +166,7 @@ def launch_dequantize(weight: KernelWeight, w: torch.Tensor, first_block: int, b
         grid = (blocks * (ROW_BLOCK // SLICE_ROWS), SLICE_PROGRAMS)
         slices = (weight.entries, weight.slice_ptr, weight.order, weight.row_scales)
         constants = {"HAS_ROW_SCALES": row_scaled, "SLOTS": SLICE_SLOTS}
-        if weight.beyond:
-            constants |= {"BITS": weight.bits, "MIDRISE": weight.midrise}
-        kernel = write_beyond if weight.beyond else scatter_outliers
-        kernel[grid](*slices, w, first_slice, first_row, weight.cols, **constants, num_warps=4, **COMPILER)
+        scatter_outliers[grid](*slices, w, first_slice, first_row, weight.cols, **constants, num_warps=4, **COMPILER)
 
 
 def chunk_blocks(weight: KernelWeight, dtype: torch.dtype) -> int:

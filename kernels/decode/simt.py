@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_latq.kernels.configs import COMPILER, DecodeConfig, slots_of
+from vllm_latq.kernels.configs import COMPILER, DecodeConfig
 from vllm_latq.kernels.decode.launch import Scratch, Variant, variant_of, weight_arguments
 from vllm_latq.kernels.device.epilogue import add_parts, output_rows, store_rows
 from vllm_latq.kernels.device.fields import (
@@ -106,7 +106,6 @@ def ssqr_simt(
     ROWS: tl.constexpr,  # activation rows of a tile, 1 to 8
     STAGES: tl.constexpr,  # superblocks that are copied ahead
     OUTLIERS: tl.constexpr,  # the weight has outlier entries
-    BEYOND_ENTRIES: tl.constexpr,  # entries have the form `beyond` of layout/entries.py
     SLOTS: tl.constexpr,  # slots of a row that are read at once
     SPLIT: tl.constexpr,  # several parts share a tile
     HAS_FLAT_SCALES: tl.constexpr,
@@ -157,7 +156,7 @@ def ssqr_simt(
         entries = load_slots(entry_ptr, at, count, part * SLOTS, SLOTS)
         total += outlier_tile(
             x_ptr, stride_xm, entry_ptr, entries, at, count, longest, part, parts, M, BLOCK_N, ROWS, SLOTS, False,
-            BEYOND_ENTRIES, HALF,
+            HALF,
         )  # fmt: skip
     rows, factor = output_rows(order_ptr, row_scale_ptr, tile, BLOCK_N, HAS_ROW_SCALES, OUTLIERS)
     last = True
@@ -202,8 +201,7 @@ def simt_constants(config: DecodeConfig, variant: Variant) -> dict[str, int | bo
         "ROWS": row_tile(variant.m),
         "STAGES": config.stages_for(variant.bits),
         "OUTLIERS": variant.outliers,
-        "BEYOND_ENTRIES": variant.beyond_entries,
-        "SLOTS": slots_of(config.slots, variant.beyond_entries),
+        "SLOTS": config.slots,
         "SPLIT": variant.split,
         "HAS_FLAT_SCALES": variant.flat_scales,
         "HAS_ROW_SCALES": variant.row_scales,

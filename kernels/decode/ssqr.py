@@ -24,7 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_latq.kernels.configs import COMPILER, DecodeConfig, slots_of
+from vllm_latq.kernels.configs import COMPILER, DecodeConfig
 from vllm_latq.kernels.decode.launch import Scratch, Variant, variant_of, weight_arguments
 from vllm_latq.kernels.device.epilogue import add_parts, output_rows, store_rows, sum_ranges
 from vllm_latq.kernels.device.fields import planes_of, words_of
@@ -80,7 +80,6 @@ def ssqr_tensor_core(
     OUTLIER_ROWS: tl.constexpr,  # rows of x for which outliers are added; 0 without outliers
     SLOTS: tl.constexpr,  # slots of a row that are read at once
     TRANSPOSED: tl.constexpr,  # outliers read x^T, instead of gathering x
-    BEYOND_ENTRIES: tl.constexpr,  # entries have the form `beyond` of layout/entries.py
     PIECE: tl.constexpr,  # columns of x^T that are written at once
     SPLIT: tl.constexpr,  # several parts share a tile
     RANGES: tl.constexpr,  # ranges of columns side by side in a tile
@@ -163,7 +162,7 @@ def ssqr_tensor_core(
             finish_transposed(x_ptr, stride_xm, xt_ptr, counter_ptr, M, K, writers, OUTLIER_ROWS, PIECE)
         extra = outlier_tile(
             xt_as_int64_ptr if TRANSPOSED else x_ptr, stride_xm, entry_ptr, entries, at, count, longest, part * RANGES,
-            parts * RANGES, M, BLOCK_N, OUTLIER_ROWS, SLOTS, TRANSPOSED, BEYOND_ENTRIES, HALF,
+            parts * RANGES, M, BLOCK_N, OUTLIER_ROWS, SLOTS, TRANSPOSED, HALF,
         )  # fmt: skip
         if OUTLIER_ROWS < TILE_M:
             extra = tl.where((tl.arange(0, TILE_M) == 0)[None, :], extra, 0.0)
@@ -249,9 +248,8 @@ def ssqr_constants(config: DecodeConfig, variant: Variant) -> dict[str, int | bo
         "BIAS_ROWS": config.bias_rows,
         "PAIRED": config.paired,
         "OUTLIER_ROWS": outlier_rows,
-        "SLOTS": slots_of(slots, variant.beyond_entries),
+        "SLOTS": slots,
         "TRANSPOSED": variant.transposed,
-        "BEYOND_ENTRIES": variant.beyond_entries,
         "PIECE": config.piece,
         "SPLIT": variant.split,
         "RANGES": variant.ranges,

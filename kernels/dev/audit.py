@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import product
 from typing import Any
 
 import torch
@@ -26,31 +25,42 @@ from vllm_latq.kernels.configs import (
     COMPILER,
     REGIMES,
     SIMT,
+    TRELLIS_STAGES,
     DecodeConfig,
     decode_config,
     max_decode_rows,
 )
 from vllm_latq.kernels.decode.launch import Variant
-from vllm_latq.kernels.decode.prefill import SLICE_SLOTS, dequantize_tiles, scatter_outliers, write_beyond
+from vllm_latq.kernels.decode.prefill import SLICE_SLOTS, dequantize_tiles, scatter_outliers
 from vllm_latq.kernels.decode.simt import simt_constants, ssqr_simt, warps_of
 from vllm_latq.kernels.decode.ssqr import ssqr_constants, ssqr_tensor_core
+from vllm_latq.kernels.decode.trellis import (
+    SMALLEST,
+    STEPS_OF_X,
+    WARPS,
+    trellis_activations,
+    trellis_constants,
+    trellis_tensor_core,
+)
+from vllm_latq.kernels.decode.trellis_prefill import KEPT_AT_ONCE, add_kept, dequantize_trellis
 from vllm_latq.kernels.dev.sass import MachineCode, disassemble
 from vllm_latq.kernels.entropy.chunks import LANES
 from vllm_latq.kernels.entropy.huffman import HuffmanCode, huffman_chunks, huffman_constants
-from vllm_latq.kernels.entropy.rans import RansCode, rans_chunks, rans_constants
 from vllm_latq.kernels.errors import require
 from vllm_latq.kernels.experts.grouped import ssqr_grouped
+from vllm_latq.kernels.layout.trellis import TILE_ROWS, UNIT_COLUMNS
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 BITS = (2, 3, 4, 8)
-# The constants of the format (FORMAT.md sections 3.3 and 3.4), which `serving` passes; a test holds them equal.
+# The constants of the format (FORMAT.md section 3.3), which `serving` passes; a test holds them equal.
 HUFFMAN = HuffmanCode(max_length=15, max_symbols=4096, escape_bits=32)
-RANS = RansCode(probability_bits=12, max_tables=31, state_low=1 << 16)
 _POINTERS = {
     "word_ptr": "*i32", "scale_ptr": "*i32", "flat_scale_ptr": "*fp32", "row_scale_ptr": "*fp32", "order_ptr": "*i32",
     "stream_ptr": "*i32", "table_ptr": "*i32", "start_ptr": "*i64", "used_ptr": "*i32", "z_ptr": "*i32",
-    "slot_ptr": "*i64", "row_class_ptr": "*i32", "column_class_ptr": "*i32", "state_ptr": "*i32",
     "entry_ptr": "*i32", "slice_ptr": "*i32", "partial_ptr": "*fp32", "ticket_ptr": "*i32",
+    "parts_ptr": "*i8", "factor_ptr": "*fp32", "unit_ptr": "*i16", "run_ptr": "*i16", "tile_ptr": "*i32",
+    "tile_scale_ptr": "*fp32", "exponent_ptr": "*i8", "column_ptr": "*i16", "column_exponent_ptr": "*i8",
+    "place_ptr": "*i32", "value_ptr": "*bf16", "part_word_ptr": "*i32",
     "xt_as_int64_ptr": "*i64", "expert_ptr": "*i32", "begin_ptr": "*i32", "live_ptr": "*i32",
 }  # fmt: skip
 
@@ -132,6 +142,22 @@ def audit_tensor_core(
     return _audit(kernel, *label, config.block_n * 256, values, config.num_warps, activations)
 
 
+def audit_trellis(arch: str, rates: tuple[int, ...], rows: int) -> Audit:
+    """Audit the kernel of trellis codes for some rates, in split-K; its main loop is that of the costliest rate."""
+    mask = sum(1 << rate for rate in rates)
+    values = trellis_constants(2 * rows, TRELLIS_STAGES, True, mask, asm=True, upcast=False)
+    bits = rates[0] // 2 if len(rates) == 1 else 0
+    return _audit(trellis_tensor_core, arch, bits, rows, TILE_ROWS * UNIT_COLUMNS, values, WARPS)
+
+
+def audit_trellis_others(arch: str) -> Iterator[Audit]:
+    """Audit the kernels around the products of trellis codes: of activations, and of prefill."""
+    values = {"COLUMNS": 16, "STEPS": STEPS_OF_X, "SMALLEST": SMALLEST}
+    yield _audit(trellis_activations, arch, 0, 0, UNIT_COLUMNS, values, 1)
+    yield _audit(dequantize_trellis, arch, 0, 0, TILE_ROWS * UNIT_COLUMNS, {}, 4)
+    yield _audit(add_kept, arch, 0, 0, KEPT_AT_ONCE, {"AT_ONCE": KEPT_AT_ONCE}, 4)
+
+
 def audit_simt(arch: str, variant: Variant, config: DecodeConfig = SIMT) -> Audit:
     """Audit one variant of the SIMT kernel."""
     label, warps = (arch, variant.bits, variant.m), warps_of(config, variant.bits, variant.m)
@@ -144,19 +170,15 @@ def audit_dequantize(arch: str, bits: int) -> Audit:
     return _audit(dequantize_tiles, arch, bits, 0, 64 * 256, values, 4)
 
 
-def audit_scatter(arch: str, beyond_entries: bool) -> Audit:
-    """Audit the kernel that writes outliers into dense weights, from entries of form `value` or `beyond`."""
-    if not beyond_entries:
-        values: dict[str, Any] = {"HAS_ROW_SCALES": False, "SLOTS": SLICE_SLOTS}
-        return _audit(scatter_outliers, arch, 0, 0, 16 * SLICE_SLOTS, values, 4)
-    values = {"BITS": 3, "MIDRISE": True, "HAS_ROW_SCALES": True, "SLOTS": SLICE_SLOTS}
-    return _audit(write_beyond, arch, 0, 0, 16 * SLICE_SLOTS, values, 4)
+def audit_scatter(arch: str) -> Audit:
+    """Audit the kernel that adds outliers to dense weights."""
+    values = {"HAS_ROW_SCALES": False, "SLOTS": SLICE_SLOTS}
+    return _audit(scatter_outliers, arch, 0, 0, 16 * SLICE_SLOTS, values, 4)
 
 
-def audit_decoding(arch: str, rans: bool) -> Audit:
-    """Audit the decoder of Huffman or rANS streams, which runs at load."""
-    kernel, values = (rans_chunks, rans_constants(RANS)) if rans else (huffman_chunks, huffman_constants(HUFFMAN))
-    return _audit(kernel, arch, 0, 0, LANES, values, 1)
+def audit_decoding(arch: str) -> Audit:
+    """Audit the decoder of Huffman streams, which runs at load."""
+    return _audit(huffman_chunks, arch, 0, 0, LANES, huffman_constants(HUFFMAN), 1)
 
 
 def audits(
@@ -170,8 +192,8 @@ def audits(
                     yield partial(audit_tensor_core, arch, decode_config(rows, width, arch), Variant(width, rows))
             yield partial(audit_simt, arch, Variant(width, 1))
             yield partial(audit_dequantize, arch, width)
-        for function, flag in product((audit_scatter, audit_decoding), (False, True)):
-            yield partial(function, arch, flag)
+        yield partial(audit_scatter, arch)
+        yield partial(audit_decoding, arch)
 
 
 def _row(audit: Callable[[], Audit]) -> Row:

@@ -44,7 +44,7 @@ class MachineCode:
 
         def weight(loop: tuple[int, int]) -> tuple[int, int]:
             names = [opcode for _, opcode, _ in self.instructions[loop[0] : loop[1] + 1]]
-            return sum(name.startswith(("HMMA", "HGMMA")) for name in names), sum(
+            return sum(name.startswith(("HMMA", "HGMMA", "IMMA")) for name in names), sum(
                 name.startswith("LOP3") for name in names
             )
 

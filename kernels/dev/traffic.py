@@ -42,9 +42,9 @@ class Row:
     barriers: float
 
 
-def measure(arch: str, bits: int, rows: int, outlier_rate: float, coded: bool = False) -> Row:
+def measure(arch: str, bits: int, rows: int, outlier_rate: float) -> Row:
     """The product of `rows` activation rows with a random layer of SHAPE."""
-    layer = make_layer(Case(*SHAPE, bits, outlier_rate, rows, "", coded), torch.device("cpu"))
+    layer = make_layer(Case(*SHAPE, bits, outlier_rate, rows, ""), torch.device("cpu"))
     weight = replace(layer.weight, arch=arch, processors=1)
     x = torch.randn(rows, SHAPE[1], generator=torch.Generator().manual_seed(0)).bfloat16()
     config = None
@@ -65,15 +65,15 @@ def measure(arch: str, bits: int, rows: int, outlier_rate: float, coded: bool = 
     )
 
 
-def print_table(arch: str, outlier_rate: float, coded: bool = False) -> None:
+def print_table(arch: str, outlier_rate: float) -> None:
     """Markdown."""
-    scales = "coded weights" if coded else f"group size {GROUP_SIZE}"
-    print(f"{arch}, {100 * outlier_rate:g}% outliers, {scales}, a layer of {SHAPE[0]}x{SHAPE[1]}, bf16.\n")
+    weight = f"group size {GROUP_SIZE}, a layer of {SHAPE[0]}x{SHAPE[1]}"
+    print(f"{arch}, {100 * outlier_rate:g}% outliers, {weight}, bf16.\n")
     print("| bits | rows | floor | memory | lanes | bank conflicts | barriers |")
     print("|---|---|---|---|---|---|---|")
     for bits in BITS:
         for rows in ROWS:
-            row = measure(arch, bits, rows, outlier_rate, coded)
+            row = measure(arch, bits, rows, outlier_rate)
             path = f"{rows} (prefill, without the library's matmul)" if paths(rows, bits)[0] == "prefill" else f"{rows}"
             print(
                 f"| {bits} | {path} | {row.floor:.3f} | {row.memory:.3f} | {row.lanes:.3f} | {row.conflicts:.1%} | "
@@ -88,9 +88,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--arch", choices=ARCHITECTURES, default="sm_80")
     parser.add_argument("--outliers", type=float, default=0.01, help="rate, 0 to 1")
-    parser.add_argument("--coded", action="store_true", help="a weight as hptq and latq have it once decoded")
     options = parser.parse_args(arguments)
-    print_table(options.arch, options.outliers, options.coded)
+    print_table(options.arch, options.outliers)
 
 
 if __name__ == "__main__":

@@ -12,8 +12,7 @@ cache looks up one line per cycle. With two dimensions, Triton 3.6 made neighbou
 instead of 8.
 
 Many functions share the parameters M (rows of x), ROWS (rows of x for which outliers are added), SLOTS (slots of a row
-that a program reads at once), TRANSPOSED (x^T is read) and BEYOND_ENTRIES (entries have the form `beyond` of
-layout/entries.py, with up to two outliers each).
+that a program reads at once) and TRANSPOSED (x^T is read).
 """
 
 import triton
@@ -162,7 +161,6 @@ def outlier_tile(
     ROWS: tl.constexpr,
     SLOTS: tl.constexpr,
     TRANSPOSED: tl.constexpr,
-    BEYOND_ENTRIES: tl.constexpr,
     HALF: tl.constexpr,  # x is fp16 instead of bf16
 ):
     """Return this part's outliers of a row tile times x, float32 [BLOCK_N, ROWS].
@@ -178,7 +176,7 @@ def outlier_tile(
     for slot in range(part * SLOTS, longest, parts * SLOTS):
         ahead = load_slots(entry_ptr, at, count, slot + parts * SLOTS, SLOTS)
         # After a row's last slot value and column are zero, and x has a column 0, so no lane needs a mask of its own.
-        cols, values = outliers_of(entries, BEYOND_ENTRIES)
+        cols, values = outliers_of(entries)
         found = ()  # all loads come before the first sum, or the compiler would save registers and wait in between
         for u in tl.static_range(len(cols)):
             found = found + (gathered(cols[u], x_ptr, stride_xm, M, ROWS, TRANSPOSED),)
@@ -189,40 +187,13 @@ def outlier_tile(
 
 
 @triton.jit
-def first_outlier(entry, BEYOND_ENTRIES: tl.constexpr):
-    """Return column, int32, and value, float32, of an entry's first outlier."""
-    if BEYOND_ENTRIES:
-        # Its digit, in bits 8 to 11, becomes the low bits of a float between 2^15 and 2^16: the digit plus 2^15 + 8.
-        digit = ((entry & 0xF00) ^ 0x47000800).to(tl.float32, bitcast=True) - 32776.0
-        # An outlier alone is multiplied by a power of 4: twice bits 12 to 15 are added to the float's exponent.
-        power = tl.where((entry & 0xFF) == 0, (entry & 0xF000) << 12, 0)
-        value = (digit.to(tl.int32, bitcast=True) + power).to(tl.float32, bitcast=True)
-        return (entry.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), value
-    else:
-        return entry & 0xFFFF, (entry & -65536).to(tl.float32, bitcast=True)  # bf16 is the high half of float32
-
-
-@triton.jit
-def second_outlier(entry, col):
-    """Return column and value of an entry's second outlier, zero if there is none; col: the first outlier's column."""
-    # Its digit is in bits 12 to 15: the low bits of a float between 2^11 and 2^12.
-    digit = ((entry & 0xF000) ^ 0x45008000).to(tl.float32, bitcast=True) - 2056.0
-    return col + (entry & 0xFF), tl.where((entry & 0xFF) == 0, 0.0, digit)
-
-
-@triton.jit
-def outliers_of(entries, BEYOND_ENTRIES: tl.constexpr):
+def outliers_of(entries):
     """Return the columns and the values of a turn's outliers, a tuple each."""
     cols = ()
     values = ()
     for u in tl.static_range(len(entries)):
-        col, value = first_outlier(entries[u], BEYOND_ENTRIES)
-        cols = cols + (col,)
-        values = values + (value,)
-        if BEYOND_ENTRIES:
-            col, value = second_outlier(entries[u], col)
-            cols = cols + (col,)
-            values = values + (value,)
+        cols = cols + (entries[u] & 0xFFFF,)
+        values = values + ((entries[u] & -65536).to(tl.float32, bitcast=True),)  # bf16 is the high half of float32
     return cols, values
 
 

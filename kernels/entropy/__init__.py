@@ -1,1 +1,1 @@
-"""Decoders of Huffman and rANS streams on a GPU. Imports `configs`, `errors`."""
+"""The decoder of Huffman streams on a GPU. Imports `configs`, `errors`."""

@@ -12,7 +12,6 @@ Among ROW_ALIGN rows they may be permuted (`order`, see `outliers.py`); padding 
 import torch
 
 from vllm_latq.kernels.errors import require
-from vllm_latq.kernels.layout.entries import Integers
 from vllm_latq.kernels.layout.fields import (
     SUPERBLOCK,
     SUPPORTED_BITS,
@@ -108,16 +107,13 @@ def tile_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
     return tiles
 
 
-def tile_weight(
-    qweight: torch.Tensor, bits: int, cols: int, order: torch.Tensor, beyond: Integers | None = None
-) -> torch.Tensor:
+def tile_weight(qweight: torch.Tensor, bits: int, cols: int, order: torch.Tensor) -> torch.Tensor:
     """Checkpoint words -> tile words.
 
     Args:
         qweight: int32 [rows, ceil(cols * bits / 32)].
         order: int64 [padded rows], the checkpoint row held by each tile row, one of the same ROW_ALIGN; rows or more
             means padding.
-        beyond: integers that get the nearest end of the grid for a code.
 
     Returns:
         int32 [row blocks, superblocks, planes, ROW_BLOCK, words].
@@ -126,18 +122,10 @@ def tile_weight(
     supers = superblocks(cols)
     tiles = []
     step = max(1, _CHUNK_CODES // (supers * SUPERBLOCK * ROW_ALIGN)) * ROW_ALIGN
-    if beyond is not None:
-        places, ends = tile_rows(order)[beyond.row] % step, ((beyond.z > 0) * (2 * zero_point - 1)).to(torch.uint8)
-        # A chunk has the same rows in either order, and their outliers follow each other.
-        counts = torch.bincount(beyond.row // step, minlength=-(-order.numel() // step)).tolist()
-        outliers = zip(*(tensor.split(counts) for tensor in (places, beyond.col, ends)), strict=True)
     for part in order.split(step):
         codes = torch.full((part.numel(), supers * SUPERBLOCK), zero_point, dtype=torch.uint8, device=qweight.device)
         real = part < rows
         codes[real, :cols] = stream_to_codes(qweight[part[real]], bits, cols)
-        if beyond is not None:
-            place, col, end = next(outliers)
-            codes[place, col] = end
         tiles.append(tile_codes(codes, bits))
     return torch.cat(tiles)
 

@@ -7,14 +7,7 @@ import torch
 
 from vllm_latq.kernels.errors import require
 from vllm_latq.kernels.layout.codes import ROW_BLOCK, check_shape, padded_rows, tile_scales, tile_weight
-from vllm_latq.kernels.layout.entries import (
-    BEYOND_BITS,
-    Integers,
-    beyond_entries,
-    coordinates,
-    integers,
-    value_entries,
-)
+from vllm_latq.kernels.layout.entries import coordinates, value_entries
 from vllm_latq.kernels.layout.outliers import (
     OutlierCsr,
     OutlierSlices,
@@ -30,8 +23,6 @@ HIP = "hip"
 @dataclass(frozen=True)
 class KernelWeight:
     """W[i, j] = row_scales[i] * (scales[i, group of j] * (code[i, j] - zero) + outlier[i, j]) in tile order.
-
-    An outlier is a value where codes have scales; where they have none, how far an integer lies `beyond` the grid.
 
     Attributes:
         midrise: whether zero is 2^(bits-1) - 1/2, between two codes, instead of 2^(bits-1).
@@ -78,12 +69,6 @@ class KernelWeight:
         """Superblocks of 256 columns."""
         return self.words.shape[-4]
 
-    @property
-    def beyond(self) -> bool:
-        """Return whether an entry holds the distances of up to two outliers from the grid, not the value of one."""
-        scaled = self.scale_pairs is not None or self.flat_scales is not None
-        return self.entries is not None and not scaled and self.bits in BEYOND_BITS
-
     def storage_bytes(self) -> int:
         """Return the bytes that one product reads, without the room after the last entry. Synchronises the device."""
         parts = [self.words, self.scale_pairs, self.flat_scales, self.row_scales, self.slice_ptr]
@@ -112,7 +97,7 @@ def _in_tile_order(vector: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     return tiled
 
 
-def _device_facts(device: torch.device) -> tuple[int, str]:
+def device_facts(device: torch.device) -> tuple[int, str]:
     """Return the number of multiprocessors, and "sm_XY" for NVIDIA, HIP for AMD or nothing for a CPU."""
     if device.type != "cuda":
         return 1, ""
@@ -138,8 +123,7 @@ def prepare(
         group_size: 32, 64, 128 or -1 for one group per row.
         scales: bfloat16 [rows, groups], or None for 1.
         row_scales: float32 [rows], or None for 1.
-        outliers: None for a scheme without outliers. Without scales and with 2, 3 or 4 bits the values of outliers are
-            the weights' integers, which lie beyond the grid.
+        outliers: None for a scheme without outliers.
         midrise: whether the grid lies half a step above the multiples of the scale.
 
     Raises:
@@ -149,23 +133,23 @@ def prepare(
     _check_scales(scales, row_scales, qweight.shape[0], 1 if group_size == -1 else cols // group_size)
     rows, device = qweight.shape[0], qweight.device
     order = torch.arange(padded_rows(rows), device=device)
-    beyond = entries = slice_ptr = None
+    entries = slice_ptr = None
     if outliers is not None:
-        order, slices, beyond = _slice_outliers(outliers, rows, cols, bits, integer_codes=scales is None)
+        order, slices = _slice_outliers(outliers, rows, cols)
         entries, slice_ptr = slices.entries, slices.slice_ptr
     scale_pairs = flat_scales = None
     if scales is not None and group_size == -1:
         flat_scales = _in_tile_order(scales[:, 0], order)
     elif scales is not None:
         scale_pairs = tile_scales(scales, group_size, cols, order)
-    processors, arch = _device_facts(device)
+    processors, arch = device_facts(device)
     return KernelWeight(
         bits=bits,
         group_size=group_size if scale_pairs is not None else -1,
         rows=rows,
         cols=cols,
         midrise=midrise,
-        words=tile_weight(qweight, bits, cols, order, beyond),
+        words=tile_weight(qweight, bits, cols, order),
         order=order.to(torch.int32),
         scale_pairs=scale_pairs,
         flat_scales=flat_scales,
@@ -187,24 +171,16 @@ def _check_scales(scales: torch.Tensor | None, row_scales: torch.Tensor | None, 
         require(row_scales.shape == (rows,), "row_scales", f"{(rows,)}", tuple(row_scales.shape))
 
 
-def _slice_outliers(
-    csr: OutlierCsr, rows: int, cols: int, bits: int, integer_codes: bool
-) -> tuple[torch.Tensor, OutlierSlices, Integers | None]:
+def _slice_outliers(csr: OutlierCsr, rows: int, cols: int) -> tuple[torch.Tensor, OutlierSlices]:
     """Check outliers, sort the rows by their entries and lay the entries out in slices.
 
     Returns:
-        The checkpoint row of each tile row, int64 [padded rows]; the slices; and the outliers as integers where entries
-        hold distances from the grid, else None.
+        The checkpoint row of each tile row, int64 [padded rows]; and the slices.
     """
     check_csr(csr.row_ptr, csr.col_idx, csr.values, rows, cols)
-    beyond = None
-    if integer_codes and bits in BEYOND_BITS:
-        beyond = integers(csr.row_ptr, csr.col_idx, csr.values, cols, bits)
-        entries = beyond_entries(beyond, bits)
-    else:
-        entries = value_entries(coordinates(csr.row_ptr, csr.col_idx, csr.values, cols))
+    entries = value_entries(coordinates(csr.row_ptr, csr.col_idx, csr.values, cols))
     order = row_order(torch.bincount(entries.row, minlength=rows), padded_rows(rows))
-    return order, slice_entries(entries, order), beyond
+    return order, slice_entries(entries, order)
 
 
 def _ticket_count(padded: int) -> int:

@@ -1,7 +1,7 @@
 """The lattices of all linears of a model, and the step they share: from statistics on disk, one input after the other.
 
     collect     one pass forward and one backward  -> FOLDER/statistics-*.safetensors
-    allocation  what each step would take          -> step and bits of every layer; twice, as damping goes by the step
+    allocation  what each price of a bit would take -> rates and bits; twice, as damping goes by the price
     lattices    of the linears of one input, with the damping that this step asks for
 
 Invariant: everything depends on the model, the samples and the recipe only. A quantization and the certificate of its
@@ -12,15 +12,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import nn
 
 from vllm_latq.errors import ConfigError, naming
-from vllm_latq.quantize.allocation.served_allocation import allocate_served, served_curves, served_lattices
-from vllm_latq.quantize.allocation.stored_allocation import allocate, rate_curve
-from vllm_latq.quantize.calibration.experts import expert_stacks
+from vllm_latq.quantize.allocation.rates import Allocation
 from vllm_latq.quantize.calibration.fisher import Progress, Stages, collect_statistics, ignore_progress, ignore_stages
 from vllm_latq.quantize.calibration.fisher_files import StatisticsFiles
 from vllm_latq.quantize.calibration.hessian import InputHessian
@@ -32,34 +30,33 @@ from vllm_latq.quantize.machine.offload import Place
 from vllm_latq.quantize.methods.latq import (
     InputLattice,
     OutputLattice,
-    Share,
+    UnitLosses,
     input_lattice,
     output_lattice,
     rate_aware_damping,
+    unit_losses,
 )
 from vllm_latq.quantize.model.decoder import Decoder
 from vllm_latq.quantize.model.parts import Part, model_parts
 from vllm_latq.quantize.model.selection import unreached
 from vllm_latq.quantize.recipe import Recipe
 
-# Enough for any lattice that was seen, twice over: next to nothing is fed back between inputs then.
-DAMPED_AT_MOST = 8
+# Damping depends on the price of a bit, and the price on the damped lattices: the second allocation settles both.
+_ALLOCATIONS = 2
 
 # Names of the linears that read one input -> their weights, float32 [r, c], and their statistics.
 InputGroup = tuple[dict[str, torch.Tensor], dict[str, LayerStatistics]]
 T = TypeVar("T")
-# Names of the linears that read one input -> a RateCurve, or where served bits are counted a ServedCurve per width.
-Prices = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class _Priced:
-    """The prices of the linears of one input; without prices, the names of the linears that nothing reaches.
+    """Losses of the linears of one input; without losses, the names of the linears that nothing reaches.
 
     Every process gets these from all others before one of them raises an error.
     """
 
-    prices: Prices
+    losses: Mapping[str, UnitLosses]
     unreached: tuple[str, ...] = ()
 
 
@@ -70,7 +67,7 @@ class ModelLattice:
     Attributes:
         decoder: the model.
         quantized: full name -> linear of everything that the recipe quantizes.
-        recipe: for order, damping, target and the parts that are switched off.
+        recipe: for bits and damping.
         folder: where the statistics go; all processes see it.
         world: the processes that share the work.
     """
@@ -156,76 +153,40 @@ class ModelLattice:
         made = {index: of_part for share in self.world.gather(make_mine) for index, of_part in share.items()}
         return [one for part in self.parts for one in made[part.index]]
 
-    @property
-    def allocations(self) -> int:
-        """Number of allocations made: damping depends on the step, and the step on the bits of damped lattices."""
-        return 1 if "rate-damping" in self.recipe.without else 2
-
-    def allocation(self, progress: Progress = ignore_progress) -> dict[str, Share]:
-        """Return linear -> its share of the model's bits."""
-        step, shares = None, {}
-        for round_ in range(self.allocations):
+    def allocation(self, progress: Progress = ignore_progress) -> Allocation:
+        """Return the allocation of the model's bits; ConfigError if the lowest rates take more."""
+        step = None
+        for round_ in range(_ALLOCATIONS):
 
             def advance(done: int, parts: int, before: int = round_) -> None:
-                progress(before * parts + done, self.allocations * parts)
+                progress(before * parts + done, _ALLOCATIONS * parts)
 
             priced = self.of_inputs(partial(self._priced, step=step), advance)
             if names := [name for one in priced for name in one.unreached]:
                 raise unreached(names, self.quantized, "activations and gradients of the loss")
-            shares = self.share_out([one.prices for one in priced])
-            step = next(iter(shares.values())).step
-        return shares
+            losses = {name: one for part in priced for name, one in part.losses.items()}
+            allocation = Allocation(losses, self.recipe.bits * sum(one.weights for one in losses.values()))
+            allocation.require_enough()
+            step = allocation.step
+        return allocation
 
     def _priced(
         self, weights: Mapping[str, torch.Tensor], members: Mapping[str, LayerStatistics], step: float | None
     ) -> _Priced:
         if names := tuple(name for name, layer in members.items() if not layer.reached):
             return _Priced({}, names)
-        return _Priced(self.price(weights, *self.lattices(weights, members, step)))
-
-    def price(
-        self, weights: Mapping[str, torch.Tensor], inputs: InputLattice, outputs: Mapping[str, OutputLattice]
-    ) -> Prices:
-        """Return the bits that the linears of one input would take at some steps."""
-        target = self.recipe.bits_to_meet
-        if self.recipe.count == "served":
-            return served_curves(weights, inputs, outputs, target)
-        return {name: rate_curve(weight, inputs, outputs[name], target) for name, weight in weights.items()}
-
-    def share_out(self, inputs: Sequence[Prices]) -> dict[str, Share]:
-        """Share the recipe's target out over the linears of all inputs; return linear -> its share."""
-        target = self.recipe.bits_to_meet
-        if self.recipe.count == "served":
-            return allocate_served(inputs, expert_stacks(self.decoder.model, self.quantized), target)
-        curves = {name: curve for linears in inputs for name, curve in linears.items()}
-        return allocate(curves, target, "allocation" not in self.recipe.without)
-
-    def fitted(
-        self,
-        weights: Mapping[str, torch.Tensor],
-        inputs: InputLattice,
-        outputs: dict[str, OutputLattice],
-        share: Share,
-    ) -> tuple[InputLattice, dict[str, OutputLattice]]:
-        """Return the lattices with the steps that the linears of one input are rounded with; they have one share."""
-        return (inputs, outputs) if share.width is None else served_lattices(weights, inputs, outputs, share)
+        return _Priced(unit_losses(weights, *self.lattices(weights, members, step)))
 
     def lattices(
         self, weights: Mapping[str, torch.Tensor], members: Mapping[str, LayerStatistics], step: float | None
     ) -> tuple[InputLattice, dict[str, OutputLattice]]:
         """Return both sides of the lattices of one input's linears; without a step, damping does not depend on it."""
-        order, without, damping = self.recipe.order, self.recipe.without, self.recipe.damping
-        outputs = {name: output_lattice(layer, order, without, name) for name, layer in members.items()}
+        damping = self.recipe.damping
+        outputs = {name: output_lattice(layer, name) for name, layer in members.items()}
         leader, first = next(iter(members.items()))
-        if step is not None and "rate-damping" not in without:
+        if step is not None:
             damping = rate_aware_damping(step, list(weights.values()), first.inputs, list(outputs.values()))
-        return input_lattice(first, order, damping, without, leader), outputs
-
-    def damped(self, inputs: InputLattice, members: Mapping[str, LayerStatistics], times: int) -> InputLattice:
-        """Return the lattice of an input with its damping quadrupled `times` times."""
-        leader, first = next(iter(members.items()))
-        damping = inputs.factor.damping * 4.0**times
-        return input_lattice(first, self.recipe.order, damping, self.recipe.without, leader)
+        return input_lattice(first, damping, leader), outputs
 
 
 def after_prefix(

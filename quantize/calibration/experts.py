@@ -22,23 +22,6 @@ from vllm_latq.quantize.calibration.hessian import HessianCollector, InputHessia
 from vllm_latq.quantize.lattice.grams import SharedInput
 
 
-def expert_stacks(model: nn.Module, linears: Mapping[str, nn.Linear]) -> dict[str, str]:
-    """Return linear of an expert -> name of the stack that it is served in, together with the other experts'.
-
-    Args:
-        model: with `Experts` in it.
-        linears: name -> linear of everything in the model that is quantized.
-    """
-    names = {linear: name for name, linear in linears.items()}
-    stacks: dict[str, str] = {}
-    for where, layer in model.named_modules():
-        for expert in layer if isinstance(layer, Experts) else ():
-            assert isinstance(expert, Expert)
-            for stack, alike in expert.inputs.items():
-                stacks |= {names[linear]: f"{where}.{stack}" for linear in alike if linear in names}
-    return stacks
-
-
 def complete_experts(
     block: nn.Module,
     linears: Mapping[str, nn.Linear],

@@ -4,15 +4,13 @@ What a certificate proves, if recipe, model and calibration text are what they a
 the errors, losses and worst cases that the report claims, on the lattices (order, damping, and for latq the model's
 step) that this recipe leads to; all other tensors, and config.json, are the model's. It does not prove that the weights
 are the ones nearest plane rounds to, and does not look at the tokenizer. With sweeps, or a beam on a grid that ends,
-any weights are within the bound, and it only says how far they have left the cells. One claim is taken: how often a
-damping was quadrupled for a share of served bits. Any damping's worst case holds, if a larger one for more.
+any weights are within the bound, and it only says how far they have left the cells.
 
-Invariant: but for this claim nothing of the report enters what it is compared with, and only the recipe is taken on
-trust.
+Invariant: nothing of the report enters what it is compared with, and only the recipe is taken on trust.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -25,6 +23,7 @@ from vllm_latq.format.reader import REPORT_FILE, CheckpointReader
 from vllm_latq.format.report import NUMBERS, LayerReport, finite_number
 from vllm_latq.quantize.calibration.windows import calibration_samples
 from vllm_latq.quantize.certificate.recompute import layer_by_layer, whole_model
+from vllm_latq.quantize.lattice.trellis_plane import LIMIT
 from vllm_latq.quantize.methods.record import totals
 from vllm_latq.quantize.model.decoder import Decoder
 from vllm_latq.quantize.model.loading import compute_dtype, torch_device
@@ -146,7 +145,7 @@ class _Certificate:
         """The claims of each linear, in the order of the model, and their totals."""
         claims = {claim.name: claim for claim in self.reader.measured()}
         everything = []
-        for found in self._recomputed(samples, claims):
+        for found in self._recomputed(samples):
             claim = claims.get(found.name)
             if claim is None:
                 yield CheckpointError(self._report, f"a record of {found.name}", "none", _HINT)
@@ -155,11 +154,9 @@ class _Certificate:
             everything.append(asdict(found) | {"shape": self.reader.shapes[found.name]})
         yield from self._totals(totals(everything))
 
-    def _recomputed(self, samples: torch.Tensor, claims: Mapping[str, LayerReport]) -> Iterator[LayerReport]:
-        checkpoint = (self.reader, self.decoder, self.recipe, samples)
-        if self.recipe.method != "latq":
-            return layer_by_layer(*checkpoint)
-        return whole_model(*checkpoint, lambda name: claims[name].damping if name in claims else None)
+    def _recomputed(self, samples: torch.Tensor) -> Iterator[LayerReport]:
+        recompute = whole_model if self.recipe.method == "latq" else layer_by_layer
+        return recompute(self.reader, self.decoder, self.recipe, samples)
 
     def _compare(self, claim: LayerReport, found: LayerReport) -> Iterator[LatqError]:
         where = f"{self._report}: {claim.name}"
@@ -168,11 +165,11 @@ class _Certificate:
                 continue
             yield from self._same(f"{where}.{key}", getattr(claim, key), getattr(found, key))
         if claim.bound_holds and not found.bound_holds:
-            on_loss = found.loss_bound is not None
-            what, value = ("loss", found.loss) if on_loss else ("rounding error", found.rounding_error)
-            limit = found.loss_bound if on_loss else found.bound
+            expected, value = f"a rounding error below {_text(found.bound)}", _text(found.rounding_error)
+            if found.loss_bound is not None:
+                expected, value = f"the term of every tile below {LIMIT:g} times its plan", "a larger one"
             hint = "The guarantee that the report claims does not hold for these weights."
-            yield CheckpointError(f"{where}.bound_holds", f"a {what} below {_text(limit)}", _text(value), hint)
+            yield CheckpointError(f"{where}.bound_holds", expected, value, hint)
         if claim.bound_holds is None and found.bound_holds is not None and not self.recipe.bound_ignores_clipping:
             yield CheckpointError(f"{where}.bound_holds", "a claim, as the bound omits nothing", "null", _HINT)
         if claim.bound_holds is False:

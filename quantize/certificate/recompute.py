@@ -2,31 +2,30 @@
 
     layer_by_layer  the text passes through the blocks as in a run, with the stored weights in place of a quantizer:
                     the Hessian of each input, its factor, and from them the errors and the worst case
-    whole_model     for latq: statistics of the original model as in runs/whole_model.py; from them the model's step, by
-                    allocating the bits anew, the damping that this step asks for, both lattices, and from them the
-                    loss, the errors and their worst cases
+    whole_model     for latq: statistics of the original model as in runs/whole_model.py; from them the price of a bit,
+                    by allocating the bits anew, the damping that this price asks for, both lattices, and from them the
+                    loss, the errors, and the term of every tile beside its plan
 
-Invariant: of the checkpoint only weights and recipe are read. Of its report one thing counts: how often the damping of
-an input was quadrupled for its share of served bits. A worst case holds whatever the answer, but is larger for more.
+Invariant: of the checkpoint only weights and recipe are read, and nothing of its report.
 """
 
 import math
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from vllm_latq.coding.packing import unpack_codes
-from vllm_latq.errors import naming
+from vllm_latq.errors import CheckpointError, naming
 from vllm_latq.format.encodings.huffman import HuffmanWeight
 from vllm_latq.format.encodings.packed import PackedWeight
-from vllm_latq.format.encodings.rans import RansWeight
+from vllm_latq.format.encodings.trellis import TrellisWeight
 from vllm_latq.format.encodings.weight import Weight
 from vllm_latq.format.reader import CheckpointReader
 from vllm_latq.format.report import LayerReport
-from vllm_latq.quantize.allocation.model_lattice import DAMPED_AT_MOST, ModelLattice, after_prefix, full_weight
+from vllm_latq.quantize.allocation.model_lattice import ModelLattice, after_prefix, full_weight
 from vllm_latq.quantize.calibration.hessian import InputHessian
 from vllm_latq.quantize.calibration.stream import Stream, hessians_of, walk
 from vllm_latq.quantize.lattice import stochastic
@@ -36,15 +35,18 @@ from vllm_latq.quantize.lattice.grams import LayerStatistics
 from vllm_latq.quantize.lattice.outliers import kept_excess
 from vllm_latq.quantize.lattice.reduction import reduce_lattice
 from vllm_latq.quantize.lattice.targets import corrected_target, measure_errors
-from vllm_latq.quantize.lattice.two_sided_plane import furthest
+from vllm_latq.quantize.lattice.trellis_plane import LIMIT
 from vllm_latq.quantize.machine.offload import placer
-from vllm_latq.quantize.methods.latq import InputLattice, OutputLattice, Target, targeted
+from vllm_latq.quantize.methods.latq import InputLattice, OutputLattice, Target, stored_terms, targeted
 from vllm_latq.quantize.methods.layer import layer_factor
-from vllm_latq.quantize.methods.record import bound_holds, expected_by_both, expected_error
+from vllm_latq.quantize.methods.record import bound_holds, expected_error, half_loss
 from vllm_latq.quantize.model.decoder import Decoder
 from vllm_latq.quantize.model.parts import model_parts
 from vllm_latq.quantize.model.selection import quantized_linears
 from vllm_latq.quantize.recipe import Recipe
+
+# The recursion adds up targets in float32, the certificate in float64.
+TERM_SLACK = 1e-3
 
 
 def layer_by_layer(
@@ -142,11 +144,7 @@ def _past_an_end(weight: PackedWeight, rows: slice, residuals: torch.Tensor) -> 
 
 
 def whole_model(
-    reader: CheckpointReader,
-    decoder: Decoder,
-    recipe: Recipe,
-    samples: torch.Tensor,
-    claimed_damping: Callable[[str], float | None],
+    reader: CheckpointReader, decoder: Decoder, recipe: Recipe, samples: torch.Tensor
 ) -> Iterator[LayerReport]:
     """The records of every linear of a latq checkpoint, in the order of the model.
 
@@ -155,12 +153,11 @@ def whole_model(
     Args:
         reader, decoder, recipe: the checkpoint, the model it was made from, and how.
         samples: int64 [n, tokens].
-        claimed_damping: of a linear, by name; None where there is no claim.
     """
     with tempfile.TemporaryDirectory(prefix="latq-certificate-") as folder:
         model = ModelLattice(decoder, quantized_linears(decoder, recipe), recipe, Path(folder))
         model.collect(samples, placer("disk", Path(folder)))
-        shares = model.allocation()
+        step = model.allocation().step
         stream = Stream(decoder, None if recipe.target == "quantized" else samples, recipe.target)
         for part, module, _ in walk(model_parts(decoder, reader.shapes), stream):
             if module is None:
@@ -168,82 +165,47 @@ def whole_model(
             seen = hessians_of(stream, part, module)
             for group in model.groups(part):
                 weights = {name: full_weight(part.linears[name]) for name in group}
-                leader = next(iter(group))
-                members, drift = after_prefix(model.on_device(group), seen.get(leader))
-                inputs, outputs = model.lattices(weights, members, shares[leader].step)
-                if recipe.count == "served" and (times := _quadrupled(inputs.factor.damping, claimed_damping(leader))):
-                    inputs = model.damped(inputs, members, times)
+                members, drift = after_prefix(model.on_device(group), seen.get(next(iter(group))))
+                inputs, outputs = model.lattices(weights, members, step)
                 for name, weight in weights.items():
-                    stored, target, width = (
-                        reader.weight(name),
-                        targeted(weight, inputs, drift, recipe),
-                        shares[name].width,
-                    )
-                    assert isinstance(stored, RansWeight)
-                    yield _measured_on_loss(name, target, stored, members[name], inputs, outputs[name], recipe, width)
+                    stored = reader.weight(name)
+                    if not isinstance(stored, TrellisWeight):
+                        raise CheckpointError(f"{reader.directory}: {name}", "encoding trellis", stored.scheme.encoding)
+                    target = targeted(weight, inputs, drift, recipe)
+                    yield _measured_on_loss(name, target, stored, members[name], inputs, outputs[name])
                     if stream:
                         part.linears[name].weight.copy_(stored.dequantize())
-
-
-def _quadrupled(damping: float, claimed: float | None) -> int:
-    """How many times a damping may have been quadrupled if so much is claimed."""
-    if not claimed or claimed <= damping:
-        return 0
-    return min(round(math.log(claimed / damping, 4)), DAMPED_AT_MOST)
 
 
 def _measured_on_loss(
     name: str,
     target: Target,
-    stored: RansWeight,
+    stored: TrellisWeight,
     statistics: LayerStatistics,
     inputs: InputLattice,
     outputs: OutputLattice,
-    recipe: Recipe,
-    width: int | None,
 ) -> LayerReport:
-    """As `whole_model.layer_record` states it, with H and G in float64 and every step as it is stored."""
+    """As `methods.record.layer_record` states it, from what is stored; the bound holds if it does in every tile."""
     weight = target.weight
-    rows, cols = stored.row_scales.to(weight.device), stored.column_scales.to(weight.device)
-    # The same numbers as the stored weight's own, decoded once.
-    packed = stored.pack(stored.integers(), width)
-    quantized = packed.dequantize().to(weight.device)
+    quantized = stored.dequantize().to(weight.device)
     with naming(name):
         errors = measure_errors(quantized, weight, target.corrected, statistics.inputs, target.drift)
-    error = errors.rounding * statistics.tokens
-    moved = quantized.double() - target.corrected.double()
-    seen = (moved @ statistics.inputs.double()).split([len(gram) for gram in statistics.outputs])
-    parts = moved.split([len(gram) for gram in statistics.outputs])
-    loss = sum(
-        float(((gram.double() @ part) * product).sum()) / 2
-        for gram, part, product in zip(statistics.outputs, parts, seen, strict=True)
+    terms, plans = stored_terms(stored, quantized, target.corrected, inputs, outputs)
+    loss, loss_bound = (
+        half_loss(quantized.double() - target.corrected.double(), statistics),
+        LIMIT / 2 * float(plans.sum()),
     )
-    worst = _worst_loss(rows.double().square(), cols.double().square(), inputs, outputs, furthest(stored.midrise))
-    bound = 2 * worst / outputs.ridge * statistics.tokens
-    bounded = "feedback" not in recipe.without
     return LayerReport(
         name,
         bits=stored.storage_bits() / weight.numel(),
-        served_bits=packed.served_bits() / weight.numel(),
-        outlier_density=0.0,
+        served_bits=stored.served_bits() / weight.numel(),
+        outlier_density=stored.outlier_density(),
         error=errors.total * statistics.tokens,
         relative_error=errors.relative,
-        rounding_error=error,
-        bound=bound,
-        expected_error=expected_by_both(rows, cols, inputs, outputs) * statistics.tokens,
+        rounding_error=errors.rounding * statistics.tokens,
+        bound=2 * loss_bound / outputs.ridge * statistics.tokens,
         damping=inputs.factor.damping,
-        bound_holds=bound_holds(loss, worst) if bounded else bound_holds(error, bound),
+        bound_holds=bool((terms <= LIMIT * plans * (1 + TERM_SLACK)).all()),
         loss=loss,
-        loss_bound=worst if bounded else None,
+        loss_bound=loss_bound,
     )
-
-
-def _worst_loss(
-    rows: torch.Tensor, cols: torch.Tensor, inputs: InputLattice, outputs: OutputLattice, steps: float
-) -> float:
-    """1/2 sum_ij DG_i DH_j (steps s_ij)^2 from squared s of rows [r] and columns [c]: with all residuals so long."""
-    total, start = 0.0, 0
-    for factor in outputs.factors:
-        total += float(factor.diagonal @ rows[start + factor.order])
-        start += len(factor.order)
-    return total * float(inputs.factor.diagonal @ cols[inputs.factor.order]) * steps**2 / 2

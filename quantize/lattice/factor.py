@@ -112,7 +112,7 @@ class Factor:
         return self.upper / self.upper.diagonal()[:, None]
 
 
-def factorize(hessian: torch.Tensor, order: str = "act", damping: float = 0.01) -> Factor:
+def factorize(hessian: torch.Tensor, order: str | torch.Tensor = "act", damping: float = 0.01) -> Factor:
     """Factorise H + lambda I, lambda = damping * mean(diag(H)).
 
     If the Cholesky factorisation fails, or loses its digits, the damping is raised tenfold up to MAX_DAMPING; the
@@ -120,13 +120,13 @@ def factorize(hessian: torch.Tensor, order: str = "act", damping: float = 0.01) 
 
     Args:
         hessian: float32 or float64 [c, c], X^T X, symmetric. Zero rows (dead inputs) are fine.
-        order: one of ORDERS.
+        order: one of ORDERS, or the order itself, int64 [c].
         damping: relative, positive.
 
     Raises:
         NumericalError: H is not finite, not symmetric, all zero, or not positive definite at the largest damping.
     """
-    if order not in ORDERS:
+    if isinstance(order, str) and order not in ORDERS:
         raise ConfigError("order", f"one of {', '.join(ORDERS)}", repr(order))
     if not 0 < damping < float("inf"):
         raise ConfigError("damping", "a positive number", repr(damping))
@@ -137,7 +137,7 @@ def factorize(hessian: torch.Tensor, order: str = "act", damping: float = 0.01) 
         ridge = current * mean_diagonal
         damped = undamped.clone()
         damped.diagonal().add_(ridge)
-        columns = rounding_order(damped, order)
+        columns = rounding_order(damped, order) if isinstance(order, str) else order
         # Unnamed, or the copy would live until the factor is found, beside the copies which that takes.
         damped = damped[columns][:, columns]
         upper = inverse_factor(damped, ridge)

@@ -315,5 +315,5 @@ def check_range(integers: torch.Tensor, loss: torch.Tensor) -> None:
         "nearest_plane",
         f"finite weights and integers below 2^{bits}",
         f"integers up to {largest:g} and a loss of {float(loss.sum()):g}",
-        "The scales are far too small for this Hessian: raise the damping, or lower the target bits if there are any.",
+        "The scales are far too small for this Hessian: raise the damping, or lower bits if they are an average.",
     )

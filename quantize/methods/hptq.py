@@ -59,7 +59,7 @@ class HPTQResult:
 def hptq(
     weight: torch.Tensor,
     factor: Factor,
-    target_bits: float,
+    bits: float,
     plane: Plane = nearest_plane,
     reduction: Reduction | None = None,
 ) -> HPTQResult:
@@ -68,7 +68,7 @@ def hptq(
     Args:
         weight: float32 or float64 [r, c].
         factor: of the layer's Hessian.
-        target_bits: stored bits per weight, everything counted; above 1, the least that a Huffman code needs.
+        bits: stored bits per weight, everything counted; above 1, the least that a Huffman code needs.
         plane: to round with; stochastic rounding draws the same at every probe.
         reduction: a reduced basis of the lattice to round on (see reduction.py); None rounds on the original basis.
 
@@ -83,17 +83,17 @@ def hptq(
             rounding = plane(part, factor, scale)
         return rounding.z, rounding
 
-    return _search(weight, target_bits, quantize)
+    return _search(weight, bits, quantize)
 
 
-def hrtn(weight: torch.Tensor, target_bits: float) -> HPTQResult:
+def hrtn(weight: torch.Tensor, bits: float) -> HPTQResult:
     """Search for the scale as `hptq` does, with plain rounding: the baseline that knows no Hessian."""
-    return _search(weight, target_bits, lambda part, scale: ((part / scale).round().to(torch.int32), None))
+    return _search(weight, bits, lambda part, scale: ((part / scale).round().to(torch.int32), None))
 
 
 def _search(
     weight: torch.Tensor,
-    target_bits: float,
+    bits: float,
     quantize: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, Rounding | None]],
 ) -> HPTQResult:
     largest = float(weight.abs().max()) if weight.numel() else 0.0
@@ -113,26 +113,26 @@ def _search(
         raise NumericalError("weight", "weights below 2^127", f"weights up to {largest:g}", "Is the model damaged?")
     # In units of the largest weight, so that no square overflows or vanishes.
     deviation = float((weight.to(torch.float64) / largest).square().mean().sqrt()) if largest else 1.0
-    start = top + math.log2(deviation) + GAUSSIAN_BITS - target_bits
+    start = top + math.log2(deviation) + GAUSSIAN_BITS - bits
     lower, upper = (min(max(end, _SMALLEST_EXPONENT), _LARGEST_EXPONENT) for end in (top - FINEST_OCTAVES, top + 1))
     guess = Guess(start, USUAL_SLOPE, lower, upper)
     max_probes = MAX_PROBES if largest else 1
-    search = partial(search_target, target=target_bits, tolerance=BITS_TOLERANCE, max_probes=max_probes)
+    search = partial(search_target, target=bits, tolerance=BITS_TOLERANCE, max_probes=max_probes)
     rows = sample_rows(weight)
     if rows is not None:
         guess = guess.after(search(partial(probe, weight[rows]), guess=guess))
     found = search(partial(probe, weight), guess=guess)
-    bits = found.best.value
+    met = found.best.value
     if not found.feasible:
         raise NumericalError(
-            "target_bits",
-            f"a Huffman code of at most {target_bits:g} bits per weight",
-            f"{bits:.4f} at a scale of {2.0**found.best.x:g}, the fewest found",
-            "Codes take at least 1 bit, tables and offsets come on top: raise target_bits, or ignore this layer.",
+            "bits",
+            f"a Huffman code of at most {bits:g} bits per weight",
+            f"{met:.4f} at a scale of {2.0**found.best.x:g}, the fewest found",
+            "Codes take at least 1 bit, tables and offsets come on top: raise bits, or ignore this layer.",
         )
     integers, scale, rounding = found.best.payload
-    note = "" if found.met else f"{bits:.4f} bits per weight, the nearest found to {target_bits:g}"
-    return HPTQResult(integers, scale, bits, rounding, found.probes, note)
+    note = "" if found.met else f"{met:.4f} bits per weight, the nearest found to {bits:g}"
+    return HPTQResult(integers, scale, met, rounding, found.probes, note)
 
 
 def _overhead_bits(weight: torch.Tensor) -> float:

@@ -1,37 +1,51 @@
-"""LATQ: nearest plane on the lattice of G (x) H, one step for the whole model, rANS-coded integers.
+"""LATQ: nearest plane on the lattice of G (x) H, each tile by the trellis code, its rate from the loss of the model.
 
-    W[i, j] = s * 2^(row_exponents[i] / 8) * 2^(column_exponents[j] / 8) * z[i, j]
+    W[i, j] ~ scale * 2^(row_exponents[i] / 8) * 2^(column_exponents[j] / 8) * code
 
-(z[i, j] + 1/2 where bits are counted while the model is served).
+Scales follow the size of what is rounded: one factor for each row and one for each column, fitted to the squares of the
+weights, then to those of the targets that a first pass meets (what is fed back adds to the weights). In this pass noise
+as large as the code's errors stands for them.
+Rates follow the loss: a unit of weights whose squared errors the loss multiplies by A gets the rate that minimises
 
-The exponents are those of 1 / sqrt(DG_i) and 1 / sqrt(DH_j) (water-filling; the column scales of WaterSIC, 2026), so
-every weight of every layer adds the same s^2 / 12 to the loss of the model, in units where s is the one number that the
-whole model shares. That is the optimum at a given sum of entropies: equal slope everywhere (reverse water-filling).
+    A * DISTORTION[rate] + price * bits           with one price for the whole model (reverse water-filling)
 
-Linears that read one input (q/k/v, gate/up) share their column exponents: when they are served as one matrix, its input
-is scaled once.
+Linears that read one input (q/k/v, gate/up) share the order and the factors of their columns: when they are served as
+one matrix, its input is permuted and scaled once.
+
+The guarantee is enforced, not Babai's: the term of every tile is at most LIMIT times its plan, or its worst weights are
+kept exactly until it is. So the loss of a layer is at most LIMIT / 2 times the sum of its plans. The plan of a tile is
+DISTORTION[rate] times its energy.
 """
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property
 
 import torch
 
-from vllm_latq.coding.rans.encoder import encoded_bits
+from vllm_latq.coding.trellis.code import RATES, TILE
+from vllm_latq.coding.trellis.layout import UNIT_COLUMNS, UNIT_ROWS, column_order, tile_rates, tiles
 from vllm_latq.errors import LAYER, NumericalError, naming
-from vllm_latq.format.encodings.rans import RansWeight, octave_eighths
+from vllm_latq.format.encodings.octaves import OCTAVE, octave_eighths
 from vllm_latq.format.encodings.registry import tensor_specs
+from vllm_latq.format.encodings.trellis import TrellisWeight
 from vllm_latq.format.scheme import LayerScheme
-from vllm_latq.format.served_size import served_bits
-from vllm_latq.format.tensors import SHAPE
 from vllm_latq.quantize.lattice.factor import Factor, factorize
 from vllm_latq.quantize.lattice.grams import LayerStatistics
-from vllm_latq.quantize.lattice.search import Guess, Outcome, search_target
 from vllm_latq.quantize.lattice.targets import Drift, corrected_target
-from vllm_latq.quantize.lattice.two_sided_plane import TwoSided, two_sided_plane
-from vllm_latq.quantize.methods.hptq import USUAL_SLOPE
+from vllm_latq.quantize.lattice.trellis_plane import (
+    DISTORTION,
+    FURTHEST,
+    BlockFactor,
+    Plan,
+    TrellisPass,
+    block_factor,
+    noisy_targets,
+    tile_terms,
+    trellis_plane,
+)
 from vllm_latq.quantize.recipe import Recipe
 
 # G is estimated from one sampled label per token and only holds near the original weights: damped more than H is.
@@ -43,38 +57,39 @@ SMALLEST_GRADIENT = 1e-4
 LEAST_DAMPING = 1e-4
 # With more damping hardly any error is fed back; weights that are all zero would ask for an infinite damping.
 MOST_DAMPING = 1e6
-OCTAVE = 8  # exponents count eighths of an octave: rounding them costs 0.001 bits
-BITS_TOLERANCE = 0.005
-MAX_PROBES = 12
-_OCTAVES_AROUND = 8.0
-# Range of the search towards coarser steps for served bits: coarser steps lose more than damping does.
-_OCTAVES_COARSER = 4.0
-_NOISE_SEED = 271828
+KEPT_BITS = 48
+# Weights kept exactly per weight of a unit, by its rate, beside those that are outlying before anything is rounded:
+# medians over the bundled model at 1.6 to 5 bits. What is fed back to coarse units takes more of them beyond FURTHEST.
+USUALLY_KEPT = {2: 6e-4, 3: 3.5e-4, 4: 3e-4, 5: 1.5e-4, 6: 8e-5} | dict.fromkeys(RATES[5:], 3e-5)
+# How many more weights are kept than the targets of a first pass let expect.
+_KEPT_SLACK = 1.1
+_BISECTIONS = 60
+_OCTAVES = 200.0
+_ROUNDS = 10
+# Importance counts quarters of an octave of the diagonal of H.
+_IMPORTANCE_STEPS = 4
+_SMALLEST = 1e-30
 
 
 @dataclass(frozen=True)
 class OutputLattice:
-    """Lattice of the rows of a linear.
+    """Lattice of the rows of a linear, in their own order.
 
     Attributes:
         factors: of the diagonal blocks of G.
-        exponents: int8 [r].
-        level: log2 of the geometric mean of sqrt(DG_i), which s is divided by.
     """
 
     factors: list[Factor]
-    exponents: torch.Tensor
-    level: float
 
     @property
     def weights(self) -> torch.Tensor:
-        """DG_i that the rounded exponents stand for, float64 [r], unless they were fitted to served codes."""
-        return _squared_weights(self.exponents, self.level)
+        """Diagonal of D_G, float64 [r]."""
+        return torch.cat([factor.diagonal for factor in self.factors])
 
-    @property
-    def spread(self) -> torch.Tensor:
-        """`Factor.spread` of the rows, float64 [r]."""
-        return torch.cat([factor.spread for factor in self.factors])
+    @cached_property
+    def blocks(self) -> list[BlockFactor]:
+        """Block form of the factors, each padded to whole tiles."""
+        return [block_factor(factor, TILE * tiles(len(factor.order), 1)[0]) for factor in self.factors]
 
     @property
     def ridge(self) -> float:
@@ -87,40 +102,86 @@ class InputLattice:
     """Lattice of the columns, shared by the linears that read one input.
 
     Attributes:
-        factor: of H.
-        exponents: int8 [c].
-        level: log2 of the geometric mean of sqrt(DH_j), which s is divided by.
+        factor: of H, in the order of `importance`.
+        importance: int8 [c].
     """
 
     factor: Factor
-    exponents: torch.Tensor
-    level: float
+    importance: torch.Tensor
 
-    @property
-    def weights(self) -> torch.Tensor:
-        """DH_j that the rounded exponents stand for, float64 [c], unless they were fitted to served codes."""
-        return _squared_weights(self.exponents, self.level)
+    @cached_property
+    def blocks(self) -> BlockFactor:
+        """Block form of the factor, padded to whole tiles."""
+        return block_factor(self.factor, TILE * tiles(1, len(self.importance))[1])
+
+
+@dataclass(frozen=True)
+class UnitLosses:
+    """Costs of the units of a linear, before anything is rounded.
+
+    Attributes:
+        worth: by how much the loss multiplies the code's distortion, per weight, float64 [row units, column units].
+        sizes: number of weights in each unit, with padding, float64 of the same shape.
+        weights: number of weights.
+        fixed_bits: all stored bits except the trellis and the kept weights.
+        outlying: weights that are kept at any rate.
+    """
+
+    worth: torch.Tensor
+    sizes: torch.Tensor
+    weights: int
+    fixed_bits: float
+    outlying: int
+
+    def rates(self, price: float) -> torch.Tensor:
+        """Return the rate of every unit at a price per bit, uint8 [row units, column units]."""
+        distortions = list(DISTORTION.values())
+        # A step is two weights: what is saved per bit of the rate, for half as many steps as weights.
+        gains = [2 * (less - more) for less, more in itertools.pairwise(distortions)]
+        thresholds = torch.tensor(gains, dtype=torch.float64).reciprocal()
+        return (torch.bucketize(self.worth / price, thresholds, right=True) + RATES[0]).to(torch.uint8)
+
+    def bits(self, price: float, kept: float | None = None) -> float:
+        """Return the stored bits at a price per bit with so many kept weights, or as many as there usually are."""
+        usual = 0.0 if kept is not None else KEPT_BITS
+        each = [rate / 2 + usual * USUALLY_KEPT[rate] for rate in RATES]
+        taken = torch.tensor(each, dtype=torch.float64)[self.rates(price).to(torch.int64) - RATES[0]]
+        return (
+            self.fixed_bits + KEPT_BITS * (self.outlying if kept is None else kept) + float((taken * self.sizes).sum())
+        )
+
+    def price(self, bits: float, kept: float | None = None) -> float:
+        """Return the lowest price per bit at which at most so many bits are stored; infinity if there is none.
+
+        Arguments as for `bits`.
+        """
+        if self.bits(math.inf, kept) > bits:
+            return math.inf
+        low, high = -_OCTAVES, _OCTAVES
+        for _ in range(_BISECTIONS):
+            middle = (low + high) / 2
+            low, high = (middle, high) if self.bits(2.0**middle, kept) > bits else (low, middle)
+        return 2.0**high
 
 
 @dataclass(frozen=True)
 class Share:
-    """Share of the model's bits that a layer gets.
+    """Share of the model's bits that a linear gets.
 
     Attributes:
-        step: of its lattice, in sqrt(nats) per token; sets the damping, and starts the search for a scale.
-        bits: per weight, to be met: stored bits, or with a width served bits.
-        width: of the served codes; None where stored bits are counted.
+        losses: of its units.
+        bits: stored bits that must not be exceeded.
     """
 
-    step: float
+    losses: UnitLosses
     bits: float
-    width: int | None = None
 
-    def spent(self, integers: torch.Tensor) -> float:
-        """Return the bits per weight of int32 [r, c], everything counted."""
-        if self.width is None:
-            return stored_bits(integers)
-        return served_bits(integers, self.width) / integers.numel()
+    def rates(self, kept: float | None = None) -> torch.Tensor:
+        """Return the highest rates that leave room for so many kept weights, or as many as there usually are.
+
+        Without room for the lowest rates, the lowest. uint8 [row units, column units].
+        """
+        return self.losses.rates(self.losses.price(self.bits, kept))
 
 
 @dataclass(frozen=True)
@@ -129,65 +190,42 @@ class LatqResult:
 
     Attributes:
         weight: as it is stored.
-        rounding: its integers, loss and bound.
-        bits: stored bits per weight, everything counted.
-        spent: bits per weight, as the share counts them; more than the share where no scale meets it.
-        note: empty, or the bits spent if they do not meet the share.
+        dequantized: decoded weight, float32 [r, c].
+        planned: sum of the plans of the tiles, D_G D_H weighted squared errors.
+        loss: sum of the terms of the tiles, the damped tr(G E H E^T).
     """
 
-    weight: RansWeight
-    rounding: TwoSided
-    bits: float
-    spent: float
-    note: str
-
-    @property
-    def dequantized(self) -> torch.Tensor:
-        """Decoded weight, bit for bit, float32 [r, c] on the device it was rounded on; nothing is decoded for it."""
-        z = self.rounding.z
-        rows, cols = self.weight.row_scales.to(z.device), self.weight.column_scales.to(z.device)
-        return (z.to(torch.float32) + 0.5 * self.weight.midrise) * rows[:, None] * cols
+    weight: TrellisWeight
+    dequantized: torch.Tensor
+    planned: float
+    loss: float
 
 
-def output_lattice(statistics: LayerStatistics, order: str, without: Sequence[str], where: str) -> OutputLattice:
-    """Factorise G, block by block, and derive the row exponents.
-
-    Args:
-        statistics: of the linear.
-        order: one of ORDERS.
-        without: parts that are switched off.
-        where: name of the linear, for errors.
+def output_lattice(statistics: LayerStatistics, where: str) -> OutputLattice:
+    """Factorise G, block by block; `where` names the linear in errors.
 
     Raises:
         NumericalError: the loss does not depend on the layer at all.
     """
     with naming(where):
-        return _output_lattice(statistics, order, without)
+        grams = [gram.clone() for gram in statistics.outputs]
+        if not any(float(gram.diagonal().max()) > 0 for gram in grams):
+            hint = f"The loss does not depend on this layer: leave it out, with --ignore {LAYER}"
+            raise NumericalError("gradients", "gradients of the loss", "none but zeros", hint)
+        # A block of outputs that the loss hardly depends on still gets finite scales.
+        floor = SMALLEST_GRADIENT * max(float(gram.diagonal().mean()) for gram in grams)
+        for gram in grams:
+            gram.diagonal().add_(max(0.0, floor - float(gram.diagonal().mean())))
+        return OutputLattice([factorize(gram, "natural", OUTPUT_DAMPING) for gram in grams])
 
 
-def _output_lattice(statistics: LayerStatistics, order: str, without: Sequence[str]) -> OutputLattice:
-    grams = [gram.diagonal().diag() if "feedback" in without else gram.clone() for gram in statistics.outputs]
-    if not any(float(gram.diagonal().max()) > 0 for gram in grams):
-        hint = f"The loss does not depend on this layer: leave it out, with --ignore {LAYER}"
-        raise NumericalError("gradients", "gradients of the loss", "none but zeros", hint)
-    # A block of outputs that the loss hardly depends on still gets finite steps.
-    floor = SMALLEST_GRADIENT * max(float(gram.diagonal().mean()) for gram in grams)
-    for gram in grams:
-        gram.diagonal().add_(max(0.0, floor - float(gram.diagonal().mean())))
-    factors = [factorize(gram, order, OUTPUT_DAMPING) for gram in grams]
-    diagonal = torch.cat([factor.importance for factor in factors])
-    exponents, level = _exponents(diagonal, "rows" in without)
-    return OutputLattice(factors, exponents, level)
-
-
-def input_lattice(
-    statistics: LayerStatistics, order: str, damping: float, without: Sequence[str], where: str
-) -> InputLattice:
-    """Factorise H with a relative damping, and derive the column exponents; arguments as for `output_lattice`."""
+def input_lattice(statistics: LayerStatistics, damping: float, where: str) -> InputLattice:
+    """Factorise H with a relative damping, columns by falling diagonal; arguments as for `output_lattice`."""
     with naming(where):
-        factor = factorize(statistics.inputs, order, damping)
-    exponents, level = _exponents(factor.importance, "columns" in without)
-    return InputLattice(factor, exponents, level)
+        octaves = statistics.inputs.diagonal().double().clamp(min=_SMALLEST).log2()
+        steps = _IMPORTANCE_STEPS * (octaves - octaves.median())
+        importance = steps.round().clamp(-128, 127).to(torch.int8)
+        return InputLattice(factorize(statistics.inputs, column_order(importance), damping), importance)
 
 
 def rate_aware_damping(
@@ -213,142 +251,216 @@ def rate_aware_damping(
     return min(max(ridge / float(gram.diagonal().to(torch.float64).mean()), LEAST_DAMPING), MOST_DAMPING)
 
 
-def latq(
-    weight: torch.Tensor,
-    inputs: InputLattice,
-    outputs: OutputLattice,
-    share: Share,
-    without: Sequence[str] = (),
-    where: str = "",
-) -> LatqResult:
-    """Round with the finest scale whose bits lie in [share.bits - 0.005, share.bits], or else the nearest found.
+@dataclass(frozen=True)
+class Scales:
+    """Scales of the linears of one input, as they are stored.
 
-    Args:
-        weight: [r, c].
-        inputs, outputs: its lattice.
-        share: its share of the model's bits.
-        without: parts that are switched off.
-        where: name of the layer, for errors.
-
-    Raises:
-        NumericalError: not even the coarsest scale meets a share of stored bits.
-    """
-    # The factors that are stored, so that the steps rounded with are the steps read back.
-    rows, cols = (octave_eighths(side.exponents).to(weight.device) for side in (outputs, inputs))
-    plane = partial(
-        two_sided_plane,
-        weight,
-        inputs.factor,
-        outputs.factors,
-        col_steps=cols,
-        feedback="feedback" not in without,
-        width=share.width,
-    )
-    start = math.log2(share.step) - inputs.level - outputs.level
-    with naming(where):
-        found = _search(lambda scale: plane(row_steps=rows * scale.to(rows.device)), start, share)
-    scale, rounding = found.best.payload
-    # A copy: a file cannot hold one tensor under the names of several linears.
-    exponents = (outputs.exponents, inputs.exponents.clone())
-    stored = RansWeight.from_integers(rounding.z, scale, *exponents, midrise=share.width is not None)
-    bits = stored.storage_bits() / weight.numel()
-    note = "" if found.met else f"{found.best.value:.4f} bits per weight, the nearest found to {share.bits:g}"
-    return LatqResult(stored, rounding, bits, found.best.value, note)
-
-
-def _search(
-    plane: Callable[[torch.Tensor], TwoSided], start: float, share: Share
-) -> Outcome[tuple[torch.Tensor, TwoSided]]:
-    """Search for the scale, float32 [1], at which the rounding of `plane` spends the share.
-
-    Where served bits are counted no scale may be feasible: on a mid-rise grid errors, even of zeros, grow with the
-    steps, and so do the errors fed back. On an ill-conditioned lattice some targets then overflow at any scale.
-
-    Raises:
-        NumericalError: not even the coarsest scale meets a share of stored bits.
+    Attributes:
+        scale: name -> float32 [1].
+        rows: name -> int8 [r], eighths of an octave.
+        columns: int8 [c], eighths of an octave, shared.
     """
 
-    def probe(octaves: float) -> tuple[float, tuple[torch.Tensor, TwoSided]]:
-        scale = torch.tensor([2.0**octaves], dtype=torch.float32)
-        rounding = plane(scale)
-        return share.spent(rounding.z), (scale, rounding)
+    scale: Mapping[str, torch.Tensor]
+    rows: Mapping[str, torch.Tensor]
+    columns: torch.Tensor
 
-    coarser = _OCTAVES_AROUND if share.width is None else _OCTAVES_COARSER
-    found: Outcome[tuple[torch.Tensor, TwoSided]] = search_target(
-        probe,
-        target=share.bits,
-        tolerance=BITS_TOLERANCE,
-        guess=Guess(start, USUAL_SLOPE, lower=start - _OCTAVES_AROUND, upper=start + coarser),
-        max_probes=MAX_PROBES,
-    )
-    if not found.feasible and share.width is None:
-        raise NumericalError(
-            "target_bits",
-            f"at most {share.bits:g} bits per weight",
-            f"{found.best.value:.4f}, the fewest found",
-            "What is stored beside the integers weighs on small layers: raise target_bits, or ignore this layer.",
+    def of(self, name: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the scales of rows and columns of a linear, float32 [r] and [c]."""
+        rows = self.scale[name] * octave_eighths(self.rows[name])
+        return rows.to(device), octave_eighths(self.columns).to(device)
+
+
+def fitted_scales(targets: Mapping[str, torch.Tensor]) -> Scales:
+    """Fit the squares of targets, name -> [r, c], by factors of rows and shared factors of columns.
+
+    A rank-one fit of the variances: in turn, each side is the mean of the squares divided by the other side.
+    """
+    squares = torch.cat([target.double().square() for target in targets.values()])
+    rows = squares.mean(1).clamp_(min=_SMALLEST)
+    columns = torch.ones_like(squares[0])
+    for _ in range(_ROUNDS):
+        columns = (squares / rows[:, None]).mean(0).clamp_(min=_SMALLEST)
+        rows = (squares / columns).mean(1).clamp_(min=_SMALLEST)
+    column_octaves = 0.5 * columns.log2()
+    middle = column_octaves.median()
+    scale, exponents = {}, {}
+    for name, part in zip(targets, rows.split([len(target) for target in targets.values()]), strict=True):
+        octaves = 0.5 * part.log2() + middle
+        level = octaves.median()
+        scale[name] = level.exp2().to(torch.float32).reshape(1).cpu()
+        exponents[name] = _eighths(octaves - level)
+    return Scales(scale, exponents, _eighths(column_octaves - middle))
+
+
+def _eighths(octaves: torch.Tensor) -> torch.Tensor:
+    return (OCTAVE * octaves).round().clamp(-128, 127).to(torch.int8).cpu()
+
+
+def unit_losses(
+    weights: Mapping[str, torch.Tensor], inputs: InputLattice, outputs: Mapping[str, OutputLattice]
+) -> dict[str, UnitLosses]:
+    """Return what each unit of the linears of one input costs, before anything is rounded; name -> [r, c]."""
+    scales = fitted_scales(weights)
+    found = {}
+    for name, weight in weights.items():
+        rows, columns = scales.of(name, weight.device)
+        diagonal = torch.cat([part.diagonal for part in outputs[name].blocks])
+        row_losses = _sums(diagonal * _padded(rows, len(diagonal)).double().square(), UNIT_ROWS)
+        diagonal = inputs.blocks.diagonal
+        order = inputs.factor.order
+        column_losses = _sums(diagonal * _padded(columns[order], len(diagonal)).double().square(), UNIT_COLUMNS)
+        sizes = torch.outer(
+            *(
+                _sums(torch.ones(TILE * count, dtype=torch.float64), unit)
+                for count, unit in zip(tiles(*weight.shape), (UNIT_ROWS, UNIT_COLUMNS), strict=True)
+            )
         )
+        outlying = int((weight.abs() > FURTHEST * rows[:, None] * columns).sum())
+        fixed = _fixed_bits(weight.shape[0], weight.shape[1])
+        worth = torch.outer(row_losses, column_losses).cpu() / sizes
+        found[name] = UnitLosses(worth, sizes, weight.numel(), fixed, outlying)
     return found
 
 
-def feedback_noise(rows: torch.Tensor, cols: torch.Tensor) -> torch.Tensor:
-    """Draw noise in place of the errors that are fed back, float32 [r, c], for estimates before anything is rounded.
+def _sums(values: torch.Tensor, size: int) -> torch.Tensor:
+    """Return the sums of `size` values each, of fewer at the end."""
+    return torch.nn.functional.pad(values, (0, -len(values) % size)).view(-1, size).sum(1)
 
-    Normal, as large as residuals of mean square 1 would make the errors, in steps that make all residuals cost alike.
+
+def _padded(values: torch.Tensor, size: int) -> torch.Tensor:
+    return torch.nn.functional.pad(values, (0, size - len(values)))
+
+
+def _fixed_bits(rows: int, cols: int) -> float:
+    """Return the stored bits of a linear except trellis and kept weights."""
+    return sum(spec.bits() for spec in tensor_specs(LayerScheme("trellis"), rows, cols).values())
+
+
+def latq(
+    targets: Mapping[str, torch.Tensor],
+    inputs: InputLattice,
+    outputs: Mapping[str, OutputLattice],
+    shares: Mapping[str, Share],
+) -> Iterator[tuple[str, LatqResult]]:
+    """Round the linears of one input; yields name and result. A linear gets the bits that those before it leave.
 
     Args:
-        rows, cols: `Factor.spread` of G and H, [r] and [c].
+        targets: name -> [r, c].
+        inputs, outputs: their lattices.
+        shares: their shares of the model's bits.
     """
-    # Drawn on the CPU, where every machine draws the same, by a seed that no random weight is likely to share.
-    generator = torch.Generator().manual_seed(_NOISE_SEED)
-    noise = torch.randn((len(rows), len(cols)), generator=generator).to(rows.device)
-    # The spread of both sides is their product; an entry's own residual is not fed back to it.
-    deviation = torch.outer(rows.to(torch.float32), cols.to(torch.float32)).sub_(1).clamp_(min=0).sqrt_()
-    return noise.mul_(deviation)
+    scales = fitted_scales(targets)
+    met = {}
+    for name, target in targets.items():
+        rounding = _Rounding(name, target, inputs, outputs[name], scales)
+        met[name] = rounding.in_place([noisy_targets(*block) for block in rounding.plans(shares[name].rates())])
+    scales, left = fitted_scales(met), 0.0
+    for name, target in targets.items():
+        with naming(name):
+            rows, columns = scales.of(name, target.device)
+            outlying = int((met[name].abs() > FURTHEST * rows[:, None] * columns).sum())
+            share = Share(shares[name].losses, shares[name].bits + left)
+            result = _Rounding(name, target, inputs, outputs[name], scales).within(share, outlying)
+        left = share.bits - result.weight.storage_bits()
+        yield name, result
 
 
-def rounded_bits(
-    weight: torch.Tensor, inputs: InputLattice, outputs: OutputLattice, step: float, feedback: torch.Tensor
-) -> float:
-    """Estimate the stored bits per weight of a linear rounded with these steps, with noise in place of feedback.
+@dataclass(frozen=True)
+class _Rounding:
+    """The rounding of one linear.
 
-    Args:
-        weight: [r, c].
+    Attributes:
+        name: of the linear.
+        target: [r, c].
         inputs, outputs: its lattice.
-        step: of the model.
-        feedback: `feedback_noise`, [r, c].
+        scales: of the linears of its input.
     """
-    scale = 2.0 ** (math.log2(step) - inputs.level - outputs.level)
-    rows, cols = (octave_eighths(side.exponents).to(weight.device) for side in (outputs, inputs))
-    steps = weight.to(torch.float32) / (scale * rows)[:, None] / cols
-    # Residuals are nearly uniform, except where steps are coarser than weights.
-    residuals = (steps - steps.round()).square_().mean().sqrt()
-    return stored_bits(steps.addcmul_(feedback, residuals).round_().to(torch.int32))
+
+    name: str
+    target: torch.Tensor
+    inputs: InputLattice
+    outputs: OutputLattice
+    scales: Scales
+
+    def plans(self, rates: torch.Tensor) -> Iterator[tuple[torch.Tensor, Plan]]:
+        """Yield the weight and the plan of each block of outputs, at rates of the units."""
+        columns, order = self.inputs.blocks, self.inputs.factor.order
+        row_scales, column_scales = self.scales.of(self.name, self.target.device)
+        column_scales = _padded(column_scales[order], len(columns.triangle))
+        of_tiles, start = tile_rates(rates, *self.target.shape), 0
+        for factor, rows in zip(self.outputs.factors, self.outputs.blocks, strict=True):
+            stop, size = start + len(factor.order), len(rows.triangle)
+            weight = self.target[start:stop, order].to(torch.float32)
+            weight = torch.nn.functional.pad(weight, (0, len(column_scales) - weight.shape[1], 0, size - len(weight)))
+            here = of_tiles[start // TILE :][: size // TILE]
+            yield weight, Plan(rows, columns, here, _padded(row_scales[start:stop], size), column_scales)
+            start = stop
+
+    def in_place(self, blocks: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return blocks of outputs as one matrix, columns in their own order, less padding."""
+        cols = self.target.shape[1]
+        sizes = [len(factor.order) for factor in self.outputs.factors]
+        stored = torch.cat([block[:size, :cols] for block, size in zip(blocks, sizes, strict=True)])
+        matrix = torch.empty_like(stored)
+        matrix[:, self.inputs.factor.order] = stored
+        return matrix
+
+    def within(self, share: Share, outlying: int) -> LatqResult:
+        """Round within a share of the bits, if the lowest rates fit; about `outlying` weights are kept exactly.
+
+        Rounds again if more are.
+        """
+        kept = outlying
+        while True:
+            rates = share.rates(_KEPT_SLACK * kept)
+            passes = [trellis_plane(*block) for block in self.plans(rates)]
+            weight = self._stored(passes, rates)
+            if weight.storage_bits() <= share.bits or int(rates.max()) == RATES[0]:
+                break
+            kept = max(len(weight.kept_positions), math.ceil(_KEPT_SLACK * kept))
+        loss = float(sum(one.losses.sum() for one in passes))
+        if not math.isfinite(loss):
+            hint = "Its weights or its statistics are damaged."
+            raise NumericalError("trellis_plane", "a finite loss", f"{loss:g}", hint)
+        planned = float(sum(one.planned.sum() for one in passes))
+        quantized = self.in_place([one.quantized for one in passes])
+        return LatqResult(weight, quantized, planned, loss)
+
+    def _stored(self, passes: Sequence[TrellisPass], rates: torch.Tensor) -> TrellisWeight:
+        """Return the weight as it is stored."""
+        kept = self.in_place([one.kept for one in passes]).cpu().flatten()
+        positions = kept.nonzero()[:, 0]
+        return TrellisWeight(
+            self.scales.scale[self.name],
+            self.scales.rows[self.name],
+            self.scales.columns.clone(),  # a file cannot hold one tensor under the names of several linears
+            self.inputs.importance.cpu().clone(),
+            rates.cpu(),
+            torch.cat([ring for one in passes for ring in one.rings]),
+            positions.to(torch.int32),
+            kept[positions].contiguous(),
+        )
 
 
-def stored_bits(integers: torch.Tensor) -> float:
-    """Return the stored bits per weight of int32 [r, c]: stream, exponents, scale and shape."""
-    specs = tensor_specs(LayerScheme("rans"), *integers.shape)
-    beside = sum(specs[name].bits() for name in (SHAPE, "scale", "row_exponents", "column_exponents"))
-    return (encoded_bits(integers) + beside) / integers.numel()
+def stored_terms(
+    weight: TrellisWeight, quantized: torch.Tensor, target: torch.Tensor, inputs: InputLattice, outputs: OutputLattice
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the terms and the plans of the tiles of a stored weight, float64 [row tiles, column tiles] each.
 
-
-def _squared_weights(exponents: torch.Tensor, level: float) -> torch.Tensor:
-    return torch.exp2(2 * (level - exponents.to(torch.float64) / OCTAVE))
-
-
-def _exponents(diagonal: torch.Tensor, flat: bool) -> tuple[torch.Tensor, float]:
-    """Return log2 of 1 / sqrt(D) in eighths of an octave, centred, int8; and log2 of sqrt(D)'s mean.
-
-    level is chosen so that the geometric mean of 2^(exponents / 8 - level) * sqrt(D) is 1; without exponents, so that
-    the root mean square is 1, with which a single step minimises the bound.
+    Args:
+        weight: as it is stored.
+        quantized: [r, c], what it decodes to.
+        target: [r, c].
+        inputs, outputs: its lattice.
     """
-    if flat:
-        return torch.zeros_like(diagonal, dtype=torch.int8), 0.5 * math.log2(float(diagonal.mean()))
-    wanted = -0.5 * torch.log2(diagonal)
-    centred = OCTAVE * (wanted - wanted.median())
-    exponents = centred.round().clamp(-128, 127).to(torch.int8)
-    return exponents, float((exponents.to(torch.float64) / OCTAVE - wanted).mean())
+    scales = Scales({"": weight.scale}, {"": weight.row_exponents}, weight.column_exponents)
+    of_both = [
+        _Rounding("", part, inputs, outputs, scales).plans(weight.rates) for part in (quantized, target - quantized)
+    ]
+    found = [tile_terms(part, error, plan) for (part, plan), (error, _) in zip(*of_both, strict=True)]
+    terms, plans = zip(*found, strict=True)
+    return torch.cat(terms), torch.cat(plans)
 
 
 @dataclass(frozen=True)

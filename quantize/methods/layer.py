@@ -15,9 +15,8 @@ import torch
 from vllm_latq.coding.huffman.encoder import encode
 from vllm_latq.errors import CalibrationError, ConfigError, NumericalError, naming
 from vllm_latq.format.encodings.huffman import HuffmanWeight
-from vllm_latq.format.encodings.packed import PackedWeight
+from vllm_latq.format.encodings.packed import PackedWeight, pack_integers
 from vllm_latq.format.encodings.weight import Weight
-from vllm_latq.format.served_size import served_bits
 from vllm_latq.quantize.lattice.coordinate_descent import refine
 from vllm_latq.quantize.lattice.factor import Factor, factorize, require_finite
 from vllm_latq.quantize.lattice.k_best_plane import plane_of
@@ -168,7 +167,7 @@ def _record(
 
 
 def _grid(recipe: Recipe) -> Grid:
-    return Grid.of_bits(recipe.bits, recipe.offset)
+    return Grid.of_bits(recipe.width, recipe.offset)
 
 
 def _rtn(weight: torch.Tensor, recipe: Recipe) -> _Quantized:
@@ -221,24 +220,24 @@ def _packed(
     outlier_values: torch.Tensor | None = None,
 ) -> PackedWeight:
     """Return the stored weight; arguments as for `PackedWeight.from_integers`."""
-    layout = (scales.to(SCALE_DTYPE), recipe.bits, recipe.group_size)
+    layout = (scales.to(SCALE_DTYPE), recipe.width, recipe.group_size)
     return PackedWeight.from_integers(integers, *layout, outlier_mask, outlier_values, recipe.grid == "midrise")
 
 
 def _hptq(weight: torch.Tensor, factor: Factor, recipe: Recipe, seed: int | None) -> _Quantized:
     plane = plane_of(recipe.beam, recipe.block_size, seed)
     reduction = reduce_lattice(factor) if recipe.reduction == "lll" else None
-    return _huffman(hptq(weight, factor, recipe.bits_to_meet, plane, reduction))
+    return _huffman(hptq(weight, factor, recipe.bits, plane, reduction))
 
 
 def _hrtn(weight: torch.Tensor, recipe: Recipe) -> _Quantized:
-    return _huffman(hrtn(weight, recipe.bits_to_meet))
+    return _huffman(hrtn(weight, recipe.bits))
 
 
 def _huffman(found: HPTQResult) -> _Quantized:
     stored = HuffmanWeight(found.scale.reshape(1), encode(found.integers))
     bound = None if found.rounding is None else float(found.rounding.bound.sum())
-    served = served_bits(found.integers, column_scales=False)
+    served = pack_integers(found.integers, found.scale.expand(len(found.integers))).served_bits()
     dequantized = found.integers.to(torch.float32) * found.scale
     if not bool(torch.isfinite(dequantized).all()):
         beyond = f"multiples of {found.scale:g} beyond float32"

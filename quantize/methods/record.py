@@ -7,12 +7,11 @@ import torch
 
 from vllm_latq.errors import naming
 from vllm_latq.format.report import LayerReport
-from vllm_latq.format.served_size import served_bits
 from vllm_latq.quantize.lattice import stochastic
 from vllm_latq.quantize.lattice.grams import LayerStatistics
 from vllm_latq.quantize.lattice.targets import measure_errors
+from vllm_latq.quantize.lattice.trellis_plane import LIMIT
 from vllm_latq.quantize.methods.latq import InputLattice, LatqResult, OutputLattice, Target
-from vllm_latq.quantize.recipe import Recipe
 
 # The recursion runs in float32: a bound met with equality may be missed by its rounding.
 BOUND_SLACK = 1e-6
@@ -50,58 +49,46 @@ def layer_record(
     inputs: InputLattice,
     outputs: OutputLattice,
     statistics: LayerStatistics,
-    recipe: Recipe,
-    width: int | None,
 ) -> LayerRecord:
     """Measure a linear as it is stored, with the undamped grams, and return its record.
 
-    `bound` is twice the bound of the loss, divided by the smallest eigenvalue that the damped G can have: with
-    E H E^T >= 0, tr(E H E^T) <= tr(G E H E^T) / min eig(G). `expected_error` is exact for uniform residuals.
+    `loss_bound` is what `latq` enforces: LIMIT / 2 times the sum of the plans of the tiles. `bound` is twice that,
+    divided by the smallest eigenvalue that the damped G can have: with E H E^T >= 0, tr(E H E^T) <= tr(G E H E^T) /
+    min eig(G).
     """
-    weight, quantized = target.weight, result.dequantized
-    rows, cols = result.weight.row_scales.to(weight.device), result.weight.column_scales.to(weight.device)
+    weight = target.weight
     with naming(name):
-        errors = measure_errors(quantized, weight, target.corrected, statistics.inputs, target.drift)
-    error = errors.rounding * statistics.tokens
-    delta = quantized - target.corrected
-    loss, start = 0.0, 0
-    for gram in statistics.outputs:
-        part = delta[start : start + len(gram)].to(torch.float64)
-        loss += float(((gram.to(torch.float64) @ part @ statistics.inputs.to(torch.float64)) * part).sum()) / 2
-        start += len(gram)
-    bound = result.rounding.bound / outputs.ridge * statistics.tokens
-    # Without feedback between outputs the lattice is that of G's diagonal: it bounds the error, but not the loss.
-    loss_bound = None if "feedback" in recipe.without else result.rounding.bound / 2
-    measured, limit = (error, bound) if loss_bound is None else (loss, loss_bound)
+        errors = measure_errors(result.dequantized, weight, target.corrected, statistics.inputs, target.drift)
+    loss = half_loss(result.dequantized.double() - target.corrected.double(), statistics)
+    loss_bound = LIMIT * result.planned / 2
     return LayerRecord(
         name=name,
         shape=(weight.shape[0], weight.shape[1]),
-        bits=result.bits,
-        served_bits=served_bits(result.rounding.z, width) / weight.numel(),
-        outlier_density=0.0,
+        bits=result.weight.storage_bits() / weight.numel(),
+        served_bits=result.weight.served_bits() / weight.numel(),
+        outlier_density=result.weight.outlier_density(),
         error=errors.total * statistics.tokens,
         relative_error=errors.relative,
-        rounding_error=error,
-        bound=bound,
-        expected_error=expected_by_both(rows, cols, inputs, outputs) * statistics.tokens,
-        bound_holds=bound_holds(measured, limit),
+        rounding_error=errors.rounding * statistics.tokens,
+        bound=2 * loss_bound / outputs.ridge * statistics.tokens,
+        expected_error=None,
+        bound_holds=bound_holds(loss, loss_bound),
         damping=inputs.factor.damping,
         seconds=0.0,
-        note="; ".join(filter(None, (result.note, statistics.note))),
+        note=statistics.note,
         loss=loss,
         loss_bound=loss_bound,
     )
 
 
-def expected_by_both(rows: torch.Tensor, cols: torch.Tensor, inputs: InputLattice, outputs: OutputLattice) -> float:
-    """Return the mean of tr(E H E^T) over residuals uniform in their cells: V_G^-1 spreads each over the outputs."""
-    columns = float(inputs.factor.diagonal @ cols[inputs.factor.order].to(torch.float64).square())
-    spread, start = 0.0, 0
-    for factor in outputs.factors:
-        norms = factor.propagation(torch.float64).square().sum(1)
-        spread += float(norms @ rows[start + factor.order].to(torch.float64).square())
-        start += len(factor.order)
-    return columns * spread / 12
+def half_loss(moved: torch.Tensor, statistics: LayerStatistics) -> float:
+    """Return tr(G E H E^T) / 2 of E, float64 [r, c], in nats per token."""
+    parts = moved.split([len(gram) for gram in statistics.outputs])
+    inputs = statistics.inputs.double()
+    return sum(
+        float(((gram.double() @ part @ inputs) * part).sum()) / 2
+        for gram, part in zip(statistics.outputs, parts, strict=True)
+    )
 
 
 def totals(layers: list[dict[str, Any]]) -> dict[str, Any]:

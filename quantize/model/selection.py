@@ -138,7 +138,7 @@ def quantized_linears(decoder: Decoder, recipe: Recipe) -> dict[str, nn.Linear]:
     ignored = ignored_modules(decoder, recipe)
     config = CheckpointConfig(recipe.scheme, ignored)
     chosen = {name: linear for name, linear in linears.items() if not config.is_ignored(name)}
-    _check_ignored(recipe.ignore, ignored[len(recipe.ignore) :], linears.keys(), str(decoder.source))
+    _check_ignored(recipe.ignored, ignored[len(recipe.ignored) :], linears.keys(), str(decoder.source))
     if not chosen:
         raise ConfigError("recipe.ignore", "some linear left to quantize", "all of them ignored", "Ignore fewer.")
     for name, linear in chosen.items():
@@ -152,8 +152,8 @@ def ignored_modules(decoder: Decoder, recipe: Recipe) -> tuple[str, ...]:
 
     `lm_head` stands for any language model's head.
     """
-    head = [name for name in decoder.head_linears if "lm_head" in recipe.ignore and name != "lm_head"]
-    return (*recipe.ignore, *head, *never_quantized(decoder))
+    head = [name for name in decoder.head_linears if "lm_head" in recipe.ignored and name != "lm_head"]
+    return (*recipe.ignored, *head, *never_quantized(decoder))
 
 
 def _check_ignored(given: tuple[str, ...], kept: tuple[str, ...], linears: Collection[str], source: str) -> None:

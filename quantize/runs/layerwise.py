@@ -13,7 +13,7 @@ from vllm_latq.quantize.lattice.factor import Factor
 from vllm_latq.quantize.methods.layer import layer_factor, quantize_layer
 from vllm_latq.quantize.model.parts import Part
 from vllm_latq.quantize.model.selection import unreached
-from vllm_latq.quantize.runs.run import Quantized, Session
+from vllm_latq.quantize.runs.run import Quantized, Records, Session
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class LayerwiseQuantizer:
 
     session: Session
 
-    def inputs(self, part: Part, module: nn.Module, stream: Stream) -> Sequence[InputHessian]:
+    def inputs(self, part: Part, module: nn.Module, stream: Stream, earlier: Records) -> Sequence[InputHessian]:
         """Return the Hessian of each input of the part's linears."""
         return stream.inputs(part, module)
 

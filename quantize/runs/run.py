@@ -31,6 +31,8 @@ from vllm_latq.quantize.runs.progress import seconds_left
 from vllm_latq.quantize.runs.writer import CheckpointWriter
 
 Listener = Callable[[Mapping[str, Any]], None]
+Record = dict[str, Any]
+Records = Sequence[Record]
 T = TypeVar("T")
 
 
@@ -68,15 +70,18 @@ class Quantized(NamedTuple):
         tensors: name -> tensor to be stored, on the CPU.
     """
 
-    records: dict[str, dict[str, Any]]
+    records: dict[str, Record]
     tensors: dict[str, torch.Tensor]
 
 
 class Quantizer(Protocol[T]):
     """Quantizes the linears of a part, one input after the other. T describes one input."""
 
-    def inputs(self, part: Part, module: nn.Module, stream: Stream) -> Sequence[T]:
-        """Return the inputs of the part's linears; carries the original stream past the part."""
+    def inputs(self, part: Part, module: nn.Module, stream: Stream, earlier: Records) -> Sequence[T]:
+        """Return the inputs of the part's linears; carries the original stream past the part.
+
+        `earlier` are the records of the linears of all earlier parts.
+        """
 
     def effort(self, one: T) -> int:
         """Return how much work an input is, to share the inputs out over processes."""
@@ -103,7 +108,7 @@ class Run:
     session: Session
     quantizer: Quantizer[Any]
     stream: Stream
-    layers: list[dict[str, Any]] = field(default_factory=list)
+    layers: list[Record] = field(default_factory=list)
     source: str = ""
 
     def parts(self) -> None:
@@ -159,7 +164,7 @@ class Run:
     def _quantize(self, part: Part, module: nn.Module) -> Quantized:
         """Quantize the inputs of a part's linears, shared out over the processes; all processes get everything."""
         world, quantizer = self.session.world, self.quantizer
-        inputs = quantizer.inputs(part, module, self.stream)
+        inputs = quantizer.inputs(part, module, self.stream, self.layers)
         shares = world.gather(lambda: [quantizer.quantize(one, part) for one in world.mine(inputs, quantizer.effort)])
         everything = Quantized({}, {})
         for rank, share in enumerate(shares):

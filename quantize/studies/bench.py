@@ -89,7 +89,7 @@ def our_settings(bits: int, group_size: int, **shared: Any) -> dict[str, Recipe]
         "gptq": Recipe("gptq", **packed),
         "gptq, min-pivot, fitted, 4 sweeps": Recipe("gptq", order="min-pivot", scales="fitted", sweeps=4, **packed),
         "ssqr 1%": Recipe("ssqr", **packed),
-        "latq": Recipe("latq", target_bits=bits + 16 / group_size, **shared),
+        "latq": Recipe("latq", bits=bits + 16 / group_size, **shared),
     }
 
 

@@ -22,7 +22,7 @@ from vllm_latq.console import print_table
 from vllm_latq.errors import ConfigError, LatqError, NumericalError
 from vllm_latq.quantize.evaluation.evaluate import evaluate
 from vllm_latq.quantize.pipeline import quantize_checkpoint
-from vllm_latq.quantize.recipe import PARTS, Recipe
+from vllm_latq.quantize.recipe import Recipe
 
 COLUMNS = ("method", "bits", "served", "KL", "perplexity", "log2 error", "seconds")
 
@@ -101,24 +101,18 @@ def recipes(bits: float, num_samples: int, seq_len: int, group_size: int = 128) 
         yield "ssqr 1%, all of these", make("ssqr", bits=width, **together)
         yield "ssqr 1%, all of these, mid-rise grid", make("ssqr", bits=width, grid="midrise", **together)
     if bits > 1.3:
-        yield "hrtn", make("hrtn", target_bits=bits)
-        yield "hptq, natural order", make("hptq", target_bits=bits, order="natural")
-        yield "hptq", make("hptq", target_bits=bits)
-        yield "hptq, min-pivot", make("hptq", target_bits=bits, order="min-pivot")
-        yield "hptq, original target", make("hptq", target_bits=bits, target="original", correction=0.5)
-        yield "hptq, residual target", make("hptq", target_bits=bits, target="residual", correction=0.5)
-        yield "hptq, LLL", make("hptq", target_bits=bits, reduction="lll")
-        yield "hptq, stochastic rounding", make("hptq", target_bits=bits, rounding="stochastic")
-        yield "hptq, beam of 4", make("hptq", target_bits=bits, beam=4)
-    yield "latq, nothing but rANS", make("latq", target_bits=bits, without=PARTS)
-    for part in PARTS:
-        others = tuple(other for other in PARTS if other != part)
-        yield f"latq, only {part}", make("latq", target_bits=bits, without=others)
-    yield "latq, min-pivot", make("latq", target_bits=bits, order="min-pivot")
-    yield "latq", make("latq", target_bits=bits)
-    yield "latq, half a bit more in memory", make("latq", target_bits=bits + 0.5, count="served")
-    yield "latq, original target", make("latq", target_bits=bits, target="original", correction=0.5)
-    yield "latq, residual target", make("latq", target_bits=bits, target="residual", correction=0.5)
+        yield "hrtn", make("hrtn", bits=bits)
+        yield "hptq, natural order", make("hptq", bits=bits, order="natural")
+        yield "hptq", make("hptq", bits=bits)
+        yield "hptq, min-pivot", make("hptq", bits=bits, order="min-pivot")
+        yield "hptq, original target", make("hptq", bits=bits, target="original", correction=0.5)
+        yield "hptq, residual target", make("hptq", bits=bits, target="residual", correction=0.5)
+        yield "hptq, LLL", make("hptq", bits=bits, reduction="lll")
+        yield "hptq, stochastic rounding", make("hptq", bits=bits, rounding="stochastic")
+        yield "hptq, beam of 4", make("hptq", bits=bits, beam=4)
+    yield "latq", make("latq", bits=bits)
+    yield "latq, original target", make("latq", bits=bits, target="original", correction=0.5)
+    yield "latq, residual target", make("latq", bits=bits, target="residual", correction=0.5)
 
 
 def measure(name: str, recipe: Recipe, options: argparse.Namespace, folder: Path) -> Row:
@@ -189,7 +183,7 @@ def main() -> None:
                 try:
                     row = measure(name, recipe, options, Path(folder) / "checkpoint")
                 except (ConfigError, NumericalError) as error:
-                    if isinstance(error, ConfigError) and error.where != "recipe.target_bits":
+                    if isinstance(error, ConfigError) and error.where != "recipe.bits":
                         raise
                     print(f"{name}: {error}")
                     continue

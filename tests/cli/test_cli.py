@@ -82,13 +82,17 @@ def test_dry_run_computes_and_writes_nothing(
         ([], ["lm_head"]),
         (["--ignore", "up_proj"], ["up_proj", "lm_head"]),
         (["--lm-head"], []),
+        (["--method", "latq"], []),
+        (["--method", "latq", "--keep-lm-head"], ["lm_head"]),
+        (["--method", "latq", "--keep-lm-head", "--ignore", "up_proj"], ["up_proj", "lm_head"]),
         (["--ignore", "up_proj", "--lm-head", "--ignore", "down_proj"], ["up_proj", "down_proj"]),
     ],
 )
 def test_head_is_quantized_on_request(
     options: list[str], ignored: list[str], mini_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["quantize", str(mini_model), "out", "--method", "rtn", *options, "--dry-run", "--json"]) == 0
+    method = [] if "latq" in options else ["--method", "rtn"]
+    assert main(["quantize", str(mini_model), "out", *method, *options, "--dry-run", "--json"]) == 0
     planned = json.loads(capsys.readouterr().out)
     assert planned["recipe"]["ignore"] == ignored
     names = {layer["name"] for layer in planned["layers"]}
@@ -102,15 +106,12 @@ def test_head_is_quantized_on_request(
         (["quantize", "nowhere", "out", "--method", "rtn"], "expected a model directory or a hub name"),
         (["quantize", "MODEL", "out", "--method", "rtn", "--bits", "5"], "--bits: expected one of"),
         (
-            ["quantize", "MODEL", "out", "--bits", "4"],
-            "--bits does not apply to --method latq; use --target-bits (--bits is for rtn",
+            ["quantize", "MODEL", "out", "--group-size", "64"],
+            "--group-size does not apply to --method latq; leave it out (--group-size is for rtn",
         ),
-        (
-            ["quantize", "MODEL", "out", "--method", "ssqr", "--target-bits", "3"],
-            "not apply to --method ssqr; use --bits (--target-bits is for hptq, hrtn, latq).",
-        ),
+        (["quantize", "MODEL", "out", "--bits", "1"], "--bits: expected a finite number above 1 and at most 16"),
         (["quantize", "MODEL", "out", "--method", "rtn", "--ignore", "nosuch"], "--ignore: expected names of linears"),
-        (["quantize", "MODEL", "out", "--method", "hptq"], "--target-bits: expected"),
+        (["quantize", "MODEL", "out", "--method", "ssqr", "--bits", "3.5"], "--bits: expected one of 2, 3, 4, 8"),
         (["quantize", "MODEL", "out", "--lm-head", "--ignore", "lm_head"], "give only one of them"),
         (["eval", "MODEL", "--text", "x", "--limit", "3"], "--limit requires --tasks."),
         (

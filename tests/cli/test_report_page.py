@@ -70,7 +70,7 @@ def test_page_shows_every_layer_and_runs_no_script(tmp_path: Path, encoding: str
     for name, (rows, cols) in SHAPES.items():
         assert name in page.text
         assert f"{rows}×{cols}" in page.text
-    assert page.tags.count("svg") == (5 if SCHEMES[encoding].outliers else 4)
+    assert page.tags.count("svg") == (5 if SCHEMES[encoding].outliers or encoding == "trellis" else 4)
     assert not re.search(r"\\math|\$", page.text)
 
 
@@ -92,7 +92,7 @@ def test_hostile_names_recipe_and_report_stay_text(tmp_path: Path) -> None:
 
 
 def test_notes_and_prediction_are_shown(tmp_path: Path) -> None:
-    path = write_tiny_checkpoint(tmp_path / "rans", "rans")
+    path = write_tiny_checkpoint(tmp_path / "huffman", "huffman")
     report = json.loads((path / "latq_report.json").read_text())
     report["layers"][0]["note"] = "3 routed tokens"
     for layer in report["layers"]:

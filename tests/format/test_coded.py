@@ -7,7 +7,6 @@ from helpers.builders import gaussian_integers
 from vllm_latq.coding.huffman import encoder as huffman
 from vllm_latq.format.encodings.huffman import HuffmanWeight
 from vllm_latq.format.encodings.packed import PackedWeight
-from vllm_latq.format.encodings.rans import RansWeight, octave_eighths
 from vllm_latq.format.scheme import LayerScheme
 from vllm_latq.format.served_size import best_bits
 from vllm_latq.format.validate import weight_from_tensors
@@ -45,36 +44,6 @@ def test_huffman_packed_is_lossless(spread: float, bits: int | None) -> None:
     packed = again.pack(again.integers(), bits)
     assert torch.equal(packed.dequantize(), weight.dequantize())
     assert torch.equal(packed.dequantize(), integers.float() * torch.tensor(0.0123))
-
-
-@pytest.mark.parametrize("midrise", [False, True])
-@pytest.mark.parametrize("spread", [0.2, 6.0])
-@pytest.mark.parametrize("bits", [None, 2, 8])
-def test_rans_packed_is_lossless(spread: float, bits: int | None, midrise: bool) -> None:
-    generator = torch.Generator().manual_seed(0)
-    integers = (torch.randn(20, 65, generator=generator) * spread).round().to(torch.int32)
-    integers[3, 7] = 12345
-    rows = torch.randint(-128, 128, (20,), generator=generator).to(torch.int8)
-    cols = torch.randint(-128, 128, (65,), generator=generator).to(torch.int8)
-    weight = RansWeight.from_integers(integers, torch.tensor([0.0123]), rows, cols, midrise)
-    assert weight.storage_bits() == sum(tensor.nbytes * 8 for tensor in weight.to_tensors().values())
-    scheme = LayerScheme("rans", grid="midrise" if midrise else "midtread")
-    again = weight_from_tensors(weight.to_tensors(), scheme, (20, 65), "layer")
-    assert isinstance(again, RansWeight)
-    assert again.scheme == weight.scheme == scheme
-    assert torch.equal(again.integers(), integers)
-    steps = (0.0123 * torch.exp2(rows.double() / 8))[:, None] * torch.exp2(cols.double() / 8)
-    expected = (integers + 0.5 * midrise) * steps
-    torch.testing.assert_close(weight.dequantize(), expected.float(), rtol=3e-7, atol=0)
-    assert torch.equal(again.pack(again.integers(), bits).dequantize(), weight.dequantize())
-
-
-def test_factors_are_exact_powers_rounded_once() -> None:
-    factors = octave_eighths(torch.tensor([-128, -8, 0, 1, 8, 127], dtype=torch.int8))
-    assert factors.tolist()[:3] == [2.0**-16, 0.5, 1.0]
-    assert factors[4] == 2.0
-    assert factors[3] == torch.tensor(2.0**0.125, dtype=torch.float32)
-    assert factors[5] == torch.tensor(2.0**15.875, dtype=torch.float32)
 
 
 def test_best_bits_minimises_bytes() -> None:

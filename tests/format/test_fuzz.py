@@ -183,38 +183,41 @@ def test_random_huffman_tables(lengths: list[int], first: int, chunk_bits: list[
 
 @fuzz
 @given(
-    ranges=st.lists(st.tuples(st.sampled_from((0, -3, 2**31 - 2, -(2**31))), st.integers(-1, 6)), max_size=4),
-    frequencies=st.lists(st.sampled_from((0, 1, 96, 1000, 2000, 3000, 4096)), max_size=24),
-    classes=st.lists(st.integers(-(2**31), 2**31 - 1), min_size=10, max_size=10),
-    stream=st.lists(st.integers(-(2**31), 2**31 - 1), max_size=50),
-    data=st.data(),
+    rates=st.lists(st.integers(0, 15), min_size=2, max_size=2),
+    valid=st.booleans(),
+    missing=st.sampled_from((0, 0, 0, 1, -1, 64)),
+    exponents=st.lists(st.integers(-128, 127), min_size=3, max_size=3),
+    octaves=st.integers(-130, 130),
+    kept=st.lists(st.integers(-2, 650), max_size=5),
 )
-def test_random_rans_tables(
-    ranges: list[tuple[int, int]], frequencies: list[int], classes: list[int], stream: list[int], data: Any
+def test_random_trellis_tensors(
+    rates: list[int], valid: bool, missing: int, exponents: list[int], octaves: int, kept: list[int]
 ) -> None:
-    """Most of the tables are valid up to the classes, and some up to the stream."""
-    if data.draw(st.booleans()):
-        ranges, frequencies = [(-1, 2), (3, 0), (0, 1)], [1000, 96, 3000, 4096, 0, 4096]
-    if data.draw(st.booleans()):
-        classes = [code & 0x11111111 for code in classes[:9]] + [classes[9] & 0x1111]
-    words = data.draw(st.sampled_from((2 * len(stream), 2, 65535)))
-    exponents = torch.zeros(40, dtype=torch.int8)
-    check_tensors(
-        {
-            "weight_shape": torch.tensor([40, 36], dtype=torch.int32),
-            "scale": torch.ones(1),
-            "row_exponents": exponents,
-            "column_exponents": exponents[:36],
-            "row_class": torch.tensor(classes[:5], dtype=torch.int32),
-            "column_class": torch.tensor(classes[5:], dtype=torch.int32),
-            "table_ranges": torch.tensor(ranges, dtype=torch.int32).reshape(-1, 2),
-            "frequencies": torch.tensor(frequencies, dtype=torch.int32).to(torch.uint16),
-            "chunk_words": torch.tensor([[words]], dtype=torch.int32).to(torch.uint16),
-            "stream": torch.tensor(stream, dtype=torch.int32),
-        },
-        SCHEMES["rans"],
-        (40, 36),
+    """Accepted exactly if they are a trellis: a plain re-reading of FORMAT.md section 3.4 decides."""
+    if valid:
+        rates, octaves, kept = [2 + rate % 11 for rate in rates], octaves // 2, sorted({abs(at) % 650 for at in kept})
+    words = 4 * (8 * rates[0] + rates[1]) - missing
+    row, column, other = (torch.tensor([exponent], dtype=torch.int8) for exponent in exponents)
+    tensors = {
+        "weight_shape": torch.tensor([5, 130], dtype=torch.int32),
+        "scale": torch.tensor([2.0**octaves]),
+        "row_exponents": row.repeat(5),
+        "column_exponents": torch.cat((column.repeat(100), other.repeat(30))),
+        "column_importance": other.repeat(130),
+        "rates": torch.tensor([rates], dtype=torch.uint8),
+        "trellis": torch.arange(max(0, words), dtype=torch.int32),
+        "kept_positions": torch.tensor(kept, dtype=torch.int32),
+        "kept_values": torch.ones(len(kept), dtype=torch.bfloat16),
+    }
+    powers = [octaves + (exponents[0] + more) / 8 for more in (0, *exponents[1:])]
+    right = (
+        all(2 <= rate <= 12 for rate in rates)
+        and missing == 0
+        and -116 <= min(powers) <= max(powers) <= 116
+        and all(0 <= at < 650 for at in kept)
+        and kept == sorted(set(kept))
     )
+    assert check_tensors(tensors, SCHEMES["trellis"], (5, 130)) is right
 
 
 @fuzz

@@ -14,8 +14,9 @@ from vllm_latq.cli.inspect import inspect_checkpoint
 from vllm_latq.cli.report_page import report_page
 from vllm_latq.errors import CheckpointError, ConfigError
 from vllm_latq.format.config import CheckpointConfig
-from vllm_latq.format.encodings.coded import CodedWeight
-from vllm_latq.format.encodings.registry import ENCODINGS, encoding_of, tensor_specs, tensor_suffixes
+from vllm_latq.format.encodings.packed import PackedWeight, pack_integers
+from vllm_latq.format.encodings.registry import ENCODINGS, tensor_specs, tensor_suffixes
+from vllm_latq.format.encodings.weight import Decoder, IntegerWeight
 from vllm_latq.format.problems import problem
 from vllm_latq.format.scheme import LayerScheme
 from vllm_latq.format.tensors import TensorSpec
@@ -29,47 +30,54 @@ CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class Bytes:
-    """A stream of one byte for each integer."""
-
-    z: torch.Tensor
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.z.shape
-
-
-@dataclass(frozen=True)
-class ToyWeight(CodedWeight):
+class ToyWeight(IntegerWeight):
     """Integers from -128 to 127, one byte each, on one scale; -128 is not allowed."""
 
+    coded = True
     full_scheme = TOY
-    grids = ("midtread",)
+    scheme = TOY
+    column_scales = None
 
     scale: torch.Tensor
-    stream: Bytes
+    toys: torch.Tensor
+
+    @classmethod
+    def check_scheme(cls, scheme: LayerScheme) -> None:
+        if scheme != TOY:
+            raise ConfigError("scheme", "nothing but the encoding", str(scheme))
 
     @property
-    def scheme(self) -> LayerScheme:
-        return TOY
+    def shape(self) -> tuple[int, int]:
+        rows, cols = self.toys.shape
+        return rows, cols
 
-    @property
-    def row_scales(self) -> torch.Tensor:
-        return self.scale.expand(self.shape[0])
+    def integers(self) -> torch.Tensor:
+        return self.toys.to(torch.int32)
 
-    @property
-    def column_scales(self) -> None:
-        return None
+    def decode(self, where: str, decoder: Decoder | None = None) -> torch.Tensor:
+        return self.integers()
 
-    def decode_stream(self, where: str) -> torch.Tensor:
-        return self.stream.z.to(torch.int32)
+    def pack(self, integers: torch.Tensor | None = None, bits: int | None = None) -> PackedWeight:
+        return pack_integers(self.integers(), self.scale.expand(len(self.toys)), bits)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return (self.toys * self.scale).to(dtype)
+
+    def served_bits(self) -> int:
+        return self.pack().served_bits()
+
+    def outlier_counts(self) -> torch.Tensor:
+        return torch.zeros(len(self.toys), dtype=torch.int64)
+
+    def stored_scales(self) -> torch.Tensor:
+        return self.scale
 
     def encoded(self) -> dict[str, torch.Tensor]:
-        return {"scale": self.scale, "toys": self.stream.z}
+        return {"scale": self.scale, "toys": self.toys}
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, torch.Tensor], scheme: LayerScheme, shape: tuple[int, int]) -> Self:
-        return cls(tensors["scale"], Bytes(tensors["toys"]))
+        return cls(tensors["scale"], tensors["toys"])
 
     @staticmethod
     def specs(scheme: LayerScheme, rows: int, cols: int, where: str) -> dict[str, TensorSpec]:
@@ -91,16 +99,14 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> None:
 def toy_weight(rows: int, cols: int, seed: int = 0) -> ToyWeight:
     generator = torch.Generator().manual_seed(seed)
     z = torch.randint(-9, 10, (rows, cols), generator=generator).to(torch.int8)
-    return ToyWeight(torch.tensor([0.5]), Bytes(z))
+    return ToyWeight(torch.tensor([0.5]), z)
 
 
 def test_config_knows_the_encoding() -> None:
     config = CheckpointConfig(TOY)
     assert CheckpointConfig.from_dict(config.to_dict()) == config
-    with pytest.raises(ConfigError, match="no bits, group_size or outliers with encoding 'toy'"):
+    with pytest.raises(ConfigError, match="expected nothing but the encoding"):
         CheckpointConfig.from_dict({**config.to_dict(), "bits": 4})
-    with pytest.raises(ConfigError, match="expected midtread with encoding 'toy', found 'midrise'"):
-        encoding_of(LayerScheme("toy", grid="midrise"))
 
 
 def test_specs_and_suffixes_know_the_encoding() -> None:
@@ -114,17 +120,11 @@ def test_tensors_are_validated_and_wrapped() -> None:
     weight = toy_weight(3, 5)
     tensors = weight.to_tensors()
     again = weight_from_tensors(tensors, TOY, (3, 5), "layer")
-    assert torch.equal(again.dequantize(), weight.stream.z.float() * 0.5)
+    assert torch.equal(again.dequantize(), weight.toys.float() * 0.5)
     assert again.storage_bits() == 8 * (8 + 4 + 15)
     tensors["toys"] = tensors["toys"].clone().fill_(-128)
     with pytest.raises(CheckpointError, match=r"layer\.toys: expected integers above -128, found -128"):
         weight_from_tensors(tensors, TOY, (3, 5), "layer")
-
-
-def test_infinite_weights_are_refused_when_decoded() -> None:
-    weight = ToyWeight(torch.tensor([3e38]), Bytes(torch.tensor([[1, 2]], dtype=torch.int8)))
-    with pytest.raises(CheckpointError, match=r"layer\.scale: expected a scale whose largest multiple"):
-        weight.decode("layer")
 
 
 def test_shards_are_decoded_and_merged() -> None:
@@ -160,4 +160,4 @@ def test_a_checkpoint_is_verified_and_described(checkpoint: Path) -> None:
 def test_a_reader_without_the_encoding_refuses_it(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(ENCODINGS, "toy")
     (problem,) = verify(checkpoint)
-    assert "encoding: expected one of packed, huffman, rans, found 'toy'" in str(problem)
+    assert "encoding: expected one of packed, huffman, trellis, found 'toy'" in str(problem)

@@ -8,21 +8,26 @@ import pytest
 import torch
 
 from helpers.builders import gaussian_integers, packed_weight
+from helpers.trellis import TRELLIS, random_trellis
 from vllm_latq.coding.huffman import encoder as huffman
-from vllm_latq.errors import CheckpointError
+from vllm_latq.errors import CheckpointError, UnsupportedShapeError
 from vllm_latq.format import validate
-from vllm_latq.format.encodings.coded import CodedWeight
 from vllm_latq.format.encodings.huffman import HuffmanWeight
 from vllm_latq.format.encodings.packed import PackedWeight
-from vllm_latq.format.encodings.rans import RansWeight
+from vllm_latq.format.encodings.registry import tensor_specs
 from vllm_latq.format.scheme import LayerScheme
 
+TRELLIS_SHAPE = (70, 140)
 SHAPE = (9, 66)
 PACKED = LayerScheme("packed", 3, 33, True)
 HUFFMAN = LayerScheme("huffman")
-RANS = LayerScheme("rans")
-RANS_SHAPE = (60, 66)
 Tensors = dict[str, torch.Tensor]
+
+
+def trellis_tensors() -> Tensors:
+    tensors = random_trellis(*TRELLIS_SHAPE).to_tensors()
+    assert tensors["kept_positions"].numel() > 3
+    return tensors
 
 
 def packed_tensors() -> Tensors:
@@ -31,16 +36,6 @@ def packed_tensors() -> Tensors:
 
 def huffman_tensors() -> Tensors:
     return HuffmanWeight(torch.tensor([0.01]), huffman.encode(gaussian_integers(SHAPE, 2.0, seed=1))).to_tensors()
-
-
-def rans_tensors() -> Tensors:
-    generator = torch.Generator().manual_seed(4)
-    integers = (torch.randn(RANS_SHAPE, generator=generator) * torch.linspace(0.1, 4, 66)).round().to(torch.int32)
-    rows, cols = (torch.zeros(size, dtype=torch.int8) for size in RANS_SHAPE)
-    tensors = RansWeight.from_integers(integers, torch.tensor([0.01]), rows, cols).to_tensors()
-    assert tensors["table_ranges"].shape[0] > 1
-    assert tensors["chunk_words"].item() % 2 == 1, "the stream ends in half a word"
-    return tensors
 
 
 def setting(name: str, index: object, value: object) -> Callable[[Tensors], None]:
@@ -72,6 +67,32 @@ def repeat_columns(tensors: Tensors) -> None:
     tensors["outlier_col_idx"] = columns.to(torch.uint16)
 
 
+RISING = "layer.kept_positions: expected positions that rise strictly, found"
+IN_RANGE = "layer.scale: expected a scale of 1.20370622e-35 to 8.30767497e+34 with every exponent, found"
+TRELLIS_DAMAGE = [
+    (dropping("kept_positions"), "layer.kept_positions: expected a tensor torch.int32 (*), found no such tensor"),
+    (replacing("rates", lambda tensor: tensor.flatten()), "layer.rates: expected torch.uint8 (2, 2), found"),
+    (replacing("row_exponents", lambda tensor: tensor[1:]), "layer.row_exponents: expected torch.int8 (70), found"),
+    (replacing("column_importance", lambda tensor: tensor[1:]), "layer.column_importance: expected torch.int8 (140)"),
+    (replacing("kept_values", lambda tensor: tensor.float()), "layer.kept_values: expected torch.bfloat16 (*), found"),
+    (replacing("trellis", lambda tensor: tensor[None]), "layer.trellis: expected torch.int32 (*), found"),
+    (setting("scale", 0, 0.0), "layer.scale: expected a finite, positive scale, found [0.0]"),
+    (setting("scale", 0, float("nan")), "layer.scale: expected a finite, positive scale, found [nan]"),
+    (setting("scale", 0, 2.0**115), IN_RANGE),
+    (setting("scale", 0, 2.0**-115), IN_RANGE),
+    (setting("rates", (1, 0), 1), "layer.rates: expected rates of 2 to 12 bits per step, found 1 to"),
+    (setting("rates", (1, 0), 13), "layer.rates: expected rates of 2 to 12 bits per step, found"),
+    (replacing("rates", lambda tensor: tensor.clamp(max=11) + 1), "words, which its rates take, found"),
+    (replacing("trellis", lambda tensor: tensor[:-1]), "layer.trellis: expected"),
+    (replacing("trellis", lambda tensor: tensor[:0]), "words, which its rates take, found 0"),
+    (setting("kept_positions", 0, -1), "layer.kept_positions: expected positions in [0, 9800), found -1 to 9799"),
+    (setting("kept_positions", -1, 9800), "layer.kept_positions: expected positions in [0, 9800), found 0 to 9800"),
+    (replacing("kept_positions", lambda tensor: tensor.flip(0)), f"{RISING} "),
+    (setting("kept_positions", 1, 0), f"{RISING} 1 mismatch, the first at entry 1"),
+    (replacing("kept_values", lambda tensor: tensor[:-1]), "values, one per position, found"),
+    (setting("kept_values", 1, float("nan")), "layer.kept_values: expected magnitudes below 1.70141e+38, found 1 mism"),
+    (setting("kept_values", 2, -(2.0**127)), "magnitudes below 1.70141e+38, found 1 mismatch, the first at entry 2"),
+]
 PACKED_DAMAGE = [
     (dropping("scales"), "layer.scales: expected a tensor torch.bfloat16 (9, 2), found no such tensor"),
     (dropping("outlier_values"), "layer.outlier_values: expected a tensor"),
@@ -125,40 +146,18 @@ HUFFMAN_DAMAGE = [
     ),
     (replacing("chunk_bits", lambda tensor: tensor.reshape(-1)[:1]), "layer.chunk_bits: expected torch.uint16 (1, 1)"),
 ]
-RANS_DAMAGE = [
-    (dropping("row_exponents"), "layer.row_exponents: expected a tensor torch.int8 (60)"),
-    (replacing("row_class", lambda tensor: tensor[:1]), "layer.row_class: expected torch.int32 (8), found"),
-    (replacing("chunk_words", lambda tensor: tensor.reshape(-1)), "layer.chunk_words: expected torch.uint16 (1, 1)"),
-    (setting("scale", 0, -1.0), "layer.scale: expected a finite, positive scale"),
-    (lambda tensors: tensors.update(scale=torch.tensor([3e38]), row_exponents=torch.full((60,), 9, dtype=torch.int8)),
-     "layer.scale: expected a scale that stays a normal number, 1.17549435e-38 to 3.40282347e+38, with every exponent"),
-    (replacing("table_ranges", lambda tensor: tensor[:0]), "layer.table_ranges: expected 1 to 31 tables, found 0"),
-    (replacing("table_ranges", lambda tensor: tensor[:1].repeat(32, 1)), "layer.table_ranges: expected 1 to 31 tables"),
-    (setting("table_ranges", (0, 1), -1), "layer.table_ranges: expected 0 to 4095 symbols in each table, found -1"),
-    (setting("table_ranges", (0, 1), 4096), "layer.table_ranges: expected 0 to 4095 symbols in each table"),
-    (setting("table_ranges", (0, 0), 2**31 - 1), "layer.table_ranges: expected symbols that fit int32"),
-    (replacing("frequencies", lambda tensor: tensor[:-1]), "layer.frequencies: expected"),
-    (setting("frequencies", 0, 4000), "layer.frequencies: expected a sum of 4096 in table 0"),
-    (setting("row_class", -1, 0x10000), "layer.row_class: expected zero bits after the last class"),
-    (setting("column_class", -1, 0x10000), "layer.column_class: expected zero bits after the last class"),
-    (setting("row_class", 0, 15), "layer.row_class: expected classes whose sum with any class of column_class"),
-    (setting("chunk_words", (0, 0), 1), "layer.chunk_words: expected at least 2 words in each chunk, found 1"),
-    (setting("chunk_words", (0, 0), 65535), "layer.chunk_words: expected chunks that fill the stream"),
-    (replacing("stream", lambda tensor: tensor[:-1]), "layer.chunk_words: expected chunks that fill the stream"),
-    (replacing("stream", lambda tensor: tensor | -(1 << 31)), "layer.stream: expected 16 zero bits after the last"),
-]  # fmt: skip
 
 
 def test_undamaged_tensors_have_no_problems() -> None:
+    assert list(validate.problems(trellis_tensors(), TRELLIS, TRELLIS_SHAPE, "layer")) == []
     assert list(validate.problems(packed_tensors(), PACKED, SHAPE, "layer")) == []
     assert list(validate.problems(huffman_tensors(), HUFFMAN, SHAPE, "layer")) == []
-    assert list(validate.problems(rans_tensors(), RANS, RANS_SHAPE, "layer")) == []
 
 
 KINDS: dict[str, Any] = {
+    "trellis": (trellis_tensors, TRELLIS, TRELLIS_SHAPE, TRELLIS_DAMAGE),
     "packed": (packed_tensors, PACKED, SHAPE, PACKED_DAMAGE),
     "huffman": (huffman_tensors, HUFFMAN, SHAPE, HUFFMAN_DAMAGE),
-    "rans": (rans_tensors, RANS, RANS_SHAPE, RANS_DAMAGE),
 }
 
 
@@ -203,6 +202,22 @@ def test_bad_scale_is_the_only_problem_reported() -> None:
         assert "layer.scales: expected" in str(problem)
 
 
+def test_trellis_whose_positions_would_not_fit_in_int32() -> None:
+    shape = (65536, 32769)
+    with pytest.raises(UnsupportedShapeError, match="layer: expected at most 2147483648 weights, found 65536 x 32769"):
+        validate.check(trellis_tensors(), TRELLIS, shape, "layer")
+    assert list(tensor_specs(TRELLIS, 65536, 32768)) == list(trellis_tensors())
+
+
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_largest_trellis_weights_are_finite(sign: int) -> None:
+    tensors = trellis_tensors()
+    tensors["scale"][0] = 2.0**113
+    tensors["kept_values"][:] = sign * torch.nextafter(torch.tensor(2.0**127), torch.tensor(0.0)).bfloat16().mul(0.996)
+    weight = validate.weight_from_tensors(tensors, TRELLIS, TRELLIS_SHAPE, "layer")
+    assert torch.isfinite(weight.dequantize(torch.bfloat16)).all()
+
+
 def test_columns_that_do_not_fit_in_16_bits() -> None:
     """Such columns are stored as int32, which can be negative."""
     shape, scheme = (1, 70000), LayerScheme("packed", 2, -1, True)
@@ -229,33 +244,13 @@ def test_chunk_of_another_length_is_refused_when_decoded() -> None:
 
 @pytest.mark.parametrize(("octaves", "refused"), [(123.9, False), (124.1, True)])
 def test_weights_that_could_be_infinite_are_refused_when_decoded(octaves: float, refused: bool) -> None:
-    """The largest integer is -8: a scale below 2^124 keeps all weights below 2^127, whatever the columns' factors."""
-    integers, scale = torch.tensor([[3, -8, 0, 7]], dtype=torch.int32), torch.tensor([2.0**octaves])
-    flat, down = torch.zeros(1, dtype=torch.int8), torch.tensor([-8, -16, 0, -64], dtype=torch.int8)
-    up = torch.tensor([0, 0, 0, 24], dtype=torch.int8)
-    weights: list[CodedWeight] = [
-        HuffmanWeight(scale, huffman.encode(integers)),
-        RansWeight.from_integers(integers, scale, flat, down),
-        RansWeight.from_integers(integers, scale / 8, flat, up),
-    ]
-    for weight in weights:
-        validate.check(weight.to_tensors(), weight.scheme, (1, 4), "layer")
-        if refused:
-            with pytest.raises(CheckpointError, match=r"layer\.scale: expected a scale whose largest multiple"):
-                weight.decode("layer")
-        else:
-            assert torch.equal(weight.decode("layer"), integers)
-            assert torch.isfinite(weight.dequantize(torch.bfloat16)).all()
-
-
-@pytest.mark.parametrize("midrise", [False, True])
-def test_midrise_half_step_counts_for_the_range_of_weights(midrise: bool) -> None:
-    """3 * 2^125 is below the limit; with half a step more it is not."""
-    flat = (torch.zeros(size, dtype=torch.int8) for size in (1, 2))
-    integers = torch.tensor([[3, -2]], dtype=torch.int32)
-    weight = RansWeight.from_integers(integers, torch.tensor([2.0**125]), *flat, midrise)
-    if midrise:
+    """The largest integer is -8: a scale below 2^124 keeps all weights below 2^127."""
+    integers = torch.tensor([[3, -8, 0, 7]], dtype=torch.int32)
+    weight = HuffmanWeight(torch.tensor([2.0**octaves]), huffman.encode(integers))
+    validate.check(weight.to_tensors(), weight.scheme, (1, 4), "layer")
+    if refused:
         with pytest.raises(CheckpointError, match=r"layer\.scale: expected a scale whose largest multiple"):
             weight.decode("layer")
     else:
         assert torch.equal(weight.decode("layer"), integers)
+        assert torch.isfinite(weight.dequantize(torch.bfloat16)).all()

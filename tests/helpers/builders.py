@@ -7,15 +7,12 @@ from functools import cache
 
 import torch
 
+from helpers.trellis import greedy_trellis, random_trellis
 from vllm_latq.coding.huffman.encoder import encode
 from vllm_latq.format.encodings.huffman import HuffmanWeight
 from vllm_latq.format.encodings.packed import PackedWeight
-from vllm_latq.format.encodings.rans import RansWeight, octave_eighths
 from vllm_latq.format.encodings.weight import Weight
 from vllm_latq.format.scheme import LayerScheme
-
-RANS = LayerScheme("rans")
-RANS_MIDRISE = LayerScheme("rans", grid="midrise")
 
 
 def poisoned(
@@ -93,27 +90,21 @@ def bits_and_group(scheme: LayerScheme) -> tuple[int, int]:
     return scheme.bits, scheme.group_size
 
 
-def coded_weight(scheme: LayerScheme, rows: int, cols: int, seed: int) -> HuffmanWeight | RansWeight:
+def coded_weight(rows: int, cols: int, seed: int) -> HuffmanWeight:
     """Return a coded weight of Gaussian integers, the last row of which needs more than 4 bits."""
     generator = torch.Generator().manual_seed(seed)
     integers = (torch.randn(rows, cols, generator=generator) * 3).round().to(torch.int32)
     integers[-1] = 20 + torch.arange(cols, dtype=torch.int32) % 23
     scale = torch.rand(1, generator=generator) + 0.1
-    if scheme.encoding == "huffman":
-        return HuffmanWeight(scale, encode(integers))
-    exponents = two_octaves(rows), two_octaves(cols)
-    return RansWeight.from_integers(integers, scale, *exponents, midrise=scheme.grid == "midrise")
-
-
-def two_octaves(size: int) -> torch.Tensor:
-    """Return exponents of the scales of so many rows or columns, int8, over two octaves; equal for equal sizes."""
-    return (torch.arange(size) * 7 % 17 - 8).to(torch.int8)
+    return HuffmanWeight(scale, encode(integers))
 
 
 def random_weight(scheme: LayerScheme, rows: int, cols: int, seed: int) -> Weight:
     """Return a random weight of any scheme; one with outliers has an empty and a full row of them."""
+    if scheme.encoding == "trellis":
+        return random_trellis(rows, cols, seed)
     if scheme.encoding != "packed":
-        return coded_weight(scheme, rows, cols, seed)
+        return coded_weight(rows, cols, seed)
     rate = 0.03 if scheme.outliers else None
     bits, group_size = bits_and_group(scheme)
     return packed_weight(bits, group_size, rows, cols, rate, seed, scheme.grid == "midrise", edges=scheme.outliers)
@@ -122,16 +113,13 @@ def random_weight(scheme: LayerScheme, rows: int, cols: int, seed: int) -> Weigh
 @cache
 def tiny_weight(scheme: LayerScheme, shape: tuple[int, int], seed: int) -> Weight:
     """Return a random weight for a tiny checkpoint; a tenth are outliers where the scheme has them."""
+    if scheme.encoding == "trellis":
+        return random_trellis(*shape, seed, kept=0.1)
     generator = torch.Generator().manual_seed(seed)
     integers = (2 * torch.randn(shape, generator=generator)).round().to(torch.int32)
     if scheme.encoding == "huffman":
         integers[0, 0] = 2**24 + 1  # coded with ESCAPE; float32 cannot hold it
         return HuffmanWeight(torch.tensor([0.01]), encode(integers))
-    if scheme.encoding == "rans":
-        integers = (integers * torch.linspace(0.1, 3, shape[1])).round().to(torch.int32)
-        integers[-1, -1], integers[0, 0] = 2**24 + 1, 2**31 - 1  # coded with ESCAPE; float32 cannot hold them
-        rows, cols = (torch.randint(-9, 9, (size,), generator=generator).to(torch.int8) for size in shape)
-        return RansWeight.from_integers(integers, torch.tensor([0.01]), rows, cols, scheme.grid == "midrise")
     bits, group_size = bits_and_group(scheme)
     half = 1 << (bits - 1)
     mask: torch.Tensor | None = torch.rand(shape, generator=generator) < 0.1
@@ -152,17 +140,11 @@ def round_to_nearest(weight: torch.Tensor, scheme: LayerScheme) -> Weight:
         weight: float32 [rows, cols].
         scheme: any.
     """
+    if scheme.encoding == "trellis":
+        return greedy_trellis(weight)
     if scheme.encoding == "huffman":
         scale = weight.std() / 3
         return HuffmanWeight(scale.reshape(1), encode((weight / scale).round().to(torch.int32)))
-    if scheme.encoding == "rans":
-        scale = (weight.std() / 3).reshape(1)
-        # Equal for matrices of one input, as merged layers need them.
-        rows, cols = (two_octaves(size) for size in weight.shape)
-        scales = scale * octave_eighths(rows)[:, None] * octave_eighths(cols)
-        midrise = scheme.grid == "midrise"
-        integers = (weight / scales - 0.5 * midrise).round().to(torch.int32)
-        return RansWeight.from_integers(integers, scale, rows, cols, midrise)
     bits, group_size = bits_and_group(scheme)
     half, midrise = 1 << (bits - 1), scheme.grid == "midrise"
     mask = weight.abs() > weight.abs().flatten().kthvalue(int(0.99 * weight.numel())).values

@@ -23,11 +23,11 @@ from vllm_latq.format.verify import verify
 
 SHAPES = {"layers.0.up": (9, 66), "layers.0.down": (40, 36), "layers.1.up": (1, 33)}
 SCHEMES = {
+    "trellis": LayerScheme("trellis"),
     "ssqr": LayerScheme("packed", 3, -1, True),
     "packed": LayerScheme("packed", 4, 3, False),
     "midrise": LayerScheme("packed", 2, 3, True, grid="midrise"),
     "huffman": LayerScheme("huffman"),
-    "rans": LayerScheme("rans"),
 }
 
 

@@ -63,7 +63,7 @@ def empty(dtype: torch.dtype, *shape: int) -> torch.Tensor:
 
 
 def on_gpu(rows: int, cols: int, coded: bool = False) -> KernelWeight:
-    """Return a weight of 2 bits with an outlier in every row; `coded`: without group scales, as of hptq and latq."""
+    """Return a weight of 2 bits with an outlier in every row; `coded`: without group scales, as of hptq."""
     columns, values = torch.zeros(rows, dtype=torch.int32), torch.full((rows,), 5.0)
     csr = OutlierCsr(torch.arange(rows + 1, dtype=torch.int32), columns, values)
     words, scales = torch.zeros(rows, cols // 16, dtype=torch.int32), torch.ones(rows, cols // 128).bfloat16()

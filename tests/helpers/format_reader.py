@@ -19,6 +19,13 @@ DTYPES = {
     "U8": ("torch.uint8", "u1"),
 }
 
+# Section 3.4: the factor of each rate of a trellis.
+FACTORS = {
+    2: 0.009191000834107399, 3: 0.009382479824125767, 4: 0.00995691679418087, 5: 0.010722833685576916,
+    6: 0.007032681722193956, 7: 0.007303169462829828, 8: 0.0075736572034657, 9: 0.007708901073783636,
+    10: 0.00784414540976286, 11: 0.008114633150398731, 12: 0.008114633150398731,
+}  # fmt: skip
+
 NOT_IN_FINGERPRINT = (
     r"^(config\.json|latq_report\.json|model\.safetensors\.index\.json|[^/]*\.safetensors)$"
     r"|(^|/)\.|\.md$|(^|/)LICENSE"
@@ -104,12 +111,8 @@ def matrix(tensors: Mapping[str, Tensor], scheme: Mapping[str, Any]) -> Matrix:
     r, c = arrays["weight_shape"]
     if scheme["encoding"] == "huffman":
         return _huffman(arrays, r, c).astype(np.float32) * arrays["scale"]
-    if scheme["encoding"] == "rans":
-        rows, columns = (
-            (2.0 ** (arrays[name] / 8)).astype(np.float32) for name in ("row_exponents", "column_exponents")
-        )
-        steps = arrays["scale"] * rows
-        return (_rans(arrays, r, c).astype(np.float32) + half) * steps[:, None] * columns
+    if scheme["encoding"] == "trellis":
+        return _trellis(arrays, r, c)
     bits, group = scheme["bits"], scheme["group_size"]
     codes = _unpack(arrays["qweight"], c, bits)
     z, scales = codes - 2 ** (bits - 1), arrays["scales"][:, np.arange(c) // (c if group == -1 else group)]
@@ -161,37 +164,53 @@ def _huffman(arrays: Mapping[str, np.ndarray], rows: int, cols: int) -> Matrix:
     return z
 
 
-def _rans(arrays: Mapping[str, np.ndarray], rows: int, cols: int) -> Matrix:
-    """Decode a rANS stream (section 3.4) to z, int64 [rows, cols]."""
-    row_class, column_class = (
-        _unpack(arrays[name][None], size, 4)[0] for name, size in (("row_class", rows), ("column_class", cols))
+def _trellis(arrays: Mapping[str, np.ndarray], rows: int, cols: int) -> Matrix:
+    """Decode the rings of a trellis (section 3.4) to W, float32 [rows, cols]."""
+    stored, at = np.empty((rows, cols), np.float32), 0  # value * f
+    words = arrays["trellis"].astype(np.int64) & 0xFFFFFFFF
+    for top in range(0, rows, 16):
+        for left in range(0, cols, 16):
+            k = int(arrays["rates"][top // 64, left // 128])
+            tile = _tile_values(words[at : at + 4 * k], k).astype(np.float32) * np.float32(FACTORS[k])
+            band = stored[top : top + 16, left : left + 16]
+            band[:], at = tile[: band.shape[0], : band.shape[1]], at + 4 * k
+    assert at == len(words)
+    weights = np.empty_like(stored)
+    weights[:, _stored_columns(arrays["column_importance"].tolist())] = stored
+    row_powers, column_powers = (
+        np.array([2.0 ** (exponent / 8) for exponent in arrays[name].tolist()], np.float32)
+        for name in ("row_exponents", "column_exponents")
     )
-    tables, low = [], 0
-    for first, count in arrays["table_ranges"].tolist():
-        frequencies = arrays["frequencies"][low : low + count + 1]
-        slots, starts = np.repeat(np.arange(count + 1), frequencies), np.cumsum(frequencies) - frequencies
-        tables.append((first, count, frequencies.tolist(), starts.tolist(), slots.tolist()))
-        low += count + 1
-    words = arrays["stream"].astype("<i4").view("<u2").tolist()
-    z, end = np.empty((rows, cols), np.int64), 0
-    for (band, columns), length in zip(_chunks(rows, cols, 4096), arrays["chunk_words"].flat, strict=True):
-        at, end = end + 2, end + int(length)
-        x = words[at - 2] + (words[at - 1] << 16)
-        for i in range(band.start, band.stop):
-            for j in range(columns.start, columns.stop):
-                first, escape, frequencies, starts, slots = tables[row_class[i] + column_class[j]]
-                slot = x % 4096
-                symbol = slots[slot]
-                x = frequencies[symbol] * (x // 4096) + slot - starts[symbol]
-                if x < 2**16:
-                    x, at = x * 2**16 + words[at], at + 1
-                z[i, j] = first + symbol
-                if symbol == escape:
-                    upper, x = x % 2**16, x // 2**16 * 2**16 + words[at]
-                    lower, x = x % 2**16, x // 2**16 * 2**16 + words[at + 1]
-                    z[i, j], at = _signed(upper << 16 | lower), at + 2
-        assert (x, at) == (2**16, end)
-    return z
+    weights = weights * (arrays["scale"] * row_powers)[:, None] * column_powers
+    for position, value in zip(arrays["kept_positions"].tolist(), arrays["kept_values"], strict=True):
+        weights[position // cols, position % cols] += value
+    return weights
+
+
+def _tile_values(words: np.ndarray, k: int) -> Matrix:
+    """Return the values of a tile, int64 [16, 16], from its 4 k words."""
+    ring = "".join(f"{word:032b}" for word in words.tolist())
+    tile = np.empty((16, 16), np.int64)
+    for t in range(128):
+        window = int("".join(ring[n % (128 * k)] for n in range((t + 1) * k - 16, (t + 1) * k)), 2)
+        values = [0, 0]
+        for multiplier in (3400805065, 2253370227)[: 2 if k >= 6 else 1]:
+            h = 65537 * window * multiplier % 2**32
+            low, second, third, high = (
+                byte - (byte >> 7 << 8) for byte in (h % 256, h >> 8 & 255, h >> 16 & 255, h >> 24)
+            )
+            values = [values[0] + low + third, values[1] + second + high]
+        column = 4 * (t // 4 % 4) + 2 * (t // 2 % 2)
+        tile[t // 16 + 8 * (t % 2), column : column + 2] = values
+    return tile
+
+
+def _stored_columns(importance: list[int]) -> list[int]:
+    """Return the columns in the order in which a trellis stores them."""
+    c = len(importance)
+    parts = next((p for p in (8, 4, 2) if c % (128 * p) == 0 and c // p >= 256), 1)
+    size = c // parts
+    return [j for low in range(0, c, size) for j in sorted(range(low, low + size), key=lambda j: (-importance[j], j))]
 
 
 def _signed(word: int) -> int:

@@ -3,7 +3,7 @@
 import torch
 
 from vllm_latq.kernels.layout.codes import ROW_BLOCK, codes_to_stream
-from vllm_latq.kernels.layout.entries import MAX_COLUMNS, Coordinates, Entries, Integers
+from vllm_latq.kernels.layout.entries import Coordinates, Entries
 from vllm_latq.kernels.layout.fields import SUPERBLOCK, storage
 from vllm_latq.kernels.layout.outliers import SLICE_ROWS, OutlierSlices
 
@@ -24,7 +24,7 @@ def untile_codes(tiles: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def untile_weight(tiles: torch.Tensor, bits: int, rows: int, cols: int, order: torch.Tensor) -> torch.Tensor:
-    """Inverse of `tile_weight`, except for codes of `beyond`: int32 [rows, ceil(cols * bits / 32)]."""
+    """Inverse of `tile_weight`: int32 [rows, ceil(cols * bits / 32)]."""
     codes = untile_codes(tiles, bits)
     restored = torch.empty_like(codes)
     restored[order] = codes
@@ -35,20 +35,6 @@ def entries_to_coordinates(entries: Entries) -> Coordinates:
     """Inverse of `value_entries`."""
     value = (entries.entry >> 16).to(torch.int16).view(torch.bfloat16)
     return Coordinates(entries.row, entries.entry.to(torch.int64) & 0xFFFF, value)
-
-
-def entries_to_integers(entries: Entries, bits: int) -> Integers:
-    """Inverse of `beyond_entries`."""
-    entry, half = entries.entry.to(torch.int64), 1 << (bits - 1)
-    col, gap, upper = entry >> 16 & 0xFFFF, entry & 255, entry >> 12 & 15
-    digit = (entry >> 8 & 15) - 16 * (entry >> 11 & 1)
-    first = digit * 4 ** torch.where(gap == 0, upper, 0)
-    second = torch.where(gap == 0, 0, upper - 16 * (upper >> 3))
-    place = torch.cat((entries.row * MAX_COLUMNS + col, entries.row * MAX_COLUMNS + col + gap))
-    place, inverse = place.unique(return_inverse=True)
-    beyond = torch.zeros_like(place).index_add_(0, inverse, torch.cat((first, second)))
-    z = torch.where(beyond < 0, beyond - half, beyond + half - 1)
-    return Integers(place // MAX_COLUMNS, place % MAX_COLUMNS, z)
 
 
 def slices_to_entries(slices: OutlierSlices, order: torch.Tensor) -> Entries:

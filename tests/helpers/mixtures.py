@@ -1,7 +1,6 @@
-"""Small mixtures of experts: on packed weights with a dense reference, with an unused expert, and stored fused."""
+"""Small mixtures of experts: on quantized weights with a dense reference, with an unused expert, and stored fused."""
 
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,11 @@ from torch.nn import functional
 
 from helpers.builders import random_weight
 from vllm_latq.format.encodings.packed import PackedWeight
-from vllm_latq.format.encodings.rans import RansWeight
 from vllm_latq.format.reader import CheckpointReader
 from vllm_latq.format.scheme import LayerScheme
 from vllm_latq.models.experts import is_llama4
 from vllm_latq.serving.experts import ACTIVATIONS, expert_constants, run_experts
+from vllm_latq.serving.merging import Merged, decode, merge
 from vllm_latq.serving.operands import make_operands, stack_operands
 
 EXPERTS, HIDDEN, INTERMEDIATE = 5, 96, 64
@@ -31,22 +30,22 @@ class Mixture:
         self.stacks, operands = [], []
         first = INTERMEDIATE if activation.endswith("_no_mul") else 2 * INTERMEDIATE
         for product, (rows, cols) in enumerate(((first, HIDDEN), (HIDDEN, INTERMEDIATE))):
-            packed = [self._packed(scheme, rows, cols, seed=10 * product + expert) for expert in range(EXPERTS)]
-            self.dense.append([weight.dequantize() for weight in packed])
-            made = [make_operands(weight.to(device), dtype, "experts", alone=False) for weight in packed]
+            served = [self._served(scheme, rows, cols, seed=10 * product + expert) for expert in range(EXPERTS)]
+            self.dense.append([weight.dequantize() for weight in served])
+            made = [make_operands(weight.to(device), dtype, "experts", alone=False) for weight in served]
             stack = stack_operands(made, "experts")
-            scales = [weight.column_scales.to(device) for weight in packed if weight.column_scales is not None]
+            scales = [weight.column_scales.to(device) for weight in served if weight.column_scales is not None]
             self.stacks.append([torch.stack(scales) if scales else None, *stack.tensors().values()])
             operands.append(stack)
         self.constants = expert_constants(operands[0], operands[1], EXPERTS, activation)
         self.activation = ACTIVATIONS[activation]
 
     @staticmethod
-    def _packed(scheme: LayerScheme, rows: int, cols: int, seed: int) -> PackedWeight:
+    def _served(scheme: LayerScheme, rows: int, cols: int, seed: int) -> Merged:
         weight = random_weight(scheme, rows, cols, seed)
-        if isinstance(weight, RansWeight):  # column scales that tell the experts apart
-            weight = replace(weight, column_exponents=weight.column_exponents + seed % 10)
-        return weight if isinstance(weight, PackedWeight) else weight.pack(weight.integers(), 3)
+        bits = None if isinstance(weight, PackedWeight) else 3
+        shard = [("expert", weight)]
+        return merge(shard, decode(shard, torch.device("cpu")), torch.device("cpu"), bits)
 
     def __call__(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """Return what the operator computes."""

@@ -14,6 +14,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from vllm_latq.quantize.lattice.viterbi.search import nearest_rings_on_processor
+
 DEVICE = torch.device("cuda", 0)
 PROPERTIES = {"device": DEVICE, "is_cuda": True, "is_cpu": False}
 MOVES = ("to", "cpu")
@@ -125,5 +127,11 @@ def pretend_gpu(major: int = 9, minor: int = 0) -> Iterator[None]:
         for name, answer in answers.items():
             stack.enter_context(patch(f"torch.cuda.{name}", lambda *_, answer=answer: answer))
         stack.enter_context(patch("torch.Generator", _Generator))
+        stack.enter_context(patch("vllm_latq.quantize.lattice.trellis_plane.nearest_rings", _nearest_rings))
         stack.enter_context(_Factories())
         yield
+
+
+def _nearest_rings(targets: torch.Tensor, prices: torch.Tensor, rate: int) -> torch.Tensor:
+    """Search on the processor: the pretend GPU runs no kernel, and a test compares both searches."""
+    return nearest_rings_on_processor(targets.cpu(), prices.cpu(), rate).to(targets.device)

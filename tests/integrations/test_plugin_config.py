@@ -180,7 +180,7 @@ def test_unquantized_model_is_refused() -> None:
 
 def test_unknown_format_is_refused() -> None:
     config = CheckpointConfig(SCHEME).to_dict() | {"format_version": 99}
-    with pytest.raises(ConfigError, match=r"config\.json: quantization_config\.format_version: expected 1, found 99"):
+    with pytest.raises(ConfigError, match=r"config\.json: quantization_config\.format_version: expected 2, found 99"):
         LatqConfig.from_config(config)
 
 

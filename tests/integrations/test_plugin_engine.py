@@ -143,13 +143,13 @@ def test_sharded_states_are_refused(generations: dict[str, Any]) -> None:
 def test_tensor_parallel_equals_one_process(
     mixed_pair: tuple[Path, Path], biased_pair: tuple[Path, Path], generations: dict[str, Any]
 ) -> None:
-    """Two ranks cut packed and coded layers, scales of whole rows, outliers and the head, and replicate a KV head."""
+    """Two ranks cut layers of every encoding, scales of whole rows, outliers and the head, and replicate a KV head."""
     split = {"tensor_parallel_size": 2}
-    damaged = without_tensors(mixed_pair[0], "lm_head.scales")
+    damaged = without_tensors(mixed_pair[0], "lm_head.rates")
     jobs = [{"model": pair[0], "engine": split} for pair in (mixed_pair, biased_pair)]
     mixed, biased = probe([jobs[0] | {"reload": [damaged]}, jobs[1]])
     assert_same(mixed[0], generations["mixed"][0])
-    assert "lm_head.scales" in mixed[1]
+    assert "lm_head.rates" in mixed[1]
     assert mixed[2] == mixed[0], "a failed reload leaves both ranks as they were"
     assert_same(biased[0], generations["biased"][0])
 

@@ -30,12 +30,12 @@ RECIPES = {
     # vLLM calls the layer that merges these attention.output.qkv_proj.
     "bert": Recipe("ssqr", 3, group_size=32, outlier_rate=0.02, ignore=QKV, **SAMPLES),
     "roberta": Recipe("gptq", 4, group_size=32, **SAMPLES),
-    "modernbert": Recipe("hptq", target_bits=3.5, **SAMPLES),
-    "phi3": Recipe("latq", target_bits=3.5, ignore=(), **SAMPLES),  # its head, too
-    "gemma4_text": Recipe("latq", target_bits=3.5, **SAMPLES),
+    "modernbert": Recipe("hptq", bits=3.5, **SAMPLES),
+    "phi3": Recipe("latq", bits=3.5, ignore=(), **SAMPLES),  # its head, too
+    "gemma4_text": Recipe("latq", bits=3.5, **SAMPLES),
     "qwen3_next": Recipe("gptq", 8, group_size=32, **SAMPLES),
-    # Linears that vLLM merges must have common scales of columns.
-    "glm4_moe_lite": Recipe("latq", target_bits=6.0, **SAMPLES),
+    # Linears that vLLM merges must have a common order of columns.
+    "glm4_moe_lite": Recipe("latq", bits=6.0, **SAMPLES),
 }
 # vLLM 0.25 does not tell ModernBERT's linears how they are quantized.
 ENCODERS = ("bert", "roberta", "modernbert")[: 2 if OLD_VLLM else 3]
@@ -134,8 +134,8 @@ def test_attention(
     (served, layouts), (expected,) = probe(
         [{"model": tmp_path / "out", "engine": engine, "layouts": True}, {"model": dense, "engine": engine}]
     )
-    known = torch.backends.cpu.get_cpu_capability() in INTERLEAVED
-    assert layouts == ["int4" if known else "checkpoint"]
+    packed = "int4" if torch.backends.cpu.get_cpu_capability() in INTERLEAVED else "checkpoint"
+    assert layouts == ["dense" if RECIPES[family].method == "latq" else packed]
     for ours, theirs in zip(served, expected, strict=True):
         got, reference = ours["logprobs"][0], theirs["logprobs"][0]  # later tokens follow those chosen first
         common = got.keys() & reference.keys()

@@ -55,10 +55,10 @@ ENGINE = {"max_model_len": 64}
 SAMPLES = {"num_samples": 4, "seq_len": 32}
 RECIPES = {
     "mixtral": Recipe("ssqr", 3, group_size=32, outlier_rate=0.02, **SAMPLES),
-    "qwen3_moe": Recipe("latq", target_bits=3.5, **SAMPLES),
+    "qwen3_moe": Recipe("latq", bits=3.5, **SAMPLES),
     "granitemoe": Recipe("gptq", 4, group_size=32, ignore=("model.layers.0.block_sparse_moe.experts",), **SAMPLES),
-    "gemma4_text": Recipe("hptq", target_bits=3.5, **SAMPLES),
-    "llama4_text": Recipe("latq", target_bits=4.5, **SAMPLES),
+    "gemma4_text": Recipe("hptq", bits=3.5, **SAMPLES),
+    "llama4_text": Recipe("latq", bits=4.5, **SAMPLES),
 }
 
 
@@ -84,7 +84,9 @@ def pairs(
     leaves = ("gate_proj", "up_proj", "down_proj")
     coded = [f"model.layers.{n}.mlp.experts.{e}.{leaf}" for n in range(2) for e in range(4) for leaf in leaves]
     ignored = ("lm_head", "mlp.gate", "shared_expert_gate")
-    config = CheckpointConfig(LayerScheme("packed", 4, 32, False), ignored, dict.fromkeys(coded, LayerScheme("rans")))
+    config = CheckpointConfig(
+        LayerScheme("packed", 4, 32, False), ignored, dict.fromkeys(coded, LayerScheme("trellis"))
+    )
     found["qwen2_moe"] = type(make_checkpoint)(source, folder)("shared", config)
     return found
 

@@ -19,11 +19,14 @@ from vllm.config import LoRAConfig, VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers import fused_moe
 from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
 
-from helpers.builders import RANS, random_weight
+from helpers.builders import random_weight
 from helpers.engine_probe import OLD_VLLM
+from helpers.trellis import TRELLIS
 from helpers.weight_cache import through_weight_cache
+from vllm_latq.coding.huffman.encoder import encode
 from vllm_latq.errors import CheckpointError, ConfigError, UnsupportedModelError, UnsupportedShapeError
 from vllm_latq.format.config import CheckpointConfig
+from vllm_latq.format.encodings.huffman import HuffmanWeight
 from vllm_latq.format.encodings.packed import PackedWeight
 from vllm_latq.format.encodings.weight import Weight
 from vllm_latq.format.scheme import LayerScheme
@@ -36,12 +39,13 @@ EXPERTS, HIDDEN, INTERMEDIATE, TOP_K = 3, 96, 128, 2
 PREFIX = "model.layers.0.mlp.experts"
 LEAVES = {"gate_proj": (INTERMEDIATE, HIDDEN), "up_proj": (INTERMEDIATE, HIDDEN), "down_proj": (HIDDEN, INTERMEDIATE)}
 PACKED = LayerScheme("packed", 4, 32, True)
+HUFFMAN = LayerScheme("huffman")
 SCHEMES = {
     "packed4": PACKED,
     "packed3-row": LayerScheme("packed", 3, -1, True, grid="midrise"),
     "packed8-plain": LayerScheme("packed", 8, 32, False),
-    "huffman": LayerScheme("huffman"),
-    "rans": RANS,
+    "huffman": HUFFMAN,
+    "trellis": TRELLIS,
 }
 RANKS = [(1, False), (2, False), (4, False), (2, True)]  # how many, and whether they share out experts or channels
 # Relative to the largest output: float32 sums in another order, and column scales applied to x, not the weight.
@@ -107,6 +111,8 @@ def load(layer: Any, weights: dict[str, Weight], skip: str = " ") -> None:
 def dense(layer: Any, product: str) -> torch.Tensor:
     """Return the weights of all experts on this rank, [experts, rows, cols]."""
     method = layer.quant_method
+    if hasattr(layer, f"{product}_dense"):
+        return getattr(layer, f"{product}_dense")
     stacks = [getattr(layer, f"{product}_{name}") for name in TENSORS]
     constants = method.constants.gate_up if product == "w13" else method.constants.down
     experts = ([None if stack is None else stack[e] for stack in stacks] for e in range(len(stacks[0])))
@@ -131,7 +137,7 @@ def product_of(x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, weights: to
 
 @pytest.mark.parametrize(
     ("scheme", "size", "expert_parallel"),
-    [(scheme, *ranks) for scheme in SCHEMES for ranks in RANKS if scheme != "rans" or ranks[0] == 2],
+    [(scheme, *ranks) for scheme in SCHEMES for ranks in RANKS],
 )
 def test_every_rank_gets_its_experts(
     scheme: str, size: int, expert_parallel: bool, rank_of: Callable[[int], None]
@@ -139,7 +145,9 @@ def test_every_rank_gets_its_experts(
     assert_every_rank_gets_its_part(SCHEMES[scheme], size, expert_parallel, rank_of)
 
 
-@pytest.mark.parametrize(("scheme", "size", "expert_parallel"), [("packed4", 2, False), ("rans", 2, True)])
+@pytest.mark.parametrize(
+    ("scheme", "size", "expert_parallel"), [("packed4", 2, False), ("huffman", 2, True), ("trellis", 2, False)]
+)
 def test_every_rank_gets_its_experts_without_a_gate(
     scheme: str, size: int, expert_parallel: bool, rank_of: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -247,11 +255,10 @@ def test_router_weighs_inputs(rank_of: Callable[[int], None]) -> None:
 def test_decoded_experts_share_one_width(rank_of: Callable[[int], None]) -> None:
     """Experts whose best widths differ are stacked with one width."""
     rank_of(0)
-    layer, weights = build(quantization(RANS)), checkpoint(RANS)
+    layer, weights = build(quantization(HUFFMAN)), checkpoint(HUFFMAN)
     for leaf in LEAVES:
         wide = weights[f"2.{leaf}"]
-        scaled = (wide.integers() * 9, wide.scale, wide.row_exponents, wide.column_exponents)
-        weights[f"2.{leaf}"] = type(wide).from_integers(*scaled)
+        weights[f"2.{leaf}"] = HuffmanWeight(wide.scale, encode(wide.integers() * 9))
     load(layer, weights)
     layer.quant_method.process_weights_after_loading(layer)
     for leaf, matrix in zip(LEAVES, (*dense(layer, "w13")[2].chunk(2), dense(layer, "w2")[2]), strict=True):
@@ -331,9 +338,10 @@ def test_a_rank_without_experts_is_refused(rank_of: Callable[[int], None]) -> No
         build(quantization(PACKED), EXPERTS + 1, expert_parallel=True)
 
 
-def test_dummy_experts(rank_of: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("scheme", [HUFFMAN, TRELLIS], ids=["huffman", "trellis"])
+def test_dummy_experts(scheme: LayerScheme, rank_of: Callable[[int], None]) -> None:
     rank_of(1)
-    layer = build(quantization(RANS), 2)
+    layer = build(quantization(scheme), 2)
     layer.quant_method.dummy = True
     layer.quant_method.process_weights_after_loading(layer)
     assert dense(layer, "w13").shape == (EXPERTS, INTERMEDIATE, HIDDEN)
@@ -341,13 +349,14 @@ def test_dummy_experts(rank_of: Callable[[int], None], monkeypatch: pytest.Monke
 
 
 @pytest.mark.skipif(OLD_VLLM, reason="vLLM 0.25 has no weight cache")
-def test_experts_from_the_weight_cache(rank_of: Callable[[int], None]) -> None:
+@pytest.mark.parametrize("scheme", [HUFFMAN, TRELLIS], ids=["huffman", "trellis"])
+def test_experts_from_the_weight_cache(scheme: LayerScheme, rank_of: Callable[[int], None]) -> None:
     rank_of(0)
-    layer = build(quantization(RANS))
-    load(layer, checkpoint(RANS))
+    layer = build(quantization(scheme))
+    load(layer, checkpoint(scheme))
     layer.quant_method.process_weights_after_loading(layer)
     with torch.device("meta"):
-        cached = build(quantization(RANS))
+        cached = build(quantization(scheme))
     through_weight_cache(layer, cached)
     assert not [name for name, parameter in cached.named_parameters() if parameter.is_meta]
     call = torch.randn(7, HIDDEN), torch.rand(7, 1), torch.randint(EXPERTS, (7, 1), dtype=torch.int32)
@@ -362,9 +371,10 @@ def test_adapters_of_experts_are_refused(targets: list[str] | None, rank_of: Cal
         build(quantization(PACKED), lora=LoRAConfig(target_modules=targets))
 
 
-def test_dequantized_experts_of_a_rank(rank_of: Callable[[int], None]) -> None:
+@pytest.mark.parametrize("scheme", [HUFFMAN, TRELLIS], ids=["huffman", "trellis"])
+def test_dequantized_experts_of_a_rank(scheme: LayerScheme, rank_of: Callable[[int], None]) -> None:
     rank_of(1)
-    layer, weights = build(quantization(RANS), 2, expert_parallel=True), checkpoint(RANS)
+    layer, weights = build(quantization(scheme), 2, expert_parallel=True), checkpoint(scheme)
     load(layer, weights)
     gate, up, down = (weights[f"{EXPERTS - 1}.{leaf}"].dequantize().unsqueeze(0) for leaf in LEAVES)
     w13, w2 = layer.quant_method.dequantize_weight(layer)
@@ -392,7 +402,7 @@ def test_ignored_experts_are_left_to_vllm(rank_of: Callable[[int], None]) -> Non
             {"ignore": ("2.up_proj",)},
             r"experts: expected one scheme for all of its shards, found .*2\.up_proj: ignored",
         ),
-        ({"overrides": {f"{PREFIX}.1.down_proj": RANS}}, r"experts: expected one scheme for all of its shards"),
+        ({"overrides": {f"{PREFIX}.1.down_proj": HUFFMAN}}, r"experts: expected one scheme for all of its shards"),
         ({"ignore": ("down_proj",)}, "experts: expected all matrices of its experts quantized, or none, found only"),
     ],
 )
@@ -406,9 +416,9 @@ def test_experts_with_different_schemes_are_refused(
 
 def test_gate_and_up_may_differ_from_down(rank_of: Callable[[int], None]) -> None:
     rank_of(0)
-    overrides = {f"{PREFIX}.{expert}.down_proj": RANS for expert in range(EXPERTS)}
+    overrides = {f"{PREFIX}.{expert}.down_proj": TRELLIS for expert in range(EXPERTS)}
     layer, weights = build(quantization(PACKED, overrides=overrides)), checkpoint(PACKED)
-    weights |= {name: weight for name, weight in checkpoint(RANS).items() if name.endswith("down_proj")}
+    weights |= {name: weight for name, weight in checkpoint(TRELLIS).items() if name.endswith("down_proj")}
     load(layer, weights)
     layer.quant_method.process_weights_after_loading(layer)
     expected = torch.stack([weights[f"{expert}.down_proj"].dequantize() for expert in range(EXPERTS)])

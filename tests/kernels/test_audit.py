@@ -33,8 +33,8 @@ SHARED_LIMIT = {
     "sm_120": 99 << 10,
 }  # fmt: skip
 
-# (architecture, bits, rows, activations, group size; and whether the grid is mid-rise, the kernel that of experts, the
-# weight a coded one; ranges of columns).
+# (architecture, bits, rows, activations, group size; and whether the grid is mid-rise, the kernel that of experts;
+# ranges of columns).
 # Rows below zero stand for the SIMT kernel of so many, none for the kernels that do not depend on the rows: with bits,
 # dequantization; without, the load-time kernels.
 LOW_BATCH = [(arch, bits, 8, "*bf16", 128) for arch in SHARED_LIMIT for bits in CEILINGS]
@@ -42,7 +42,7 @@ LOW_BATCH = [(arch, bits, 8, "*bf16", 128) for arch in SHARED_LIMIT for bits in 
 FEWEST = [(arch, bits, m, "*bf16", 128) for arch, bits, m in (("sm_80", 3, 1), ("sm_80", 3, 2), ("sm_86", 4, 2),
           ("sm_90", 2, 1), ("sm_90", 3, 1), ("sm_90", 4, 2), ("sm_120", 4, 1))]  # fmt: skip
 IN_RANGES = [
-    (arch, bits, m, "*bf16", 128, False, False, False, ranges)
+    (arch, bits, m, "*bf16", 128, False, False, ranges)
     for arch, bits, m, ranges in (("sm_80", 3, 1, 8), ("sm_86", 2, 4, 2), ("sm_90", 3, 1, 4), ("sm_120", 4, 2, 4))
 ]  # fmt: skip
 WIDE = [(arch, 3, rows, "*bf16", 128) for arch, rows in WIDER]
@@ -51,13 +51,6 @@ MIDRISE = [
     ("sm_86", 2, 32, "*bf16", 128, True),
     ("sm_80", 4, 64, "*bf16", -1, True),
     ("sm_90", 3, 64, "*bf16", -1, True, True),
-]
-CODED = [
-    *((arch, bits, 8, "*bf16", -1, True, False, True) for arch, bits in (("sm_80", 3), ("sm_86", 2), ("sm_90", 4))),
-    ("sm_86", 3, 16, "*bf16", -1, True, False, True),
-    ("sm_86", 3, 32, "*bf16", -1, False, False, True),
-    ("sm_80", 4, 64, "*bf16", -1, True, False, True),
-    ("sm_90", 3, 8, "*bf16", -1, True, True, True),
 ]
 GROUPED = [("sm_80", 3, 8, "*bf16", 128, False, True), ("sm_90", 3, 32, "*bf16", 128, False, True)]
 # Where the compiler could take tcgen05, and would make nothing of some.
@@ -80,7 +73,7 @@ OTHERS = [
     ("sm_90", 4, 32, "*bf16", 128),
     ("sm_90", 8, 8, "*bf16", 128),
     ("sm_86", 4, -1, "*bf16", 128),
-    ("sm_86", 3, -1, "*bf16", -1, True, False, True),
+    ("sm_86", 3, -1, "*bf16", -1, True),
     ("sm_80", 3, -4, "*bf16", 128),
     ("sm_90", 8, -8, "*bf16", 128),
     ("sm_80", 3, 0, "*bf16", 128),
@@ -116,14 +109,14 @@ def bytes_loaded(loop):
 
 found = []
 for arch, bits, rows, activations, group, *flags in json.loads(sys.argv[1]):
-    midrise, grouped, beyond_entries, ranges = [*flags, *(False, False, False, 1)[len(flags) :]]
-    variant = Variant(bits, abs(rows), group, midrise, beyond_entries=beyond_entries, ranges=ranges, split=ranges == 1)
+    midrise, grouped, ranges = [*flags, *(False, False, 1)[len(flags) :]]
+    variant = Variant(bits, abs(rows), group, midrise, ranges=ranges, split=ranges == 1)
     if rows < 0:
-        audited = audit_simt(arch, variant._replace(row_scales=beyond_entries))
+        audited = audit_simt(arch, variant)
     elif rows == 0 and bits:
         audited = audit_dequantize(arch, bits)
     elif rows == 0:
-        others = [audit(arch, flag) for audit in (audit_scatter, audit_decoding) for flag in (False, True)]
+        others = [audit(arch) for audit in (audit_scatter, audit_decoding)]
         audited = max(others, key=lambda other: other.row.spill_bytes)
     else:
         config = decode_config(rows, bits, arch, group)
@@ -173,7 +166,7 @@ def ceilings(arch: str) -> dict[int, float]:
 @pytest.fixture(scope="module")
 def audited() -> dict[tuple, dict]:
     """Every case, compiled in one process."""
-    cases = LOW_BATCH + FEWEST + IN_RANGES + WIDE + GROUPED + MIDRISE + CODED + BLACKWELL + OTHERS
+    cases = LOW_BATCH + FEWEST + IN_RANGES + WIDE + GROUPED + MIDRISE + BLACKWELL + OTHERS
     return dict(zip(cases, run_compiler("-c", SCRIPT, json.dumps(cases)), strict=True))
 
 
@@ -220,7 +213,7 @@ def test_every_entry_fits_into_shared_memory(arch: str, bits: int) -> None:
             assert decode_config(rows, bits, arch, group_size).shared_bytes(bits, group_size) <= limit
 
 
-@pytest.mark.parametrize("case", MIDRISE + CODED, ids=str)
+@pytest.mark.parametrize("case", MIDRISE, ids=str)
 def test_mid_rise_grids(audited: dict[tuple, dict], case: tuple) -> None:
     row = audited[case]
     assert row["spilled_in_loop"] == row["shared_stores"] == row["plain_loads"] == 0
@@ -232,7 +225,7 @@ def test_mid_rise_grids(audited: dict[tuple, dict], case: tuple) -> None:
 
 def test_all_activations_of_a_turn_are_asked_for_before_one_is_added(audited: dict[tuple, dict]) -> None:
     """A thread asks for the activations of 16 outliers at once. Asked for one by one, 3 to 4 were on their way."""
-    assert audited["sm_86", 3, 32, "*bf16", -1, False, False, True]["together"] == 16
+    assert audited["sm_86", 3, 32, "*bf16", 32]["together"] == 16
 
 
 @pytest.mark.parametrize("case", OTHERS, ids=str)

@@ -89,7 +89,6 @@ def test_all_cases_cover_what_is_asked() -> None:
 @pytest.mark.interpreter
 def test_rows_and_json(bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cases = list(all_cases(shapes=((64, 256),), bits=(3,), rates=(0.0, 0.05), rows=(1, 129)))
-    cases += all_cases(shapes=((64, 256),), bits=(3,), rates=(0.05,), rows=(129,), coded=True)
     path, bench.compilers = tmp_path / "results" / "cpu.json", Watched()
     assert report(bench, cases, environment(CPU, 100.0), path) == 0
     assert bench.compilers.shapes == [(case.m, 64) for case in cases]
@@ -97,7 +96,7 @@ def test_rows_and_json(bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert {"device", "torch", "triton", "commit", "copy_gb_per_s", "vllm"} <= set(found)
     kernels = [row["kernel"] for row in found["results"]]
     assert kernels.count("bf16") == 2  # once for each number of rows, whatever the outliers
-    assert kernels.count("read") == 3  # once for each weight
+    assert kernels.count("read") == 2  # once for each weight
     assert sorted(set(kernels)) == ["bf16", "prefill", "read", "simt", "tensor_core"]
     assert all(row["speedup"] == 1.0 and row["timing"]["median"] == 5.0 for row in found["results"])
     ours = next(row for row in found["results"] if row["kernel"] == "tensor_core")
@@ -300,7 +299,6 @@ def test_refuses_a_machine_without_a_gpu() -> None:
         ("", "", {2, 3, 4}, {0.0, 0.005, 0.01, 0.02, 0.05}, {1, 2, 4, 8, 16, 32, 64, 128, 512}),
         ("--quick --rows 3", "-quick-3rows", {2, 3, 4}, {0.0, 0.01}, {3}),
         ("--bits 3 4 --outliers 0 0.5", "-3-4bits-0-0.5percent", {3, 4}, {0.0, 0.005}, None),
-        ("--coded --rows 1 8", "-coded-1-8rows", {2, 3, 4}, None, {1, 8}),
         ("--experts --bits 3 --outliers 1 --rows 5", "-experts-3bits-1percent-5rows", {3}, {0.01}, {5}),
     ],
 )
@@ -311,7 +309,6 @@ def test_selection(command: str, suffix: str, bits: set[int], rates: set[float] 
     assert {case.bits for case in cases} == bits
     assert rates is None or {case.outlier_rate for case in cases} == rates
     assert rows is None or {case.m for case in cases} == rows
-    assert {case.coded for case in cases} == {"--coded" in command}
     assert {case.path == "experts" for case in cases} == {"--experts" in command}
 
 
@@ -379,12 +376,6 @@ def test_a_peer_without_metadata(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(peers, "PEERS", {"kernel": ("a_peer", (4,)), "other": ("not_there", (4,))})
     assert peers.versions() == {"a_peer": "unknown"}
-
-
-def test_refuses_coded_experts(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["--coded", "--experts"])
-    assert "--coded does not apply to --experts" in capsys.readouterr().err
 
 
 def test_copies_and_summary() -> None:

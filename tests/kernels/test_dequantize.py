@@ -8,7 +8,6 @@ from vllm_latq.kernels.decode import prefill as module
 from vllm_latq.kernels.decode.dispatch import ssqr_matmul
 from vllm_latq.kernels.decode.prefill import dequantize, launch_dequantize, prefill_matmul
 from vllm_latq.kernels.dev.reference import matmul_reference
-from vllm_latq.kernels.layout.codes import codes_to_stream
 from vllm_latq.kernels.layout.outliers import OutlierCsr
 from vllm_latq.kernels.layout.weight import KernelWeight, prepare
 
@@ -41,38 +40,22 @@ def test_rows_in_the_other_block(make_layer, rows: int) -> None:
     assert torch.equal(dequantize(layer.weight, torch.float32).cpu().double(), layer.dense)
 
 
-@pytest.mark.parametrize("midrise", [False, True])
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
-def test_row_scales(make_layer, bits: int, midrise: bool) -> None:
+def test_row_scales(make_layer, bits: int) -> None:
     """Integers, and outliers beyond their grid, some of them far."""
     options = {"group_size": -1, "scales": False, "row_scales": True, "outliers": 0.05}
-    layer = make_layer(bits, 65, 700, **options, midrise=midrise, full_rows=(64,))
-    assert layer.weight.beyond == (bits < 8)
+    layer = make_layer(bits, 65, 700, **options, full_rows=(64,))
     w = dequantize(layer.weight, torch.float32).cpu().double()
     assert torch.allclose(w, layer.dense, rtol=2**-23, atol=0)
 
 
 def test_integers_beyond_the_grid_are_rounded_once(make_layer) -> None:
-    layer = make_layer(3, 70, 300, group_size=-1, scales=False, row_scales=True, outliers=0.2, midrise=True)
+    layer = make_layer(3, 70, 300, group_size=-1, scales=False, row_scales=True, outliers=0.2)
     assert torch.equal(dequantize(layer.weight, torch.float16).cpu(), layer.dense.float().half())
 
 
-def test_far_integers_are_put_together_again() -> None:
-    """Many entries, over several blocks of slots, become the integers, and their neighbours stay as they are."""
-    z = torch.cat((torch.tensor([5.0, 8388607.0, -9.0, -8388605.0]), torch.arange(-400.0, -4), torch.arange(4.0, 404)))
-    z = torch.cat((z, torch.tensor([99.0])))
-    row_ptr = torch.tensor([0, 4, 400, 800, 801], dtype=torch.int32)
-    col = torch.cat((torch.arange(4), torch.arange(396), torch.arange(400), torch.tensor([0])))
-    qweight = codes_to_stream(torch.full((4, 416), 4, dtype=torch.uint8), 3)
-    csr = (part.to(DEVICE) for part in (row_ptr, col, z))
-    weight = prepare(qweight.to(DEVICE), 3, -1, 416, None, None, OutlierCsr(*csr))
-    dense = torch.zeros(4, 416)
-    dense[torch.repeat_interleave(torch.arange(4), row_ptr.diff()), col] = z
-    assert torch.equal(dequantize(weight, torch.float32).cpu(), dense)
-
-
 def test_overflowing_integers_are_put_together_again() -> None:
-    """An outlier above 256 of codes of 8 bits is stored as up to three bf16 entries of one place."""
+    """An integer with more than 8 significant bits takes two or three entries of one place."""
     row_ptr = torch.tensor([0, 2, 4], dtype=torch.int32)
     col_idx, values = torch.tensor([0, 5, 5, 6]), torch.tensor([1001.0, 65537.0, -11184811.0, 12345.0])
     qweight, *csr = (

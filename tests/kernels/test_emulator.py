@@ -52,6 +52,26 @@ def test_lop3(lut: int) -> None:
     assert np.array_equal(compute(f"lop3.b32 %r9, %r1, %r2, %r3, {lut:#x};", a, b, c), expected)
 
 
+def test_shift_of_a_pair_and_high_product() -> None:
+    a, b, bits = words(0), words(1), words(2)
+    pairs = a.astype(np.uint64) | b.astype(np.uint64) << np.uint64(32)
+    shifted = (pairs >> (bits & 31).astype(np.uint64)).astype(np.uint32)
+    assert np.array_equal(compute("shf.r.wrap.b32 %r9, %r1, %r2, %r3;", a, b, bits), shifted)
+    high = (a.astype(np.uint64) * b >> np.uint64(32)).astype(np.uint32)
+    assert np.array_equal(compute("mul.hi.u32 %r9, %r1, %r2;", a, b), high)
+
+
+def test_larger_magnitude_and_rounding_down() -> None:
+    numbers = np.linspace(-3, 3, THREADS, dtype=np.float32)
+    ones = np.full(THREADS, 1.25, np.float32)
+    ones[3] = np.nan  # which max leaves out
+    both = [values.view(np.uint32) for values in (numbers, ones)]
+    largest = compute("abs.f32 %r8, %r1; max.f32 %r9, %r8, %r2;", *both).view(np.float32)
+    assert np.array_equal(largest, np.fmax(np.abs(numbers), ones))
+    rounded = compute("cvt.rmi.f32.f32 %r8, %r1; cvt.rzi.s32.f32 %r9, %r8;", *both).view(np.int32)
+    assert np.array_equal(rounded, np.floor(numbers).astype(np.int32))
+
+
 @pytest.mark.parametrize(("name", "expected"), [("fma.rn", 2.5), ("add", 3.5), ("sub", -0.5), ("mul", 3.0)])
 def test_pairs_of_float32(name: str, expected: float) -> None:
     """1.5 and 2 in the low halves, other numbers in the high ones."""
@@ -214,10 +234,10 @@ REFUSED = {
     "barrier of some": ("bar.sync 1, 32;", "all threads"),
     "guarded shuffle": ("setp.eq.b32 %p1, %r0, 0; @%p1 shfl.sync.bfly.b32 %r1, %r0, 1, 31, -1;", "without a guard"),
     "guarded wait": ("setp.eq.b32 %p1, %r0, 0; @%p1 cp.async.wait_group 0;", "without a guard"),
-    "high product": ("mul.hi.u32 %r1, %r0, %r0;", "arithmetic that"),
-    "quotient of floats": ("div.approx.f32 %r1, %r0, %r0;", "arithmetic that"),
+    "high product": ("mul.hi.s32 %r1, %r0, %r0;", "arithmetic that"),
+    "quotient of floats": ("div.rn.f32 %r1, %r0, %r0;", "arithmetic that"),
     "sum of bf16": ("add.rn.bf16 %rs1, %rs2, %rs2;", "arithmetic that"),
-    "larger number": ("max.f32 %r1, %r0, %r0;", "arithmetic that"),
+    "larger number": ("max.bf16 %rs1, %rs2, %rs2;", "arithmetic that"),
     "comparison of bf16": ("setp.lt.bf16 %p1, %rs1, %rs1;", "comparison that"),
     "rounding to integers": ("cvt.rni.s32.f32 %r1, %r0;", "conversion that"),
     "divergence": ("setp.eq.b32 %p1, %r0, 0; @%p1 bra $end; mov.b32 %r1, 0; $end:", "all or no threads"),

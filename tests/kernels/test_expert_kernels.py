@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.builders import RANS
 from helpers.kernel_device import ARCH, DEVICE
 from helpers.mixtures import EXPERTS, HIDDEN, Mixture, routing
 from helpers.recorded import RecordedKernel, RecordedOperators
@@ -30,7 +29,7 @@ TOLERANCE = 2**-8
 SCHEMES = {
     "packed3": LayerScheme("packed", 3, 32, True, grid="midrise"),
     "packed4-row": LayerScheme("packed", 4, -1, False),
-    "rans": RANS,
+    "huffman": LayerScheme("huffman"),
 }
 
 
@@ -64,12 +63,14 @@ def test_grouped(scheme: str, tokens: int, k: int, dtype: torch.dtype, monkeypat
     assert_equals_dense_experts(scheme, tokens, k, dtype)
 
 
-@pytest.mark.parametrize(("scheme", "activation"), [("packed4-row", "gelu_tanh"), ("rans", "relu2_no_mul")])
+@pytest.mark.parametrize(("scheme", "activation"), [("packed4-row", "gelu_tanh"), ("huffman", "relu2_no_mul")])
 def test_activations_reach_the_kernels(scheme: str, activation: str) -> None:
     assert_equals_dense_experts(scheme, 3, 2, activation=activation)
 
 
-@pytest.mark.parametrize(("scheme", "tokens", "count"), [("packed4-row", 1, 5), ("packed4-row", 2, 6), ("rans", 1, 6)])
+@pytest.mark.parametrize(
+    ("scheme", "tokens", "count"), [("packed4-row", 1, 5), ("packed4-row", 2, 6), ("huffman", 1, 5)]
+)
 def test_launches(scheme: str, tokens: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All launches are of this package's kernels; torch makes only views and memory."""
     mixture, kernel = Mixture(SCHEMES[scheme], torch.float16, device=DEVICE), RecordedKernel()
@@ -87,7 +88,7 @@ def test_launches(scheme: str, tokens: int, count: int, monkeypatch: pytest.Monk
 
 def test_chunks_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grouped, "MOST_PAIRS", 5)  # two tokens with two experts each, and one
-    test_grouped("rans", 3, 2, torch.int32, monkeypatch)
+    test_grouped("huffman", 3, 2, torch.int32, monkeypatch)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -99,7 +100,7 @@ def test_expert_by_expert(scheme: str, way: Callable[..., torch.Tensor], monkeyp
     assert_equals_dense_experts(scheme, 3, 2)
 
 
-@pytest.mark.parametrize("scheme", ["packed3", "rans"])
+@pytest.mark.parametrize("scheme", ["packed3", "huffman"])
 def test_experts_of_many_tokens_are_made_dense(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     multiplied: list[int] = []
 

@@ -6,6 +6,7 @@ import pytest
 
 from helpers.engine_probe import NO_EXPERTS, OLD_VLLM, assert_same, probe
 from helpers.lora_adapter import RANK, write_adapter
+from helpers.trellis import TRELLIS
 from vllm_latq.format.config import CheckpointConfig
 from vllm_latq.format.scheme import LayerScheme
 
@@ -34,7 +35,8 @@ def generations(random_model: Any, make_checkpoint: Any, tmp_path_factory: pytes
     """
     source, _ = random_model("qwen3", "engine", **SIZES)
     maker = type(make_checkpoint)(source, source.parent)
-    config = CheckpointConfig(LayerScheme("packed", 3, 32, True), ("lm_head",))
+    trellis = {"model.layers.0.mlp.down_proj": TRELLIS}
+    config = CheckpointConfig(LayerScheme("packed", 3, 32, True), ("lm_head",), trellis)
     first, second = maker("first", config), maker("second", config, noise_seed=1)
     lora = SHORT | {"enable_lora": True, "max_lora_rank": RANK}
     adapter = str(write_adapter(tmp_path_factory.mktemp("lora") / "adapter", first.dense))
@@ -65,7 +67,7 @@ def test_experts(random_model: Any, make_checkpoint: Any) -> None:
 
 def test_equals_the_dense_model(generations: list[Any]) -> None:
     (_, dense), _, (_, served, *_, layouts), (compiled,) = generations
-    assert layouts == ["tiled"]
+    assert sorted(layouts) == ["tiled", "trellis"]
     assert_same(served, dense, LOGPROB_TOLERANCE)
     assert_same(compiled, dense, LOGPROB_TOLERANCE)
 

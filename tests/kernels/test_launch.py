@@ -31,10 +31,8 @@ SPECIALIZATIONS = {
     "combine_pairs": 1,
     "ssqr_simt": 2,  # with and without split-K
     "dequantize_tiles": 2,  # with group scales, and coded
-    "scatter_outliers": 1,  # outliers of weights with group scales
-    "write_beyond": 1,  # outliers of coded weights
+    "scatter_outliers": 1,
     "huffman_chunks": 1,
-    "rans_chunks": 1,
 }
 
 

@@ -17,10 +17,9 @@ from vllm_latq.kernels.decode.launch import Scratch
 from vllm_latq.kernels.decode.prefill import launch_dequantize
 from vllm_latq.kernels.decode.simt import launch_simt
 from vllm_latq.kernels.decode.ssqr import launch_ssqr
-from vllm_latq.kernels.dev.audit import HUFFMAN, RANS
+from vllm_latq.kernels.dev.audit import HUFFMAN
 from vllm_latq.kernels.entropy.chunks import Cut
 from vllm_latq.kernels.entropy.huffman import launch_huffman
-from vllm_latq.kernels.entropy.rans import launch_rans
 from vllm_latq.kernels.experts.grouped import grouped_matmul
 from vllm_latq.kernels.experts.routing import batch_size, route
 from vllm_latq.kernels.experts.rows import activate, combine, gather
@@ -79,7 +78,5 @@ with FakeTensorMode():
         starts, used, z = empty(torch.int64, 16), ints(16), ints(rows, cols)
         cut = Cut(rows, cols, rows, cols)
         launch_huffman(ints(cols), ints(1 << 15), (-rows, rows), starts, used, z, cut, HUFFMAN)
-        slots = empty(torch.int64, rows, 4096)
-        launch_rans(ints(cols), slots, (ints(rows), ints(cols)), starts, (used, used), z, cut, RANS)
 for name, kernels in compiled.items():
     print(name, len(kernels))

@@ -35,15 +35,15 @@ RECIPES = {
     "rtn": Recipe("rtn", 4, **FEW),
     "gptq": Recipe("gptq", 3, group_size=64, **FEW),
     "ssqr": Recipe("ssqr", 2, outlier_rate=0.02, order="min-pivot", **FEW),
-    "hptq": Recipe("hptq", target_bits=3.125, **FEW),
-    "hrtn": Recipe("hrtn", target_bits=3.125, **FEW),
+    "hptq": Recipe("hptq", bits=3.125, **FEW),
+    "hrtn": Recipe("hrtn", bits=3.125, **FEW),
 }
 
 # With a head, and for speed little else.
 LEFT = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj")
 HEADS = [
     Recipe("gptq", 4, ignore=LEFT, group_size=16, num_samples=16, seq_len=64),
-    Recipe("latq", target_bits=4, ignore=LEFT, num_samples=8, seq_len=64),
+    Recipe("latq", bits=4, ignore=LEFT, num_samples=8, seq_len=64),
 ]
 
 
@@ -82,7 +82,7 @@ def test_report_states_errors_and_bounds(method: str, checkpoints: dict[str, Pat
             assert layer["error"] <= layer["bound"]
     if method in ("hptq", "hrtn"):
         # the scale of a search ends where every layer meets its target
-        assert all(RECIPES[method].target_bits - 0.02 < layer["bits"] <= 3.125 for layer in report["layers"])  # type: ignore[operator]
+        assert all(RECIPES[method].bits - 0.02 < layer["bits"] <= 3.125 for layer in report["layers"])  # type: ignore[operator]
     if method == "ssqr":
         assert all(0.01 < layer["outlier_density"] <= 0.02 for layer in report["layers"])
 
@@ -277,7 +277,7 @@ def test_layers_that_nothing_reaches_can_be_left_out_together(
     save_file(tensors, source / "model.safetensors")
     options: dict[str, Any] = {
         "gptq": {"method": "gptq", "bits": 4},
-        "latq": {"method": "latq", "target_bits": 4.0},
+        "latq": {"method": "latq", "bits": 4.0},
     }[method]
     options |= {"num_samples": 4, "seq_len": 32}
     ignored = ("lm_head", "model.layers.0", "gate_proj", "up_proj")

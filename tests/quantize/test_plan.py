@@ -23,7 +23,7 @@ from vllm_latq.quantize.recipe import Recipe
 
 FEW = {"num_samples": 4, "seq_len": 32}
 GPTQ = Recipe("gptq", 4, group_size=16, **FEW)
-LATQ = Recipe("latq", target_bits=4.0, **FEW)
+LATQ = Recipe("latq", bits=4.0, **FEW)
 
 
 @pytest.fixture(scope="module")

@@ -31,9 +31,9 @@ GOOD = {
         "rounding": "stochastic",
         "ignore": ("lm_head", "mlp.gate"),
     },
-    "hptq": {"target_bits": 2.5, "reduction": "lll", "order": "natural", "num_samples": 3, "seq_len": 100},
-    "hrtn": {"target_bits": 16},
-    "latq": {"target_bits": 0.8, "without": ("rows", "feedback"), "order": "min-pivot"},
+    "hptq": {"bits": 2.5, "reduction": "lll", "order": "natural", "num_samples": 3, "seq_len": 100},
+    "hrtn": {"bits": 16},
+    "latq": {"bits": 3.6, "target": "residual", "correction": 0.5},
 }
 
 
@@ -41,10 +41,9 @@ GOOD = {
 def test_round_trip_through_json(method):
     recipe = Recipe(method, **GOOD[method])
     values = json.loads(json.dumps(recipe.to_dict()))
-    # A checkpoint's card and page would else tell of bits and scales that latq does not have.
-    assert ("bits" in values) is (method in ("rtn", "gptq", "ssqr"))
-    assert ("target_bits" in values) is (method in ("hptq", "hrtn", "latq"))
-    assert {"method", "num_samples", "seq_len", "seed", "ignore"} <= set(values)
+    # A checkpoint's card and page would else tell of scales that latq does not have.
+    assert ("group_size" in values) is (method in ("rtn", "gptq", "ssqr"))
+    assert {"method", "bits", "num_samples", "seq_len", "seed", "ignore"} <= set(values)
     assert Recipe.from_dict(values) == recipe
     assert hash(Recipe.from_dict(values)) == hash(recipe)
 
@@ -62,14 +61,16 @@ def test_defaults():
     assert (Recipe("gptq").scales, Recipe("rtn").scales) == ("mse", "mse")
     assert (recipe.damping, recipe.num_samples, recipe.seq_len, recipe.ignore) == (0.01, 256, 2048, ("lm_head",))
     assert Recipe.from_dict({"method": "ssqr"}) == recipe
+    # The head takes part in latq's allocation of bits.
+    assert Recipe("latq").ignore == ()
 
 
 def test_scheme_of_each_method():
     assert Recipe("rtn", bits=3).scheme == LayerScheme("packed", 3, 128, False)
     assert Recipe("gptq", group_size=-1).scheme == LayerScheme("packed", 4, -1, False)
     assert Recipe("ssqr", bits=2).scheme == LayerScheme("packed", 2, 128, True)
-    assert Recipe("hptq", target_bits=3).scheme == Recipe("hrtn", target_bits=2).scheme == LayerScheme("huffman")
-    assert Recipe("latq", target_bits=3).scheme == LayerScheme("rans")
+    assert Recipe("hptq", bits=3).scheme == Recipe("hrtn", bits=2).scheme == LayerScheme("huffman")
+    assert Recipe("latq", bits=3).scheme == LayerScheme("trellis")
 
 
 def test_plain_rounding_needs_no_calibration():
@@ -84,10 +85,9 @@ BAD = [
     ("ssqr", "outliers", ["Saving", None]),
     ("gptq", "beam", [0, -1, 2.0, True, None]),
     ("ssqr", "sweeps", [-1, 1.5, True, None]),
-    ("latq", "without", ["rows", ["row"], [1]]),
-    ("latq", "target_bits", [None, 0, 16.01]),
-    ("hptq", "target_bits", [None, 0, 1, 1.0, 16.01, -3, math.nan, math.inf, True, "3"]),
-    ("hrtn", "target_bits", [None, 1.0, 17]),
+    ("latq", "bits", [None, 0, 1.0, 16.01, True]),
+    ("hptq", "bits", [None, 0, 1, 1.0, 16.01, -3, math.nan, math.inf, True, "3"]),
+    ("hrtn", "bits", [None, 1.0, 17]),
     ("gptq", "order", ["", "descending", "ACT", None, 1]),
     ("gptq", "damping", [0, 0.0, -0.01, math.nan, math.inf, True, "0.01", None]),
     ("gptq", "scales", ["", "max", ["mse"]]),
@@ -106,13 +106,12 @@ BAD = [
     ("gptq", "seq_len", [0, -1, 2048.0, None]),
     ("gptq", "seed", [-1, 2**64, 0.5, True, None]),
     ("gptq", "block_size", [0, -128, None]),
-    ("gptq", "ignore", ["lm_head", None, ("",), (1,), {"lm_head"}]),
-    ("gptq", "target_bits", [3.0]),
+    ("gptq", "ignore", ["lm_head", ("",), (1,), {"lm_head"}]),
+    ("gptq", "bits", [3.0]),
     ("gptq", "outlier_rate", [0.02]),
     ("rtn", "order", ["natural"]),
     ("rtn", "damping", [0.02]),
-    ("ssqr", "target_bits", [3]),
-    ("hptq", "bits", [3]),
+    ("latq", "order", ["natural"]),
     ("hptq", "group_size", [64]),
     ("hptq", "scales", ["absmax"]),
     ("hrtn", "order", ["natural"]),
@@ -128,8 +127,8 @@ BAD = [
         ("gptq", {"rounding": "stochastic", "sweeps": 1}, "rounding"),
         ("ssqr", {"outliers": "overflow", "scales": "fitted"}, "scales"),
         ("ssqr", {"outliers": "overflow", "beam": 2}, "beam"),
-        ("hptq", {"target_bits": 3.0, "rounding": "stochastic", "beam": 2}, "rounding"),
-        ("hptq", {"target_bits": 3.0, "reduction": "lll", "beam": 2}, "reduction"),
+        ("hptq", {"bits": 3.0, "rounding": "stochastic", "beam": 2}, "rounding"),
+        ("hptq", {"bits": 3.0, "reduction": "lll", "beam": 2}, "reduction"),
     ],
 )
 def test_options_that_exclude_each_other(method, options, field):
@@ -154,13 +153,12 @@ def test_scales_that_do_not_suit_the_outliers(outliers, scales, expected, hint):
 
 @pytest.mark.parametrize(("method", "field", "value"), [(m, f, value) for m, f, values in BAD for value in values])
 def test_bad_values_are_refused_by_name(method, field, value):
-    target = {"target_bits": 3.0} if method in ("hptq", "hrtn", "latq") else {}
     for build in (
         lambda options: Recipe(method, **options),
         lambda options: Recipe.from_dict({"method": method, **options}),
     ):
         with pytest.raises(ConfigError, match=f"^recipe.{field}: expected .*, found ") as caught:
-            build({**target, field: value})
+            build({field: value})
         assert ("nothing" if value is None else repr(value)) in str(caught.value)
 
 
@@ -171,8 +169,8 @@ def test_unknown_method_lists_the_known_ones(method):
 
 
 def test_unused_options_say_so():
-    with pytest.raises(ConfigError, match="hptq does not use bits: set target_bits"):
-        Recipe("hptq", bits=3, target_bits=3.0)
+    with pytest.raises(ConfigError, match="hptq does not use group_size: leave it out"):
+        Recipe("hptq", group_size=32)
 
 
 def test_from_dict_refuses_what_it_does_not_know():

@@ -8,8 +8,9 @@ import torch
 import torch._dynamo.testing
 from torch.nn import functional
 
-from helpers.builders import RANS, RANS_MIDRISE, random_weight
+from helpers.builders import random_weight
 from helpers.mixtures import EXPERTS, HIDDEN, Mixture, routing
+from helpers.trellis import TRELLIS
 from vllm_latq.format.scheme import LayerScheme
 from vllm_latq.serving import experts as expert_op
 from vllm_latq.serving.experts import by_all, by_expert
@@ -19,8 +20,7 @@ SCHEMES = {
     "packed3": LayerScheme("packed", 3, 32, True, grid="midrise"),
     "packed4-plain": LayerScheme("packed", 4, -1, False),
     "huffman": LayerScheme("huffman"),
-    "rans": RANS,
-    "rans-midrise": RANS_MIDRISE,
+    "trellis": TRELLIS,
 }
 # Relative to the largest output: float32 sums in another order.
 TOLERANCE = 1e-5
@@ -96,7 +96,7 @@ def test_activations(name: str, function: str) -> None:
     assert_near(mixture(x, torch.ones(1, 1), torch.tensor([[2]])), expected)
 
 
-@pytest.mark.parametrize("scheme", ["packed3", "rans"])
+@pytest.mark.parametrize("scheme", ["packed3", "trellis"])
 def test_experts_without_a_gate(scheme: str) -> None:
     mixture = Mixture(SCHEMES[scheme], activation="relu2_no_mul")
     x = routing(1, 1)[0]
@@ -106,7 +106,7 @@ def test_experts_without_a_gate(scheme: str) -> None:
     assert_near(mixture(*arguments), mixture.reference(*arguments))
 
 
-@pytest.mark.parametrize("scheme", ["packed3", "rans"])
+@pytest.mark.parametrize("scheme", ["packed3", "trellis"])
 def test_expert_operator_registration(scheme: str) -> None:
     """Schema, fake implementation and dispatch agree (torch's own checks)."""
     mixture = mixture_of(scheme)

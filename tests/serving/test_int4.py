@@ -81,12 +81,11 @@ def test_one_token_with_and_without_mkl(mkl: bool, monkeypatch: pytest.MonkeyPat
         assert_right(weight, x, operands(weight))
 
 
-@pytest.mark.parametrize("midrise", [False, True])
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
-def test_integers_on_one_scale_of_each_row(bits: int, midrise: bool) -> None:
+def test_integers_on_one_scale_of_each_row(bits: int) -> None:
     """Decoded weights with overflow: row scales are not rounded to bfloat16."""
     weight: Any = random_weight(LayerScheme("huffman"), 48, 160, seed=1)
-    packed = pack_integers(weight.integers(), weight.row_scales, bits, midrise=midrise)
+    packed = weight.pack(bits=bits)
     assert packed.scales is None
     assert bits == 8 or packed.outliers.nnz > 0
     x = torch.randn(5, 160).bfloat16()
@@ -99,8 +98,8 @@ def test_decoded_integers_get_the_width_that_takes_the_least_memory() -> None:
     assert inlier_bits([[narrow[:, :40]]], cpu, torch.bfloat16) == 2, "40 columns are dequantized"
     assert inlier_bits([[narrow]], torch.device("cuda"), torch.bfloat16) == 2
     assert inlier_bits([[narrow]], cpu, torch.bfloat16) == 4, "2 bits would be kept in 4"
-    narrow.view(-1)[::10] = 9  # an outlier costs 16 or 32 bits on GPUs, and 64 here
-    assert best_bits([narrow]) == 3
+    narrow.view(-1)[::10] = 9  # an outlier costs 32 bits on GPUs, and 64 here
+    assert best_bits([narrow]) == 2
     assert inlier_bits([[narrow, narrow]], cpu, torch.bfloat16) == 8
     assert inlier_bits([[narrow]], cpu, torch.float32) == 2, "an outlier costs 48 bits where products dequantize"
 
@@ -224,9 +223,9 @@ def test_compiler_sees_one_operator() -> None:
     torch.library.opcheck(torch.ops.latq.linear.default, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
-@pytest.mark.parametrize("name", ["packed", "rans"])
+@pytest.mark.parametrize("name", ["packed", "huffman"])
 def test_int4_experts(name: str) -> None:
-    scheme = LayerScheme("packed", 4, 32, True) if name == "packed" else LayerScheme("rans")
+    scheme = LayerScheme("packed", 4, 32, True) if name == "packed" else LayerScheme("huffman")
     mixture = Mixture(scheme, torch.bfloat16)
     assert mixture.constants.layouts == ["int4", "int4"]
     x, weights, ids = routing(7, 2)

@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 import torch
 
-from helpers.builders import RANS, RANS_MIDRISE, packed_weight, random_weight
+from helpers.builders import packed_weight, random_weight
 from helpers.mixtures import HIDDEN, Mixture, routing
 from vllm_latq.format.encodings.packed import PackedWeight
 from vllm_latq.format.scheme import LayerScheme
@@ -30,8 +30,6 @@ ENCODINGS = {
     "packed 8": LayerScheme("packed", 8, -1, True),
     "packed 3, no outliers": LayerScheme("packed", 3, -1, False),
     "huffman": LayerScheme("huffman"),
-    "rans": RANS,
-    "rans, midrise": RANS_MIDRISE,
 }
 
 
@@ -84,7 +82,7 @@ def test_large_layer_on_several_threads() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("encoding", ["packed 4", "packed 8", "huffman", "rans"])
+@pytest.mark.parametrize("encoding", ["packed 4", "packed 8", "huffman"])
 def test_token_of_experts_does_not_depend_on_other_tokens(encoding: str, dtype: torch.dtype) -> None:
     """Other tokens change how many rows an expert gets."""
     scheme = replace(ENCODINGS[encoding], group_size=32) if encoding.startswith("packed") else ENCODINGS[encoding]

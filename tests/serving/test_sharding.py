@@ -38,14 +38,6 @@ def test_cut_group_is_refused() -> None:
         take(packed_weight(4, 32, 2, 64, 0.1), torch.arange(2), (16, 48), "model.layers.0.mlp.down_proj")
 
 
-def test_padding_rows_are_zero_on_a_midrise_grid() -> None:
-    integers = torch.tensor([[1, -2, 0], [900, 0, 1]], dtype=torch.int32)
-    weight = pack_integers(integers, torch.tensor([0.5, 2.0]), bits=2, midrise=True)
-    expected = torch.tensor([[1801.0, 1.0, 3.0], [0.0, 0.0, 0.0], [0.75, -0.75, 0.25]])
-    taken = take(weight, torch.tensor([1, ZERO_ROW, 0]), (0, 3))
-    torch.testing.assert_close(taken.dequantize(), expected, rtol=0, atol=0)
-
-
 def test_cat_rows_equals_dense_cat() -> None:
     parts = [packed_weight(3, 32, rows, 64, 0.1, seed=rows) for rows in (1, 5, 2)]
     expected = torch.cat([part.dequantize() for part in parts])

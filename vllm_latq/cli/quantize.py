@@ -13,23 +13,20 @@ from typing import Any
 from vllm_latq import console
 from vllm_latq.errors import UsageError
 from vllm_latq.format.scheme import SUPPORTED_BITS
-from vllm_latq.quantize.recipe import CHOICES, METHODS, UNUSED, Recipe
+from vllm_latq.quantize.recipe import CHOICES, HEAD, METHODS, UNUSED, Recipe
 
 DEFAULT_METHOD = "latq"
-DEFAULT_TARGET_BITS = 4.0
-INSTEAD = {"bits": "--target-bits", "target_bits": "--bits"}  # no method accepts both
 EXAMPLES = """examples:
-  latq quantize MODEL OUT --target-bits 3 --calibration wikitext2
+  latq quantize MODEL OUT --bits 3 --calibration wikitext2
   latq quantize MODEL OUT --method ssqr --bits 3 --outlier-rate 0.01 --calibration wikitext2
-  latq quantize MODEL OUT --method hptq --target-bits 3.125 --calibration text.txt --num-samples 256 --seq-len 2048
+  latq quantize MODEL OUT --method hptq --bits 3.125 --calibration text.txt --num-samples 256 --seq-len 2048
   latq quantize MODEL OUT --method gptq --bits 4 --group-size 128 --calibration wikitext2 --dry-run"""
 # Field of the recipe -> help text of its option. `_add_recipe` adds choices, defaults and methods from the recipe.
 HELP = {
-    "bits": f"bits per weight: {', '.join(map(str, SUPPORTED_BITS))}",
+    "bits": f"bits per weight; rtn, gptq, ssqr: {', '.join(map(str, SUPPORTED_BITS))}; others: any number, on average,"
+    " and for latq in files and in memory, everything counted",
     "group_size": "input channels per scale; -1: one scale per row",
     "outlier_rate": "fraction of the weights to keep as outliers",
-    "target_bits": f"average bits per weight of each layer; latq: of the whole model (default {DEFAULT_TARGET_BITS:g})",
-    "count": "what --target-bits measures: the files of the checkpoint, or its memory while it is served",
     "order": "order in which columns are rounded",
     "damping": "Hessian damping, as a fraction of its mean diagonal",
     "rounding": "nearest: to the nearest integer; stochastic: up with the fractional part as probability",
@@ -106,19 +103,22 @@ def _add_recipe(command: argparse.ArgumentParser) -> None:
         if len(takers) < len(METHODS):
             shown.insert(0, ", ".join(takers))
         note = f" ({'; '.join(shown)})" if shown else ""
-        choices = CHOICES.get(name) if name != "bits" else None  # `Recipe` reports wrong bits in one line
-        kind = float if name == "target_bits" else type(default) if default is not None else str
-        group.add_argument(_option(name), type=kind, choices=choices, help=f"{text}{note}")
-    group.add_argument(
+        kind = _number if name == "bits" else type(default) if default is not None else str
+        group.add_argument(_option(name), type=kind, choices=CHOICES.get(name), help=f"{text}{note}")
+    head = group.add_mutually_exclusive_group()
+    head.add_argument(
         "--lm-head",
         action="store_true",
-        help="also quantize the head; a head tied to the embedding gets its own matrix",
+        help="quantize the head, as latq does by default; a head tied to the embedding gets its own matrix",
+    )
+    head.add_argument(
+        "--keep-lm-head", action="store_true", help="leave the head unquantized, as all other methods do by default"
     )
     group.add_argument(
         "--ignore",
         nargs="*",
         action="extend",
-        help="linears (full names or dotted suffixes) and modules (full names) to leave unquantized, besides lm_head",
+        help="linears (full names or dotted suffixes) and modules (full names) to leave unquantized",
     )
 
 
@@ -133,22 +133,25 @@ def _recipe(options: argparse.Namespace) -> Recipe:
     given = {name: value for name, value in vars(options).items() if name in names}
     for name in given:
         if name in UNUSED[options.method]:
-            instead = f"use {INSTEAD[name]}" if name in INSTEAD else "leave it out"
             problem = f"{_option(name)} does not apply to --method {options.method}"
-            raise UsageError(f"{problem}; {instead} ({_option(name)} is for {', '.join(_takers(name))}).")
-    given["ignore"] = _ignored(options, given.get("ignore", []))
-    if given["method"] == DEFAULT_METHOD:
-        given.setdefault("target_bits", DEFAULT_TARGET_BITS)
-    return Recipe(**given)
+            raise UsageError(f"{problem}; leave it out ({_option(name)} is for {', '.join(_takers(name))}).")
+    return Recipe(**given | {"ignore": _ignored(options, given.get("ignore", []))})
 
 
 def _ignored(options: argparse.Namespace, named: list[str]) -> list[str]:
-    """Return the names to leave unquantized: those of --ignore, and the head unless --lm-head is given."""
-    if not hasattr(options, "lm_head"):
-        return [*(name for name in named if name != "lm_head"), "lm_head"]
-    if "lm_head" in named:
-        raise UsageError("--lm-head contradicts --ignore lm_head: give only one of them.")
-    return named
+    """Return the names to leave unquantized: those of --ignore, and the head as the method or an option says."""
+    if hasattr(options, "lm_head") and HEAD in named:
+        raise UsageError(f"--lm-head contradicts --ignore {HEAD}: give only one of them.")
+    keeps = hasattr(options, "keep_lm_head") or HEAD in Recipe(options.method).ignored
+    if hasattr(options, "lm_head") or not keeps:
+        return named
+    return [*(name for name in named if name != HEAD), HEAD]
+
+
+def _number(text: str) -> float:
+    """Return a whole number as int, as Recipe takes the widths of codes."""
+    number = float(text)
+    return int(number) if number.is_integer() else number
 
 
 def _option(field: str) -> str:
@@ -193,8 +196,7 @@ def _show(planned: Mapping[str, Any]) -> None:
     ]
     total = planned["totals"]
     rows.append(("total", f"{total['weights']:,}", f"{total['bits_per_weight']:.3f}", f"{total['bytes']:,}"))
-    served = planned["recipe"].get("count") == "served"
-    title = f"{planned['recipe']['method']}: linears to quantize" + (", sizes in memory" if served else "")
+    title = f"{planned['recipe']['method']}: linears to quantize"
     console.print_table(title, ("linear", "shape", "bits", "bytes"), rows)
     for left in planned["unquantized"]:
         print(f"unquantized: {left['name']}  {'x'.join(map(str, left['shape']))}")

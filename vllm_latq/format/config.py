@@ -12,7 +12,7 @@ from vllm_latq.format.encodings.registry import encoding_of
 from vllm_latq.format.scheme import CONFIG_KEY, SCHEME_KEYS, LayerScheme
 
 QUANT_METHOD = "latq"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 # Keys of config.json that make transformers load other files than those of the index.
 REDIRECTING_KEYS = ("transformers_weights",)

@@ -38,10 +38,9 @@ class LayerReport:
     Attributes:
         name: the linear's name.
         bits: stored bits per weight, everything counted.
-        served_bits: bits per weight in memory while the linear is served by itself. For latq with `--count served`, the
-            bits with codes of the width that fused linears share: an upper limit, because a better width may be found
-            at load. Fused linears of other methods share a width, too, and may take more.
-        outlier_density: share of weights in the CSR part.
+        served_bits: bits per weight in memory while the linear is served by itself. Fused linears share a width of
+            codes, and may take more.
+        outlier_density: share of weights that are outliers or kept.
         error: ||Y Q^T - X W^T||^2 summed over outputs and calibration tokens. Y are the inputs after the quantized
             blocks; X equals Y, or with corrected targets the original model's inputs (FORMAT.md says how `target`
             changes X for the last linear of a block).
@@ -51,15 +50,14 @@ class LayerReport:
         bound: worst case of the rounding error (Theorem 5) for this order, damping and these scales; None for plain
             rounding, which the theorem does not cover.
         expected_error: mean of the rounding error for uniformly distributed residuals: a third of the bound, or a sixth
-            for stochastic rounding; weights that enter with their actual cost count fully. latq has a formula of its
-            own, which is a lower limit where served bits are counted.
+            for stochastic rounding; weights that enter with their actual cost count fully. None for latq.
         damping: relative damping of the Hessian; None for plain rounding.
         seconds: wall time, without the factorisation if the factor was given.
         bound_holds: rounding_error <= bound, or loss <= loss_bound; None where there is no bound, or gptq's
             clipping voids it.
         loss: the amount that rounding the layer adds to KL(original || quantized), in nats per token, to second order;
             only measured by latq.
-        loss_bound: worst case of the loss.
+        loss_bound: limit of the loss, which latq enforces tile by tile.
         note: what did not go as requested, in words: a missed target, too few calibration tokens.
     """
 

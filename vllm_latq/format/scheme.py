@@ -26,12 +26,12 @@ class LayerScheme:
 
     Attributes:
         encoding: "packed" (b-bit codes with group scales, optionally CSR outliers), "huffman" (integers on one
-            scalar scale, entropy coded) or "rans" (integers on scales of rows and columns, entropy coded by classes).
+            scalar scale, entropy coded) or "trellis" (a trellis code on scales of rows and columns).
         bits: width of the codes of "packed" (2, 3, 4 or 8); None for the other encodings.
         group_size: input channels that share a scale, -1 for the whole row; None unless "packed".
         outliers: whether "packed" carries a CSR matrix of outliers.
         grid: "midtread", the multiples of the scale (for "packed" from -2^(bits-1) to 2^(bits-1) - 1), or "midrise",
-            for "packed" and "rans" the points half a step above them, which are symmetric around zero and exclude zero.
+            for "packed" the points half a step above them, which are symmetric around zero and exclude zero.
     """
 
     encoding: str

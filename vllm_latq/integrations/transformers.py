@@ -2,6 +2,8 @@
 
     checkpoint tensors --buffers of LatqLinear--> validate, decode --> tensors of a layout --latq::linear--> y
 
+Integer weights get the layout `checkpoint`. Trellis weights are decoded once, at load, into the layout `dense`.
+
 Without this quantizer `AutoModelForCausalLM.from_pretrained` would load random weights and only warn.
 
 Invariant: a model that `from_pretrained` returns holds validated weights, and none that transformers made up; training
@@ -21,6 +23,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from vllm_latq.errors import REPAIR, CheckpointError
 from vllm_latq.format.config import QUANT_METHOD, CheckpointConfig
 from vllm_latq.format.encodings.registry import tensor_specs
+from vllm_latq.format.encodings.trellis import TrellisWeight
+from vllm_latq.format.encodings.weight import IntegerWeight, Weight
 from vllm_latq.format.files import read_json
 from vllm_latq.format.reader import CheckpointReader
 from vllm_latq.format.scheme import LayerScheme
@@ -30,8 +34,9 @@ from vllm_latq.format.verify import check_headers
 from vllm_latq.models.experts import Experts
 from vllm_latq.models.stored_names import stored_names, unmerged
 from vllm_latq.serving.decode import decode_on_device
-from vllm_latq.serving.layouts.checkpoint import TENSORS, CheckpointOperands
-from vllm_latq.serving.linear import linear, scale_columns
+from vllm_latq.serving.layouts.checkpoint import CheckpointOperands
+from vllm_latq.serving.layouts.dense import DenseOperands
+from vllm_latq.serving.linear import LAYOUTS, linear, scale_columns
 
 # Shape of a tensor that is not in the checkpoint; no stored tensor has three dimensions.
 _ABSENT = (0, 0, 0)
@@ -59,6 +64,7 @@ class LatqLinear(nn.Module):
         for suffix, spec in self.specs.items():
             self.register_buffer(suffix, torch.empty(shapes.get(f"{name}.{suffix}", _ABSENT), dtype=spec.dtype))
         self.dtype = linear.weight.dtype
+        self.layout = ""  # set by `finish`
         self.bias = None
         if linear.bias is not None:
             self.bias = nn.Parameter(torch.empty(self.out_features, dtype=self.dtype), requires_grad=False)
@@ -71,8 +77,12 @@ class LatqLinear(nn.Module):
         return nothing
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "LatqLinear":
-        """Apply `fn`, but keep dtypes: `.to(dtype)` sets the compute dtype and must not round the stored weight."""
-        before = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
+        """Apply `fn`, but keep dtypes: `.to(dtype)` sets the compute dtype and must not round the stored weight.
+
+        A dense matrix, which was rounded at load, gets the new dtype.
+        """
+        keeps = self.layout != DenseOperands.layout
+        before = {name: buffer for name, buffer in self._buffers.items() if buffer is not None and keeps}
         super()._apply(fn, recurse)
         for name, buffer in before.items():
             moved = self.get_buffer(name)
@@ -88,16 +98,29 @@ class LatqLinear(nn.Module):
         weight = weight_from_tensors(stored, self.scheme, (self.out_features, self.in_features), self.name)
         for suffix in self.specs:
             delattr(self, suffix)
-        packed = weight.pack(decode_on_device(weight, self.name, device))
-        self.register_buffer("column_scales", packed.column_scales)
-        operands = CheckpointOperands.pack(packed)
-        self.constants = operands.constants()
+        operands, column_scales = self._operands(weight, device)
+        self.register_buffer("column_scales", column_scales)
+        self.layout, self.constants = operands.layout, operands.constants()
+        self.names = tuple(operands.tensors())
         for name, tensor in operands.tensors().items():
             self.register_buffer(name, None if tensor is None else tensor.to(device))
 
+    def _operands(
+        self, weight: Weight, device: torch.device
+    ) -> tuple[CheckpointOperands | DenseOperands, torch.Tensor | None]:
+        """Return the operands of a weight, and the column scales that are applied to x."""
+        if isinstance(weight, TrellisWeight):
+            return DenseOperands.pack(weight.to(device).dequantize(self.dtype)), None
+        assert isinstance(weight, IntegerWeight), "every other encoding has integers"
+        packed = weight.pack(decode_on_device(weight, self.name, device))
+        return CheckpointOperands.pack(packed), packed.column_scales
+
     def dense_weight(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the dequantized weight [out_features, in_features]."""
-        operands = CheckpointOperands.from_lists(self._tensors(), self.constants)
+        operands = LAYOUTS[self.layout].from_lists(self._tensors(), self.constants, "")
+        if isinstance(operands, DenseOperands):
+            return operands.dense.to(dtype)
+        assert isinstance(operands, CheckpointOperands)
         if self.column_scales is None:
             return operands.dense(dtype)
         return operands.dense().mul_(self.column_scales).to(dtype)
@@ -105,7 +128,7 @@ class LatqLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map x [.., in_features] to [.., out_features]."""
         x = scale_columns(x, self.column_scales)
-        y = linear(x, self._tensors(), self.constants, CheckpointOperands.layout, CheckpointOperands.arch)
+        y = linear(x, self._tensors(), self.constants, self.layout, "")
         return y if self.bias is None else y + self.bias
 
     def extra_repr(self) -> str:
@@ -113,7 +136,7 @@ class LatqLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, {self.scheme}"
 
     def _tensors(self) -> list[torch.Tensor | None]:
-        return [getattr(self, name) for name in TENSORS]
+        return [getattr(self, name) for name in self.names]
 
 
 @register_quantization_config(QUANT_METHOD)

@@ -8,15 +8,12 @@ import torch
 
 from vllm_latq.coding.huffman import stream as huffman
 from vllm_latq.coding.huffman.stream import HuffmanStream
-from vllm_latq.coding.rans import model
-from vllm_latq.coding.rans import stream as rans
-from vllm_latq.coding.rans.stream import RansStream
 from vllm_latq.errors import REPAIR, CheckpointError
-from vllm_latq.format.encodings.weight import Weight
+from vllm_latq.format.encodings.weight import IntegerWeight
 from vllm_latq.serving.layouts.tiled import has_kernels
 
 
-def decode_on_device(weight: Weight, where: str, device: torch.device) -> torch.Tensor | None:
+def decode_on_device(weight: IntegerWeight, where: str, device: torch.device) -> torch.Tensor | None:
     """Return the integers of a weight, int32 [rows, cols] on `device`; None if it is not entropy coded.
 
     Raises:
@@ -49,33 +46,7 @@ def huffman_arguments(stream: HuffmanStream, device: torch.device) -> tuple[Any,
     return *(part.to(device) for part in tensors), stream.table.first_symbol, cut, code
 
 
-def _rans_on_device(device: torch.device, stream: RansStream, where: str) -> torch.Tensor:
-    """Decode with the Triton kernel: int32 [rows, cols] on `device`; raises CheckpointError."""
-    from vllm_latq.kernels.entropy.rans import decode_rans
-    from vllm_latq.kernels.errors import KernelInputError
-
-    try:
-        return decode_rans(*rans_arguments(stream, device))
-    except KernelInputError as error:
-        raise CheckpointError(where, error.expected, error.found, REPAIR) from error
-
-
-def rans_arguments(stream: RansStream, device: torch.device) -> tuple[Any, ...]:
-    """Return the arguments of `decode_rans` for a stream: its tensors on `device`, and constants of the format."""
-    from vllm_latq.kernels.entropy.chunks import Cut
-    from vllm_latq.kernels.entropy.rans import RansCode
-
-    words, chunk_words, ranges, frequencies = (
-        part.to(device) for part in (stream.stream, stream.chunk_words, stream.table_ranges, stream.frequencies)
-    )
-    rows, columns = (part.to(device) for part in stream.classes())
-    cut = Cut(*stream.shape, *rans.chunks_of(stream.shape).shape)
-    code = RansCode(model.PROBABILITY_BITS, model.MAX_TABLES, rans.STATE_LOW)
-    return words, chunk_words, (rows, columns), ranges, frequencies, cut, code
-
-
 # Kernels by encoding; an encoding without one is decoded on the CPU.
 KERNELS: Mapping[str, Callable[[torch.device, Any, str], torch.Tensor]] = {
     "huffman": _huffman_on_device,
-    "rans": _rans_on_device,
 }

@@ -1,6 +1,8 @@
-"""The operator that multiplies by a packed weight, on any device: `latq::linear`.
+"""The operator that multiplies by a quantized weight, on any device: `latq::linear`.
 
-    PackedWeight --make_operands, once at load--> operands of a layout --latq::linear--> y
+    PackedWeight or MergedTrellis --make_operands, once at load--> operands of a layout --latq::linear--> y
+
+A PackedWeight is multiplied by as
 
     y[.., i] = sum_j x[.., j] * row_scales[i] * (scales[i, j // group_size] * (z[i, j] + o) + outliers[i, j])
 
@@ -10,6 +12,8 @@ with o = 1/2 on a mid-rise grid, else 0. Column scales are applied to x beforeha
     tiled       in the tiles of the kernels  Triton's, on GPUs (`layouts/tiled.py`)
     int4        in the order of torch's      torch's with 4-bit codes, and outliers, on CPUs (`layouts/int4.py`)
     checkpoint  as `packed` stores them      dequantize, then matmul, on any device (`layouts/checkpoint.py`)
+    trellis     in the order of the kernels  Triton's, on GPUs (`layouts/trellis.py`)
+    dense       a decoded trellis weight     matmul, on any device (`layouts/dense.py`)
 
 A layer registers the tensors of its operands and passes them to the operator as a list, with the constants as another:
 torch allows no other types. The class of the layout packs and unpacks both. The operator is registered once, when this
@@ -26,12 +30,14 @@ from typing import Any
 import torch
 
 from vllm_latq.serving.layouts.checkpoint import CheckpointOperands
+from vllm_latq.serving.layouts.dense import DenseOperands
 from vllm_latq.serving.layouts.int4 import Int4Operands
 from vllm_latq.serving.layouts.tiled import TiledOperands
+from vllm_latq.serving.layouts.trellis import RingOperands
 
-Operands = TiledOperands | Int4Operands | CheckpointOperands
+Operands = TiledOperands | Int4Operands | CheckpointOperands | RingOperands | DenseOperands
 LAYOUTS: Mapping[str, type[Operands]] = {
-    made.layout: made for made in (TiledOperands, Int4Operands, CheckpointOperands)
+    made.layout: made for made in (TiledOperands, Int4Operands, CheckpointOperands, RingOperands, DenseOperands)
 }
 
 _SCHEMA = "(Tensor x, Tensor?[] tensors, int[] constants, str layout, str arch) -> Tensor"

@@ -1,9 +1,10 @@
-"""Read and merge the stored shards of one matrix; vLLM's linears and experts share these steps.
+"""Read, merge and cut the stored shards of one matrix; vLLM's linears and experts share these steps.
 
     tensors of a shard --read_shard--> Weight --decode--> integers --merge--> one PackedWeight of all shards
+    tensors of a shard --read_shard--> TrellisWeight --merge--> one MergedTrellis of all shards
 
-Invariant: merging neither rounds nor clips. The shards of one matrix share their column scales, and the decoded ones
-share the width of their codes.
+Invariant: merging neither rounds nor clips. The integer shards of one matrix share their column scales, and the decoded
+ones share the width of their codes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,15 +13,18 @@ import torch
 
 from vllm_latq.errors import OTHER_MODEL, CheckpointError
 from vllm_latq.format.encodings.packed import PackedWeight
-from vllm_latq.format.encodings.weight import Weight
+from vllm_latq.format.encodings.trellis import TrellisWeight
+from vllm_latq.format.encodings.weight import IntegerWeight, Weight
 from vllm_latq.format.scheme import LayerScheme
 from vllm_latq.format.served_size import best_bits
 from vllm_latq.format.tensors import SHAPE
 from vllm_latq.format.validate import declared_shape, weight_from_tensors
 from vllm_latq.serving.decode import decode_on_device
-from vllm_latq.serving.sharding import cat_rows
+from vllm_latq.serving.sharding import cat_rows, take
+from vllm_latq.serving.trellis import MergedTrellis
 
 Shard = tuple[str, Weight]  # name in the checkpoint, weight
+Merged = PackedWeight | MergedTrellis
 
 
 def read_shard(
@@ -53,15 +57,18 @@ def decode(shards: Sequence[Shard], device: torch.device) -> list[torch.Tensor |
     """Decode the coded shards on the layer's device, many times faster than on the CPU.
 
     Returns:
-        For each shard its integers, int16 where they fit, else int32, [rows, cols] on `device`; None if it is packed.
+        For each shard its integers, int16 where they fit, else int32, [rows, cols] on `device`; None without a code
+        of integers.
     """
-    decoded = (decode_on_device(weight, name, device) for name, weight in shards)
+    decoded = (
+        decode_on_device(weight, name, device) if isinstance(weight, IntegerWeight) else None for name, weight in shards
+    )
     return [None if integers is None else _narrow(integers) for integers in decoded]
 
 
 def merge(
     shards: Sequence[Shard], integers: Sequence[torch.Tensor | None], device: torch.device, bits: int | None = None
-) -> PackedWeight:
+) -> Merged:
     """Stack shards; decoded integers become inliers and outliers, with a scale for each row.
 
     Args:
@@ -71,24 +78,42 @@ def merge(
         bits: width of the codes of decoded shards; None for the width that takes the fewest bytes on a GPU.
 
     Raises:
-        CheckpointError: the shards' column scales differ, although they multiply the same input.
+        CheckpointError: the shards' column scales, or orders of columns, differ, although they multiply the same input.
     """
-    _check_column_scales(shards)
+    _check_columns(shards)
+    trellis = [weight for _, weight in shards if isinstance(weight, TrellisWeight)]
+    if trellis:
+        return MergedTrellis.of(trellis)
     decoded = [z for z in integers if z is not None]
     if decoded and bits is None:
         bits = best_bits(decoded)
-    return cat_rows([weight.pack(z, bits) for (_, weight), z in zip(shards, integers, strict=True)])
+    return cat_rows(
+        [
+            weight.pack(z, bits)
+            for (_, weight), z in zip(shards, integers, strict=True)
+            if isinstance(weight, IntegerWeight)
+        ]
+    )
 
 
-def _check_column_scales(shards: Sequence[Shard]) -> None:
-    """Raise CheckpointError if two shards have different column scales."""
+def cut(whole: Merged, rows: torch.Tensor, columns: tuple[int, int], where: str) -> Merged:
+    """Take the rows and columns of a rank; arguments and errors as for `sharding.take`."""
+    if isinstance(whole, MergedTrellis):
+        return whole.take(rows, columns)
+    return take(whole, rows.to(whole.qweight.device), columns, where)
+
+
+def _check_columns(shards: Sequence[Shard]) -> None:
+    """Raise CheckpointError if two shards have different column scales, or different importance of columns."""
     (first, weight), *others = shards
     for name, other in others:
-        scales, other_scales = weight.column_scales, other.column_scales
-        if scales is not None and other_scales is not None and not torch.equal(scales, other_scales):
-            expected = f"the column scales of {first} (fused with this layer)"
-            hint = "Quantize the linears of one input with equal column scales."
-            raise CheckpointError(name, expected, "different ones", hint)
+        for attribute in ("column_scales", "column_importance"):
+            found, of_first = getattr(other, attribute, None), getattr(weight, attribute, None)
+            if found is not None and of_first is not None and not torch.equal(found, of_first):
+                what = attribute.replace("_", " ")
+                expected = f"the {what} of {first} (fused with this layer)"
+                hint = f"Quantize the linears of one input with equal {what}."
+                raise CheckpointError(name, expected, "different ones", hint)
 
 
 def _narrow(integers: torch.Tensor) -> torch.Tensor:

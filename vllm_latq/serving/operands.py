@@ -8,6 +8,7 @@ import functools
 import logging
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -15,11 +16,14 @@ from torch.nn.utils.rnn import pad_sequence
 from vllm_latq.errors import RESTART_TO_RELOAD, CheckpointError
 from vllm_latq.format.encodings.packed import PackedWeight
 from vllm_latq.format.served_size import best_bits
-from vllm_latq.serving.layouts import int4
+from vllm_latq.serving.layouts import int4, trellis
 from vllm_latq.serving.layouts.checkpoint import CheckpointOperands, outlier_capacity
+from vllm_latq.serving.layouts.dense import DenseOperands
 from vllm_latq.serving.layouts.int4 import Int4Operands
 from vllm_latq.serving.layouts.tiled import TiledOperands, has_kernels, pool, too_many_slots, unsupported
+from vllm_latq.serving.layouts.trellis import RingOperands
 from vllm_latq.serving.linear import Operands
+from vllm_latq.serving.trellis import MergedTrellis
 
 logger = logging.getLogger(__name__)
 
@@ -46,15 +50,14 @@ def inlier_bits(
         device: to multiply on.
         dtype: of the activations.
     """
-    decoded = [[z for z in shards if z is not None] for shards in integers]
-    cols = {z.shape[1] for shards in decoded for z in shards}
-    if not cols:
+    decoded = [z for shards in integers for z in shards if z is not None]
+    if not decoded:
         return None
-    if _has_int4(device, dtype) and all(size % min(int4.GROUPS) == 0 for size in cols):
-        return best_bits(*decoded, widths=int4.WIDTHS, each=int4.OUTLIER_BITS)
+    if _has_int4(device, dtype) and all(z.shape[1] % min(int4.GROUPS) == 0 for z in decoded):
+        return best_bits(decoded, int4.WIDTHS, int4.OUTLIER_BITS)
     if has_kernels(device) and dtype in (torch.bfloat16, torch.float16):
-        return best_bits(*decoded)
-    return best_bits(*decoded, each=CSR_OUTLIER_BITS)
+        return best_bits(decoded)
+    return best_bits(decoded, each=CSR_OUTLIER_BITS)
 
 
 def _has_int4(device: torch.device, dtype: torch.dtype) -> bool:
@@ -67,7 +70,11 @@ def is_batch_invariant() -> bool:
 
 
 def make_operands(
-    weight: PackedWeight, dtype: torch.dtype, where: str, capacity: int | None = None, alone: bool = True
+    weight: PackedWeight | MergedTrellis,
+    dtype: torch.dtype,
+    where: str,
+    capacity: Any = None,
+    alone: bool = True,
 ) -> Operands:
     """Make the operands of a weight on its device; `invariant` operands if `is_batch_invariant`.
 
@@ -79,9 +86,15 @@ def make_operands(
         alone: False for a weight that `stack_operands` will stack with others.
 
     Raises:
-        CheckpointError: more outliers than fit.
+        CheckpointError: more outliers, or words of a trellis, than fit.
     """
     invariant = is_batch_invariant()
+    if isinstance(weight, MergedTrellis):
+        if alone:
+            return trellis_operands(weight, dtype, where, capacity, invariant)
+        if has_kernels(weight.device):
+            _warn("experts of a trellis: no kernel multiplies by them; decoding them at load")
+        return DenseOperands.pack(weight.dequantize(dtype), invariant)
     if has_kernels(weight.qweight.device):
         reason = unsupported(weight, dtype)
         if reason is None:
@@ -98,6 +111,18 @@ def make_operands(
         needs = f"torch's 4-bit matmul needs a multiple of {min(int4.GROUPS)} columns with one scale"
         _warn(f"{where}: {needs}; falling back to dequantize + matmul")
     return CheckpointOperands.pack(weight, capacity, invariant)
+
+
+def trellis_operands(
+    weight: MergedTrellis, dtype: torch.dtype, where: str, capacity: Any, invariant: bool
+) -> RingOperands | DenseOperands:
+    """Make the operands of one trellis weight on its device; arguments and errors as for `make_operands`."""
+    if has_kernels(weight.device):
+        reason = trellis.unsupported(weight, dtype)
+        if reason is None:
+            return RingOperands.pack(weight, where, capacity, invariant)
+        _warn(f"{where}: the kernels do not support {reason}; decoding the weight at load")
+    return DenseOperands.pack(weight.dequantize(dtype), invariant)
 
 
 def check_room(made: Sequence[Operands], where: str, capacity: int | None) -> None:

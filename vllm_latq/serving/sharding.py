@@ -63,7 +63,7 @@ def take(weight: PackedWeight, rows: torch.Tensor, columns: tuple[int, int], whe
         qweight=cut,
         cols=high - low,
         scales=_take_scales(weight, rows, low, high, where),
-        row_scales=_take_row_scales(weight, rows),
+        row_scales=None if weight.row_scales is None else weight.row_scales[rows.clamp(min=0)],
         outliers=outliers,
         column_scales=None if weight.column_scales is None else weight.column_scales[low:high].contiguous(),
     )
@@ -80,11 +80,6 @@ def _take_columns(qweight: torch.Tensor, bits: int, cols: int, low: int, high: i
         start = low * bits // WORD_BITS
         return qweight[:, start : start + packed_words(high - low, bits)].contiguous()
     return pack_codes(unpack_codes(qweight, bits, cols)[:, low:high], bits)
-
-
-def _take_row_scales(weight: PackedWeight, rows: torch.Tensor) -> torch.Tensor | None:
-    # On a mid-rise grid no code stands for zero, so the row scale of a row of zeros is zero.
-    return None if weight.row_scales is None else weight.row_scales[rows.clamp(min=0)].masked_fill_(rows < 0, 0)
 
 
 def _take_scales(weight: PackedWeight, rows: torch.Tensor, low: int, high: int, where: str) -> torch.Tensor | None:

@@ -65,19 +65,19 @@ def _table(inputs: tuple[np.ndarray, ...], products: list[int]) -> np.ndarray:
 
 BINARY: dict[str, Callable[..., Any]] = {
     "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b, "and": lambda a, b: a & b,
-    "or": lambda a, b: a | b, "xor": lambda a, b: a ^ b, "min": np.minimum, "max": np.maximum,
+    "or": lambda a, b: a | b, "xor": lambda a, b: a ^ b, "min": np.fmin, "max": np.fmax,
     "max.NaN": np.maximum, "div": _divide,
     "shl": lambda a, b: _shift(a, b, True), "shr": lambda a, b: _shift(a, b, False),
 }  # fmt: skip
 # Right to two units in the last place on a GPU, to half a one here.
-APPROXIMATE = {"ex2.approx.f32": np.exp2, "div.full.f32": np.divide}
+APPROXIMATE = {"ex2.approx.f32": np.exp2, "div.full.f32": np.divide, "div.approx.f32": np.divide}
 _COMPARE: dict[str, Callable[..., Any]] = {
     "eq": np.equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
     "ne": lambda a, b: (a < b) | (a > b),  # false where either is NaN, as the others are
     "neu": np.not_equal,  # true there
 }  # fmt: skip
 _FLOATS = {
-    "f32": tuple({*BINARY, "fma", "neg"} - {"div", "min", "max"}), "f64": (),
+    "f32": tuple({*BINARY, "fma", "neg", "abs"} - {"div"}), "f64": (),
     "f16": ("add", "sub", "mul", "max.NaN", "neg"),
     "f32x2": ("add", "sub", "mul", "fma"),
 }  # fmt: skip
@@ -90,7 +90,8 @@ _NARROW = {"bf16": ("mul", "fma", "max.NaN"), **dict.fromkeys(("bf16x2", "f16x2"
 
 # Instructions whose operands and result have one type. `_fused` is of float32.
 _PLAIN: dict[str, Callable[..., Any]] = BINARY | {
-    "mad": lambda a, b, c: a * b + c, "fma": _fused, "bfe": _field, "neg": lambda a: -a, "not": lambda a: ~a,
+    "mad": lambda a, b, c: a * b + c, "fma": _fused, "bfe": _field, "neg": lambda a: -a, "abs": np.abs,
+    "not": lambda a: ~a,
 }  # fmt: skip
 
 
@@ -101,6 +102,10 @@ def arithmetic(instruction: Instruction, parts: list[str], kernel: Kernel) -> St
         return _apply(APPROXIMATE[instruction.opcode], instruction, kind, kernel)
     if parts[-2:] in (["f32", "bf16"], ["f32", "f16"]):
         return _widened(instruction, name, kind, kernel)
+    if parts == ["mul", "hi", "u32"]:
+        return _apply(
+            lambda a, b: (a.astype(np.uint64) * b >> np.uint64(32)).astype(np.uint32), instruction, kind, kernel
+        )
     require({*parts[1:-1]} <= {"lo", "wide", "rn", "NaN"} and name in (_FLOATS | _NARROW).get(kind, (name,)),
             f"PTX of {kernel.name}", "arithmetic that the emulator knows", instruction.text)  # fmt: skip
     if "wide" in parts:
@@ -184,6 +189,19 @@ def permute(instruction: Instruction, parts: list[str], kernel: Kernel) -> Step:
     return step
 
 
+def funnel(instruction: Instruction, parts: list[str], kernel: Kernel) -> Step:
+    """shf.r.wrap.b32 d, a, b, c: the 32 bits of b:a from bit c modulo 32 on."""
+    require(parts == ["shf", "r", "wrap", "b32"], f"PTX of {kernel.name}", "shf.r.wrap", instruction.text)
+    target, *rest = instruction.operands
+    low, high, bits = (value_of(operand, "b32", kernel) for operand in rest)
+
+    def step(p: Program) -> None:
+        both = high(p).astype(np.uint64) << np.uint64(32) | low(p).astype(np.uint64)
+        assign(p, kernel, str(target), (both >> (bits(p) & np.uint32(31)).astype(np.uint64)).astype(np.uint32))
+
+    return step
+
+
 def compare(instruction: Instruction, parts: list[str], kernel: Kernel) -> Step:
     """setp.COMPARISON.type p, a, b"""
     require(len(parts) == 3 and parts[1] in _COMPARE and "bf16" not in parts[2], f"PTX of {kernel.name}",
@@ -219,7 +237,9 @@ def move(instruction: Instruction, parts: list[str], kernel: Kernel) -> Step:
 def convert(instruction: Instruction, parts: list[str], kernel: Kernel) -> Step:
     """cvt[.rounding].to.from"""
     to, kind = parts[-2], parts[-1]
-    require({*parts[1:-2]} <= {"rn"} and (kind == "f32" or not to.startswith(("bf16", "f16x2"))),
+    down = parts[1] == "rmi" and {*parts[2:]} <= {"ftz", "f32"}
+    truncated = parts[1] == "rzi" and kind == "f32" and to == "s32"
+    require(({*parts[1:-2]} <= {"rn"} or down or truncated) and (kind == "f32" or not to.startswith(("bf16", "f16x2"))),
             f"PTX of {kernel.name}", "a conversion that the emulator knows", instruction.text)  # fmt: skip
     target = str(instruction.operands[0])
     sources = [value_of(operand, kind, kernel) for operand in instruction.operands[1:]]
@@ -228,6 +248,8 @@ def convert(instruction: Instruction, parts: list[str], kernel: Kernel) -> Step:
 
     def step(p: Program) -> None:
         value = from_bf16(sources[0](p)) if kind == "bf16" else sources[0](p)
+        if down:
+            value = np.floor(value)
         assign(p, kernel, target, to_bf16(value) if to == "bf16" else value.astype(TYPES[to]))
 
     return step

@@ -15,19 +15,21 @@ import torch
 from triton.backends.compiler import GPUTarget
 
 from vllm_latq.kernels.decode import prefill as dequantize
-from vllm_latq.kernels.decode import simt, ssqr
+from vllm_latq.kernels.decode import simt, ssqr, trellis, trellis_prefill
 from vllm_latq.kernels.dev.audit import compile_ahead
 from vllm_latq.kernels.dev.emulation.machine import run
 from vllm_latq.kernels.dev.emulation.memory import WARP, GlobalMemory, Traffic, address
 from vllm_latq.kernels.dev.emulation.ptx import Kernel, parse
-from vllm_latq.kernels.entropy import huffman, rans
+from vllm_latq.kernels.entropy import huffman
 from vllm_latq.kernels.experts import grouped, routing, rows
 
 KERNELS = (
     (ssqr, "ssqr_tensor_core"), (grouped, "ssqr_grouped"), (routing, "route_pairs"), (rows, "gather_rows"),
     (rows, "activate_rows"), (rows, "combine_pairs"),
+    (trellis, "trellis_activations"), (trellis, "trellis_tensor_core"),
+    (trellis_prefill, "dequantize_trellis"), (trellis_prefill, "add_kept"),
     (simt, "ssqr_simt"), (dequantize, "dequantize_tiles"),
-    (dequantize, "scatter_outliers"), (dequantize, "write_beyond"), (huffman, "huffman_chunks"), (rans, "rans_chunks"),
+    (dequantize, "scatter_outliers"), (huffman, "huffman_chunks"),
 )  # fmt: skip
 ON_NVIDIA = {"ASM": True, "UPCAST": False}  # what the launchers choose by the tensors' device
 _TYPES = {

@@ -20,8 +20,35 @@ def _left(p: Program, values: list[Value], kind: str) -> np.ndarray:
     return halves.transpose(0, 2, 3, 1, 4).reshape(-1, 16, 16)
 
 
+def _bytes_of(p: Program, values: list[Value]) -> np.ndarray:
+    """int64 [warps, 8 groups, registers, 4 lanes, 4]: the signed bytes of some registers, by lane = 4 group + place."""
+    words = np.stack([value(p).reshape(-1, 8, 4) for value in values], 2).astype(np.uint32)
+    return np.ascontiguousarray(words).view(np.int8).reshape(*words.shape, 4).astype(np.int64)
+
+
+def _multiply_bytes(instruction: Instruction, kernel: Kernel) -> Step:
+    """mma.sync.aligned.m16n8k32.row.col.satfinite.s32.s8.s8.s32"""
+    targets, *sources = instruction.operands
+    a, b, c = ([value_of(name, "s32" if i == 2 else "b32", kernel) for name in s] for i, s in enumerate(sources))
+
+    def step(p: Program) -> None:
+        # A: registers of rows 0-7 and 8-15 for columns 0-15, then for columns 16-31. B: rows 0-15, then 16-31.
+        left = _bytes_of(p, a).reshape(-1, 8, 2, 2, 4, 4).transpose(0, 3, 1, 2, 4, 5).reshape(-1, 16, 32)
+        right = _bytes_of(p, b).reshape(-1, 8, 32).transpose(0, 2, 1)
+        before = np.stack([value(p).reshape(-1, 8, 4) for value in c], 3).astype(np.int64).reshape(-1, 8, 4, 2, 2)
+        after = left @ right + before.transpose(0, 3, 1, 2, 4).reshape(-1, 16, 8)
+        limits = np.iinfo(np.int32)
+        after = after.clip(limits.min, limits.max).astype(np.int32).reshape(-1, 2, 8, 4, 2)
+        for place, name in enumerate(targets):
+            assign(p, kernel, name, np.ascontiguousarray(after[:, place // 2, :, :, place % 2]).reshape(-1))
+
+    return step
+
+
 def multiply(instruction: Instruction, parts: list[str], kernel: Kernel) -> Step:
-    """mma.sync.aligned.m16n8k16.row.col.f32.T.T.f32"""
+    """mma.sync.aligned.m16n8k16.row.col.f32.T.T.f32, or of bytes."""
+    if parts[-2:] == ["s8", "s32"] and "m16n8k32" in parts:
+        return _multiply_bytes(instruction, kernel)
     require("m16n8k16" in parts, f"PTX of {kernel.name}", "mma of m16n8k16", instruction.text)
     kind = parts[-2]
     targets, *sources = instruction.operands

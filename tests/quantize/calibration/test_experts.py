@@ -154,7 +154,7 @@ def test_an_expert_that_no_token_reaches(random_model: Any, calibration_text: Pa
 
 def test_following_the_original_model_is_refused(random_model: Any, calibration_text: Path, tmp_path: Path) -> None:
     directory, _ = random_model("mixtral", **EXPERTS)
-    for method, options in (("gptq", {"bits": 4, "group_size": 16}), ("latq", {"target_bits": 4.0})):
+    for method, options in (("gptq", {"bits": 4, "group_size": 16}), ("latq", {"bits": 4.0})):
         recipe = Recipe(method, num_samples=4, seq_len=32, target="original", **options)
         with pytest.raises(ConfigError, match="found routed experts"):
             quantize_checkpoint(recipe, directory, tmp_path / "out", calibration=str(calibration_text))

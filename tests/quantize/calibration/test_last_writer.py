@@ -120,7 +120,7 @@ def test_latq_hits_what_it_was_asked_for(mini_model: Path, calibration_text: Pat
     every = [linear for block in range(len(decoder)) for linear in decoder.linears(block)]
     # The first block has nothing to round.
     ignore = ("lm_head", *(linear for linear in every if not linear.endswith(DOWN) or "layers.0." in linear))
-    options = {"target_bits": 2.5, "target": "residual", "ignore": ignore, "num_samples": 8, "seq_len": 128}
+    options = {"bits": 2.5, "target": "residual", "ignore": ignore, "num_samples": 8, "seq_len": 128}
     errors = {}
     for correction in (0.5, 1.0):
         out = tmp_path / str(correction)
@@ -148,7 +148,7 @@ def test_divergence_falls_at_the_same_bits(
 ) -> None:
     divergence = {}
     for target, correction in (("quantized", 1.0), ("residual", 0.5)):
-        recipe = Recipe("hptq", target_bits=3, target=target, correction=correction, num_samples=48, seq_len=256)
+        recipe = Recipe("hptq", bits=3, target=target, correction=correction, num_samples=48, seq_len=256)
         report = quantize_checkpoint(recipe, mini_model, tmp_path / target, calibration=str(calibration_text))
         assert report["totals"]["bits_per_weight"] <= 3
         assert all(layer["bound_holds"] for layer in report["layers"])

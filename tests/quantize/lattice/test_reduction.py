@@ -88,7 +88,7 @@ def test_it_gains_on_a_nearly_low_rank_hessian_at_equal_bits():
     weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(1))
     errors, bounds = {}, {}
     for order, reduction in (("act", "none"), ("min-pivot", "none"), ("act", "lll")):
-        recipe = Recipe("hptq", target_bits=4.0, order=order, reduction=reduction, damping=1e-6)
+        recipe = Recipe("hptq", bits=4.0, order=order, reduction=reduction, damping=1e-6)
         record = quantize_layer(weight, hessian, recipe, "down_proj").record
         assert record.bound_holds is True
         assert 3.9 < record.bits <= 4.0

@@ -60,7 +60,7 @@ def test_blocks_do_not_change_the_draws(block_size):
 @pytest.mark.parametrize("method", ["gptq", "ssqr", "hptq"])
 def test_layers_are_seeded_by_recipe_and_name(method):
     weight, hessian = layer()
-    grid = {"target_bits": 3.5} if method == "hptq" else {"bits": 3, "group_size": 32}
+    grid = {"bits": 3.5} if method == "hptq" else {"bits": 3, "group_size": 32}
     recipe = Recipe(method, rounding="stochastic", seed=1, **grid)
     result = quantize_layer(weight, hessian, recipe, "q_proj")
     sixth = result.record.bound / 6

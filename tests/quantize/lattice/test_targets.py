@@ -124,7 +124,7 @@ def test_qronos_differs_in_the_first_coordinate_alone(moved):
 @pytest.mark.parametrize("method", ["gptq", "ssqr", "hptq"])
 def test_record_separates_rounding_error_from_unreachable_error(method):
     weight, original, inputs = layer(64, 96)
-    grid = {"target_bits": 3.5} if method == "hptq" else {"bits": 3, "group_size": 32}
+    grid = {"bits": 3.5} if method == "hptq" else {"bits": 3, "group_size": 32}
     recipe = Recipe(method, damping=1e-6, target="original", **grid)
     drift = drift_of(original, inputs)
     result = quantize_layer(weight, inputs.T @ inputs, recipe, "q_proj", drift)
@@ -146,7 +146,7 @@ def test_record_separates_rounding_error_from_unreachable_error(method):
 def test_broken_original_activations_name_the_layer():
     weight, original, inputs = layer()
     original[3, 5] = torch.inf
-    recipe = Recipe("hptq", target_bits=3.5, target="original")
+    recipe = Recipe("hptq", bits=3.5, target="original")
     with pytest.raises(NumericalError, match="up_proj: expected finite drift of the activations"):
         quantize_layer(weight, inputs.T @ inputs, recipe, "up_proj", drift_of(original, inputs))
 

@@ -21,10 +21,10 @@ RECIPES: dict[str, Recipe] = {
     "gptq": Recipe(method="gptq", grid="midrise", scales="fitted", target="original", **GROUPS, **FEW),
     # It searches long: without those of the same inputs.
     "ssqr": Recipe(method="ssqr", ignore=FEWER, **GROUPS, **FEW),
-    "hptq": Recipe(method="hptq", target_bits=3.125, ignore=FEWER, **FEW),
-    "latq": Recipe(method="latq", target_bits=3.125, ignore=FEWER, **FEW),
+    "hptq": Recipe(method="hptq", bits=3.125, ignore=FEWER, **FEW),
+    "latq": Recipe(method="latq", bits=3.125, ignore=FEWER, **FEW),
     "gptq-residual": Recipe(method="gptq", bits=4, target="residual", **GROUPS, **FEW),
-    "latq-residual": Recipe(method="latq", target_bits=6.0, count="served", target="residual", ignore=FEWEST, **FEW),
+    "latq-residual": Recipe(method="latq", bits=6.0, target="residual", ignore=FEWEST, **FEW),
 }
 
 

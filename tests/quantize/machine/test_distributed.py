@@ -25,13 +25,13 @@ from vllm_latq.quantize.recipe import Recipe
 
 SAMPLES = {"num_samples": 7, "seq_len": 32}
 GPTQ = Recipe("gptq", 4, group_size=16, **SAMPLES)
-HPTQ = Recipe("hptq", target_bits=3.5, **SAMPLES)
-LATQ = Recipe("latq", target_bits=3.5, **SAMPLES)
+HPTQ = Recipe("hptq", bits=3.5, **SAMPLES)
+LATQ = Recipe("latq", bits=3.5, **SAMPLES)
 SSQR = Recipe("ssqr", bits=4, group_size=16, target="residual", **SAMPLES)
 OPTIONS = {
     GPTQ: ["--method", "gptq", "--bits", "4", "--group-size", "16"],
-    HPTQ: ["--method", "hptq", "--target-bits", "3.5"],
-    LATQ: ["--method", "latq", "--target-bits", "3.5"],
+    HPTQ: ["--method", "hptq", "--bits", "3.5"],
+    LATQ: ["--method", "latq", "--bits", "3.5"],
     SSQR: ["--method", "ssqr", "--bits", "4", "--group-size", "16", "--target", "residual"],
 }
 # Hessians are summed in another order, in float32: of the integers, only those within its rounding of a tie may move.
@@ -133,7 +133,7 @@ def test_equals_one_process(
     notes = [layer["note"] for layer in CheckpointReader(tmp_path / "shared").report()["layers"]]
     assert any("stand in" in note for note in notes) == (model_type == "mixtral")
     lines = [line.strip() for line in printed.splitlines()]
-    names = [line.split()[0] for line in lines if " bits " in line and line.startswith("model.layers")]
+    names = [line.split()[0] for line in lines if " bits " in line and line.startswith(("model.layers", "lm_head"))]
     assert sorted(names) == sorted(CheckpointReader(tmp_path / "alone").shapes), "each once, by the first process"
 
 

@@ -15,9 +15,9 @@ from vllm_latq.quantize.recipe import Recipe
 
 FLOAT32_TOLERANCE = 1e-3
 EXTREME = [
-    Recipe("hrtn", target_bits=2.0),
-    Recipe("hptq", target_bits=2.0),
-    Recipe("hptq", target_bits=2.0, reduction="lll"),
+    Recipe("hrtn", bits=2.0),
+    Recipe("hptq", bits=2.0),
+    Recipe("hptq", bits=2.0, reduction="lll"),
 ]
 
 
@@ -72,7 +72,7 @@ def test_hrtn_is_plain_rounding_on_its_scale():
 def test_too_few_bits_is_an_error_that_says_what_was_possible(method):
     weight, hessian = heavy_tailed_layer(64, 96)
     with pytest.raises(
-        NumericalError, match=r"^target_bits: expected a Huffman code of at most 1\.01 bits per weight, found 1\.\d+"
+        NumericalError, match=r"^bits: expected a Huffman code of at most 1\.01 bits per weight, found 1\.\d+"
     ):
         search(method, weight, hessian, 1.01)
 

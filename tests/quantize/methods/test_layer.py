@@ -36,9 +36,9 @@ RECIPES = {
     "rtn, mid-rise": Recipe("rtn", bits=3, group_size=32, grid="midrise"),
     "gptq, mid-rise": Recipe("gptq", bits=2, group_size=32, grid="midrise", scales="fitted", beam=2, sweeps=2),
     "ssqr, mid-rise": Recipe("ssqr", bits=2, group_size=32, grid="midrise", order="min-pivot", beam=2, sweeps=2),
-    "hptq": Recipe("hptq", target_bits=3.5),
-    "hptq, beam": Recipe("hptq", target_bits=3.5, beam=2),
-    "hrtn": Recipe("hrtn", target_bits=3.5),
+    "hptq": Recipe("hptq", bits=3.5),
+    "hptq, beam": Recipe("hptq", bits=3.5, beam=2),
+    "hrtn": Recipe("hrtn", bits=3.5),
 }
 
 
@@ -210,9 +210,8 @@ def test_bfloat16_parameters_are_taken_and_left_alone():
 def test_odd_shapes(method, shape):
     weight, inputs = layer(*shape)
     inputs[:, shape[1] // 2] = 1.0
-    recipe = dataclasses.replace(RECIPES[method], **({} if RECIPES[method].target_bits else {"group_size": -1}))
-    if recipe.target_bits:
-        recipe = dataclasses.replace(recipe, target_bits=12.0)
+    coded = RECIPES[method].method in ("hptq", "hrtn")
+    recipe = dataclasses.replace(RECIPES[method], **({"bits": 12.0} if coded else {"group_size": -1}))
     result = quantize_layer(weight, inputs.T @ inputs, recipe)
     assert torch.equal(result.weight.dequantize(), result.dequantized)
     assert result.record.bound_holds in (True, None)
@@ -276,7 +275,7 @@ def test_output_energy_is_the_squared_norm_of_the_outputs():
 
 def test_a_method_for_whole_models_is_refused() -> None:
     with pytest.raises(ConfigError, match="quantize_checkpoint"):
-        quantize_layer(torch.ones(4, 4), torch.eye(4), Recipe("latq", target_bits=3.0))
+        quantize_layer(torch.ones(4, 4), torch.eye(4), Recipe("latq", bits=3.0))
 
 
 def test_the_bound_counts_the_rounding_of_heavy_outliers() -> None:

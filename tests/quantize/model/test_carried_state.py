@@ -127,10 +127,10 @@ def test_each_stream_has_its_own(random_model: Any) -> None:
 @pytest.mark.parametrize(
     ("family", "recipe"),
     [
-        ("gemma4_text", Recipe("latq", target_bits=3.5, ignore=MLP, **SAMPLES)),
+        ("gemma4_text", Recipe("latq", bits=3.5, ignore=MLP, **SAMPLES)),
         ("gemma4_text", Recipe("gptq", 4, group_size=16, target="original", **SAMPLES)),
         ("gemma3n_text", Recipe("ssqr", 3, group_size=16, outlier_rate=0.02, **SAMPLES)),
-        ("glm_moe_dsa", Recipe("latq", target_bits=3.5, ignore=MLP, **SAMPLES)),
+        ("glm_moe_dsa", Recipe("latq", bits=3.5, ignore=MLP, **SAMPLES)),
         pytest.param("zaya", Recipe("gptq", 4, group_size=8, **SAMPLES), marks=zaya),
     ],
     ids=["gemma4-latq", "gemma4-original", "gemma3n-ssqr", "glm5-latq", "zaya-gptq"],

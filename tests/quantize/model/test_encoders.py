@@ -38,7 +38,7 @@ GPTQ = Recipe("gptq", 4, group_size=32, **SAMPLES)
 RECIPES = {
     **{"bert": Recipe("ssqr", 3, group_size=32, target="original", **SAMPLES), "roberta": GPTQ, "electra": GPTQ},
     "deberta-v2": Recipe("rtn", 4, group_size=32, **SAMPLES),
-    "modernbert": Recipe("hptq", target_bits=3.5, **SAMPLES),
+    "modernbert": Recipe("hptq", bits=3.5, **SAMPLES),
 }
 TOKENS = torch.randint(4, VOCABULARY, (3, 20), generator=torch.Generator().manual_seed(1))
 
@@ -130,7 +130,7 @@ def test_blocks_that_need_each_others_outputs_are_refused(calibration_text: Path
 def test_what_asks_for_the_next_token_is_refused(calibration_text: Path, tmp_path: Path) -> None:
     random_encoder(tmp_path, "bert", calibration_text)
     with pytest.raises(UnsupportedModelError, match=r"expected a language model.*found an encoder.*--method ssqr"):
-        plan(Recipe("latq", target_bits=3.0, **SAMPLES), tmp_path)
+        plan(Recipe("latq", bits=3.0, **SAMPLES), tmp_path)
     with pytest.raises(CheckpointError, match=r"expected a causal language model.*found an encoder"):
         load_model(tmp_path, "cpu")
 

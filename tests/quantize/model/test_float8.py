@@ -38,8 +38,8 @@ LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_he
 # Family, its sizes, block (or one scale for a matrix), recipe. Blocks at the edges are smaller but for the last.
 FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[int, int] | None, Recipe]] = {
     "dense": ("qwen3", {}, (20, 12), SSQR),
-    "one scale": ("ministral3", {}, None, Recipe("hptq", target_bits=3.5, **SAMPLES)),
-    "latent": ("deepseek_v3", LATENT, (20, 12), Recipe("latq", target_bits=3.5, **SAMPLES)),
+    "one scale": ("ministral3", {}, None, Recipe("hptq", bits=3.5, **SAMPLES)),
+    "latent": ("deepseek_v3", LATENT, (20, 12), Recipe("latq", bits=3.5, **SAMPLES)),
     "fused": (
         "qwen3_5_moe_text",
         EXPERTS | LINEAR | {"layer_types": ["linear_attention", "full_attention"]},

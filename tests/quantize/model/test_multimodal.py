@@ -30,8 +30,8 @@ FAMILIES = {
     "gemma3": ("language_model.model.layers", {"vision_tower", "multi_modal_projector"}, GPTQ),
     "mistral3": ("language_model.model.layers", {"vision_tower", "multi_modal_projector"}, GPTQ),
     "llava": ("language_model.model.layers", {"vision_tower", "multi_modal_projector"}, SSQR),
-    "qwen2_5_vl": ("model.layers", {"visual"}, Recipe("latq", target_bits=3.5, **SAMPLES)),
-    "qwen3_vl": ("model.language_model.layers", {"model.visual"}, Recipe("hptq", target_bits=3.5, **SAMPLES)),
+    "qwen2_5_vl": ("model.layers", {"visual"}, Recipe("latq", bits=3.5, ignore=("lm_head",), **SAMPLES)),
+    "qwen3_vl": ("model.language_model.layers", {"model.visual"}, Recipe("hptq", bits=3.5, **SAMPLES)),
     "gemma4": (
         "model.language_model.layers",
         {"model.vision_tower", "model.audio_tower", "model.embed_vision", "model.embed_audio"},

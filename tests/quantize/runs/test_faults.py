@@ -21,9 +21,9 @@ FEW = {"num_samples": 4, "seq_len": 32}
 IGNORED = ("lm_head", "q_proj", "k_proj", "gate_proj", "up_proj", "down_proj")
 RECIPES = {
     "ssqr": Recipe("ssqr", 4, group_size=16, **FEW),
-    "hptq": Recipe("hptq", target_bits=6.0, **FEW),
+    "hptq": Recipe("hptq", bits=6.0, **FEW),
     # It searches long: a part of attention alone.
-    "latq": Recipe("latq", target_bits=8.0, ignore=IGNORED, **FEW),
+    "latq": Recipe("latq", bits=8.0, ignore=IGNORED, **FEW),
 }
 BLOCKS = 3
 MINUTE = 60.0

@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from vllm_latq.quantize.recipe import METHODS
+from vllm_latq.quantize.recipe import METHODS, Recipe
 from vllm_latq.quantize.studies import bench, orders, study
 
 
@@ -63,10 +63,12 @@ def test_a_row_is_measured_and_written(
 
 
 def test_a_row_that_cannot_be_had_does_not_end_the_study(
-    run_study: Callable[..., None], capsys: pytest.CaptureFixture[str]
+    run_study: Callable[..., None], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The scales take so much of 2 bits in memory that no bit is left for codes."""
-    run_study("--bits", "1.5", "--only", "latq, half*", "hrtn")
+    """The scales take so much of 1.01 bits that no bit is left for codes."""
+    rows = [("too few", Recipe("latq", bits=1.01, num_samples=4, seq_len=32)), ("rtn", Recipe("rtn", 4))]
+    monkeypatch.setattr(study, "recipes", lambda *_: iter(rows))
+    run_study("--bits", "1.01")
     out = capsys.readouterr().out
-    assert "latq, half a bit more in memory: recipe.target_bits: expected more than" in out
-    assert out.splitlines()[-1].startswith("| hrtn |")
+    assert "too few: recipe.bits: expected at least" in out
+    assert out.splitlines()[-1].startswith("| rtn |")

@@ -7,18 +7,22 @@ from typing import Self
 import numpy as np
 import torch
 
-from vllm_latq.coding.huffman import decoder
+from vllm_latq.coding.huffman.decoder import decode_stream, value_range
 from vllm_latq.coding.huffman.stream import MAX_LENGTH, MAX_SYMBOLS, HuffmanStream, HuffmanTable, chunks_of
 from vllm_latq.coding.packing import WORD_BITS
-from vllm_latq.errors import CheckpointError
-from vllm_latq.format.encodings.coded import CodedWeight
+from vllm_latq.errors import CheckpointError, ConfigError
+from vllm_latq.format.encodings.packed import PackedWeight, pack_integers
+from vllm_latq.format.encodings.weight import Decoder, IntegerWeight
 from vllm_latq.format.problems import problem
-from vllm_latq.format.scheme import LayerScheme
+from vllm_latq.format.scheme import CONFIG_KEY, LayerScheme
 from vllm_latq.format.tensors import TensorSpec
+
+# A weight of an entropy-coded linear stays below this limit.
+WEIGHT_LIMIT = 2.0**127
 
 
 @dataclass(frozen=True)
-class HuffmanWeight(CodedWeight):
+class HuffmanWeight(IntegerWeight):
     """W = scale * z with entropy-coded integers z.
 
     Attributes:
@@ -26,8 +30,8 @@ class HuffmanWeight(CodedWeight):
         stream: the encoded integers.
     """
 
+    coded = True
     full_scheme = LayerScheme("huffman")
-    grids = ("midtread",)
 
     scale: torch.Tensor
     stream: HuffmanStream
@@ -37,22 +41,63 @@ class HuffmanWeight(CodedWeight):
         """The scheme under which the weight is stored."""
         return self.full_scheme
 
+    @classmethod
+    def check_scheme(cls, scheme: LayerScheme) -> None:
+        """Raise ConfigError for bits, a group size, outliers or a mid-rise grid, which the encoding does not have."""
+        if scheme != cls.full_scheme:
+            found = ", ".join(f"{key}={value!r}" for key, value in scheme.to_dict().items())
+            raise ConfigError(CONFIG_KEY, "no bits, group_size, outliers or grid with encoding 'huffman'", found)
+
     @property
-    def row_scales(self) -> torch.Tensor:
-        """The scale of each row, float32 [rows] on the CPU."""
-        return self.scale.cpu().expand(self.shape[0])
+    def shape(self) -> tuple[int, int]:
+        """(rows, cols)."""
+        return self.stream.shape
 
     @property
     def column_scales(self) -> None:
         """None: columns have no scales."""
 
-    def decode_stream(self, where: str) -> torch.Tensor:
-        """Decode the stream on the CPU: int32 [rows, cols]; `where` names it in errors."""
-        return decoder.decode_stream(self.stream, where)
+    def integers(self) -> torch.Tensor:
+        """Return z, int32 [rows, cols] on the CPU; raise CheckpointError if the stream is damaged."""
+        return decode_stream(self.stream, "stream")
 
-    def value_range(self, where: str) -> tuple[int, int]:
-        """Return the smallest and the largest integer of the stream, decoded a part at a time."""
-        return decoder.value_range(self.stream, where)
+    def decode(self, where: str, decoder: Decoder | None = None) -> torch.Tensor:
+        """Decode the integers and check that no weight is infinite; see `IntegerWeight.decode`."""
+        integers = (decoder or decode_stream)(self.stream, f"{where}.stream")
+        self._check_reach(int(integers.min()), int(integers.max()), where)
+        return integers
+
+    def check_decoding(self, where: str) -> None:
+        """Decode a part of the weight at a time and check that no weight is infinite; see `Weight.check_decoding`."""
+        self._check_reach(*value_range(self.stream, f"{where}.stream"), where)
+
+    def _check_reach(self, lowest: int, highest: int, where: str) -> None:
+        """Raise CheckpointError if integers of this range make a weight infinite."""
+        largest = float(self.scale) * max(-lowest, highest)
+        if largest >= WEIGHT_LIMIT:
+            expected = f"a scale whose largest multiple stays below {WEIGHT_LIMIT:g}"
+            raise problem(f"{where}.scale", expected, f"{largest:g}")
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Return W, z * scale in float32, rounded once more to `dtype`, [rows, cols]."""
+        return self.integers().to(torch.float32).mul_(self.scale.cpu()).to(dtype)
+
+    def pack(self, integers: torch.Tensor | None = None, bits: int | None = None) -> PackedWeight:
+        """Return the decoded integers as b-bit inliers and CSR outliers; see `IntegerWeight.pack`."""
+        z = self.integers() if integers is None else integers
+        return pack_integers(z, self.scale.to(z.device).expand(self.shape[0]), bits)
+
+    def served_bits(self) -> int:
+        """Return the bits in memory while the weight is served by itself; decodes it."""
+        return self.pack().served_bits()
+
+    def outlier_counts(self) -> torch.Tensor:
+        """Return zeros, int64 [rows]: no outliers are stored."""
+        return torch.zeros(self.shape[0], dtype=torch.int64)
+
+    def stored_scales(self) -> torch.Tensor:
+        """Return the scale, float32 [1]."""
+        return self.scale
 
     def encoded(self) -> dict[str, torch.Tensor]:
         """Return suffix -> tensor of every stored tensor except the shape."""

@@ -12,10 +12,10 @@ import torch
 from vllm_latq.coding.packing import WORD_BITS, codes_at, pack_codes, packed_words, unpack_codes, zero_point
 from vllm_latq.errors import CheckpointError, ConfigError
 from vllm_latq.format.csr import CSR, column_dtype, csr_problems
-from vllm_latq.format.encodings.weight import Decoder, Weight
+from vllm_latq.format.encodings.weight import Decoder, IntegerWeight
 from vllm_latq.format.problems import mismatches, problem
 from vllm_latq.format.scheme import CONFIG_KEY, SUPPORTED_BITS, WHOLE_ROW, LayerScheme, grid_name
-from vllm_latq.format.served_size import best_bits, order_words, outlier_words, slot_words
+from vllm_latq.format.served_size import best_bits, outlier_bits
 from vllm_latq.format.tensors import TensorSpec
 
 # Weights packed at a time, so that the temporaries stay small compared with the matrix.
@@ -23,7 +23,7 @@ _BAND_WEIGHTS = 1 << 18
 
 
 @dataclass(frozen=True)
-class PackedWeight(Weight):
+class PackedWeight(IntegerWeight):
     """W[i, j] = row_scales[i] * (scales[i, j // group_size] * (z[i, j] + h) + outliers[i, j]) * column_scales[j].
 
     h is 0, or 1/2 where the grid is `midrise`. An absent factor is 1. `latq::linear` does not take column_scales:
@@ -130,13 +130,7 @@ class PackedWeight(Weight):
         bits = 8 * sum(tensor.nbytes for tensor in tensors if tensor is not None)
         if self.scales is not None:
             bits += 8 * self.scales.nbytes if self.group_size != WHOLE_ROW else WORD_BITS * self.scales.numel()
-        if self.outliers is None:
-            return bits
-        words = self.outliers.counts
-        if self.scales is None:
-            rows, cols = self.outliers.row_indices(), self.outliers.col_idx.to(torch.int64)
-            words = outlier_words(rows, cols, self.outliers.values, self.bits, self.shape[0])
-        return bits + WORD_BITS * (order_words(self.shape[0]) + int(slot_words(words)))
+        return bits if self.outliers is None else bits + outlier_bits(self.outliers)
 
     @classmethod
     def from_integers(
@@ -256,26 +250,21 @@ def pack_integers(
     integers: torch.Tensor,
     row_scales: torch.Tensor,
     bits: int | None = None,
-    column_scales: torch.Tensor | None = None,
-    midrise: bool = False,
 ) -> PackedWeight:
-    """Pack integers of any size as inliers and outliers, without loss.
+    """Pack integers of any size as inliers and outliers, rounded to float32 as FORMAT.md says.
 
     Args:
         integers: int32 [rows, cols].
         row_scales: float32 [rows].
         bits: width of the codes; None takes `best_bits`.
-        column_scales: float32 [cols], or None.
-        midrise: whether the grid is mid-rise: each integer stands for half a step more.
     """
     bits = bits or best_bits([integers])
     zero = 1 << (bits - 1)
     codes, outliers = [], []
-    for band in integers.split(max(1, _BAND_WEIGHTS // integers.shape[1])):
+    for band in integers.split(max(1, _BAND_WEIGHTS // max(1, integers.shape[1]))):
         outside = (band < -zero) | (band >= zero)
         outliers.append(CSR.from_mask(outside, band.to(torch.float32)))
         codes.append(pack_codes(band.masked_fill(outside, 0) + zero, bits))
     row_scales = row_scales.to(torch.float32).contiguous()
     qweight, csr = torch.cat(codes), CSR.cat(outliers)
-    layout = (bits, WHOLE_ROW, integers.shape[1])
-    return PackedWeight(qweight, *layout, None, row_scales, csr, column_scales, midrise=midrise)
+    return PackedWeight(qweight, bits, WHOLE_ROW, integers.shape[1], None, row_scales, csr)

@@ -10,7 +10,7 @@ import torch
 from vllm_latq.errors import ConfigError
 from vllm_latq.format.encodings.huffman import HuffmanWeight
 from vllm_latq.format.encodings.packed import PackedWeight
-from vllm_latq.format.encodings.rans import RansWeight
+from vllm_latq.format.encodings.trellis import TrellisWeight
 from vllm_latq.format.encodings.weight import Weight
 from vllm_latq.format.scheme import CONFIG_KEY, LayerScheme
 from vllm_latq.format.tensors import SHAPE, TensorSpec
@@ -18,7 +18,7 @@ from vllm_latq.format.tensors import SHAPE, TensorSpec
 ENCODINGS: dict[str, type[Weight]] = {
     "packed": PackedWeight,
     "huffman": HuffmanWeight,
-    "rans": RansWeight,
+    "trellis": TrellisWeight,
 }
 
 

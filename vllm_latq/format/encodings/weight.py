@@ -98,40 +98,11 @@ class Weight(ABC):
         """Return the scales as stored."""
 
     @abstractmethod
-    def integers(self) -> torch.Tensor:
-        """Return the integers of the grid, int32 [rows, cols]."""
-
-    @abstractmethod
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Return W [rows, cols], computed in float32 and rounded once to `dtype`."""
 
-    @abstractmethod
-    def decode(self, where: str, decoder: Decoder | None = None) -> torch.Tensor | None:
-        """Decode an entropy-coded weight.
-
-        Args:
-            where: name of the linear for errors.
-            decoder: decodes the stream; None for the encoding's decoder on the CPU.
-
-        Returns:
-            The integers, int32 [rows, cols]; None if the weight is not entropy coded.
-
-        Raises:
-            CheckpointError: the stream is damaged, or the weights it leads to may be infinite.
-        """
-
-    def check_decoding(self, where: str) -> None:
-        """Raise the errors of `decode`, with memory in proportion to the stored weight and not to its shape."""
-        self.decode(where)
-
-    @abstractmethod
-    def pack(self, integers: torch.Tensor | None = None, bits: int | None = None) -> "PackedWeight":
-        """Return the weight as codes and outliers without loss, on the device of its integers.
-
-        Args:
-            integers: result of `decode`; None decodes on the CPU if needed.
-            bits: width of the codes of a decoded weight; None for the width that takes the fewest bytes.
-        """
+    def check_decoding(self, where: str) -> None:  # noqa: B027  most encodings have nothing to check
+        """Raise errors that only decoding finds, with memory in proportion to the stored weight, not to its shape."""
 
     @abstractmethod
     def served_bits(self) -> int:
@@ -157,3 +128,35 @@ class Weight(ABC):
     def describe(self) -> Description:
         """Return what reports show of the weight."""
         return Description(self.scheme.encoding, self.storage_bits(), self.outlier_counts(), self.stored_scales())
+
+
+class IntegerWeight(Weight):
+    """A weight of integers on scales, which is served as codes and outliers."""
+
+    @abstractmethod
+    def integers(self) -> torch.Tensor:
+        """Return the integers of the grid, int32 [rows, cols]."""
+
+    @abstractmethod
+    def decode(self, where: str, decoder: Decoder | None = None) -> torch.Tensor | None:
+        """Decode an entropy-coded weight.
+
+        Args:
+            where: name of the linear for errors.
+            decoder: decodes the stream; None for the encoding's decoder on the CPU.
+
+        Returns:
+            The integers, int32 [rows, cols]; None if the weight is not entropy coded.
+
+        Raises:
+            CheckpointError: the stream is damaged, or the weights it leads to may be infinite.
+        """
+
+    @abstractmethod
+    def pack(self, integers: torch.Tensor | None = None, bits: int | None = None) -> "PackedWeight":
+        """Return the weight as codes and outliers without loss, on the device of its integers.
+
+        Args:
+            integers: result of `decode`; None decodes on the CPU if needed.
+            bits: width of the codes of a decoded weight; None for the width that takes the fewest bytes.
+        """

@@ -1,4 +1,4 @@
-"""Random weights in a scheme's layout, for `--load-format dummy`: sizes and speed are real, the numbers are not."""
+"""Random weights of a scheme, for `--load-format dummy`: sizes and speed are real, the numbers are not."""
 
 import math
 from collections.abc import Mapping
@@ -7,27 +7,61 @@ from typing import Any
 import torch
 
 from vllm_latq.coding.packing import packed_words
+from vllm_latq.coding.trellis.code import RATES, tile_words
+from vllm_latq.coding.trellis.layout import tile_rates, units
 from vllm_latq.format.csr import CSR
 from vllm_latq.format.encodings.packed import PackedWeight
 from vllm_latq.format.encodings.registry import encoding_of
+from vllm_latq.format.encodings.trellis import TrellisWeight
 from vllm_latq.format.scheme import WHOLE_ROW, LayerScheme
+from vllm_latq.serving.merging import Merged
+from vllm_latq.serving.trellis import MergedTrellis
 
 DEFAULT_OUTLIER_RATE, MOST_OUTLIERS = 0.01, 0.5
 # Width of the codes that entropy-coded checkpoints of about 4 bits are decoded to.
 DECODED_BITS = 4
 # Small, as vLLM's own dummy weights are, so that activations stay finite.
 SCALE = 1e-3
+# Bits of trellis weights if the recipe names none, and the share of them that is kept exactly.
+TRELLIS_BITS, KEPT_RATE = 3.0, 1e-4
 
 
-def dummy_weight(scheme: LayerScheme, rows: int, cols: int, recipe: Mapping[str, Any]) -> PackedWeight:
-    """Return a PackedWeight [rows, cols] on the CPU with random codes and outliers at random places.
+def dummy_weight(scheme: LayerScheme, rows: int, cols: int, recipe: Mapping[str, Any]) -> Merged:
+    """Return a weight [rows, cols] on the CPU with random codes, and outliers or kept weights at random places.
 
     Args:
         scheme: scheme of the layer; for an entropy-coded one the weight has the layout of decoded integers.
         rows: output channels.
         cols: input channels.
-        recipe: its `outlier_rate` sets the number of outliers.
+        recipe: its `outlier_rate` sets the number of outliers, its `bits` the rate of a trellis code.
     """
+    if encoding_of(scheme) is TrellisWeight:
+        return MergedTrellis.of([_dummy_trellis(rows, cols, recipe)])
+    return _dummy_packed(scheme, rows, cols, recipe)
+
+
+def _dummy_trellis(rows: int, cols: int, recipe: Mapping[str, Any]) -> TrellisWeight:
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    rate = min(max(round(2 * float(recipe.get("bits") or TRELLIS_BITS)), RATES[0]), RATES[-1])
+    rates = torch.full(units(rows, cols), rate, dtype=torch.uint8, device="cpu")
+    words = int(tile_rates(rates, rows, cols).sum()) * tile_words(1)
+    limits = torch.iinfo(torch.int32)
+    draws = max(1, round(KEPT_RATE * rows * cols))
+    kept = torch.randint(rows * cols, (draws,), generator=generator, device="cpu").unique()
+    flat = [torch.zeros(size, dtype=torch.int8, device="cpu") for size in (rows, cols, cols)]
+    return TrellisWeight(
+        scale=_filled(1, value=SCALE),
+        row_exponents=flat[0],
+        column_exponents=flat[1],
+        column_importance=flat[2],
+        rates=rates,
+        trellis=torch.randint(limits.min, limits.max, (words,), generator=generator, dtype=torch.int32, device="cpu"),
+        kept_positions=kept.to(torch.int32),
+        kept_values=_filled(len(kept), value=SCALE, dtype=torch.bfloat16),
+    )
+
+
+def _dummy_packed(scheme: LayerScheme, rows: int, cols: int, recipe: Mapping[str, Any]) -> PackedWeight:
     generator = torch.Generator(device="cpu").manual_seed(0)
     bits = scheme.bits or DECODED_BITS
     limits = torch.iinfo(torch.int32)

@@ -1,7 +1,7 @@
 """The linear method: loads every encoding, cuts this rank's part, gives it to the operator.
 
-    checkpoint tensors --CheckpointTensor--> whole shards on the CPU --read_shard, decode, merge--> PackedWeight
-        --take--> this rank's PackedWeight --make_operands--> parameters that the operator reads
+    checkpoint tensors --CheckpointTensor--> whole shards on the CPU --read_shard, decode, merge--> Merged
+        --cut--> this rank's Merged --make_operands--> parameters that the operator reads
 
 This module does not compute which rows a rank owns. It runs vLLM's own weight loader on an `arange`, whose result says
 so: merged layers, KV-head replication and vocabulary padding follow vLLM in every release.
@@ -23,18 +23,20 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.parameter import BasevLLMParameter, ModelWeightParameter
 
 from vllm_latq.errors import MISSING, OTHER_MODEL, CheckpointError, ConfigError
-from vllm_latq.format.encodings.packed import PackedWeight
 from vllm_latq.format.encodings.registry import tensor_specs
 from vllm_latq.format.scheme import LayerScheme
 from vllm_latq.format.tensors import SHAPE
 from vllm_latq.integrations.vllm.dummy import dummy_weight
 from vllm_latq.serving.linear import linear, scale_columns
-from vllm_latq.serving.merging import Shard, decode, merge, read_shard
+from vllm_latq.serving.merging import Merged, Shard, cut, decode, merge, read_shard
 from vllm_latq.serving.operands import inlier_bits, make_operands
-from vllm_latq.serving.sharding import ZERO_ROW, check_groups, take
+from vllm_latq.serving.sharding import ZERO_ROW, check_groups
 
 COLUMN_SCALES = "column_scales"
-KNOWN_NAMES = {"words": "qweight"}  # LoRA takes a layer's device from a parameter with a name it knows
+KNOWN_NAMES = {
+    "words": "qweight",
+    "dense": "qweight",
+}  # LoRA takes a layer's device from a parameter with a name it knows
 DESCRIPTION = "latq_description"
 # Files in these formats have the tensors that another process of vLLM made of a checkpoint.
 PROCESSED_FORMATS = ("sharded_state", "runai_streamer_sharded")
@@ -150,7 +152,7 @@ class LatqLinearMethod(LinearMethodBase):
         self.order = order
         # Fixed by the first load, so that `reload_weights` can write into the same tensors.
         self.bits = scheme.bits
-        self.capacity: int | None = None
+        self.capacity: Any = None
         self.weight_stand_in = SimpleNamespace(dtype=None, weight_loader=None)
 
     def create_weights(
@@ -206,7 +208,7 @@ class LatqLinearMethod(LinearMethodBase):
         y = linear(x, tensors, self.constants, self.layout, self.arch)
         return y if bias is None else y + bias
 
-    def _loaded_weight(self, layer: torch.nn.Module) -> PackedWeight:
+    def _loaded_weight(self, layer: torch.nn.Module) -> Merged:
         """Return this rank's weight, on the layer's device."""
         collectors = {suffix: getattr(layer, suffix) for suffix in self.suffixes}
         shards, device = collected(collectors), collectors[SHAPE].device
@@ -216,7 +218,7 @@ class LatqLinearMethod(LinearMethodBase):
 
     def _local_weight(
         self, layer: torch.nn.Module, shards: Mapping[ShardId, dict[str, torch.Tensor]], device: torch.device
-    ) -> PackedWeight:
+    ) -> Merged:
         """Validate the shards, merge them, and cut the rows and columns that this rank owns."""
         source = torch.full((self.rows,), ZERO_ROW, dtype=torch.int64, device="cpu")
         read: list[Shard] = []
@@ -232,7 +234,7 @@ class LatqLinearMethod(LinearMethodBase):
         self._check_complete(layer, source)
         integers = decode(read, device)
         whole = merge(read, integers, device, self.bits or inlier_bits([integers], device, self.dtype))
-        return take(whole, source.to(whole.qweight.device), self._owned_columns(layer), self.prefix)
+        return cut(whole, source, self._owned_columns(layer), self.prefix)
 
     def _owned_rows(self, layer: Any, shard_id: ShardId, checkpoint_rows: int) -> torch.Tensor:
         """Return, for each row of this rank, its row in the checkpoint shard, or ZERO_ROW; int64 [rows]."""
@@ -288,7 +290,7 @@ class LatqLinearMethod(LinearMethodBase):
         known = isinstance(index, int) and index < len(self.shard_names)
         return self.shard_names[index] if known else self.prefix  # type: ignore[call-overload]
 
-    def _install(self, layer: torch.nn.Module, weight: PackedWeight) -> None:
+    def _install(self, layer: torch.nn.Module, weight: Merged) -> None:
         """Replace the collecting parameters by the operator's."""
         operands = make_operands(weight, self.dtype, self.prefix, self.capacity)
         self.bits, self.capacity = weight.bits, operands.capacity

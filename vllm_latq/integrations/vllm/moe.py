@@ -1,7 +1,7 @@
 """The method of routed experts: loads every encoding, cuts this rank's part, runs it through `latq::experts`.
 
     checkpoint tensors --ExpertTensor--> whole shards of this rank's experts, on the CPU --read_shard, decode, merge-->
-        a PackedWeight per expert and matrix --take--> this rank's channels --make_operands, stack_operands-->
+        a Merged per expert and matrix --cut--> this rank's channels --make_operands, stack_operands-->
         parameters [experts, ...] that the operator reads
 
 vLLM calls the two matrices of an expert w13, gate (w1) above up (w3), and w2, down. Without a gate, w1 is up, and there
@@ -20,7 +20,6 @@ from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
 
 from vllm_latq.errors import MISSING, CheckpointError, UnsupportedModelError
-from vllm_latq.format.encodings.packed import PackedWeight
 from vllm_latq.format.encodings.registry import tensor_specs
 from vllm_latq.format.scheme import LayerScheme
 from vllm_latq.format.tensors import SHAPE
@@ -36,9 +35,9 @@ from vllm_latq.integrations.vllm.linear import (
     load_format,
 )
 from vllm_latq.serving.experts import ACTIVATIONS, ExpertConstants, expert_constants, run_experts
-from vllm_latq.serving.merging import Shard, decode, merge, read_shard
+from vllm_latq.serving.merging import Merged, Shard, cut, decode, merge, read_shard
 from vllm_latq.serving.operands import Operands, check_room, inlier_bits, make_operands, stack_operands
-from vllm_latq.serving.sharding import check_groups, take
+from vllm_latq.serving.sharding import check_groups
 
 MATRICES = ("w13", "w2")
 
@@ -101,7 +100,7 @@ class LatqMoEMethod(FusedMoEMethodBase):
         super().__init__(moe)
         self.schemes, self.prefix, self.recipe = schemes, prefix, recipe
         # Fixed by the first load, so that `reload_weights` can write into the same tensors.
-        self.bits: dict[str, int] = {}
+        self.bits: dict[str, int | None] = {}
         self.capacity: dict[str, int | None] = {}
         self.parameters: dict[str, tuple[str, ...]] = {}
         self.constants: ExpertConstants
@@ -235,7 +234,7 @@ class LatqMoEMethod(FusedMoEMethodBase):
         self.parameters[matrix] = tuple(f"{matrix}_{name}" for name in tensors)
         return operands
 
-    def _loaded_weights(self, layer: Any, matrix: str) -> Iterator[PackedWeight]:
+    def _loaded_weights(self, layer: Any, matrix: str) -> Iterator[Merged]:
         """Yield one matrix of each expert of this rank, on the layer's device."""
         collectors = {suffix: getattr(layer, f"{matrix}_{suffix}") for suffix in self.suffixes[matrix]}
         device, shards, channels = collectors[SHAPE].device, collected(collectors), self._owned_channels(layer)
@@ -252,7 +251,7 @@ class LatqMoEMethod(FusedMoEMethodBase):
         shards: Mapping[ShardId, Mapping[str, torch.Tensor]],
         channels: tuple[int, int],
         device: torch.device,
-    ) -> Iterator[PackedWeight]:
+    ) -> Iterator[Merged]:
         """Validate, merge and cut one matrix of each expert of this rank, in vLLM's order."""
         experts = [[self._read_shard(matrix, n, shard, shards) for shard in self.leaves[matrix]] for n in self.experts]
         integers = [decode(read, device) for read in experts]
@@ -263,7 +262,7 @@ class LatqMoEMethod(FusedMoEMethodBase):
             columns = channels if matrix == "w2" else (0, cols)
             kept = torch.arange(*((0, rows) if matrix == "w2" else channels), device="cpu")
             source = torch.cat([kept + rows * index for index in range(len(read))])
-            yield take(whole, source.to(whole.qweight.device), columns, f"{self.prefix}.{number}")
+            yield cut(whole, source, columns, f"{self.prefix}.{number}")
 
     def _read_shard(
         self, matrix: str, expert: int, shard: str, shards: Mapping[ShardId, Mapping[str, torch.Tensor]]
@@ -275,7 +274,7 @@ class LatqMoEMethod(FusedMoEMethodBase):
         rows, cols = self.shapes[matrix]
         return name, read_shard(shards[expert, shard], self.schemes[matrix], cols, name, rows)
 
-    def _dummy_weights(self, matrix: str, channels: tuple[int, int]) -> Iterator[PackedWeight]:
+    def _dummy_weights(self, matrix: str, channels: tuple[int, int]) -> Iterator[Merged]:
         hidden, size = self.shapes["w2"][0], channels[1] - channels[0]
         rows, cols = (hidden, size) if matrix == "w2" else (len(self.leaves[matrix]) * size, hidden)
         weight = dummy_weight(self.schemes[matrix], rows, cols, self.recipe)

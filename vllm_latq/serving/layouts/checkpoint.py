@@ -47,6 +47,19 @@ def pad_outliers(outliers: CSR, capacity: int) -> CSR:
     return CSR(outliers.row_ptr, col_idx, values, outliers.cols)
 
 
+def multiply_rows(x: torch.Tensor, weight: torch.Tensor, invariant: bool) -> torch.Tensor:
+    """Return x [.., cols] times the transposed weight [rows, cols], [.., rows].
+
+    With `invariant` the result of a row of x does not depend on the other rows.
+    """
+    if not invariant:
+        return functional.linear(x, weight)
+    rows = x.reshape(-1, weight.shape[1])
+    padded = functional.pad(rows, (0, 0, 0, -len(rows) % TILE_ROWS)).contiguous()
+    y = torch.cat([functional.linear(tile, weight) for tile in padded.split(TILE_ROWS)])
+    return y[: len(rows)].view(*x.shape[:-1], weight.shape[0])
+
+
 @dataclass(frozen=True)
 class CheckpointOperands:
     """A weight [rows, cols] in the layout `checkpoint`; or, to be registered, the weights of several experts.
@@ -155,10 +168,10 @@ class CheckpointOperands:
         row = torch.searchsorted(row_ptr[1:].contiguous(), entry, right=True).clamp_(max=self.rows - 1)
         col, flat, entries = col_idx.to(torch.int64), weight.view(-1), values.to(torch.float32)
         place = row * self.cols + col
-        if self.midrise:
+        if self.midrise and self.scales is not None:
             real = entry < row_ptr[-1]
             flat.index_add_(0, place, torch.where(real, -flat[place], 0.0))
-            step = 1.0 if self.scales is None else self.scales[row, col // (self.cols // self.scales.shape[1])]
+            step = self.scales[row, col // (self.cols // self.scales.shape[1])]
             entries = entries + 0.5 * real * step
         if self.row_scales is not None:
             entries = entries * self.row_scales[row]
@@ -166,10 +179,4 @@ class CheckpointOperands:
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """Return x [.., cols] times the transposed weight, [.., rows], dtype of x."""
-        weight = self.dense(x.dtype)
-        if not self.invariant:
-            return functional.linear(x, weight)
-        rows = x.reshape(-1, self.cols)
-        padded = functional.pad(rows, (0, 0, 0, -len(rows) % TILE_ROWS)).contiguous()
-        y = torch.cat([functional.linear(tile, weight) for tile in padded.split(TILE_ROWS)])
-        return y[: len(rows)].view(*x.shape[:-1], self.rows)
+        return multiply_rows(x, self.dense(x.dtype), self.invariant)

@@ -33,13 +33,20 @@ def has_kernels(device: torch.device) -> bool:
     return device.type == "cuda" or (device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1")
 
 
-def unsupported(weight: PackedWeight, dtype: torch.dtype) -> str | None:
-    """Return what the kernels do not support about a weight or its activations; None if they can multiply by it."""
-    device = weight.qweight.device
+def unsupported_activations(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return what the kernels do not support about activations or their device; None if they support both."""
     if device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
         return "a GPU older than Ampere"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"{dtype} activations"
+    return None
+
+
+def unsupported(weight: PackedWeight, dtype: torch.dtype) -> str | None:
+    """Return what the kernels do not support about a weight or its activations; None if they can multiply by it."""
+    reason = unsupported_activations(weight.qweight.device, dtype)
+    if reason is not None:
+        return reason
     if weight.group_size not in SUPPORTED_GROUPS:
         return f"a group size of {weight.group_size}"
     if weight.outliers is not None and weight.cols > MAX_COLUMNS:
@@ -74,13 +81,12 @@ class TiledOperands:
             invariant: whether the product of a row must not depend on the other rows.
 
         Raises:
-            CheckpointError: the outliers need more slots than `capacity`, or lie further beyond the grid than any
-                should.
+            CheckpointError: the outliers need more slots than `capacity`, or the kernels cannot take them.
         """
         csr = weight.outliers
         outliers = None if csr is None else OutlierCsr(csr.row_ptr, csr.col_idx, csr.values)
-        # An entry holds two outliers at most. Refuse many more before counting their slots, which takes memory.
-        if csr is not None and capacity is not None and csr.nnz > 2 * SLICE_ROWS * capacity:
+        # An entry holds one outlier at most. Refuse more outliers before counting their slots, which takes memory.
+        if csr is not None and capacity is not None and csr.nnz > SLICE_ROWS * capacity:
             raise too_many_slots(where, capacity, f"{csr.nnz} of them")
         layout = (weight.bits, weight.group_size, weight.cols)
         try:

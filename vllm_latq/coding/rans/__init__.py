@@ -1,1 +1,0 @@
-"""The rANS code of latq. Imports `coding`."""
