@@ -1,7 +1,7 @@
-"""This package beside llm-compressor and GPTQModel, in one run: `python -m vllm_latq.quantize.studies.bench`.
+"""This package beside other quantizers, in one run: `python -m vllm_latq.quantize.studies.bench`.
 
     python -m vllm_latq.quantize.studies.bench MODEL --calibration FILE --text FILE \\
-        [--peers llmcompressor gptqmodel] [-o JSON]
+        [--peers llmcompressor gptqmodel autoround] [-o JSON]
 
 Every quantizer runs in a process of its own, on one thread of the CPU, on the same calibration windows of the same
 model. What it stored is counted in bits; what that dequantizes to is put into the original model and evaluated, in
@@ -33,7 +33,7 @@ from vllm_latq.quantize.evaluation.evaluate import evaluate
 from vllm_latq.quantize.lattice.targets import output_energy, output_error
 from vllm_latq.quantize.model.decoder import Decoder
 from vllm_latq.quantize.model.float8_store import is_float8
-from vllm_latq.quantize.recipe import Recipe
+from vllm_latq.quantize.recipe import HEAD, Recipe
 from vllm_latq.quantize.studies.peers import PEERS, Job, PeerWeight, Timing, check_witness, install, read_witness, run
 
 OURS = "latq"
@@ -82,14 +82,17 @@ class Row:
 
 
 def our_settings(bits: int, group_size: int, **shared: Any) -> dict[str, Recipe]:
-    """Name -> recipe of this package's rows at `bits`: latq gets what packed codes store at least."""
+    """Name -> recipe of this package's rows at `bits`: latq gets what packed codes store at least.
+
+    All leave the head as it is, as the peers do.
+    """
     packed: dict[str, Any] = {"bits": bits, "group_size": group_size, **shared}
     return {
         "gptq, mid-rise, absmax": Recipe("gptq", grid="midrise", scales="absmax", **packed),
         "gptq": Recipe("gptq", **packed),
         "gptq, min-pivot, fitted, 4 sweeps": Recipe("gptq", order="min-pivot", scales="fitted", sweeps=4, **packed),
         "ssqr 1%": Recipe("ssqr", **packed),
-        "latq": Recipe("latq", bits=bits + 16 / group_size, **shared),
+        "latq": Recipe("latq", bits=bits + 16 / group_size, ignore=(HEAD,), **shared),
     }
 
 

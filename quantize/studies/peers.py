@@ -182,16 +182,35 @@ def gptq_weights(directory: Path) -> dict[str, PeerWeight]:
     if config["checkpoint_format"] not in ("gptq", "gptq_v2"):
         expected = "checkpoint_format gptq or gptq_v2"
         raise ConfigError(f"{directory}/quantize_config.json", expected, repr(config["checkpoint_format"]))
-    bits = int(config["bits"])
     less = 1 if config["checkpoint_format"] == "gptq" else 0
+    linears = _modules(directory, "qweight").items()
+    return {name: _gptq_weight(stored, int(config["bits"]), less, stored["g_idx"].long()) for name, stored in linears}
+
+
+def autoround_weights(directory: Path) -> dict[str, PeerWeight]:
+    """Linears of a checkpoint in AutoRound's format with AutoGPTQ's packing, its choice for symmetric grids.
+
+    Packed as AutoGPTQ's version 1, but groups are runs of `group_size` inputs and no tensor says so.
+    """
+    config = json.loads((directory / "config.json").read_text())["quantization_config"]
+    if config.get("packing_format") != "auto_round:auto_gptq":
+        expected = "packing_format auto_round:auto_gptq"
+        raise ConfigError(f"{directory}/config.json", expected, repr(config.get("packing_format")))
+    bits, width = int(config["bits"]), int(config["group_size"])
     weights = {}
     for name, stored in _modules(directory, "qweight").items():
-        scales, group = stored["scales"].float().T, stored["g_idx"].long()
-        codes = unpack_codes(stored["qweight"].T.contiguous(), bits, len(group)).to(torch.int32)
-        zeros = unpack_codes(stored["qzeros"], bits, len(scales)).T.to(torch.int32)
-        zeros = (zeros + less) % (1 << bits)
-        weights[name] = PeerWeight((codes - zeros[:, group]) * scales[:, group], stored_bits(stored))
+        group = torch.arange(stored["qweight"].shape[0] * 32 // bits) // width
+        weights[name] = _gptq_weight(stored, bits, 1, group)
     return weights
+
+
+def _gptq_weight(stored: Mapping[str, torch.Tensor], bits: int, less: int, group: torch.Tensor) -> PeerWeight:
+    """Weight packed as AutoGPTQ packs it: zero points are stored less `less`, `group` has the group of each input."""
+    scales = stored["scales"].float().T
+    codes = unpack_codes(stored["qweight"].T.contiguous(), bits, len(group)).to(torch.int32)
+    zeros = unpack_codes(stored["qzeros"], bits, len(scales)).T.to(torch.int32)
+    zeros = (zeros + less) % (1 << bits)
+    return PeerWeight((codes - zeros[:, group]) * scales[:, group], stored_bits(stored))
 
 
 def _modules(directory: Path, leaf: str) -> dict[str, dict[str, torch.Tensor]]:
@@ -226,7 +245,7 @@ PEERS = {
         compressed_tensors_weights,
     ),
     "gptqmodel": Peer(
-        ("torch==2.15.0", "gptqmodel==7.7.0"),
+        ("torch==2.14.1", "gptqmodel==7.7.0"),
         {
             "default": {},
             "act-order, MSE": {"desc_act": True, "mse": 2.4},
@@ -234,5 +253,14 @@ PEERS = {
         gptq_weights,
         # With fewer than 4 cores it asks for more workers than it starts, and stops.
         {"GPTQMODEL_CPU_WORKERS": "2"},
+    ),
+    "autoround": Peer(
+        ("torch==2.13.0", "auto-round==0.16.1"),
+        {
+            "default": {},
+            # The recipe of `auto-round-best`, which also takes more calibration text than `auto-round`.
+            "best": {"iters": 1000},
+        },
+        autoround_weights,
     ),
 }

@@ -27,6 +27,7 @@ def test_row_states_what_the_checkpoint_gives(
     recipe = bench.our_settings(3, 64, num_samples=8, seq_len=64, dtype="float32")["gptq"]
     assert (recipe.bits, recipe.group_size) == (3, 64)
     assert bench.our_settings(3, 64)["latq"].bits == 3.25
+    assert all(setting.ignored == ("lm_head",) for setting in bench.our_settings(3, 64).values())
     result = tmp_path / "bench.json"
     texts = ["--calibration", str(calibration_text), "--text", str(evaluation_text)]
     sizes = ["--num-samples", "8", "--seq-len", "64", "--max-windows", "8", "--bits", "3", "--group-size", "64"]

@@ -13,6 +13,7 @@ from vllm_latq.quantize.studies.peers import (
     PEERS,
     Job,
     PeerWeight,
+    autoround_weights,
     check_witness,
     compressed_tensors_weights,
     gptq_weights,
@@ -93,9 +94,31 @@ def test_gptq_with_groups_in_any_order(bits: int, version: str, tmp_path: Path) 
     assert found[NAME].bits == bits * rows * cols + groups * rows * (bits + 16) + 32 * cols
 
 
-@pytest.mark.parametrize("read", [compressed_tensors_weights, gptq_weights])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_autoround(bits: int, tmp_path: Path) -> None:
+    rows, cols, groups = 32, 96, 3
+    codes = random_codes(rows, cols, bits=bits, seed=5)
+    scales = torch.rand(groups, rows).sub(0.5).to(torch.float16)
+    middle = 1 << (bits - 1)
+    stored = {
+        f"{NAME}.qweight": packed(codes, bits).T.contiguous(),
+        f"{NAME}.qzeros": packed(torch.full((groups, rows), middle - 1), bits),
+        f"{NAME}.scales": scales,
+        "model.norm.weight": torch.ones(cols),
+    }
+    save_file(stored, tmp_path / "model.safetensors")
+    config = {"packing_format": "auto_round:auto_gptq", "bits": bits, "group_size": cols // groups, "sym": True}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
+    found = autoround_weights(tmp_path)
+    assert list(found) == [NAME]
+    assert torch.equal(found[NAME].dense, (codes - middle) * scales.float().T.repeat_interleave(cols // groups, 1))
+    assert found[NAME].bits == bits * rows * cols + groups * rows * (bits + 16)
+
+
+@pytest.mark.parametrize("read", [compressed_tensors_weights, gptq_weights, autoround_weights])
 def test_other_formats_are_refused(read, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"format": "marlin-24"}}))
+    config = {"format": "marlin-24", "packing_format": "marlin"}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
     (tmp_path / "quantize_config.json").write_text(json.dumps({"bits": 4, "checkpoint_format": "marlin"}))
     with pytest.raises(ConfigError, match="marlin"):
         read(tmp_path)
