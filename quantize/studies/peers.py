@@ -245,7 +245,7 @@ PEERS = {
         compressed_tensors_weights,
     ),
     "gptqmodel": Peer(
-        ("torch==2.14.1", "gptqmodel==7.7.0"),
+        ("torch==2.15.0", "gptqmodel==7.7.0"),
         {
             "default": {},
             "act-order, MSE": {"desc_act": True, "mse": 2.4},
