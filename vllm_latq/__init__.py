@@ -1,7 +1,7 @@
 """Lattice quantization (GPTQ as Babai's nearest plane) with an error guarantee, served by vLLM.
 
 Importing this package registers the `latq` quantization method with transformers, so that
-`AutoModelForCausalLM.from_pretrained` reads its checkpoints; without the method it would load random weights. The
+`AutoModelForCausalLM.from_pretrained` reads its checkpoints; without the method transformers raises an error. The
 method is registered when transformers' models are imported, before or after this package, so commands that need no
 model start without importing transformers.
 """

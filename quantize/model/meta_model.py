@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from vllm_latq.errors import UnsupportedModelError, summary
-from vllm_latq.format.config import redirections
+from vllm_latq.format.config import NEEDS_IMPORT, REDIRECTING_KEYS, redirections
 from vllm_latq.format.files import read_json
 from vllm_latq.quantize.model.float8_store import is_float8
 
@@ -112,6 +112,8 @@ def meta_model(source: Path, config: Any, dtype: torch.dtype) -> Any:
 def model_config(source: Path, untied: bool) -> dict[str, Any]:
     """Return the config.json of a checkpoint: the model's, without keys that say how the model was stored.
 
+    transformers refuses to load it without the quantizer of this package.
+
     Args:
         source: model directory.
         untied: whether the checkpoint's head no longer is the embedding.
@@ -122,6 +124,7 @@ def model_config(source: Path, untied: bool) -> dict[str, Any]:
     for part in (config, config.get("text_config")):
         if isinstance(part, dict):
             part.pop("quantization_config", None)
+            part.update(dict.fromkeys(REDIRECTING_KEYS, NEEDS_IMPORT))
     if untied:
         own_head = {"tie_word_embeddings": False}
         # Some readers ask a multimodal model's own configuration, others that of its language model.

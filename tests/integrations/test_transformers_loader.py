@@ -45,6 +45,18 @@ def test_registered_in_any_order_of_imports(imports: str) -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_without_the_import_transformers_names_it(ssqr_checkpoint: Path) -> None:
+    """Without an error, the model would have random weights."""
+    load = f"transformers.AutoModelForCausalLM.from_pretrained({str(ssqr_checkpoint)!r})"
+    plain = subprocess.run([sys.executable, "-c", f"import transformers; {load}"], capture_output=True, text=True)
+    assert plain.returncode == 1
+    assert "ValueError" in plain.stderr.splitlines()[-1]
+    assert "run `import vllm_latq` before transformers loads it" in plain.stderr.splitlines()[-1]
+    model = AutoModelForCausalLM.from_pretrained(ssqr_checkpoint)  # this process has imported it
+    assert isinstance(model.get_submodule(UP), LatqLinear)
+    assert not hasattr(model.config, "transformers_weights")
+
+
 def test_layers_dequantize_exactly(biased_pair: tuple[Path, Path]) -> None:
     model = AutoModelForCausalLM.from_pretrained(biased_pair[0], dtype=torch.float32)
     with torch.no_grad():

@@ -16,6 +16,9 @@ FORMAT_VERSION = 2
 
 # Keys of config.json that make transformers load other files than those of the index.
 REDIRECTING_KEYS = ("transformers_weights",)
+# The one value of such a key that a checkpoint may have. Without the quantizer of this package, transformers warns of an
+# unknown quantization and makes random weights. With this value it raises ValueError instead, and prints the value.
+NEEDS_IMPORT = "none. The model is quantized by vllm-latq: run `import vllm_latq` before transformers loads it"
 _CONFIG_KEYS = ("quant_method", "format_version", *SCHEME_KEYS, "ignore", "overrides", "fingerprint", "recipe")
 
 
@@ -98,7 +101,12 @@ def covers(entry: str, module: str) -> bool:
 
 def redirections(config: Any) -> list[tuple[dict[str, Any], str]]:
     """Return each key of a config.json that redirects loading to other files, with the object that has the key."""
-    return [(part, key) for part in _objects(config) for key in REDIRECTING_KEYS if key in part]
+    return [
+        (part, key)
+        for part in _objects(config)
+        for key in REDIRECTING_KEYS
+        if part.get(key, NEEDS_IMPORT) != NEEDS_IMPORT
+    ]
 
 
 def _objects(value: Any) -> Iterator[dict[str, Any]]:

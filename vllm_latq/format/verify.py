@@ -62,7 +62,7 @@ def _directory_problems(reader: CheckpointReader) -> Iterator[LatqError]:
     """Yield the problems of config.json and of the list of files, and modules without a shape."""
     for _, key in redirections(reader.document):
         hint = "Remove it: transformers would load other files than the verified ones."
-        yield CheckpointError(str(reader.directory / "config.json"), f"no key `{key}`", "one", hint)
+        yield CheckpointError(str(reader.directory / "config.json"), f"no key `{key}` that names files", "one", hint)
     index = reader.store.index
     if index is not None and not isinstance(index.get("metadata"), dict):
         found, hint = repr(index.get("metadata")), "Write `{}` there: transformers reads it."

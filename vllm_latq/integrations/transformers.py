@@ -4,7 +4,8 @@
 
 Integer weights get the layout `checkpoint`. Trellis weights are decoded once, at load, into the layout `dense`.
 
-Without this quantizer `AutoModelForCausalLM.from_pretrained` would load random weights and only warn.
+Without this quantizer transformers would make random weights and only warn. A key of config.json makes it raise an error
+that names the import; `update_attn_implementation` removes the key from the configuration in memory.
 
 Invariant: a model that `from_pretrained` returns holds validated weights, and none that transformers made up; training
 and saving through transformers are refused.
@@ -21,7 +22,7 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from vllm_latq.errors import REPAIR, CheckpointError
-from vllm_latq.format.config import QUANT_METHOD, CheckpointConfig
+from vllm_latq.format.config import NEEDS_IMPORT, QUANT_METHOD, REDIRECTING_KEYS, CheckpointConfig
 from vllm_latq.format.encodings.registry import tensor_specs
 from vllm_latq.format.encodings.trellis import TrellisWeight
 from vllm_latq.format.encodings.weight import IntegerWeight, Weight
@@ -174,8 +175,16 @@ class LatqQuantizer(HfQuantizer):
         """Say that a loaded model cannot be trained."""
         return False
 
+    def update_attn_implementation(self, config: Any) -> Any:
+        """Let transformers load the checkpoint: config.json has a key that makes it refuse without this quantizer."""
+        for key in REDIRECTING_KEYS:
+            if getattr(config, key, None) == NEEDS_IMPORT:
+                delattr(config, key)
+        return config
+
     def update_tp_plan(self, config: Any) -> Any:
         """Check a checkpoint in a local directory before transformers reads its index; no earlier hook knows it."""
+        config = self.update_attn_implementation(config)  # which transformers before 5.18 does not call
         directory = Path(config.name_or_path)
         if (directory / "config.json").is_file():
             stored = read_json(directory / "config.json").get("quantization_config")

@@ -13,7 +13,7 @@ import torch
 from helpers.programs import program, run_program
 from vllm_latq.cli.main import main
 from vllm_latq.errors import CheckpointError, ConfigError
-from vllm_latq.format.config import CheckpointConfig
+from vllm_latq.format.config import NEEDS_IMPORT, CheckpointConfig
 from vllm_latq.format.reader import CheckpointReader, TensorStore, checkpoint_fingerprint
 from vllm_latq.format.scheme import LayerScheme
 from vllm_latq.quantize.runs import writer as writing
@@ -58,7 +58,7 @@ def test_complete_directory(tmp_path: Path, source: Path) -> None:
     assert sorted(store.names()) == ["tensor0", "tensor1"]
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["model_type"] == "llama"
-    assert "transformers_weights" not in config
+    assert config["transformers_weights"] == NEEDS_IMPORT
     assert config["quantization_config"]["fingerprint"] == checkpoint_fingerprint(CheckpointReader(tmp_path / "out"))
     assert not (tmp_path / "out.partial").exists()
 
