@@ -14,7 +14,7 @@ import vllm_latq
 from vllm_latq.format.config import CheckpointConfig
 from vllm_latq.format.files import read_json
 from vllm_latq.format.reader import REPORT_FILE
-from vllm_latq.quantize.calibration.windows import calibration_samples, require_calibration, sizes
+from vllm_latq.quantize.calibration.windows import Samples, calibration_samples, chosen_text
 from vllm_latq.quantize.machine.distributed import World
 from vllm_latq.quantize.machine.offload import Place, placer
 from vllm_latq.quantize.model.companion_files import companion_files
@@ -23,6 +23,7 @@ from vllm_latq.quantize.model.loading import compute_dtype, torch_device
 from vllm_latq.quantize.model.selection import (
     ignored_modules,
     quantized_linears,
+    suited,
 )
 from vllm_latq.quantize.recipe import Recipe
 from vllm_latq.quantize.runs.card import model_card
@@ -50,7 +51,8 @@ def quantize_checkpoint(
         source: model directory (config.json, safetensors, tokenizer) of a supported family.
         destination: directory to create. It appears complete or not at all; until then `destination.partial` holds
             the finished blocks.
-        calibration: text file or dataset name, see `load_samples`; not needed by methods without a Hessian.
+        calibration: text file or dataset name, see `load_samples`. None takes the bundled text if the method reads a
+            Hessian; other methods then measure no errors.
         device: torch device; None takes CUDA where there is one.
         resume: continue `destination.partial` of an interrupted run.
         offload: where activations wait, "cpu" or "disk" (a mapped file in `destination.partial`).
@@ -68,14 +70,15 @@ def quantize_checkpoint(
     emit = on_event if on_event and world.first else (lambda event: None)
     try:
         decoder = Decoder(source, world.device, compute_dtype(recipe.dtype))
+        recipe = suited(recipe, decoder)
         quantized = quantized_linears(decoder, recipe)
         # Before data are read, which takes a while.
         world.from_first(lambda: free_destination(destination, resume))
         world.from_first(lambda: companion_files(decoder.source))
-        require_calibration(recipe, calibration)
+        calibration = chosen_text(recipe, calibration)
         samples = None if calibration is None else calibration_samples(decoder, recipe, calibration)
         if samples is not None:
-            world.split(samples)  # where they are too few, before anything is written
+            world.split(samples.tokens)  # where they are too few, before anything is written
         identity = _identity(recipe, decoder, calibration, samples)
         # The other ranks get a copy, which they do not write with.
         writer = world.from_first(lambda: CheckpointWriter(Path(destination), len(decoder) + 1, identity, resume))
@@ -87,9 +90,7 @@ def quantize_checkpoint(
         world.leave()
 
 
-def _identity(
-    recipe: Recipe, decoder: Decoder, calibration: str | None, samples: torch.Tensor | None
-) -> dict[str, Any]:
+def _identity(recipe: Recipe, decoder: Decoder, calibration: str | None, samples: Samples | None) -> dict[str, Any]:
     """Return what a run's result depends on: a run with another identity cannot be resumed."""
     source = decoder.source
     return {
@@ -98,12 +99,12 @@ def _identity(
         "config": hashlib.sha256((source / "config.json").read_bytes()).hexdigest(),
         "weights": decoder.store.sampled_digest(),
         "calibration": calibration,
-        "tokens": None if samples is None else hashlib.sha256(samples.cpu().numpy().tobytes()).hexdigest(),
+        "tokens": None if samples is None else hashlib.sha256(samples.tokens.numpy().tobytes()).hexdigest(),
         "version": vllm_latq.__version__,
     }
 
 
-def _run(session: Session, samples: torch.Tensor | None, offload: str, started: float) -> dict[str, Any]:
+def _run(session: Session, samples: Samples | None, offload: str, started: float) -> dict[str, Any]:
     """Quantize every part of the model, and turn `destination.partial` into the checkpoint; return the report."""
     recipe, decoder, writer, emit = session.recipe, session.decoder, session.writer, session.emit
     world, destination = session.world, str(writer.destination)
@@ -112,10 +113,12 @@ def _run(session: Session, samples: torch.Tensor | None, offload: str, started: 
         report = read_json(writer.destination / REPORT_FILE)
         emit({"event": "done", "destination": destination, **report["totals"]})
         return report
-    emit({"event": "start", "blocks": len(decoder), "linears": len(session.quantized), "samples": sizes(samples)})
-    run = _planned(session, samples, placer(offload, writer.partial))
+    calibration = None if samples is None else samples.to_dict()
+    emit({"event": "start", "blocks": len(decoder), "linears": len(session.quantized), "samples": calibration})
+    tokens = None if samples is None else samples.tokens
+    run = _planned(session, tokens, placer(offload, writer.partial))
     run.parts()
-    report = run.report(samples, time.perf_counter() - started)
+    report = run.report(calibration, time.perf_counter() - started)
     config = CheckpointConfig(recipe.scheme, ignored_modules(decoder, recipe), recipe=recipe.to_dict())
     card, untied = model_card(decoder.source, recipe, report), decoder.unties(session.quantized)
     world.from_first(lambda: writer.finish(decoder.source, config, report, card, untied))

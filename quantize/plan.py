@@ -36,7 +36,7 @@ from vllm_latq.quantize.model.anatomy import parts_outside
 from vllm_latq.quantize.model.decoder import Decoder
 from vllm_latq.quantize.model.loading import compute_dtype, torch_device
 from vllm_latq.quantize.model.parts import model_parts
-from vllm_latq.quantize.model.selection import beside, matrices, merged_with, quantized_linears
+from vllm_latq.quantize.model.selection import beside, matrices, merged_with, quantized_linears, suited
 from vllm_latq.quantize.recipe import AVERAGE_METHODS, Recipe
 
 # Keys of the totals that only a run can measure.
@@ -66,6 +66,7 @@ def plan(
     what is in memory where the recipe counts that.
     """
     decoder = Decoder(source, torch_device(device), compute_dtype(recipe.dtype))
+    recipe = suited(recipe, decoder)
     layers = []
     quantized = quantized_linears(decoder, recipe)
     reads_text = recipe.needs_calibration or calibrated

@@ -7,7 +7,7 @@ module imports no torch, so that `latq --help` takes its choices and defaults fr
 import hashlib
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
 from vllm_latq.errors import ConfigError
@@ -43,6 +43,15 @@ CHOICES: Mapping[str, tuple[Any, ...]] = {
     "outliers": ("saving", "overflow"),
     "dtype": DTYPES,
 }
+DEFAULT_METHOD = "latq"
+# Name -> fields of a recipe, the cheapest first.
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "fast": {"method": "gptq"},
+    "balanced": {"method": DEFAULT_METHOD},
+    "best": {"method": DEFAULT_METHOD, "target": "residual", "correction": 0.5},
+}
+# Fields with defaults that do not suit every model.
+SUITABLE = ("group_size", "seq_len")
 MAX_OUTLIER_RATE = 0.5
 DEFAULT_BITS = 4
 HEAD = "lm_head"
@@ -91,6 +100,7 @@ class Recipe:
             clipped and their errors fed back), or all that overflow the grid ("overflow", the paper's).
         beam: roundings per row that nearest plane keeps (K-best); for ssqr only where outliers are chosen by saving.
         sweeps: maximum coordinate-descent sweeps after nearest plane (gptq, ssqr).
+        free: fields, some of SUITABLE, that a run may change to suit the model; no part of what is stored.
     """
 
     method: str
@@ -114,6 +124,7 @@ class Recipe:
     beam: int = 1
     sweeps: int = 0
     grid: Literal["midtread", "midrise"] = "midtread"
+    free: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
         for name, choices in CHOICES.items():
@@ -163,10 +174,10 @@ class Recipe:
             _check_choice("bits", self.bits, SUPPORTED_BITS)
 
     def _check_unused(self) -> None:
-        for field in fields(self):
-            if field.name in UNUSED[self.method] and getattr(self, field.name) != field.default:
-                hint = f"{self.method} does not use {field.name}: leave it out."
-                raise _error(field.name, f"the default {field.default!r}", getattr(self, field.name), hint)
+        for own in fields(self):
+            if own.name in UNUSED[self.method] and getattr(self, own.name) != own.default:
+                hint = f"{self.method} does not use {own.name}: leave it out."
+                raise _error(own.name, f"the default {own.default!r}", getattr(self, own.name), hint)
 
     def _check_rounding(self) -> None:
         if self.rounding == "stochastic" and (self.beam > 1 or self.sweeps):
@@ -181,6 +192,27 @@ class Recipe:
     def _check_targets(self) -> None:
         if self.target == "quantized" and self.correction != 1.0:
             raise _error("correction", "the default 1.0", self.correction, "Set a target, original or residual.")
+
+    @classmethod
+    def of(cls, preset: str | None, options: Mapping[str, Any]) -> "Recipe":
+        """Return the recipe of a preset, with options in place of its fields. Of SUITABLE, what is not given is free.
+
+        Args:
+            preset: one of PRESETS; None takes the method of the options, or else the default method.
+            options: fields of the recipe.
+
+        Raises:
+            ConfigError: no such preset or field, a preset and a method, or values that contradict each other.
+        """
+        if preset is None:
+            recipe = cls.from_dict({"method": DEFAULT_METHOD, **options})
+        else:
+            _check_choice("preset", preset, tuple(PRESETS))
+            if "method" in options:
+                expected = "none beside a preset, which sets it"
+                raise _error("method", expected, options["method"], "Leave out one of them.")
+            recipe = cls.from_dict({**PRESETS[preset], **options})
+        return replace(recipe, free=frozenset(SUITABLE) - options.keys())
 
     @property
     def scheme(self) -> LayerScheme:
@@ -246,14 +278,14 @@ class Recipe:
     def to_dict(self) -> dict[str, Any]:
         """Return the fields that the method reads, as plain JSON values."""
         values = {**asdict(self), "ignore": list(self.ignored)}
-        return {name: value for name, value in values.items() if name not in UNUSED[self.method]}
+        return {name: value for name, value in values.items() if name not in (*UNUSED[self.method], "free")}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Recipe":
         """Return the recipe of a dict that `to_dict` made; fields may be left out, ConfigError refuses unknown keys."""
         if not isinstance(values, Mapping):
             raise ConfigError("recipe", "an object", type(values).__name__)
-        known = {field.name for field in fields(cls)}
+        known = {known.name for known in fields(cls)} - {"free"}
         unknown = sorted(str(key) for key in values if key not in known)
         if unknown:
             raise ConfigError("recipe", f"keys among {', '.join(sorted(known))}", f"unknown {', '.join(unknown)}")

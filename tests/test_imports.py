@@ -23,6 +23,7 @@ ORDER = (
     *(f"{OURS}.kernels.{name}" for name in KERNELS),
     *(f"{OURS}.{name}" for name in RUNTIME[8:]),
     *(f"{OURS}.quantize.{name}" for name in QUANTIZE),
+    f"{OURS}.api",
     f"{OURS}.cli",
 )
 # Entry points of host frameworks, imported by nothing of ours, import what they register when they are called.

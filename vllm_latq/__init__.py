@@ -1,5 +1,8 @@
 """Lattice quantization (GPTQ as Babai's nearest plane) with an error guarantee, served by vLLM.
 
+    vllm_latq.quantize("Qwen/Qwen3-8B", "out", bits=3)
+    vllm_latq.evaluate("out", "text.txt", baseline="Qwen/Qwen3-8B")
+
 Importing this package registers the `latq` quantization method with transformers, so that
 `AutoModelForCausalLM.from_pretrained` reads its checkpoints; without the method transformers raises an error. The
 method is registered when transformers' models are imported, before or after this package, so commands that need no
@@ -8,9 +11,15 @@ model start without importing transformers.
 
 from importlib import import_module
 from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from wrapt import when_imported
 
+if TYPE_CHECKING:
+    from vllm_latq.api import quantize
+    from vllm_latq.quantize.evaluation.evaluate import evaluate
+
+__all__ = ["evaluate", "quantize"]
 __version__ = "0.1.0"
 
 
@@ -23,3 +32,29 @@ def _import_models(_: ModuleType) -> None:
 @when_imported("transformers.modeling_utils")
 def _register(_: ModuleType) -> None:
     from vllm_latq.integrations import transformers as transformers_loader  # noqa: F401
+
+
+class _CallablePackage(ModuleType):
+    """The package `vllm_latq.quantize`, which is also the function `vllm_latq.api.quantize`.
+
+    The first import of one of its modules would replace a function of its name. Python lets a module have a class of
+    its own, so the package and the function are one object, in any order of imports.
+    """
+
+    def __call__(self, *arguments: Any, **options: Any) -> dict[str, Any]:
+        """Quantize a model, see `vllm_latq.api.quantize`."""
+        from vllm_latq.api import quantize
+
+        return quantize(*arguments, **options)
+
+
+import_module("vllm_latq.quantize").__class__ = _CallablePackage
+
+
+def __getattr__(name: str) -> Any:
+    """Import the function `evaluate` when it is used."""
+    if name != "evaluate":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from vllm_latq.quantize.evaluation.evaluate import evaluate
+
+    return evaluate

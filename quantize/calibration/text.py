@@ -1,4 +1,6 @@
-"""Text for calibration and evaluation, by name: a UTF-8 file, or a dataset: of the Hugging Face hub, a folder or file.
+"""Text for calibration and evaluation, by name.
+
+A name is that of a UTF-8 file, of a dataset (of the Hugging Face hub, a folder or file), or of the bundled text.
 
 Invariant: what is returned is never empty, and depends only on the source, the split, the seed and, for calibration,
 on how many characters are wanted. For calibration a bounded part of a source is read, however large the source is:
@@ -12,6 +14,7 @@ on how many characters are wanted. For calibration a bounded part of a source is
 import codecs
 import glob
 import logging
+import lzma
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -28,6 +31,10 @@ SHUFFLE_BUFFER, SHUFFLE_BUFFER_CHARS, DOCUMENTS_MEASURED = 10_000, 1 << 26, 100
 READ_WHOLE = 1 << 21
 # Enough pieces to see every part of a file that is ordered by subject; each has thousands of tokens.
 EXCERPTS = 64
+# Text that comes with this package: English prose, documentation and code, 2.4 million characters. `bundled.md` says
+# what it is made of and under which licences.
+BUNDLED = "bundled"
+_BUNDLED_FILE = Path(__file__).with_name("bundled.txt.xz")
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
 # Files of documents, in a column `text`, and what of `datasets` reads them.
 READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
@@ -82,14 +89,16 @@ def calibration_text(source: str, max_chars: int, seed: int = 0) -> Excerpt:
     """Return at least `max_chars` characters to calibrate on, or the whole text of a smaller source.
 
     Args:
-        source: a text file, `wikitext2`, `c4`, `org/name[:config]`, a folder `datasets.load_dataset` can read, or a
-            file of documents, one of READERS. A dataset gives documents of its training split.
+        source: `bundled`, a text file, `wikitext2`, `c4`, `org/name[:config]`, a folder `datasets.load_dataset` can
+            read, or a file of documents, one of READERS. A dataset gives documents of its training split.
         max_chars: how many characters are wanted.
         seed: of the order in which a dataset's documents are drawn.
 
     Raises:
         CalibrationError: the source does not exist, cannot be read or holds no text.
     """
+    if source == BUNDLED:
+        return Excerpt(lzma.decompress(_BUNDLED_FILE.read_bytes()).decode("utf-8"), True)
     dataset, bound = _resolve(source), max(max_chars, READ_WHOLE)
     if dataset is None:
         return _excerpt(Path(source), bound)
@@ -108,8 +117,11 @@ def calibration_text(source: str, max_chars: int, seed: int = 0) -> Excerpt:
 def evaluation_text(source: str) -> str:
     """The text to evaluate on: the whole file, or a dataset's held-out split in its own order.
 
-    Args and errors as in `calibration_text`; the split is `test`, C4's is `validation`.
+    Args and errors as in `calibration_text`; the split is `test`, C4's is `validation`. The bundled text is refused:
+    a model would be judged by what it was calibrated on.
     """
+    if source == BUNDLED:
+        raise CalibrationError(f"text source {source!r}", "text for evaluation", "the bundled text for calibration")
     dataset = _resolve(source)
     if dataset is None:
         return _read_file(Path(source))
@@ -144,7 +156,7 @@ def _resolve(source: str) -> Dataset | None:
         return Dataset(name, config=config or None)
     raise CalibrationError(
         f"text source {source!r}",
-        f"an existing text file, {', '.join(KNOWN_DATASETS)}, or a hub dataset org/name[:config]",
+        f"an existing text file, {', '.join((BUNDLED, *KNOWN_DATASETS))}, or a hub dataset org/name[:config]",
         "no such file" if path.suffix or "/" in source else "neither a file nor a known dataset",
         "Check the path; a relative path starts from the current folder.",
     )

@@ -3,14 +3,16 @@
 Invariant: the windows do not overlap and are the same for the same text, tokenizer, sizes and seed.
 """
 
+import hashlib
 import warnings
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from vllm_latq.errors import CalibrationError, ConfigError
-from vllm_latq.quantize.calibration.text import calibration_text
+from vllm_latq.quantize.calibration.text import BUNDLED, calibration_text
 from vllm_latq.quantize.model.decoder import Decoder
 from vllm_latq.quantize.model.loading import load_tokenizer
 from vllm_latq.quantize.recipe import Recipe
@@ -21,6 +23,25 @@ if TYPE_CHECKING:
 # English text has about 4 characters per token; reading twice that leaves windows to choose from. More is read where it
 # does not make enough windows.
 CHARS_READ_PER_TOKEN = 8
+
+
+class Samples(NamedTuple):
+    """Calibration windows, and the text that they are cut from.
+
+    Attributes:
+        tokens: token ids, int64 [n, seq_len].
+        name: of the text: its file without folders, or the name of its dataset.
+        sha256: hex digest of the text that was read, in UTF-8.
+    """
+
+    tokens: Tensor
+    name: str
+    sha256: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the description that events and the report hold, as plain JSON values."""
+        count, length = self.tokens.shape
+        return {"name": self.name, "sha256": self.sha256, "samples": count, "seq_len": length}
 
 
 def tokenize(tokenizer: "PreTrainedTokenizerBase", text: str) -> Tensor:
@@ -36,7 +57,7 @@ def load_samples(
     seq_len: int,
     seed: int = 0,
     special_tokens: bool = False,
-) -> Tensor:
+) -> Samples:
     """Draw calibration windows from a text.
 
     The text is tokenized as one string and cut into non-overlapping windows, of which `num_samples` are drawn without
@@ -45,7 +66,7 @@ def load_samples(
 
     Args:
         tokenizer: the tokenizer of the model to be quantized.
-        source: a text file, `wikitext2`, `c4`, a hub dataset `org/name[:config]`, or a dataset folder.
+        source: `bundled`, a text file, `wikitext2`, `c4`, a hub dataset `org/name[:config]`, or a dataset folder.
         num_samples: number of windows wanted, at least 1.
         seq_len: tokens per window, at least 1.
         seed: of the choice and the order of the windows.
@@ -53,7 +74,7 @@ def load_samples(
             as encoders are fed. Language models see the middle of a long text.
 
     Returns:
-        Token ids, int64 [n, seq_len] with 1 <= n <= num_samples.
+        n windows with 1 <= n <= num_samples.
 
     Raises:
         CalibrationError: a size below 1, a source that cannot be read, or a text shorter than one window.
@@ -91,7 +112,9 @@ def load_samples(
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randperm(available, generator=generator)[:num_samples]
     windows = ids[: available * inner].view(available, inner)[drawn]
-    return torch.cat([before.expand(len(drawn), -1), windows, after.expand(len(drawn), -1)], dim=1)
+    tokens = torch.cat([before.expand(len(drawn), -1), windows, after.expand(len(drawn), -1)], dim=1)
+    name = Path(source).name if source != BUNDLED and Path(source).exists() else source
+    return Samples(tokens, name, hashlib.sha256(text.encode()).hexdigest())
 
 
 def _around(tokenizer: "PreTrainedTokenizerBase") -> tuple[Tensor, Tensor]:
@@ -102,27 +125,23 @@ def _around(tokenizer: "PreTrainedTokenizerBase") -> tuple[Tensor, Tensor]:
     return ids[:first], ids[last:]
 
 
-def require_calibration(recipe: Recipe, calibration: str | None) -> None:
-    """Raise ConfigError if the method needs calibration data and there are none."""
-    if calibration is None and recipe.needs_calibration:
-        hint = "Give a text file or a dataset: --calibration FILE, --calibration wikitext2."
-        raise ConfigError("calibration", f"calibration data for method {recipe.method}", "none", hint)
+def chosen_text(recipe: Recipe, calibration: str | None) -> str | None:
+    """Return the name of the text to calibrate on: the bundled text if none is given and the method needs one."""
+    return BUNDLED if calibration is None and recipe.needs_calibration else calibration
 
 
-def calibration_samples(decoder: Decoder, recipe: Recipe, calibration: str) -> torch.Tensor:
-    """Return token ids int64 [n, seq_len] of a text file or a dataset; ConfigError if the model cannot take them."""
+def calibration_samples(decoder: Decoder, recipe: Recipe, calibration: str) -> Samples:
+    """Return windows of a text file or a dataset; raise ConfigError if the model cannot take them."""
     check_seq_len(decoder, recipe)
     tokenizer = load_tokenizer(decoder.source)
     sizes = (recipe.num_samples, recipe.seq_len, recipe.seed)
     samples = load_samples(tokenizer, calibration, *sizes, special_tokens=decoder.encoder)
-    if int(samples.max()) >= decoder.vocabulary:
-        raise ConfigError(
-            "tokenizer", f"token ids below {decoder.vocabulary}", str(int(samples.max())), "Is it the model's?"
-        )
+    if (highest := int(samples.tokens.max())) >= decoder.vocabulary:
+        raise ConfigError("tokenizer", f"token ids below {decoder.vocabulary}", str(highest), "Is it the model's?")
     widest = max(linear.in_features for index in range(len(decoder)) for linear in decoder.linears(index).values())
-    if samples.numel() < widest and recipe.needs_calibration:
+    if (tokens := samples.tokens.numel()) < widest and recipe.needs_calibration:
         warnings.warn(
-            f"calibration: {samples.numel()} tokens for layers of up to {widest} input channels make singular "
+            f"calibration: {tokens} tokens for layers of up to {widest} input channels make singular "
             "Hessians; damping alone decides there. Use more or longer samples.",
             stacklevel=2,
         )
@@ -134,8 +153,3 @@ def check_seq_len(decoder: Decoder, recipe: Recipe) -> None:
     if decoder.longest is not None and recipe.seq_len > decoder.longest:
         expected = f"at most {decoder.longest}, the positions of the model"
         raise ConfigError("recipe.seq_len", expected, str(recipe.seq_len), f"Use --seq-len {decoder.longest} or less.")
-
-
-def sizes(samples: torch.Tensor | None) -> dict[str, int] | None:
-    """Describe calibration samples [n, tokens] for events and the report."""
-    return None if samples is None else {"samples": samples.shape[0], "seq_len": samples.shape[1]}

@@ -21,7 +21,8 @@ from vllm_latq.errors import CheckpointError, ConfigError, LatqError
 from vllm_latq.format.files import read_json
 from vllm_latq.format.reader import REPORT_FILE, CheckpointReader
 from vllm_latq.format.report import NUMBERS, LayerReport, finite_number
-from vllm_latq.quantize.calibration.windows import calibration_samples
+from vllm_latq.quantize.calibration.text import BUNDLED
+from vllm_latq.quantize.calibration.windows import Samples, calibration_samples
 from vllm_latq.quantize.certificate.recompute import layer_by_layer, whole_model
 from vllm_latq.quantize.lattice.trellis_plane import LIMIT
 from vllm_latq.quantize.methods.record import totals
@@ -46,7 +47,7 @@ _HINT = "Report or weights were changed, or model, calibration text or version a
 def verify_certificate(
     checkpoint: str | Path,
     model: str | Path,
-    calibration: str | None,
+    calibration: str | None = None,
     *,
     tolerance: float = TOLERANCE,
     device: str | None = None,
@@ -56,7 +57,7 @@ def verify_certificate(
     Args:
         checkpoint: directory of a quantized checkpoint.
         model: directory of the model it was made from.
-        calibration: the text it was calibrated on, as given to `quantize_checkpoint`.
+        calibration: the text it was calibrated on, as given to `quantize_checkpoint`; None for the bundled text.
         tolerance: relative, between a claimed and a recomputed number.
         device: torch device; None takes CUDA where there is one.
 
@@ -68,6 +69,9 @@ def verify_certificate(
     reader = CheckpointReader(checkpoint)
     recipe = Recipe.from_dict(reader.config.recipe)
     decoder = Decoder(model, torch_device(device), compute_dtype(recipe.dtype))
+    claimed = reader.report().get("calibration")
+    if calibration is None and isinstance(claimed, dict) and claimed.get("name") == BUNDLED:
+        calibration = BUNDLED
     if calibration is None:
         raise ConfigError("calibration", "the calibration text of the checkpoint", "none", "Errors are measured on it.")
     samples = calibration_samples(decoder, recipe, calibration)
@@ -75,7 +79,7 @@ def verify_certificate(
     certificate.require_same_linears()
     yield from certificate.foreign_parts()
     yield from certificate.calibration(samples)
-    yield from certificate.layers(samples)
+    yield from certificate.layers(samples.tokens)
 
 
 @dataclass(frozen=True)
@@ -133,11 +137,10 @@ class _Certificate:
                     f"{self.reader.directory}: {name}", "the model's own tensor", "another one", _HINT
                 )
 
-    def calibration(self, samples: torch.Tensor) -> Iterator[LatqError]:
-        """Return whether as much calibration text was there."""
-        claimed = self.reader.report().get("calibration")
-        found = {"samples": samples.shape[0], "seq_len": samples.shape[1]}
-        if claimed != found:
+    def calibration(self, samples: Samples) -> Iterator[LatqError]:
+        """Yield the problem of another calibration text, or of another number of windows; the name may differ."""
+        claimed, found = self.reader.report().get("calibration"), samples.to_dict()
+        if not isinstance(claimed, dict) or claimed | {"name": samples.name} != found:
             where = f"{self._report}: calibration"
             yield CheckpointError(where, f"{found}, what the text gives", repr(claimed), "Use the same text.")
 

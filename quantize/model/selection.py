@@ -6,12 +6,14 @@ towers, an encoder's pooler and heads.
 
 import warnings
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 from torch import nn
 
 from vllm_latq.errors import ConfigError, NumericalError, UnsupportedModelError
 from vllm_latq.format.config import CheckpointConfig, covers
 from vllm_latq.format.encodings.registry import tensor_specs
+from vllm_latq.format.scheme import WHOLE_ROW
 from vllm_latq.models.experts import Experts
 from vllm_latq.quantize.model.anatomy import is_linear, outermost
 from vllm_latq.quantize.model.decoder import Decoder
@@ -29,6 +31,8 @@ ROUTERS = ("gate", "router", "shared_expert_gate")
 SPECIAL = ("altup", "hyper_connection", "indexer", "compressor")
 # Linears that only the first generation of Mamba mixers has: vLLM has no quantized linears for them.
 MAMBA = ("x_proj", "dt_proj")
+# Group sizes that the GPU kernels know, the largest first.
+GROUP_SIZES = (128, 64, 32)
 MERGED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 Shape = tuple[int, ...]
 
@@ -145,6 +149,29 @@ def quantized_linears(decoder: Decoder, recipe: Recipe) -> dict[str, nn.Linear]:
         tensor_specs(recipe.scheme, linear.out_features, linear.in_features, where=name)
     _warn_of_parts(chosen, linears)
     return chosen
+
+
+def suited(recipe: Recipe, decoder: Decoder) -> Recipe:
+    """Return a recipe with its `free` fields changed where the model needs that.
+
+    `seq_len` becomes the number of positions that the model has, if that is smaller. `group_size` becomes the largest
+    of GROUP_SIZES that divides the input channels of every quantized linear, or the whole row. A warning says so.
+    """
+    longest = decoder.longest
+    if "seq_len" in recipe.free and longest is not None and recipe.seq_len > longest:
+        warnings.warn(f"seq_len: {longest} instead of {recipe.seq_len}, the positions of the model.", stacklevel=3)
+        recipe = replace(recipe, seq_len=longest)
+    if "group_size" not in recipe.free or recipe.scheme.group_size is None:
+        return recipe
+    rows = replace(recipe, group_size=WHOLE_ROW)
+    channels = sorted({linear.in_features for linear in quantized_linears(decoder, rows).values()})
+    size = next((size for size in GROUP_SIZES if not any(count % size for count in channels)), WHOLE_ROW)
+    if size == recipe.group_size:
+        return recipe
+    odd = next(count for count in channels if count % recipe.group_size)
+    groups = "one scale for each row" if size == WHOLE_ROW else f"groups of {size}"
+    warnings.warn(f"group_size: {groups}, because {recipe.group_size} does not divide {odd} channels.", stacklevel=3)
+    return replace(recipe, group_size=size)
 
 
 def ignored_modules(decoder: Decoder, recipe: Recipe) -> tuple[str, ...]:

@@ -20,7 +20,6 @@ from vllm_latq.format.encodings.registry import tensor_specs
 from vllm_latq.format.reader import fingerprint_of
 from vllm_latq.memory import peak_memory
 from vllm_latq.quantize.calibration.stream import Stream, Visit, walk
-from vllm_latq.quantize.calibration.windows import sizes
 from vllm_latq.quantize.machine.distributed import World
 from vllm_latq.quantize.machine.offload import Place, return_freed_memory
 from vllm_latq.quantize.methods.record import totals
@@ -195,15 +194,20 @@ class Run:
         for name, linear in part.linears.items():
             linear.weight.copy_(dense_weight(stored, scheme, name, linear))
 
-    def report(self, samples: torch.Tensor | None, seconds: float) -> dict[str, Any]:
-        """Return everything that was measured, as stored in the checkpoint."""
+    def report(self, calibration: Mapping[str, Any] | None, seconds: float) -> dict[str, Any]:
+        """Return everything that was measured, as stored in the checkpoint.
+
+        Args:
+            calibration: description of the calibration windows; None without any.
+            seconds: what the run took.
+        """
         session = self.session
         return {
             "vllm_latq": vllm_latq.__version__,
             "torch": torch.__version__,
             "recipe": session.recipe.to_dict(),
             "run": session.writer.run,
-            "calibration": sizes(samples),
+            "calibration": calibration,
             "device": str(session.decoder.device.type),
             "seconds": round(seconds, 3),
             "peak_memory": peak_memory(),

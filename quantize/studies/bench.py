@@ -137,7 +137,7 @@ class Bench:
         self.batch = samples_per_batch(torch.device("cpu"), seq_len)
         self.decoder = Decoder(model, "cpu")
         recipe = Recipe("gptq", num_samples=num_samples, seq_len=seq_len)
-        samples = calibration_samples(self.decoder, recipe, calibration)
+        samples = calibration_samples(self.decoder, recipe, calibration).tokens
         self.samples = samples
         # The model that the quantizers get.
         self.source = model

@@ -102,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     decoder = Decoder(model_directory(options.model), torch_device(options.device))
     recipe = Recipe("gptq", num_samples=options.num_samples, seq_len=options.seq_len)
-    samples = calibration_samples(decoder, recipe, options.calibration)
+    samples = calibration_samples(decoder, recipe, options.calibration).tokens
     named = ((", ".join(hessian.shared.names), hessian.matrix) for hessian in model_hessians(decoder, samples))
     rows = trace_table(named, options.damping, options.random, options.lll)
     if options.json:

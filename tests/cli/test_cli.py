@@ -76,6 +76,22 @@ def test_dry_run_computes_and_writes_nothing(
     assert not list(tmp_path.iterdir())
 
 
+def test_nothing_but_a_model_and_a_destination(mini_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["quantize", str(mini_model), "out", "--dry-run", "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert (planned["recipe"]["method"], planned["recipe"]["bits"]) == ("latq", 4)
+    assert planned["totals"]["bits_per_weight"] == 4
+    assert planned["needs"]["memory"]["activations"] == 5 * 256 * 2048 * 256 * 4
+
+
+def test_preset_and_an_option_in_its_place(mini_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["quantize", str(mini_model), "out", "--preset", "best", "--bits", "3.5", "--dry-run", "--json"]) == 0
+    recipe = json.loads(capsys.readouterr().out)["recipe"]
+    assert (recipe["method"], recipe["target"], recipe["correction"], recipe["bits"]) == ("latq", "residual", 0.5, 3.5)
+    assert main(["quantize", str(mini_model), "out", "--preset", "fast", "--dry-run", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["recipe"]["method"] == "gptq"
+
+
 @pytest.mark.parametrize(
     ("options", "ignored"),
     [
@@ -129,7 +145,18 @@ def test_head_is_quantized_on_request(
             "latq: --device: expected a device torch can use, found 'abacus'",
         ),
         (["verify", "MODEL", "--tolerance", "0.1"], "--tolerance requires --certificate."),
-        (["quantize", "MODEL", "out", "--method", "gptq"], "expected calibration data for method gptq"),
+        (
+            ["quantize", "MODEL", "out", "--method", "gptq", "--preset", "best"],
+            "--preset sets the method: give either --preset or --method.",
+        ),
+        (
+            ["quantize", "MODEL", "out", "--preset", "fast", "--correction", "0.5"],
+            "--correction: expected the default 1.0, found 0.5. Set a target",
+        ),
+        (
+            ["quantize", "MODEL", "out", "--preset", "balanced", "--group-size", "64"],
+            "--group-size does not apply to --method latq",
+        ),
         (["quantize", "MODEL", "out", "--method", "gptq", "--calibration", "no.txt"], "no.txt"),
         (
             ["quantize", "MODEL", "out", "--method", "gptq", "--calibration", "c5"],

@@ -1,5 +1,6 @@
 """The whole way from a model to a checkpoint: every method, and every kind of bad input."""
 
+import hashlib
 import json
 import shutil
 import warnings
@@ -71,9 +72,10 @@ def test_checkpoint_is_valid_and_complete(method: str, checkpoints: dict[str, Pa
 
 
 @pytest.mark.parametrize("method", RECIPES)
-def test_report_states_errors_and_bounds(method: str, checkpoints: dict[str, Path]) -> None:
+def test_report_states_errors_and_bounds(method: str, checkpoints: dict[str, Path], calibration_text: Path) -> None:
     report = CheckpointReader(checkpoints[method]).report()
-    assert report["calibration"] == {"samples": 16, "seq_len": 128}
+    digest = hashlib.sha256(calibration_text.read_bytes()).hexdigest()
+    assert report["calibration"] == {"name": "calibration.txt", "sha256": digest, "samples": 16, "seq_len": 128}
     for layer in report["layers"]:
         assert layer["error"] > 0
         assert 0 < layer["relative_error"] < 1
@@ -94,7 +96,7 @@ def test_first_layers_error_is_that_of_its_activations(
 
     from vllm_latq.quantize.calibration.windows import load_samples
 
-    samples = load_samples(AutoTokenizer.from_pretrained(mini_model), str(calibration_text), 16, 128)
+    samples = load_samples(AutoTokenizer.from_pretrained(mini_model), str(calibration_text), 16, 128).tokens
     model = AutoModelForCausalLM.from_pretrained(mini_model, dtype=torch.float32)
     seen: list[torch.Tensor] = []
     linear = model.model.layers[0].self_attn.q_proj
@@ -193,10 +195,11 @@ def test_group_size_that_does_not_divide(mini_model: Path, tmp_path: Path) -> No
     assert list(tmp_path.iterdir()) == []
 
 
-def test_method_with_a_hessian_needs_calibration(mini_model: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="expected calibration data for method gptq"):
-        quantize_checkpoint(Recipe("gptq", 4), mini_model, tmp_path / "out")
-    assert list(tmp_path.iterdir()) == []
+def test_method_with_a_hessian_calibrates_on_the_bundled_text(two_blocks: Path, tmp_path: Path) -> None:
+    """The certificate finds it by its name in the report."""
+    report = quantize_checkpoint(Recipe("gptq", 4, num_samples=2, seq_len=64), two_blocks, tmp_path / "out")
+    assert report["calibration"]["name"] == "bundled"
+    assert list(verify_certificate(tmp_path / "out", two_blocks)) == []
 
 
 def test_methods_without_a_hessian_do_not(mini_model: Path, tmp_path: Path) -> None:

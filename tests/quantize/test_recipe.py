@@ -8,7 +8,7 @@ import pytest
 
 from vllm_latq.errors import ConfigError
 from vllm_latq.format.scheme import LayerScheme
-from vllm_latq.quantize.recipe import METHODS, Recipe
+from vllm_latq.quantize.recipe import METHODS, PRESETS, Recipe
 
 GOOD = {
     "rtn": {"bits": 3, "group_size": 64, "scales": "absmax"},
@@ -46,6 +46,31 @@ def test_round_trip_through_json(method):
     assert {"method", "bits", "num_samples", "seq_len", "seed", "ignore"} <= set(values)
     assert Recipe.from_dict(values) == recipe
     assert hash(Recipe.from_dict(values)) == hash(recipe)
+
+
+def test_presets_and_what_stays_free():
+    assert [Recipe.of(name, {}).method for name in PRESETS] == ["gptq", "latq", "latq"]
+    assert Recipe.of(None, {}) == Recipe.of("balanced", {}) == Recipe("latq", bits=4)
+    assert Recipe.of("best", {"bits": 3}) == Recipe("latq", bits=3, target="residual", correction=0.5)
+    assert Recipe.of("best", {"correction": 1.0}).correction == 1.0
+    assert Recipe.of(None, {"method": "rtn", "group_size": 128}).free == {"seq_len"}
+    assert Recipe.of("fast", {}).free == {"group_size", "seq_len"}
+    assert "free" not in Recipe.of("fast", {}).to_dict()
+    assert Recipe("gptq").free == set()
+
+
+@pytest.mark.parametrize(
+    ("preset", "options", "message"),
+    [
+        ("quick", {}, "recipe.preset: expected one of fast, balanced, best, found 'quick'"),
+        ("best", {"method": "latq"}, "recipe.method: expected none beside a preset"),
+        (None, {"wbits": 4}, "unknown wbits"),
+        (None, {"free": ()}, "unknown free"),
+    ],
+)
+def test_bad_presets(preset, options, message):
+    with pytest.raises(ConfigError, match=message):
+        Recipe.of(preset, options)
 
 
 def test_defaults():

@@ -13,11 +13,12 @@ from typing import Any
 from vllm_latq import console
 from vllm_latq.errors import UsageError
 from vllm_latq.format.scheme import SUPPORTED_BITS
-from vllm_latq.quantize.recipe import CHOICES, HEAD, METHODS, UNUSED, Recipe
+from vllm_latq.quantize.recipe import CHOICES, DEFAULT_METHOD, HEAD, METHODS, PRESETS, UNUSED, Recipe
 
-DEFAULT_METHOD = "latq"
 EXAMPLES = """examples:
+  latq quantize MODEL OUT
   latq quantize MODEL OUT --bits 3 --calibration wikitext2
+  latq quantize MODEL OUT --preset fast
   latq quantize MODEL OUT --method ssqr --bits 3 --outlier-rate 0.01 --calibration wikitext2
   latq quantize MODEL OUT --method hptq --bits 3.125 --calibration text.txt --num-samples 256 --seq-len 2048
   latq quantize MODEL OUT --method gptq --bits 4 --group-size 128 --calibration wikitext2 --dry-run"""
@@ -45,6 +46,13 @@ HELP = {
     "dtype": "compute dtype while quantizing; auto: float32 on a CPU, otherwise the model's own",
     "seed": "random seed for calibration windows, stochastic rounding and latq's sampled labels",
 }
+# Contents and costs of the presets. The seconds of latq's search are from docs/trellis-code.md.
+PRESET_HELP = (
+    "fast: gptq; one pass forward, the least time and memory. balanced (default): latq; also one pass backward, and a"
+    " search of 13 to 19 CPU seconds per million weights, which runs on all cores or on a GPU. best: latq, with targets"
+    " corrected for the errors of the layers before (--target residual --correction 0.5); two more passes forward, and"
+    " more Hessians in memory; not for mixtures of experts"
+)
 
 NEEDS = {
     "block": "weights of the largest block",
@@ -68,10 +76,13 @@ def add_command(commands: Any) -> None:
     command.set_defaults(run=run)
     command.add_argument("model", metavar="MODEL", help="model directory or hub name")
     command.add_argument("destination", metavar="OUT", help="directory to create")
+    command.add_argument("--preset", choices=tuple(PRESETS), help=PRESET_HELP)
     _add_recipe(command)
     command.add_argument(
         "--calibration",
-        help="text file; documents in .jsonl, .csv or .parquet; wikitext2; c4; hub dataset org/name[:config]; folder",
+        help="text file; documents in .jsonl, .csv or .parquet; wikitext2; c4; hub dataset org/name[:config]; folder."
+        " Default: bundled, 2.4 million characters of English prose, Python documentation and Python code (rtn, hrtn:"
+        " none). Give text of your own for other languages, other code, mathematics or chats",
     )
     command.add_argument("--device", help="torch device (default: cuda if available, otherwise cpu)")
     command.add_argument(
@@ -92,9 +103,7 @@ def add_command(commands: Any) -> None:
 def _add_recipe(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("recipe", argument_default=argparse.SUPPRESS)
     methods = sorted(METHODS, key=lambda method: method != DEFAULT_METHOD)
-    group.add_argument(
-        "--method", default=DEFAULT_METHOD, choices=methods, help=f"quantization method (default {DEFAULT_METHOD})"
-    )
+    group.add_argument("--method", choices=methods, help=f"quantization method (default {DEFAULT_METHOD})")
     defaults = {field.name: field.default for field in fields(Recipe)}
     for name, text in HELP.items():
         default = defaults[name]
@@ -131,18 +140,21 @@ def _recipe(options: argparse.Namespace) -> Recipe:
     """Return the recipe of the options that were given. Raise ConfigError, which names the option."""
     names = Recipe.__dataclass_fields__.keys()
     given = {name: value for name, value in vars(options).items() if name in names}
+    if options.preset and "method" in given:
+        raise UsageError("--preset sets the method: give either --preset or --method.")
+    method = PRESETS[options.preset]["method"] if options.preset else given.get("method", DEFAULT_METHOD)
     for name in given:
-        if name in UNUSED[options.method]:
-            problem = f"{_option(name)} does not apply to --method {options.method}"
+        if name in UNUSED[method]:
+            problem = f"{_option(name)} does not apply to --method {method}"
             raise UsageError(f"{problem}; leave it out ({_option(name)} is for {', '.join(_takers(name))}).")
-    return Recipe(**given | {"ignore": _ignored(options, given.get("ignore", []))})
+    return Recipe.of(options.preset, given | {"ignore": _ignored(options, method, given.get("ignore", []))})
 
 
-def _ignored(options: argparse.Namespace, named: list[str]) -> list[str]:
+def _ignored(options: argparse.Namespace, method: str, named: list[str]) -> list[str]:
     """Return the names to leave unquantized: those of --ignore, and the head as the method or an option says."""
     if hasattr(options, "lm_head") and HEAD in named:
         raise UsageError(f"--lm-head contradicts --ignore {HEAD}: give only one of them.")
-    keeps = hasattr(options, "keep_lm_head") or HEAD in Recipe(options.method).ignored
+    keeps = hasattr(options, "keep_lm_head") or HEAD in Recipe(method).ignored
     if hasattr(options, "lm_head") or not keeps:
         return named
     return [*(name for name in named if name != HEAD), HEAD]

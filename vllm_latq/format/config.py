@@ -16,8 +16,8 @@ FORMAT_VERSION = 2
 
 # Keys of config.json that make transformers load other files than those of the index.
 REDIRECTING_KEYS = ("transformers_weights",)
-# The one value of such a key that a checkpoint may have. Without the quantizer of this package, transformers warns of an
-# unknown quantization and makes random weights. With this value it raises ValueError instead, and prints the value.
+# The one value of such a key that a checkpoint may have. Without the quantizer of this package, transformers only warns
+# of an unknown quantization and makes random weights. With this value it raises ValueError, and prints the value.
 NEEDS_IMPORT = "none. The model is quantized by vllm-latq: run `import vllm_latq` before transformers loads it"
 _CONFIG_KEYS = ("quant_method", "format_version", *SCHEME_KEYS, "ignore", "overrides", "fingerprint", "recipe")
 

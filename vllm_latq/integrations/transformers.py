@@ -4,8 +4,8 @@
 
 Integer weights get the layout `checkpoint`. Trellis weights are decoded once, at load, into the layout `dense`.
 
-Without this quantizer transformers would make random weights and only warn. A key of config.json makes it raise an error
-that names the import; `update_attn_implementation` removes the key from the configuration in memory.
+Without this quantizer transformers would make random weights and only warn. A key of config.json makes it raise an
+error that names the import; `update_attn_implementation` removes the key from the configuration in memory.
 
 Invariant: a model that `from_pretrained` returns holds validated weights, and none that transformers made up; training
 and saving through transformers are refused.

@@ -1,8 +1,10 @@
 """Calibration windows: exact, reproducible, and a clear error for every unusable source."""
 
+import hashlib
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from vllm_latq.errors import CalibrationError
 from vllm_latq.quantize.calibration import text, windows
 from vllm_latq.quantize.calibration.text import evaluation_text as read_text
-from vllm_latq.quantize.calibration.windows import load_samples, tokenize
+from vllm_latq.quantize.calibration.windows import tokenize
+
+
+def load_samples(*arguments: Any, **options: Any) -> torch.Tensor:
+    return windows.load_samples(*arguments, **options).tokens
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +93,9 @@ def test_missing_source(
     tokenizer: PreTrainedTokenizerBase, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(CalibrationError, match="expected an existing text file, wikitext2, c4, or a hub dataset"):
+    with pytest.raises(
+        CalibrationError, match="expected an existing text file, bundled, wikitext2, c4, or a hub dataset"
+    ):
         load_samples(tokenizer, source, 1, 8)
 
 
@@ -97,6 +105,28 @@ def test_sizes_below_one(
 ) -> None:
     with pytest.raises(CalibrationError, match=f"{name}.*expected at least 1"):
         load_samples(tokenizer, str(evaluation_text), num_samples, seq_len)
+
+
+def test_bundled_text(tokenizer: PreTrainedTokenizerBase, evaluation_text: Path) -> None:
+    """It makes the 256 windows of 2048 tokens that are asked for by default, of no text that models are judged by."""
+    samples = windows.load_samples(tokenizer, "bundled", 256, 2048)
+    read, whole = text.calibration_text("bundled", 1)
+    assert whole
+    described = samples.to_dict()
+    assert described == {"name": "bundled", "sha256": described["sha256"], "samples": 256, "seq_len": 2048}
+    assert f"`{described['sha256']}`" in Path(text.__file__).with_name("bundled.md").read_text()
+    assert hashlib.sha256(read.encode()).hexdigest() == described["sha256"]
+    shared = {line.strip() for line in read.splitlines()} & {
+        line.strip() for line in evaluation_text.read_text().splitlines()
+    }
+    assert not [line for line in shared if len(line) > 60]
+    with pytest.raises(CalibrationError, match="found the bundled text for calibration"):
+        read_text("bundled")
+
+
+def test_name_and_digest_of_a_file(tokenizer: PreTrainedTokenizerBase, evaluation_text: Path) -> None:
+    found = windows.load_samples(tokenizer, str(evaluation_text), 1, 8)
+    assert (found.name, found.sha256) == ("evaluation.txt", hashlib.sha256(evaluation_text.read_bytes()).hexdigest())
 
 
 def test_byte_order_mark_is_no_text(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:

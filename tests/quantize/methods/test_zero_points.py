@@ -28,7 +28,7 @@ COST = 3 / GROUP
 def layers(mini_model: Path, calibration_text: Path) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Weight and Hessian of four linears of the bundled model's second block."""
     decoder = Decoder(mini_model, "cpu")
-    samples = calibration_samples(decoder, Recipe("gptq", num_samples=32, seq_len=128), str(calibration_text))
+    samples = calibration_samples(decoder, Recipe("gptq", num_samples=32, seq_len=128), str(calibration_text)).tokens
     hessians = {name: found.matrix for found in model_hessians(decoder, samples) for name in found.shared.names}
 
     def chosen() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

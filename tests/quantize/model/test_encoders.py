@@ -92,7 +92,7 @@ def test_heads_stay_as_they_are(auto: Any, make_dense_twin: Any, calibration_tex
 def test_each_window_is_a_text(calibration_text: Path, tmp_path: Path) -> None:
     random_encoder(tmp_path, "bert", calibration_text)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    samples = load_samples(tokenizer, str(calibration_text), 8, 33, special_tokens=True)
+    samples = load_samples(tokenizer, str(calibration_text), 8, 33, special_tokens=True).tokens
     assert samples.shape == (8, 33)
     assert samples.dtype == torch.int64
     assert (samples[:, 0] == tokenizer.cls_token_id).all()
@@ -112,7 +112,7 @@ def test_positions_behind_padding_are_counted(calibration_text: Path, tmp_path: 
         random_encoder(tmp_path / model_type, model_type, calibration_text)
         decoder = Decoder(tmp_path / model_type, "cpu")
         fitting, longer = (Recipe("rtn", num_samples=1, seq_len=positions + more) for more in (0, 1))
-        samples = calibration_samples(decoder, fitting, str(calibration_text))
+        samples = calibration_samples(decoder, fitting, str(calibration_text)).tokens
         assert samples is not None
         decoder.embed(samples, 1)
         with pytest.raises(ConfigError, match=f"at most {positions}, the positions of the model"):

@@ -34,7 +34,7 @@ def checkpoint(two_blocks: Path, whole_calibration_text: Path, tmp_path_factory:
 def test_the_model_meets_its_bits_and_layers_differ(checkpoint: Path) -> None:
     assert list(verify(checkpoint)) == []
     report = CheckpointReader(checkpoint).report()
-    # Half a bit per step of one unit is 0.0026 bits per weight of this small model, and each input leaves less than that.
+    # Half a bit per step of one unit is 0.0026 bits per weight of this small model; each input leaves less than that.
     assert TARGET - 4 * 0.0026 < report["totals"]["bits_per_weight"] <= TARGET
     assert report["totals"]["served_bits_per_weight"] == report["totals"]["bits_per_weight"]
     bits = [layer["bits"] for layer in report["layers"]]

@@ -1,0 +1,53 @@
+"""The function `vllm_latq.quantize`: the command `latq quantize`, for Python."""
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from vllm_latq import console
+from vllm_latq.quantize.recipe import Recipe
+
+
+def quantize(
+    model: str | Path,
+    output: str | Path,
+    *,
+    preset: str | None = None,
+    calibration: str | None = None,
+    device: str | None = None,
+    resume: bool = False,
+    on_event: Callable[[Mapping[str, Any]], None] | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Quantize a model into a checkpoint, and show the progress.
+
+        vllm_latq.quantize("Qwen/Qwen3-8B", "out", bits=3)
+
+    Args:
+        model: directory or hub name of the model.
+        output: directory to create. It appears complete or not at all.
+        preset: "fast", "balanced" (the default) or "best", see `vllm_latq.quantize.recipe.PRESETS`.
+        calibration: text file, dataset name or dataset folder; None takes the bundled text, if the method needs any.
+        device: torch device; None takes CUDA where there is one.
+        resume: continue an interrupted run.
+        on_event: called with each event, a plain dict, in place of the progress display.
+        options: fields of `vllm_latq.quantize.recipe.Recipe`, such as `method`, `bits`, `ignore`. If `group_size` or
+            `seq_len` is left out and its default does not suit the model, a value that does is chosen, with a warning.
+
+    Returns:
+        The report, as stored in the checkpoint.
+
+    Raises:
+        LatqError: anything wrong with options, model, calibration text or output.
+    """
+    from vllm_latq.quantize.model.loading import model_directory
+    from vllm_latq.quantize.pipeline import quantize_checkpoint
+
+    recipe = Recipe.of(preset, options)
+    source = model_directory(model)
+    shown = console.ProgressDisplay() if on_event is None else nullcontext(on_event)
+    with shown as listener:
+        return quantize_checkpoint(
+            recipe, source, output, calibration=calibration, device=device, resume=resume, on_event=listener
+        )
