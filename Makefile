@@ -84,7 +84,7 @@ fuzz: venv
 
 # The API reference, from the docstrings: build/api/index.html.
 api: venv
-	$(BIN)/pdoc --output-directory build/api vllm_latq vllm_latq.quantize vllm_latq.kernels
+	$(BIN)/pdoc --output-directory build/api vllm_latq vllm_latq.kernels
 
 # Hundreds of requests, aborted ones and reloaded weights on one server.
 soak: venv

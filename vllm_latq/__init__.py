@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any
 from wrapt import when_imported
 
 if TYPE_CHECKING:
-    from vllm_latq.api import quantize
-    from vllm_latq.quantize.evaluation.evaluate import evaluate
+    from vllm_latq.api import quantize as quantize
+    from vllm_latq.quantize.evaluation.evaluate import evaluate as evaluate
 
-__all__ = ["evaluate", "quantize"]
 __version__ = "0.1.0"
 
 
