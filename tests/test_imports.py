@@ -15,7 +15,7 @@ from helpers.modules import MODULES, OURS, ROOT
 KERNELS = ("errors", "layout", "configs", "device", "decode", "experts", "entropy", "bench", "dev")
 QUANTIZE = (
     "machine", "lattice", "recipe", "model", "calibration", "methods", "allocation", "evaluation", "runs",
-    "certificate", "plan", "pipeline", "studies",
+    "certificate", "plan", "gpus", "kv_cache", "fit", "pipeline", "studies",
 )  # fmt: skip
 RUNTIME = ("__init__", "plugin", "errors", "memory", "console", "coding", "format", "models", "serving", "integrations")
 ORDER = (

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_latq import console
+from vllm_latq.errors import ConfigError
 from vllm_latq.quantize.recipe import Recipe
 
 
@@ -15,6 +16,7 @@ def quantize(
     *,
     preset: str | None = None,
     calibration: str | None = None,
+    fit: str | None = None,
     device: str | None = None,
     resume: bool = False,
     on_event: Callable[[Mapping[str, Any]], None] | None = None,
@@ -29,6 +31,7 @@ def quantize(
         output: directory to create. It appears complete or not at all.
         preset: "fast", "balanced" (the default) or "best", see `vllm_latq.quantize.recipe.PRESETS`.
         calibration: text file, dataset name or dataset folder; None takes the bundled text, if the method needs any.
+        fit: memory of the GPU that is to serve the model, such as "24GiB", which decides the bits, in place of `bits`.
         device: torch device; None takes CUDA where there is one.
         resume: continue an interrupted run.
         on_event: called with each event, a plain dict, in place of the progress display.
@@ -41,10 +44,15 @@ def quantize(
     Raises:
         LatqError: anything wrong with options, model, calibration text or output.
     """
+    from vllm_latq.quantize.fit import fitted
     from vllm_latq.quantize.model.loading import model_directory
     from vllm_latq.quantize.pipeline import quantize_checkpoint
 
     recipe = Recipe.of(preset, options)
+    if fit is not None:
+        if "bits" in options:
+            raise ConfigError("fit", "no bits beside it", repr(options["bits"]), "Leave out one of them.")
+        recipe = fitted(recipe, model, fit, None, None)
     source = model_directory(model)
     shown = console.ProgressDisplay() if on_event is None else nullcontext(on_event)
     with shown as listener:

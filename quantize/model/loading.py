@@ -89,6 +89,23 @@ def model_directory(name: str | Path) -> Path:
         ) from error
 
 
+def config_directory(name: str | Path) -> Path:
+    """Return a local directory with the config.json of a model: the one named, or a download of that file alone.
+
+    Raises:
+        CheckpointError: neither a directory nor a hub name that can be reached.
+    """
+    if Path(name).is_dir() or Path(name).exists() or not HUB_NAME.fullmatch(str(name)):
+        return model_directory(name)
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(str(name), "config.json")).parent
+    except (OSError, ValueError) as error:
+        expected, hint = "a model directory or a hub name that can be reached", "Check the name and the connection."
+        raise CheckpointError(f"model {name}", expected, summary(error), hint) from error
+
+
 def load_tokenizer(directory: str | Path) -> "PreTrainedTokenizerBase":
     """The tokenizer of a model directory.
 

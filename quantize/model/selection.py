@@ -151,6 +151,11 @@ def quantized_linears(decoder: Decoder, recipe: Recipe) -> dict[str, nn.Linear]:
     return chosen
 
 
+def dividing_group(channels: Collection[int]) -> int:
+    """Return the largest of GROUP_SIZES that divides all numbers of input channels, or the whole row."""
+    return next((size for size in GROUP_SIZES if not any(count % size for count in channels)), WHOLE_ROW)
+
+
 def suited(recipe: Recipe, decoder: Decoder) -> Recipe:
     """Return a recipe with its `free` fields changed where the model needs that.
 
@@ -165,8 +170,7 @@ def suited(recipe: Recipe, decoder: Decoder) -> Recipe:
         return recipe
     rows = replace(recipe, group_size=WHOLE_ROW)
     channels = sorted({linear.in_features for linear in quantized_linears(decoder, rows).values()})
-    size = next((size for size in GROUP_SIZES if not any(count % size for count in channels)), WHOLE_ROW)
-    if size == recipe.group_size:
+    if (size := dividing_group(channels)) == recipe.group_size:
         return recipe
     odd = next(count for count in channels if count % recipe.group_size)
     groups = "one scale for each row" if size == WHOLE_ROW else f"groups of {size}"

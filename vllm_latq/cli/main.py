@@ -1,4 +1,4 @@
-"""The `latq` command: quantize, verify, inspect, report, eval.
+"""The `latq` command: plan, quantize, verify, inspect, report, eval.
 
 Exit status: 0 success, 1 an error that was reported, 2 wrong usage, 130 interrupted.
 """
@@ -14,6 +14,7 @@ from typing import Any
 
 import vllm_latq
 from vllm_latq import console
+from vllm_latq.cli import plan as cli_plan
 from vllm_latq.cli import quantize as cli_quantize
 from vllm_latq.errors import CalibrationError, ConfigError, LatqError, RankError, UsageError
 
@@ -66,6 +67,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="latq", description="Lattice quantization with an error guarantee.")
     parser.add_argument("--version", action="version", version=f"vllm-latq {vllm_latq.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    cli_plan.add_command(commands)
     cli_quantize.add_command(commands)
     _add_verify(commands)
     _add_inspect(commands)

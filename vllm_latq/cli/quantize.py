@@ -5,13 +5,15 @@ Invariant: choices and defaults come from `Recipe`. An option that the user leav
 
 import argparse
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
 from vllm_latq import console
-from vllm_latq.errors import UsageError
+from vllm_latq.cli.plan import add_load
+from vllm_latq.errors import ConfigError, UsageError
 from vllm_latq.format.scheme import SUPPORTED_BITS
 from vllm_latq.quantize.recipe import CHOICES, DEFAULT_METHOD, HEAD, METHODS, PRESETS, UNUSED, Recipe
 
@@ -79,6 +81,10 @@ def add_command(commands: Any) -> None:
     command.add_argument("--preset", choices=tuple(PRESETS), help=PRESET_HELP)
     _add_recipe(command)
     command.add_argument(
+        "--fit", help="memory of the GPU that is to serve the model, such as 24GiB: choose the bits as `latq plan` does"
+    )
+    add_load(command)
+    command.add_argument(
         "--calibration",
         help="text file; documents in .jsonl, .csv or .parquet; wikitext2; c4; hub dataset org/name[:config]; folder."
         " Default: bundled, 2.4 million characters of English prose, Python documentation and Python code (rtn, hrtn:"
@@ -140,6 +146,8 @@ def _recipe(options: argparse.Namespace) -> Recipe:
     """Return the recipe of the options that were given. Raise ConfigError, which names the option."""
     names = Recipe.__dataclass_fields__.keys()
     given = {name: value for name, value in vars(options).items() if name in names}
+    if options.fit is None and (options.context, options.concurrency) != (None, None):
+        raise UsageError("--context and --concurrency require --fit.")
     if options.preset and "method" in given:
         raise UsageError("--preset sets the method: give either --preset or --method.")
     method = PRESETS[options.preset]["method"] if options.preset else given.get("method", DEFAULT_METHOD)
@@ -148,6 +156,20 @@ def _recipe(options: argparse.Namespace) -> Recipe:
             problem = f"{_option(name)} does not apply to --method {method}"
             raise UsageError(f"{problem}; leave it out ({_option(name)} is for {', '.join(_takers(name))}).")
     return Recipe.of(options.preset, given | {"ignore": _ignored(options, method, given.get("ignore", []))})
+
+
+def _fitted(recipe: Recipe, options: argparse.Namespace) -> Recipe:
+    """Return a recipe with the bits that fit a GPU, and print the bits."""
+    from vllm_latq.quantize.fit import fitted
+
+    if hasattr(options, "bits"):
+        raise UsageError("--fit chooses the bits: leave out --bits.")
+    try:
+        recipe = fitted(recipe, options.model, options.fit, options.context, options.concurrency)
+    except ConfigError as error:
+        raise ConfigError(error.where.replace("memory", "fit"), error.expected, error.found, error.hint) from None
+    print(f"latq: {recipe.bits:g} bits fit {options.fit}", file=sys.stderr)
+    return recipe
 
 
 def _ignored(options: argparse.Namespace, method: str, named: list[str]) -> list[str]:
@@ -176,6 +198,8 @@ def run(options: argparse.Namespace) -> int:
     from vllm_latq.quantize.pipeline import quantize_checkpoint
 
     recipe = _recipe(options)
+    if options.fit is not None:
+        recipe = _fitted(recipe, options)
     source = model_directory(options.model)
     if options.dry_run:
         return _dry_run(recipe, source, options)
