@@ -29,7 +29,7 @@ from torch import nn
 
 from vllm_latq.errors import ConfigError, UnsupportedModelError
 from vllm_latq.format.scheme import SUPPORTED_BITS
-from vllm_latq.models.experts import FUSED, fused_experts, matrices_shape
+from vllm_latq.models.experts import FUSED, check_fused, fused_experts, matrices_shape
 from vllm_latq.quantize.gpus import GPUS
 from vllm_latq.quantize.kv_cache import LayerCache, layer_caches
 from vllm_latq.quantize.model.anatomy import Anatomy, is_linear
@@ -127,9 +127,10 @@ def model_shapes(name: str | Path, recipe: Recipe) -> Shapes:
         counted[Matrix(head.out_features, head.in_features, 1.0)] += 1
         gone |= set() if tied else {f"{anatomy.head}.weight"}
     left = {parameter: tensor.numel() for parameter, tensor in model.named_parameters() if parameter not in gone}
-    unread = sum(size for parameter, size in left.items() if anatomy.in_tower(parameter))
-    if not (tied and HEAD in recipe.ignored):
-        unread += left[f"{anatomy.embedding}.weight"]
+    tables = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+    if tied and HEAD in recipe.ignored:
+        tables.discard(f"{anatomy.embedding}.weight")
+    unread = sum(size for parameter, size in left.items() if anatomy.in_tower(parameter) or parameter in tables)
     return Shapes(
         counted,
         DENSE_BYTES * sum(left.values()),
@@ -146,6 +147,8 @@ def _block_matrices(model: Any, anatomy: Anatomy, text: Any) -> Iterator[tuple[s
     """Yield parameter, matrix of every weight in the blocks that is quantized; of fused experts, of each of them."""
     prefix = f"{anatomy.blocks}."
     fused = {name: parts for name, parts in fused_experts(model).items() if name.startswith(prefix)}
+    for name in fused:
+        check_fused(model.get_submodule(name), name)
     lists = {
         name for name, module in model.named_modules() if name.endswith(".experts") and len(list(module.children()))
     }

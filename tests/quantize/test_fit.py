@@ -55,6 +55,12 @@ def test_other_families(model_type: str, changes: dict[str, object], random_mode
     assert shares == ({1.0} if model_type == "llama" else {1.0, 0.25})
 
 
+def test_experts_that_cannot_be_quantized_are_refused(random_model: RandomModels) -> None:
+    model, _ = random_model("gpt_oss", "fit-gpt-oss", num_local_experts=4)
+    with pytest.raises(UnsupportedModelError, match="experts without bias"):
+        fit.model_shapes(model, RECIPES["latq"])
+
+
 def test_bits_use_the_memory_to_the_end(configuration: Path) -> None:
     recipe = Recipe.of(None, {})
     shapes = fit.model_shapes(configuration, recipe)

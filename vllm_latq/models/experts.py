@@ -125,8 +125,21 @@ def split_experts(fused: Any, name: str) -> Experts:
         name: of the module, for errors.
 
     Raises:
-        UnsupportedModelError: the module has biases, or interleaved weights, or (unless it is Llama 4's) transposed
-            weights.
+        UnsupportedModelError: see `check_fused`.
+    """
+    check_fused(fused, name)
+    gated = getattr(fused, "has_gate", True)
+    if is_llama4(fused):
+        return InputScaledExperts(fused, partial(_gate, fused.act_fn))
+    return Experts(fused, fused._apply_gate if gated else fused.act_fn.__call__)
+
+
+def check_fused(fused: Any, name: str) -> None:
+    """Raise UnsupportedModelError if a fused module has biases, or interleaved or (but Llama 4's) transposed weights.
+
+    Args:
+        fused: see `Experts`.
+        name: of the module, for errors.
     """
     gated = getattr(fused, "has_gate", True)
     expected = {"has_bias": False, "is_transposed": False, "is_concatenated": True}
@@ -138,9 +151,6 @@ def split_experts(fused: Any, name: str) -> Experts:
     }:
         found = f"{type(fused).__name__} with {layout} and parameters {', '.join(sorted(parameters))}"
         raise UnsupportedModelError(name, "experts without bias, gate and up one after the other", found)
-    if is_llama4(fused):
-        return InputScaledExperts(fused, partial(_gate, fused.act_fn))
-    return Experts(fused, fused._apply_gate if gated else fused.act_fn.__call__)
 
 
 def matrices_shape(fused: Any, leaf: str) -> tuple[int, int, int]:
