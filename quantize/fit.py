@@ -65,7 +65,7 @@ class Matrix(NamedTuple):
 
 @dataclass(frozen=True)
 class Shapes:
-    """What serving a model takes, apart from the bits of its weights.
+    """The needs of serving a model, apart from the bits of its weights.
 
     Attributes:
         matrices: quantized weight -> how often the model has it.
@@ -181,7 +181,7 @@ def _share(text: Any, experts: int) -> float:
 
 
 class Load(NamedTuple):
-    """What a GPU serves.
+    """The work of a GPU: sequences at a time, and their length.
 
     Attributes:
         memory: bytes of the GPU.

@@ -1,4 +1,4 @@
-"""What fits a GPU, from shapes alone: the same shapes as a run finds, and bits that use the memory to the end."""
+"""Bits that fit a GPU, from shapes alone: the same shapes as a run finds, and bits that use the memory to the end."""
 
 import json
 import shutil

@@ -168,8 +168,14 @@ def _fitted(recipe: Recipe, options: argparse.Namespace) -> Recipe:
         recipe = fitted(recipe, options.model, options.fit, options.context, options.concurrency)
     except ConfigError as error:
         raise ConfigError(error.where.replace("memory", "fit"), error.expected, error.found, error.hint) from None
-    print(f"latq: {recipe.bits:g} bits fit {options.fit}", file=sys.stderr)
+    _say(f"{recipe.bits:g} bits fit {options.fit}")
     return recipe
+
+
+def _say(line: str) -> None:
+    """Print what was chosen, in the first process of torchrun alone."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"latq: {line}", file=sys.stderr)
 
 
 def _ignored(options: argparse.Namespace, method: str, named: list[str]) -> list[str]:
@@ -203,6 +209,8 @@ def run(options: argparse.Namespace) -> int:
     source = model_directory(options.model)
     if options.dry_run:
         return _dry_run(recipe, source, options)
+    if options.calibration is None and recipe.needs_calibration:
+        _say("calibrating on the bundled text, English prose and Python; --calibration takes your own")
     config = Path(options.destination) / "config.json"  # appears when the checkpoint is complete
     existed = os.path.exists(config)  # False for a name that is too long, which the run refuses
     try:
