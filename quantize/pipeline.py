@@ -4,6 +4,8 @@ Invariant: the checkpoint appears complete or not at all, and work that was done
 """
 
 import hashlib
+import os
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,9 @@ from typing import Any
 import torch
 
 import vllm_latq
+from vllm_latq.console import size
+from vllm_latq.errors import CheckpointError
+from vllm_latq.events import Listener, ignore_event
 from vllm_latq.format.config import CheckpointConfig
 from vllm_latq.format.files import read_json
 from vllm_latq.format.reader import REPORT_FILE
@@ -25,12 +30,13 @@ from vllm_latq.quantize.model.selection import (
     quantized_linears,
     suited,
 )
+from vllm_latq.quantize.plan import disk_bytes
 from vllm_latq.quantize.recipe import Recipe
 from vllm_latq.quantize.runs.card import model_card
 from vllm_latq.quantize.runs.layerwise import LayerwiseQuantizer
-from vllm_latq.quantize.runs.run import Listener, Run, Session
-from vllm_latq.quantize.runs.whole_model import plan_whole_model
-from vllm_latq.quantize.runs.writer import CheckpointWriter, free_destination
+from vllm_latq.quantize.runs.run import Run, Session
+from vllm_latq.quantize.runs.whole_model import expected_stages, plan_whole_model
+from vllm_latq.quantize.runs.writer import CheckpointWriter, free_destination, partial_of
 
 
 def quantize_checkpoint(
@@ -56,9 +62,7 @@ def quantize_checkpoint(
         device: torch device; None takes CUDA where there is one.
         resume: continue `destination.partial` of an interrupted run.
         offload: where activations wait, "cpu" or "disk" (a mapped file in `destination.partial`).
-        on_event: called with plain dicts: one "start", one "layer" per linear, one "block" per block, one "done";
-            where the whole model is looked at, a "stage" before and after each part of it, and one "plan". "stage"
-            and "block" hold `seconds_left` of their stage: None before its first part is measured.
+        on_event: called with the events that `vllm_latq.events` lists.
 
     Returns:
         The report, as stored in the checkpoint.
@@ -67,7 +71,7 @@ def quantize_checkpoint(
         LatqError: anything wrong with recipe, model, calibration data or destination.
     """
     world, started = World.join(torch_device(device)), time.perf_counter()
-    emit = on_event if on_event and world.first else (lambda event: None)
+    emit = on_event if on_event and world.first else ignore_event
     try:
         decoder = Decoder(source, world.device, compute_dtype(recipe.dtype))
         recipe = suited(recipe, decoder)
@@ -80,6 +84,8 @@ def quantize_checkpoint(
         if samples is not None:
             world.split(samples.tokens)  # where they are too few, before anything is written
         identity = _identity(recipe, decoder, calibration, samples)
+        needed = world.from_first(lambda: disk_bytes(decoder, recipe, quantized, samples is not None, offload))
+        world.from_first(lambda: _require_room(Path(destination), needed))
         # The other ranks get a copy, which they do not write with.
         writer = world.from_first(lambda: CheckpointWriter(Path(destination), len(decoder) + 1, identity, resume))
         try:
@@ -104,26 +110,57 @@ def _identity(recipe: Recipe, decoder: Decoder, calibration: str | None, samples
     }
 
 
+def _require_room(destination: Path, needed: int) -> None:
+    """Raise CheckpointError if the disk of the destination has no room for a run; an interrupted run's files count."""
+    partial = partial_of(Path(os.path.realpath(destination)))
+    written = sum(path.stat().st_size for path in partial.rglob("*") if path.is_file())
+    place = next(folder for folder in (partial, *partial.parents) if folder.is_dir())
+    free = shutil.disk_usage(place).free
+    if needed - written > free:
+        expected, found = f"{size(needed - written)} of free disk space, which this run writes", f"{size(free)} free"
+        raise CheckpointError(str(destination), expected, found, "Make room, or choose a directory on another disk.")
+
+
 def _run(session: Session, samples: Samples | None, offload: str, started: float) -> dict[str, Any]:
     """Quantize every part of the model, and turn `destination.partial` into the checkpoint; return the report."""
     recipe, decoder, writer, emit = session.recipe, session.decoder, session.writer, session.emit
-    world, destination = session.world, str(writer.destination)
+    world = session.world
     if writer.complete:
         world.from_first(lambda: writer.seal(decoder.source))
         report = read_json(writer.destination / REPORT_FILE)
-        emit({"event": "done", "destination": destination, **report["totals"]})
+        emit(_done(session, report))
         return report
     calibration = None if samples is None else samples.to_dict()
-    emit({"event": "start", "blocks": len(decoder), "linears": len(session.quantized), "samples": calibration})
     tokens = None if samples is None else samples.tokens
+    start = {"blocks": len(decoder), "linears": len(session.quantized), "samples": calibration}
+    emit({"event": "start", **start, "device": str(world.device), "stages": expected_stages(session, tokens)})
     run = _planned(session, tokens, placer(offload, writer.partial))
     run.parts()
     report = run.report(calibration, time.perf_counter() - started)
     config = CheckpointConfig(recipe.scheme, ignored_modules(decoder, recipe), recipe=recipe.to_dict())
     card, untied = model_card(decoder.source, recipe, report), decoder.unties(session.quantized)
     world.from_first(lambda: writer.finish(decoder.source, config, report, card, untied))
-    emit({"event": "done", "destination": destination, **report["totals"]})
+    emit(_done(session, report))
     return report
+
+
+def _done(session: Session, report: dict[str, Any]) -> dict[str, Any]:
+    """Return the last event of a run."""
+    destination = session.writer.destination
+    return {
+        "event": "done",
+        "destination": str(destination),
+        "model": str(session.decoder.source),
+        "seconds": report["seconds"],
+        "checkpoint_bytes": _weight_bytes(destination),
+        "model_bytes": _weight_bytes(session.decoder.source),
+        "notes": sum(bool(layer["note"]) for layer in report["layers"]),
+        **report["totals"],
+    }
+
+
+def _weight_bytes(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.glob("*.safetensors"))
 
 
 def _planned(session: Session, samples: torch.Tensor | None, place: Place) -> Run:

@@ -100,6 +100,24 @@ def plan(
     }
 
 
+def disk_bytes(
+    decoder: Decoder, recipe: Recipe, quantized: Mapping[str, nn.Linear], reads_text: bool, offload: str
+) -> int:
+    """Return the bytes that a run writes to its destination: the checkpoint, statistics and offloaded activations.
+
+    Args:
+        decoder: the model.
+        recipe: what to do.
+        quantized: full name -> linear of everything that the recipe quantizes.
+        reads_text: whether there is a calibration text.
+        offload: where activations wait, "cpu" or "disk".
+    """
+    needs = _needs(decoder, recipe, quantized, reads_text)
+    waiting = needs["memory"]["activations"] if offload == "disk" else 0
+    bits = sum(planned_bits(recipe, linear.out_features, linear.in_features) for linear in quantized.values())
+    return round(bits / 8) + _untouched_bytes(decoder, quantized) + needs["disk"]["statistics"] + waiting
+
+
 def planned_bits(recipe: Recipe, rows: int, cols: int) -> float:
     """Return the stored bits of a linear [rows, cols].
 
@@ -157,5 +175,5 @@ def _untouched_bytes(decoder: Decoder, quantized: Mapping[str, nn.Linear]) -> in
     size = 0
     for part in model_parts(decoder, quantized):
         size += sum(decoder.store.get(name).nbytes for name in part.untouched_names())
-    decoder.store.close()
+        decoder.store.close()
     return size

@@ -1,7 +1,8 @@
 """Errors of vllm-latq. Each says where it happened, what was expected, what was found, and what to do."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 
 SHOWN_CHARACTERS = 2000
@@ -19,6 +20,12 @@ def printable(text: str) -> str:
     if len(text) > SHOWN_CHARACTERS:
         text = f"{text[: SHOWN_CHARACTERS // 2]} ... {text[-SHOWN_CHARACTERS // 2 :]}"
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return a question that offers the known name most like a mistyped one; empty if none is like it."""
+    found = get_close_matches(name, list(known), n=1, cutoff=0.7)
+    return f" Did you mean {found[0]}?" if found else ""
 
 
 class LatqError(ValueError):

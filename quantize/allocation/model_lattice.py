@@ -18,8 +18,9 @@ import torch
 from torch import nn
 
 from vllm_latq.errors import ConfigError, naming
+from vllm_latq.events import Progress, ignore_progress
 from vllm_latq.quantize.allocation.rates import Allocation
-from vllm_latq.quantize.calibration.fisher import Progress, Stages, collect_statistics, ignore_progress, ignore_stages
+from vllm_latq.quantize.calibration.fisher import Stages, collect_statistics, ignore_stages
 from vllm_latq.quantize.calibration.fisher_files import StatisticsFiles
 from vllm_latq.quantize.calibration.hessian import InputHessian
 from vllm_latq.quantize.lattice.factor import require_finite
@@ -42,7 +43,9 @@ from vllm_latq.quantize.model.selection import unreached
 from vllm_latq.quantize.recipe import Recipe
 
 # Damping depends on the price of a bit, and the price on the damped lattices: the second allocation settles both.
-_ALLOCATIONS = 2
+ALLOCATIONS = 2
+# Name of the stage.
+ALLOCATION = "allocation"
 
 # Names of the linears that read one input -> their weights, float32 [r, c], and their statistics.
 InputGroup = tuple[dict[str, torch.Tensor], dict[str, LayerStatistics]]
@@ -156,10 +159,10 @@ class ModelLattice:
     def allocation(self, progress: Progress = ignore_progress) -> Allocation:
         """Return the allocation of the model's bits; ConfigError if the lowest rates take more."""
         step = None
-        for round_ in range(_ALLOCATIONS):
+        for round_ in range(ALLOCATIONS):
 
             def advance(done: int, parts: int, before: int = round_) -> None:
-                progress(before * parts + done, _ALLOCATIONS * parts)
+                progress(before * parts + done, ALLOCATIONS * parts)
 
             priced = self.of_inputs(partial(self._priced, step=step), advance)
             if names := [name for one in priced for name in one.unreached]:

@@ -28,6 +28,7 @@ import torch
 from torch import nn
 
 from vllm_latq.errors import NumericalError
+from vllm_latq.events import Progress, ignore_progress
 from vllm_latq.quantize.calibration.experts import complete_experts, complete_gradients
 from vllm_latq.quantize.calibration.fisher_files import StatisticsFiles
 from vllm_latq.quantize.calibration.hessian import HessianCollector, reduce_hessians
@@ -44,13 +45,9 @@ LARGEST_BLOCK = 4096
 # each of a vocabulary of 150,000.
 TOKENS_PER_GRADIENT = 2048
 
-# Takes how many parts of a stage are done, of how many; and the progress of a stage, by its name.
-Progress = Callable[[int, int], None]
+# Gives the progress of a stage, by its name.
 Stages = Callable[[str], Progress]
-
-
-def ignore_progress(_done: int, _parts: int) -> None:
-    """Ignore progress."""
+STAGES = ("statistics, forward", "statistics, head", "statistics, backward")
 
 
 def ignore_stages(_stage: str) -> Progress:
@@ -89,7 +86,7 @@ def collect_statistics(
     batches = decoder.embed(samples[windows], max(1, TOKENS_PER_GRADIENT // samples.shape[1]), place)
     *blocks, head = model_parts(decoder, wanted)
     inputs = [[batch.hidden for batch in batches]]
-    forward, at_head, backward = map(stages, ("statistics, forward", "statistics, head", "statistics, backward"))
+    forward, at_head, backward = map(stages, STAGES)
     forward(0, len(blocks))
     for part in blocks:
         with part.weights() as block, torch.no_grad():

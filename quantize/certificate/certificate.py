@@ -21,6 +21,7 @@ from vllm_latq.errors import CheckpointError, ConfigError, LatqError
 from vllm_latq.format.files import read_json
 from vllm_latq.format.reader import REPORT_FILE, CheckpointReader
 from vllm_latq.format.report import NUMBERS, LayerReport, finite_number
+from vllm_latq.quantize.calibration.fisher import Stages, ignore_stages
 from vllm_latq.quantize.calibration.text import BUNDLED
 from vllm_latq.quantize.calibration.windows import Samples, calibration_samples
 from vllm_latq.quantize.certificate.recompute import layer_by_layer, whole_model
@@ -51,6 +52,7 @@ def verify_certificate(
     *,
     tolerance: float = TOLERANCE,
     device: str | None = None,
+    stages: Stages = ignore_stages,
 ) -> Iterator[LatqError]:
     """Every claim of the report that does not hold; run `checkpoint.verify` first, which checks the files.
 
@@ -60,6 +62,7 @@ def verify_certificate(
         calibration: the text it was calibrated on, as given to `quantize_checkpoint`; None for the bundled text.
         tolerance: relative, between a claimed and a recomputed number.
         device: torch device; None takes CUDA where there is one.
+        stages: gives the progress of each stage.
 
     Raises:
         LatqError: model, checkpoint or calibration data cannot be used at all.
@@ -75,7 +78,7 @@ def verify_certificate(
     if calibration is None:
         raise ConfigError("calibration", "the calibration text of the checkpoint", "none", "Errors are measured on it.")
     samples = calibration_samples(decoder, recipe, calibration)
-    certificate = _Certificate(reader, decoder, recipe, tolerance)
+    certificate = _Certificate(reader, decoder, recipe, tolerance, stages)
     certificate.require_same_linears()
     yield from certificate.foreign_parts()
     yield from certificate.calibration(samples)
@@ -88,6 +91,7 @@ class _Certificate:
     decoder: Decoder
     recipe: Recipe
     tolerance: float
+    stages: Stages
 
     def require_same_linears(self) -> None:
         """Raise unless the quantized linears are those that the recipe takes from the model, and stored as it says."""
@@ -147,8 +151,10 @@ class _Certificate:
     def layers(self, samples: torch.Tensor) -> Iterator[LatqError]:
         """The claims of each linear, in the order of the model, and their totals."""
         claims = {claim.name: claim for claim in self.reader.measured()}
-        everything = []
+        everything: list[dict[str, Any]] = []
+        progress, linears = self.stages("recomputing"), len(self.reader.shapes)
         for found in self._recomputed(samples):
+            progress(len(everything), linears)
             claim = claims.get(found.name)
             if claim is None:
                 yield CheckpointError(self._report, f"a record of {found.name}", "none", _HINT)
@@ -158,8 +164,9 @@ class _Certificate:
         yield from self._totals(totals(everything))
 
     def _recomputed(self, samples: torch.Tensor) -> Iterator[LayerReport]:
-        recompute = whole_model if self.recipe.method == "latq" else layer_by_layer
-        return recompute(self.reader, self.decoder, self.recipe, samples)
+        if self.recipe.method == "latq":
+            return whole_model(self.reader, self.decoder, self.recipe, samples, self.stages)
+        return layer_by_layer(self.reader, self.decoder, self.recipe, samples)
 
     def _compare(self, claim: LayerReport, found: LayerReport) -> Iterator[LatqError]:
         where = f"{self._report}: {claim.name}"

@@ -25,7 +25,8 @@ from vllm_latq.format.encodings.trellis import TrellisWeight
 from vllm_latq.format.encodings.weight import Weight
 from vllm_latq.format.reader import CheckpointReader
 from vllm_latq.format.report import LayerReport
-from vllm_latq.quantize.allocation.model_lattice import ModelLattice, after_prefix, full_weight
+from vllm_latq.quantize.allocation.model_lattice import ALLOCATION, ModelLattice, after_prefix, full_weight
+from vllm_latq.quantize.calibration.fisher import Stages, ignore_stages
 from vllm_latq.quantize.calibration.hessian import InputHessian
 from vllm_latq.quantize.calibration.stream import Stream, hessians_of, walk
 from vllm_latq.quantize.lattice import stochastic
@@ -144,7 +145,11 @@ def _past_an_end(weight: PackedWeight, rows: slice, residuals: torch.Tensor) -> 
 
 
 def whole_model(
-    reader: CheckpointReader, decoder: Decoder, recipe: Recipe, samples: torch.Tensor
+    reader: CheckpointReader,
+    decoder: Decoder,
+    recipe: Recipe,
+    samples: torch.Tensor,
+    stages: Stages = ignore_stages,
 ) -> Iterator[LayerReport]:
     """The records of every linear of a latq checkpoint, in the order of the model.
 
@@ -153,11 +158,12 @@ def whole_model(
     Args:
         reader, decoder, recipe: the checkpoint, the model it was made from, and how.
         samples: int64 [n, tokens].
+        stages: gives the progress of each stage.
     """
     with tempfile.TemporaryDirectory(prefix="latq-certificate-") as folder:
         model = ModelLattice(decoder, quantized_linears(decoder, recipe), recipe, Path(folder))
-        model.collect(samples, placer("disk", Path(folder)))
-        step = model.allocation().step
+        model.collect(samples, placer("disk", Path(folder)), stages)
+        step = model.allocation(stages(ALLOCATION)).step
         stream = Stream(decoder, None if recipe.target == "quantized" else samples, recipe.target)
         for part, module, _ in walk(model_parts(decoder, reader.shapes), stream):
             if module is None:

@@ -8,23 +8,27 @@ import dataclasses
 import math
 import time
 import warnings
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
 from vllm_latq.errors import CalibrationError, CheckpointError, ConfigError, NumericalError
+from vllm_latq.events import Listener, Progress, ignore_event, stage_progress
 from vllm_latq.quantize.calibration.text import evaluation_text, evaluation_windows
 from vllm_latq.quantize.calibration.windows import tokenize
 from vllm_latq.quantize.model.loading import load_model, model_directory
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 # Log-softmax is taken in float64 for this many positions at a time: 256 MiB for a vocabulary of 128k.
 ROWS_AT_ONCE = 256
+# Tokens of a prompt, and of its answer.
+PROMPT_TOKENS = ANSWER_TOKENS = 32
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,9 @@ class Evaluation:
         tokens_per_second: tokens / seconds.
         kl: mean KL(baseline || model) of the next-token distributions, nats; None without a baseline.
         top1_agreement: fraction of positions where both rank the same token first; None without a baseline.
+        baseline_perplexity: perplexity of the baseline; None without one.
+        answers: what both models continue the beginnings of some windows with, as objects of `prompt`, `baseline` and
+            `model`; None without a baseline.
     """
 
     perplexity: float
@@ -50,10 +57,39 @@ class Evaluation:
     tokens_per_second: float
     kl: float | None = None
     top1_agreement: float | None = None
+    baseline_perplexity: float | None = None
+    answers: list[dict[str, str]] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """All values by their names, for a JSON file."""
         return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of `evaluate`. ConfigError refuses values that are out of range.
+
+    Attributes:
+        seq_len: tokens per window; clamped, with a warning, to the positions the models have.
+        batch_size: windows per forward pass.
+        max_windows: stop after this many windows; by default all (C4: the 256 of GPTQ's protocol).
+        answers: number of windows whose beginnings both models continue; 0 without a baseline.
+        device: torch device; by default CUDA where there is one, else the CPU.
+        dtype: of both models, see `load_model`.
+    """
+
+    seq_len: int = 2048
+    batch_size: int = 1
+    max_windows: int | None = None
+    answers: int = 0
+    device: str | None = None
+    dtype: str = "auto"
+
+    def __post_init__(self) -> None:
+        for name, least in (("seq_len", 2), ("batch_size", 1), ("max_windows", 1), ("answers", 0)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ConfigError(name, f"at least {least}", str(value))
 
 
 @dataclass(frozen=True)
@@ -64,6 +100,7 @@ class WindowStatistics:
     nll: float = 0.0
     kl: float = 0.0
     agreeing: int = 0
+    baseline_nll: float = 0.0
 
     def __add__(self, other: "WindowStatistics") -> "WindowStatistics":
         return WindowStatistics(
@@ -71,6 +108,7 @@ class WindowStatistics:
             self.nll + other.nll,
             self.kl + other.kl,
             self.agreeing + other.agreeing,
+            self.baseline_nll + other.baseline_nll,
         )
 
 
@@ -82,7 +120,7 @@ def window_statistics(logits: Tensor, targets: Tensor, baseline: Tensor | None =
         targets: the tokens that came next, int64 [n].
         baseline: the original model's logits at the same positions [n, vocabulary], or None.
     """
-    nll = kl = 0.0
+    nll = kl = baseline_nll = 0.0
     agreeing = 0
     for start in range(0, len(targets), ROWS_AT_ONCE):
         rows = slice(start, start + ROWS_AT_ONCE)
@@ -90,20 +128,19 @@ def window_statistics(logits: Tensor, targets: Tensor, baseline: Tensor | None =
         nll -= log_q.gather(-1, targets[rows, None]).sum().item()
         if baseline is not None:
             log_p = baseline[rows].double().log_softmax(-1)
+            baseline_nll -= log_p.gather(-1, targets[rows, None]).sum().item()
             kl += (log_p.exp() * (log_p - log_q)).sum().item()
             agreeing += int((log_p.argmax(-1) == log_q.argmax(-1)).sum())
-    return WindowStatistics(len(targets), nll, kl, agreeing)
+    return WindowStatistics(len(targets), nll, kl, agreeing, baseline_nll)
 
 
 def evaluate(
     model_path: str | Path,
     source: str,
-    seq_len: int = 2048,
+    seq_len: int = Options.seq_len,
     baseline: str | Path | None = None,
-    device: str | None = None,
-    batch_size: int = 1,
-    dtype: str = "auto",
-    max_windows: int | None = None,
+    on_event: Listener = ignore_event,
+    **options: Any,
 ) -> Evaluation:
     """Perplexity of a model or checkpoint on a text and, given a baseline, how far its predictions moved.
 
@@ -114,12 +151,10 @@ def evaluate(
     Args:
         model_path: a Hugging Face directory or hub name; a checkpoint of this package too.
         source: a text file, `wikitext2`, `c4`, a hub dataset `org/name[:config]`, or a dataset folder.
-        seq_len: tokens per window; clamped, with a warning, to the positions the models have.
+        seq_len: as in `Options`.
         baseline: the original model, to compare the next-token distributions with.
-        device: torch device; by default CUDA where there is one, else the CPU.
-        batch_size: windows per forward pass.
-        dtype: of both models, see `load_model`.
-        max_windows: stop after this many windows; by default all (C4: the 256 of GPTQ's protocol).
+        on_event: called with "stage" events, see `vllm_latq.events`.
+        options: the other fields of `Options`.
 
     Raises:
         CalibrationError: a text that cannot be read or has fewer than two tokens.
@@ -127,43 +162,60 @@ def evaluate(
         ConfigError: an option out of range.
         NumericalError: logits that are not finite.
     """
-    for name, value, least in (("seq_len", seq_len, 2), ("batch_size", batch_size, 1), ("max_windows", max_windows, 1)):
-        if value is not None and value < least:
-            raise ConfigError(name, f"at least {least}", str(value))
+    how = Options(seq_len, **options)
     # A wrong name is found before anything large is read.
     for named in (model_path, baseline):
         if named is not None:
             model_directory(named)
     text = evaluation_text(source)
-    model, tokenizer = load_model(model_path, device, dtype)
+    model, tokenizer = load_model(model_path, how.device, how.dtype)
     ids = tokenize(tokenizer, text)
     models = {str(model_path): model}
-    reference = None
     if baseline is not None:
-        reference, reference_tokenizer = load_model(baseline, device, dtype)
-        models[str(baseline)] = reference
+        reference, reference_tokenizer = load_model(baseline, how.device, how.dtype)
+        # Under its name, unless it is the same model.
+        models |= {f"{baseline} (baseline)" if str(baseline) in models else str(baseline): reference}
         _check_same_vocabulary(model_path, model, ids, baseline, reference, tokenize(reference_tokenizer, text))
     for path, loaded in models.items():
         seq_len = _clamp(seq_len, path, loaded)
-    windows = _windows(ids, seq_len, source, max_windows or evaluation_windows(source))
+    windows = _windows(ids, seq_len, source, how.max_windows or evaluation_windows(source))
     _check_tokens_in_vocabulary(model_path, model, windows)
-    return _measure(str(model_path), model, windows, str(baseline), reference, batch_size)
+    found = _measure(models, windows, how.batch_size, stage_progress(on_event, "evaluating"))
+    if baseline is None or not how.answers:
+        return found
+    distant = windows[:: -(-len(windows) // how.answers)]
+    return replace(found, answers=_answers(models, tokenizer, distant))
 
 
-def _measure(
-    name: str, model: "PreTrainedModel", windows: Tensor, baseline: str, reference: "PreTrainedModel | None", batch: int
-) -> Evaluation:
-    """Runs the windows, int64 [n, seq_len], through the model and the reference."""
+def _answers(
+    models: Mapping[str, "PreTrainedModel"], tokenizer: "PreTrainedTokenizerBase", windows: Tensor
+) -> list[dict[str, str]]:
+    """Return the beginning of each window, and what the model and the baseline greedily continue it with."""
+    prompts = windows[:, :PROMPT_TOKENS]
+    texts = [tokenizer.batch_decode(prompts)]
+    for model in models.values():
+        ids, generator = prompts.to(model.device), cast(Any, model)
+        limit = {"max_new_tokens": ANSWER_TOKENS, "do_sample": False, "pad_token_id": tokenizer.eos_token_id or 0}
+        found = generator.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **limit)
+        texts.append(tokenizer.batch_decode(found[:, ids.shape[1] :], skip_special_tokens=True))
+    return [{"prompt": prompt, "model": ours, "baseline": theirs} for prompt, ours, theirs in zip(*texts, strict=True)]
+
+
+def _measure(models: Mapping[str, "PreTrainedModel"], windows: Tensor, batch: int, progress: Progress) -> Evaluation:
+    """Run the windows, int64 [n, seq_len], through the model and, where there is one, the baseline after it."""
+    (name, model), *others = models.items()
     total = WindowStatistics()
     seconds = 0.0
+    progress(0, len(windows))
     for start in range(0, len(windows), batch):
         tokens = windows[start : start + batch].to(model.device)
         began = time.perf_counter()
         logits = _next_token_logits(model, tokens, name, start)
         seconds += time.perf_counter() - began
-        expected = _next_token_logits(reference, tokens, baseline, start) if reference is not None else None
-        total += window_statistics(logits, tokens[:, 1:].flatten(), expected)
-    compared = reference is not None
+        expected = [_next_token_logits(reference, tokens, path, start) for path, reference in others]
+        total += window_statistics(logits, tokens[:, 1:].flatten(), *expected)
+        progress(min(start + batch, len(windows)), len(windows))
+    compared = bool(others)
     return Evaluation(
         perplexity=_exp(total.nll / total.positions),
         tokens=windows.numel(),
@@ -173,6 +225,7 @@ def _measure(
         tokens_per_second=windows.numel() / seconds,
         kl=total.kl / total.positions if compared else None,
         top1_agreement=total.agreeing / total.positions if compared else None,
+        baseline_perplexity=_exp(total.baseline_nll / total.positions) if compared else None,
     )
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from vllm_latq.errors import CheckpointError
 from vllm_latq.format.files import WEIGHT_SUFFIXES, regular_file
-from vllm_latq.format.reader import REPORT_FILE
+from vllm_latq.format.reader import EVALUATION_FILE, REPORT_FILE
 from vllm_latq.quantize.machine.durable_files import sync
 
 # Weights in other formats than this project reads: all that a checkpoint may not hold, and more.
@@ -41,7 +41,7 @@ STATE_FILE, LOCK_FILE, SCRATCH = "state.json", ".lock", "scratch"
 # Files that a killed run was writing, here or in safetensors, and its activations.
 UNFINISHED = ("*.tmp", ".tmp*", "activations-*")
 RUN_FILES = (STATE_FILE, LOCK_FILE, SCRATCH, "records-*", *UNFINISHED)
-OWN = ("config.json", "README.md", REPORT_FILE, *RUN_FILES)
+OWN = ("config.json", "README.md", REPORT_FILE, EVALUATION_FILE, *RUN_FILES)
 STEP_FOLDERS = "[0-9]_*"
 HINT = "Replace the link with what it points to, or remove it: it would be copied into the checkpoint."
 

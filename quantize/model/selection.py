@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from vllm_latq.errors import ConfigError, NumericalError, UnsupportedModelError
+from vllm_latq.errors import ConfigError, NumericalError, UnsupportedModelError, nearest
 from vllm_latq.format.config import CheckpointConfig, covers
 from vllm_latq.format.encodings.registry import tensor_specs
 from vllm_latq.format.scheme import WHOLE_ROW
@@ -200,7 +200,9 @@ def _check_ignored(given: tuple[str, ...], kept: tuple[str, ...], linears: Colle
         inside = entry.startswith(tuple(f"{module}." for module in kept))
         if entry != "lm_head" and not inside and not any(covers(entry, name) for name in (*linears, *kept)):
             expected = "names of linears, their endings after a dot, or names of modules"
-            raise ConfigError("recipe.ignore", expected, repr(entry), "Take names from `latq quantize --dry-run`.")
+            leaves = {name.rpartition(".")[2] for name in linears}
+            hint = f"Take names from `latq quantize --dry-run`.{nearest(entry, [*leaves, *linears, *kept])}"
+            raise ConfigError("recipe.ignore", expected, repr(entry), hint)
     for entry in kept:
         found = [name for name in linears if name != entry and covers(entry, name)]
         if found and entry not in given:

@@ -1,4 +1,4 @@
-"""How far an interrupted or running quantization is, from its files (`latq inspect OUT.partial`) or its own clock.
+"""Progress of an interrupted or running quantization, read from its files (`latq inspect OUT.partial`).
 
 Invariant: only finished shards are counted; reading never disturbs the run that writes beside it.
 """
@@ -9,21 +9,7 @@ from typing import Any
 from vllm_latq.errors import CheckpointError
 from vllm_latq.format.files import read_json
 from vllm_latq.format.report import finite_number, layer_reports
-from vllm_latq.quantize.model.companion_files import STATE_FILE
-
-
-def seconds_left(seconds: float, done: int, left: int) -> float | None:
-    """Return the seconds that the rest of a stage takes if each of its parts takes the mean of the finished ones.
-
-    Args:
-        seconds: what the finished parts took together.
-        done: number of finished parts.
-        left: number of parts that are not finished.
-
-    Returns:
-        None before the first part is finished: nothing was measured then.
-    """
-    return seconds / done * left if done else None
+from vllm_latq.quantize.model.companion_files import SCRATCH, STATE_FILE
 
 
 def is_partial(directory: str | Path) -> bool:
@@ -35,8 +21,9 @@ def partial_progress(directory: str | Path) -> dict[str, Any]:
     """Describe the content of `OUT.partial`.
 
     Returns:
-        JSON-ready: `shards`, `shards_done`, `bytes` of the finished shards, `recipe`, and `layers`: the records of the
-        linears done so far, as in the report.
+        JSON-ready: `shards`, `shards_done`, `bytes` of the finished shards, `statistics` (number of parts with finished
+        statistics), `started` (seconds since 1970), `recipe`, and `layers`: the records of the linears done so far, as
+        in the report.
 
     Raises:
         CheckpointError: a file of the run is damaged.
@@ -55,6 +42,8 @@ def partial_progress(directory: str | Path) -> dict[str, Any]:
         "shards": state["shards"],
         "shards_done": len(done),
         "bytes": round(size),
+        "statistics": len(list((path / SCRATCH).glob("statistics-*.safetensors"))),
+        "started": (path / STATE_FILE).stat().st_mtime,
         "recipe": state["identity"].get("recipe"),
         "layers": layers,
     }

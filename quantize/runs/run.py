@@ -8,7 +8,7 @@ back, continues exactly where an uninterrupted one would be.
 """
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import vllm_latq
+from vllm_latq.events import Listener, seconds_left
 from vllm_latq.format.encodings.registry import tensor_specs
 from vllm_latq.format.reader import fingerprint_of
 from vllm_latq.memory import peak_memory
@@ -26,10 +27,8 @@ from vllm_latq.quantize.methods.record import totals
 from vllm_latq.quantize.model.decoder import Decoder
 from vllm_latq.quantize.model.parts import Part, dense_weight, model_parts, stored_tensors
 from vllm_latq.quantize.recipe import Recipe
-from vllm_latq.quantize.runs.progress import seconds_left
 from vllm_latq.quantize.runs.writer import CheckpointWriter
 
-Listener = Callable[[Mapping[str, Any]], None]
 Record = dict[str, Any]
 Records = Sequence[Record]
 T = TypeVar("T")

@@ -16,23 +16,47 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from vllm_latq.quantize.allocation.model_lattice import ModelLattice, after_prefix, full_weight
+from vllm_latq.events import QUANTIZING, stage_progress
+from vllm_latq.quantize.allocation.model_lattice import (
+    ALLOCATION,
+    ALLOCATIONS,
+    ModelLattice,
+    after_prefix,
+    full_weight,
+)
 from vllm_latq.quantize.allocation.rates import Allocation
-from vllm_latq.quantize.calibration.fisher import Progress
+from vllm_latq.quantize.calibration.fisher import STAGES
 from vllm_latq.quantize.calibration.hessian import InputHessian
 from vllm_latq.quantize.calibration.stream import Stream, hessians_of
 from vllm_latq.quantize.lattice.grams import LayerStatistics
 from vllm_latq.quantize.machine.offload import Place
 from vllm_latq.quantize.methods.latq import Share, latq, targeted
 from vllm_latq.quantize.methods.record import layer_record
-from vllm_latq.quantize.model.parts import Part
-from vllm_latq.quantize.runs.progress import seconds_left
+from vllm_latq.quantize.model.parts import Part, model_parts
 from vllm_latq.quantize.runs.run import Quantized, Records, Session
+
+# Expected time of the stages, as multiples of the time of one token in the two passes over a model of the same size:
+# measured with the bundled model on a CPU. They only weigh the stages of a run against each other until it has measured
+# its own times.
+PASS_COSTS, ALLOCATION_COST, SEARCH_COST = (0.2, 0.2, 0.6), 2.5e4, 1e5
+
+
+def expected_stages(session: Session, samples: torch.Tensor | None) -> list[dict[str, Any]]:
+    """Return the stages of a run in order, with their parts and their expected shares of the time."""
+    costs = {QUANTIZING: (len(session.quantized), SEARCH_COST)}
+    if session.recipe.method == "latq" and samples is not None:
+        blocks = len(session.decoder)
+        parts = sum(bool(part.linears) for part in model_parts(session.decoder, session.quantized))
+        passes = zip(STAGES, (blocks, 1, blocks), PASS_COSTS, strict=True)
+        statistics = {stage: (count, samples.numel() * cost) for stage, count, cost in passes}
+        costs = statistics | {ALLOCATION: (ALLOCATIONS * parts, ALLOCATION_COST)} | costs
+    total = sum(cost for _, cost in costs.values())
+    return [{"stage": stage, "parts": count, "share": cost / total} for stage, (count, cost) in costs.items()]
 
 
 def plan_whole_model(session: Session, samples: torch.Tensor, place: Place) -> "WholeModelQuantizer":
@@ -45,24 +69,11 @@ def plan_whole_model(session: Session, samples: torch.Tensor, place: Place) -> "
     """
     folder = session.writer.scratch
     lattice = ModelLattice(session.decoder, session.quantized, session.recipe, folder, session.world)
-    lattice.collect(samples, place, partial(_progress, session))
-    allocation = lattice.allocation(_progress(session, "allocation"))
+    stages = partial(stage_progress, session.emit)
+    lattice.collect(samples, place, stages)
+    allocation = lattice.allocation(stages(ALLOCATION))
     session.emit({"event": "plan", "bits": allocation.planned()})
     return WholeModelQuantizer(session, lattice, allocation)
-
-
-def _progress(session: Session, stage: str) -> Progress:
-    """Return a function that emits how much of a stage is done, and the seconds that the rest of it takes."""
-    started = time.perf_counter()
-
-    def emit(done: int, parts: int) -> None:
-        nonlocal started
-        now = time.perf_counter()
-        started = started if done else now
-        left = seconds_left(now - started, done, parts - done)
-        session.emit({"event": "stage", "stage": stage, "done": done, "parts": parts, "seconds_left": left})
-
-    return emit
 
 
 class LatqInput(NamedTuple):

@@ -27,7 +27,7 @@ FACTORS = {
 }  # fmt: skip
 
 NOT_IN_FINGERPRINT = (
-    r"^(config\.json|latq_report\.json|model\.safetensors\.index\.json|[^/]*\.safetensors)$"
+    r"^(config\.json|latq_report\.json|latq_evaluation\.json|model\.safetensors\.index\.json|[^/]*\.safetensors)$"
     r"|(^|/)\.|\.md$|(^|/)LICENSE"
 )
 

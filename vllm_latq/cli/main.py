@@ -1,4 +1,4 @@
-"""The `latq` command: plan, quantize, verify, inspect, report, eval.
+"""The `latq` command: plan, quantize, eval, inspect, report, verify.
 
 Exit status: 0 success, 1 an error that was reported, 2 wrong usage, 130 interrupted.
 """
@@ -10,31 +10,46 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import vllm_latq
 from vllm_latq import console
+from vllm_latq.cli import evaluate as cli_evaluate
+from vllm_latq.cli import inspect as cli_inspect
 from vllm_latq.cli import plan as cli_plan
 from vllm_latq.cli import quantize as cli_quantize
+from vllm_latq.cli.parser import FILES, FOLDERS, Parser, PrintCompletion, complete
 from vllm_latq.errors import CalibrationError, ConfigError, LatqError, RankError, UsageError
 
 # torchrun starts several processes, and most errors occur in all of them. The first process reports the error and ends,
 # and torchrun then ends the others. Another process reports an error only if it is still running after this time.
 ERROR_REPORT_GRACE_SECONDS = 30.0
+EXAMPLES = """examples:
+  latq quantize Qwen/Qwen3-8B OUT --bits 3 --calibration wikitext2
+  latq eval OUT --dataset wikitext2 --baseline Qwen/Qwen3-8B
+  latq inspect OUT
+  vllm serve OUT --quantization latq
+
+`latq COMMAND --help` lists the options of a command. `latq --print-completion bash` prints completions for a shell."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
-    options = build_parser().parse_args(arguments)
-    warnings.showwarning = console.WarnOnce(_is_reporting_rank())
     console.prepare_streams()
+    warnings.showwarning = console.WarnOnce(console.is_reporting_rank())
+    options = argparse.Namespace(run=None)
     try:
-        status: int = options.run(options)
+        parser = build_parser()
+        options = parser.parse_args(arguments)
+        if options.run is None:
+            parser.print_help()
+        status: int = options.run(options) if options.run else 0
         sys.stdout.flush()  # a write error is raised here, not at exit
         return status
     except LatqError as error:
         # A RankError occurs where the first process may be the one that hangs.
-        if not _is_reporting_rank() and not isinstance(error, RankError):
+        if not console.is_reporting_rank() and not isinstance(error, RankError):
             time.sleep(ERROR_REPORT_GRACE_SECONDS)
         print(f"latq: {_by_option(error, options)}", file=sys.stderr)
         return 1
@@ -64,82 +79,65 @@ def _by_option(error: LatqError, options: argparse.Namespace) -> LatqError:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of `latq` and all its commands."""
-    parser = argparse.ArgumentParser(prog="latq", description="Lattice quantization with an error guarantee.")
+    parser = Parser(
+        prog="latq",
+        description="Lattice quantization with an error guarantee.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=None)
     parser.add_argument("--version", action="version", version=f"vllm-latq {vllm_latq.__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    parser.add_argument(
+        "--print-completion",
+        action=PrintCompletion,
+        choices=("bash", "zsh", "tcsh"),
+        help="print a script that completes commands and options in a shell",
+    )
+    commands = parser.add_subparsers(metavar="COMMAND")
     cli_plan.add_command(commands)
     cli_quantize.add_command(commands)
-    _add_verify(commands)
-    _add_inspect(commands)
+    cli_evaluate.add_command(commands)
+    cli_inspect.add_command(commands)
     _add_report(commands)
-    _add_eval(commands)
+    _add_verify(commands)
     return parser
 
 
 def _add_verify(commands: Any) -> None:
     command = commands.add_parser("verify", help="check every invariant of a checkpoint")
     command.set_defaults(run=_verify)
-    command.add_argument("checkpoint", metavar="CKPT", help="checkpoint directory")
+    complete(command.add_argument("checkpoint", metavar="CKPT", help="checkpoint directory"), FOLDERS)
     certificate = command.add_argument_group("certificate: the errors and bounds in the report")
     certificate.add_argument(
         "--certificate", action="store_true", help="recompute them; requires --model, and --calibration as in the run"
     )
     certificate.add_argument("--model", help="original model: directory or hub name")
-    certificate.add_argument("--calibration", help="calibration text of the run, as given to `latq quantize`")
+    text = certificate.add_argument("--calibration", help="calibration text of the run, as given to `latq quantize`")
+    complete(text, FILES)
     certificate.add_argument("--tolerance", type=float, help="relative tolerance of each comparison (default 0.01)")
     certificate.add_argument("--device", help="torch device (default: cuda if available, otherwise cpu)")
-    command.add_argument("--json", action="store_true", help="print JSON")
-
-
-def _add_inspect(commands: Any) -> None:
-    command = commands.add_parser(
-        "inspect", help="list the layers of a checkpoint, or of a running quantization (OUT.partial)"
-    )
-    command.set_defaults(run=_inspect)
-    command.add_argument("checkpoint", metavar="CKPT", help="checkpoint directory, or OUT.partial")
     command.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _add_report(commands: Any) -> None:
     command = commands.add_parser("report", help="plot sizes, errors and bounds of a checkpoint on one HTML page")
     command.set_defaults(run=_report)
-    command.add_argument("checkpoint", metavar="CKPT", help="checkpoint directory")
+    complete(command.add_argument("checkpoint", metavar="CKPT", help="checkpoint directory"), FOLDERS)
     command.add_argument("-o", "--output", default="report.html", help="HTML file to write (default report.html)")
 
 
-def _add_eval(commands: Any) -> None:
-    command = commands.add_parser("eval", help="measure perplexity, divergence from a baseline, and zero-shot tasks")
-    command.set_defaults(run=_eval)
-    command.add_argument("model", metavar="MODEL_OR_CKPT", help="directory or hub name")
-    text = command.add_mutually_exclusive_group()
-    text.add_argument("--text", help="text file, or documents in .jsonl, .csv or .parquet")
-    text.add_argument("--dataset", help="wikitext2, c4, or a hub dataset org/name[:config]")
-    command.add_argument("--tasks", nargs="+", help="names of lm-eval tasks, run zero-shot")
-    command.add_argument("--include-path", help="folder with more lm-eval task definitions")
-    command.add_argument("--limit", type=float, help="documents per task; a number below 1 is a fraction of them")
-    command.add_argument("--baseline", help="original model; also measure KL divergence and top-1 agreement with it")
-    command.add_argument("--seq-len", type=int, help="tokens per window of the text (default 2048)")
-    command.add_argument(
-        "--batch-size", type=int, help="text windows (default 1) or task requests (default 8) per forward pass"
-    )
-    command.add_argument("--device", help="torch device (default: cuda if available, otherwise cpu)")
-    command.add_argument(
-        "--dtype",
-        default="auto",
-        help="float32, bfloat16, float16 or auto: float32 on a CPU, otherwise the stored dtype (default auto)",
-    )
-    command.add_argument("--json", action="store_true", help="print JSON")
-
-
 def _verify(options: argparse.Namespace) -> int:
-    from vllm_latq.format.verify import verify
-
     for name in ("model", "calibration", "tolerance", "device"):
         if not options.certificate and getattr(options, name) is not None:
             raise UsageError(f"--{name} requires --certificate.")
-    problems = [str(problem) for problem in verify(options.checkpoint)]
-    if options.certificate and not problems:
-        problems = [str(problem) for problem in _certificate(options)]
+    checks = "files, linears and fingerprint" + ("; then errors and bounds" if options.certificate else "")
+    with console.ProgressDisplay(header=[f"{options.checkpoint}: {checks}"]) as display:
+        from vllm_latq.events import stage_progress
+        from vllm_latq.format.verify import verify
+
+        problems = [str(problem) for problem in verify(options.checkpoint, stage_progress(display, "checking"))]
+        if options.certificate and not problems:
+            problems = [str(problem) for problem in _certificate(options, display)]
     if options.json:
         found: dict[str, Any] = {"checkpoint": options.checkpoint, "valid": not problems, "problems": problems}
         console.print_json(found)
@@ -153,7 +151,8 @@ def _verify(options: argparse.Namespace) -> int:
     return 1 if problems else 0
 
 
-def _certificate(options: argparse.Namespace) -> Iterator[LatqError]:
+def _certificate(options: argparse.Namespace, display: console.ProgressDisplay) -> Iterator[LatqError]:
+    from vllm_latq.events import stage_progress
     from vllm_latq.quantize.certificate.certificate import verify_certificate
     from vllm_latq.quantize.model.loading import model_directory
 
@@ -161,127 +160,19 @@ def _certificate(options: argparse.Namespace) -> Iterator[LatqError]:
         raise UsageError("--certificate requires --model: errors are measured against the original model.")
     model = model_directory(options.model)
     given = {"tolerance": options.tolerance} if options.tolerance is not None else {}
-    return verify_certificate(options.checkpoint, model, options.calibration, device=options.device, **given)
-
-
-def _inspect(options: argparse.Namespace) -> int:
-    from vllm_latq.cli.inspect import inspect_checkpoint
-    from vllm_latq.quantize.runs.progress import is_partial
-
-    if is_partial(options.checkpoint):
-        return _inspect_partial(options)
-    summary = inspect_checkpoint(options.checkpoint)
-    if options.json:
-        console.print_json(summary)
-        return 0
-    rows = [
-        (
-            layer["name"],
-            f"{layer['shape'][0]}x{layer['shape'][1]}",
-            layer["encoding"],
-            f"{layer['bits']:.3f}",
-            console.bits(layer["served_bits"]),
-            f"{100 * layer['outlier_density']:.2f}%",
-            console.number(layer["relative_error"]),
-            console.number(layer["error"]),
-            console.claim(layer["bound"], layer["bound_holds"]),
-        )
-        for layer in summary["layers"]
-    ]
-    bits, served = (console.bits(summary[key]) for key in ("bits_per_weight", "served_bits_per_weight"))
-    size, error = f"{summary['bytes']:,} bytes", console.number(summary["error"])
-    rows.append(("total", f"{summary['weights']:,}", size, bits, served, "", "", error, ""))
-    columns = ("linear", "shape", "encoding", "bits", "served", "outliers", "relative error", "error", "bound")
-    console.print_table(options.checkpoint, columns, rows)
-    if summary["loss"] is not None:
-        print(console.prediction(summary["loss"], summary["loss_bound"]))
-    return 0
-
-
-def _inspect_partial(options: argparse.Namespace) -> int:
-    from vllm_latq.quantize.runs.progress import partial_progress
-
-    progress = partial_progress(options.checkpoint)
-    if options.json:
-        console.print_json(progress)
-        return 0
-    rows = [
-        (
-            layer["name"],
-            *(console.number(layer[key]) for key in ("bits", "relative_error", "error")),
-            console.claim(layer["bound"], layer["bound_holds"]),
-        )
-        for layer in progress["layers"]
-    ]
-    title = (
-        f"{options.checkpoint}: {progress['shards_done']} of {progress['shards']} shards, {progress['bytes']:,} bytes"
+    stages = partial(stage_progress, display)
+    return verify_certificate(
+        options.checkpoint, model, options.calibration, device=options.device, stages=stages, **given
     )
-    console.print_table(title, ("linear", "bits", "relative error", "error", "bound"), rows)
-    return 0
 
 
 def _report(options: argparse.Namespace) -> int:
-    from vllm_latq.cli.report_page import write_report_page
+    with console.ProgressDisplay(header=[f"{options.checkpoint} -> {options.output}"], waiting="reading and drawing"):
+        from vllm_latq.cli.report_page import write_report_page
 
-    write_report_page(options.checkpoint, options.output)
+        write_report_page(options.checkpoint, options.output)
     print(options.output)
     return 0
-
-
-def _eval(options: argparse.Namespace) -> int:
-    source = options.text or options.dataset
-    _check_eval(options, source)
-    text = _perplexity(options, source) if source is not None else {}
-    tasks = _tasks(options) if options.tasks else {}
-    if options.json:
-        console.print_json(text | ({"tasks": tasks} if options.tasks else {}))
-        return 0
-    rows = [(name, console.number(value, 6)) for name, value in text.items()]
-    rows += [
-        (f"{task} {metric}", console.number(value, 4))
-        for task, metrics in tasks.items()
-        for metric, value in metrics.items()
-        if isinstance(value, float | int)
-    ]
-    console.print_table(options.model, ("measure", "value"), rows)
-    return 0
-
-
-def _check_eval(options: argparse.Namespace, source: str | None) -> None:
-    """Raise UsageError if there is neither text nor task, or if an option would have no effect."""
-    if source is None and not options.tasks:
-        raise UsageError("eval requires --text, --dataset or --tasks.")
-    for name in ("baseline", "seq_len"):
-        if getattr(options, name) is not None and source is None:
-            raise UsageError(f"--{name.replace('_', '-')} requires --text or --dataset.")
-    for name in ("limit", "include_path"):
-        if getattr(options, name) is not None and not options.tasks:
-            raise UsageError(f"--{name.replace('_', '-')} requires --tasks.")
-
-
-def _perplexity(options: argparse.Namespace, source: str) -> dict[str, Any]:
-    """Return the measurements of `evaluate` on the text. Options that are not given keep its defaults."""
-    from vllm_latq.quantize.evaluation.evaluate import evaluate
-
-    given = {name: value for name in ("seq_len", "batch_size") if (value := getattr(options, name)) is not None}
-    found = evaluate(
-        options.model, source, baseline=options.baseline, device=options.device, dtype=options.dtype, **given
-    )
-    return found.to_dict()
-
-
-def _tasks(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the metrics of the lm-eval tasks."""
-    from vllm_latq.quantize.evaluation.tasks import run_tasks
-
-    given = {"batch_size": options.batch_size} if options.batch_size is not None else {}
-    shared = {"device": options.device, "dtype": options.dtype, **given}
-    return run_tasks(options.model, options.tasks, limit=options.limit, include_path=options.include_path, **shared)
-
-
-def _is_reporting_rank() -> bool:
-    """Return whether this process reports errors and warnings. Only the first process of torchrun does."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 if __name__ == "__main__":

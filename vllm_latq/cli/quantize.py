@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_latq import console
+from vllm_latq.cli.parser import FILES, FOLDERS, complete
 from vllm_latq.cli.plan import add_load
 from vllm_latq.errors import ConfigError, UsageError
 from vllm_latq.format.scheme import SUPPORTED_BITS
@@ -76,7 +77,7 @@ def add_command(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.set_defaults(run=run)
-    command.add_argument("model", metavar="MODEL", help="model directory or hub name")
+    complete(command.add_argument("model", metavar="MODEL", help="model directory or hub name"), FOLDERS)
     command.add_argument("destination", metavar="OUT", help="directory to create")
     command.add_argument("--preset", choices=tuple(PRESETS), help=PRESET_HELP)
     _add_recipe(command)
@@ -84,12 +85,13 @@ def add_command(commands: Any) -> None:
         "--fit", help="memory of the GPU that is to serve the model, such as 24GiB: choose the bits as `latq plan` does"
     )
     add_load(command)
-    command.add_argument(
+    calibration = command.add_argument(
         "--calibration",
         help="text file; documents in .jsonl, .csv or .parquet; wikitext2; c4; hub dataset org/name[:config]; folder."
         " Default: bundled, 2.4 million characters of English prose, Python documentation and Python code (rtn, hrtn:"
         " none). Give text of your own for other languages, other code, mathematics or chats",
     )
+    complete(calibration, FILES)
     command.add_argument("--device", help="torch device (default: cuda if available, otherwise cpu)")
     command.add_argument(
         "--offload",
@@ -101,6 +103,7 @@ def add_command(commands: Any) -> None:
     command.add_argument(
         "--dry-run", action="store_true", help="print shapes, bits, bytes and what the run needs; write nothing"
     )
+    command.add_argument("-v", "--verbose", action="store_true", help="print a line for every linear")
     command.add_argument(
         "--json", action="store_true", help="print one JSON object per event; with --dry-run, print the plan"
     )
@@ -200,24 +203,24 @@ def _option(field: str) -> str:
 
 def run(options: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
-    from vllm_latq.quantize.model.loading import model_directory
-    from vllm_latq.quantize.pipeline import quantize_checkpoint
-
     recipe = _recipe(options)
     if options.fit is not None:
         recipe = _fitted(recipe, options)
-    source = model_directory(options.model)
     if options.dry_run:
-        return _dry_run(recipe, source, options)
+        return _dry_run(recipe, options)
     if options.calibration is None and recipe.needs_calibration:
         _say("calibrating on the bundled text, English prose and Python; --calibration takes your own")
     config = Path(options.destination) / "config.json"  # appears when the checkpoint is complete
     existed = os.path.exists(config)  # False for a name that is too long, which the run refuses
     try:
-        with console.JsonEvents() if options.json else console.ProgressDisplay() as display:
+        with _display(recipe, options) as display:
+            # Imports take seconds: the header comes first.
+            from vllm_latq.quantize.model.loading import model_directory
+            from vllm_latq.quantize.pipeline import quantize_checkpoint
+
             quantize_checkpoint(
                 recipe,
-                source,
+                model_directory(options.model),
                 options.destination,
                 calibration=options.calibration,
                 device=options.device,
@@ -226,10 +229,17 @@ def run(options: argparse.Namespace) -> int:
                 on_event=display,
             )
     except KeyboardInterrupt:
-        complete = os.path.exists(config) and not existed
-        done = "the checkpoint is complete" if complete else "finished blocks are kept: continue with --resume"
+        finished = os.path.exists(config) and not existed
+        done = "the checkpoint is complete" if finished else "finished blocks are kept: continue with --resume"
         raise KeyboardInterrupt(done) from None
     return 0
+
+
+def _display(recipe: Recipe, options: argparse.Namespace) -> console.JsonEvents | console.ProgressDisplay:
+    if options.json:
+        return console.JsonEvents()
+    names = (options.model, options.destination, options.calibration, options.device)
+    return console.ProgressDisplay(header=console.quantize_header(recipe.to_dict(), *names), verbose=options.verbose)
 
 
 def _show(planned: Mapping[str, Any]) -> None:
@@ -248,11 +258,13 @@ def _show(planned: Mapping[str, Any]) -> None:
         print(f"unquantized: {module['name']}  {module['matrices']} matrices, {module['weights']:,} weights")
 
 
-def _dry_run(recipe: Any, source: Any, options: argparse.Namespace) -> int:
-    from vllm_latq.quantize.plan import plan
+def _dry_run(recipe: Any, options: argparse.Namespace) -> int:
+    with console.ProgressDisplay(waiting="reading the shapes of the model"):
+        from vllm_latq.quantize.model.loading import model_directory
+        from vllm_latq.quantize.plan import plan
 
-    calibrated = options.calibration is not None
-    planned = plan(recipe, source, options.device, options.offload, calibrated)
+        calibrated = options.calibration is not None
+        planned = plan(recipe, model_directory(options.model), options.device, options.offload, calibrated)
     if options.json:
         console.print_json(planned)
         return 0

@@ -26,6 +26,8 @@ from vllm_latq.format.tensors import SHAPE, Header
 from vllm_latq.format.validate import weight_from_tensors
 
 REPORT_FILE = "latq_report.json"
+# Results of `latq eval`, which may be added to a finished checkpoint.
+EVALUATION_FILE = "latq_evaluation.json"
 FINGERPRINT_PREFIX = "sha256:"
 
 
@@ -124,7 +126,7 @@ def file_digests(directory: Path, left_out: Collection[str] = ()) -> Iterator[st
         directory: of the checkpoint.
         left_out: patterns of names of files and folders at the top that do not belong to the checkpoint.
     """
-    left_out = ("config.json", REPORT_FILE, *left_out)
+    left_out = ("config.json", REPORT_FILE, EVALUATION_FILE, *left_out)
     for name in files_beside_weights(directory):
         if not any(fnmatch(name.partition("/")[0], pattern) for pattern in left_out):
             yield file_digest(directory, name)

@@ -76,7 +76,7 @@ class LayerScheme:
                 where,
                 f"input channels divisible by group_size={group_size}",
                 f"{cols} input channels",
-                "Choose a group size that divides them, or -1 for one scale per row.",
+                f"Choose a group size that divides them{_smaller(cols, group_size)}, or -1 for one scale per row.",
             )
         return cols // group_size
 
@@ -84,6 +84,12 @@ class LayerScheme:
         """Return the scheme as JSON values."""
         values = {key: getattr(self, key) for key in SCHEME_KEYS}
         return {key: value for key, value in values.items() if value is not None and value != _LATER_KEYS.get(key)}
+
+
+def _smaller(cols: int, group_size: int) -> str:
+    """Return the usual group sizes below `group_size` that divide a row, in words."""
+    found = [str(size) for size in (512, 256, 128, 64, 32, 16) if size < group_size and cols % size == 0]
+    return f", such as {' or '.join(found[:2])}" if found else ""
 
 
 def grid_name(midrise: bool) -> Grid:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from vllm_latq.errors import CheckpointError, LatqError
+from vllm_latq.events import Progress, ignore_progress
 from vllm_latq.format import validate
 from vllm_latq.format.config import redirections
 from vllm_latq.format.files import INDEX_FILE
@@ -12,8 +13,13 @@ from vllm_latq.format.tensors import SHAPE
 from vllm_latq.format.validate import weight_from_tensors
 
 
-def verify(directory: str | Path) -> Iterator[LatqError]:
-    """Yield every problem of a checkpoint: in its config, files, linears, report and fingerprint."""
+def verify(directory: str | Path, progress: Progress = ignore_progress) -> Iterator[LatqError]:
+    """Yield every problem of a checkpoint: in its config, files, linears, report and fingerprint.
+
+    Args:
+        directory: of the checkpoint.
+        progress: called with the number of linears that are checked, and of all.
+    """
     try:
         reader = CheckpointReader(directory)
         if not reader.shapes:
@@ -23,9 +29,11 @@ def verify(directory: str | Path) -> Iterator[LatqError]:
         yield error
         return
     yield from _directory_problems(reader)
-    for module in reader.shapes:
+    for done, module in enumerate(reader.shapes):
+        progress(done, len(reader.shapes))
         broken = list(_header_problems(reader, module))
         yield from broken or _value_problems(reader, module)
+    progress(len(reader.shapes), len(reader.shapes))
     yield from _verify_report(reader)
     yield from _fingerprint_problems(reader)
 
