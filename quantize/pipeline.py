@@ -76,6 +76,9 @@ def quantize_checkpoint(
         decoder = Decoder(source, world.device, compute_dtype(recipe.dtype))
         recipe = suited(recipe, decoder)
         quantized = quantized_linears(decoder, recipe)
+        if os.path.realpath(destination) == os.path.realpath(decoder.source):
+            hint = "Choose another directory: the model is read, never written."
+            raise CheckpointError(str(destination), "a directory to create", "the model itself", hint)
         # Before data are read, which takes a while.
         world.from_first(lambda: free_destination(destination, resume))
         world.from_first(lambda: companion_files(decoder.source))

@@ -330,7 +330,7 @@ class ProgressDisplay:
         if self.verbose:
             self._print(f"  {_layer_line(name, event)}")
         elif event["bound_holds"] is False:
-            self._print(f"  {name}: error {claim(event['bound'], False)}", style="red")
+            self._print(f"  {name}: bound {claim(event['bound'], False)}", style="red")
         self.progress.status = f"  {name}  {event['bits']:.2f} bits  {peak_memory() / 2**30:.1f} GiB of memory"
         # Linears of a block take unlike times: once a whole block is measured, the clock runs down between blocks.
         elapsed, rest = time.perf_counter() - self.began, self.linears - self.done
@@ -345,14 +345,14 @@ class ProgressDisplay:
         # The last shard is not a block: it holds the head and the embeddings.
         index = event["block"] + 1
         place = f"block {index:>{width}}/{self.blocks}" if index <= self.blocks else f"{'head':<{7 + 2 * width}}"
+        self.done += event["linears"] if event["resumed"] else 0
+        self.blocks_measured = event["seconds_left"] is not None
+        self._reach(QUANTIZING, self.done, self.linears, event["seconds_left"])
         if event["resumed"]:
-            self.done += event["linears"]
             self._print(f"{place}  taken from the interrupted run")
         elif layers:
             line = f"{place}  {_block_line(layers)}  {duration(seconds)}"
             self._print(line if self.console.is_terminal else f"{line}{self._left()}")
-        self.blocks_measured = event["seconds_left"] is not None
-        self._reach(QUANTIZING, self.done, self.linears, event["seconds_left"])
 
     def _done(self, event: Mapping[str, Any]) -> None:
         self.progress.stop()
@@ -409,7 +409,7 @@ def closing_facts(event: Mapping[str, Any]) -> dict[str, str]:
         facts["predicted"] = f"KL divergence {number(event['loss'], 2)} nats per token{bound}"
     facts["time"] = duration(event["seconds"])
     if event["notes"]:
-        facts["notes"] = f"{event['notes']} linears have one: latq inspect {out} --layers"
+        facts["notes"] = f"{event['notes']}, listed by latq inspect {out} --layers"
     return facts
 
 

@@ -1,5 +1,6 @@
 """The `latq` command, run as a user runs it."""
 
+import hashlib
 import json
 import re
 import signal
@@ -28,8 +29,8 @@ def test_quantize_verify_inspect_eval(
     options = ["--method", "ssqr", "--bits", 4, "--num-samples", 16, "--seq-len", 128]
     done = run("quantize", mini_model, out, *options, "--calibration", calibration_text)
     assert done.returncode == 0, done.stderr
-    assert "model.layers.3.mlp.down_proj" in done.stderr
-    assert "(holds)" in done.stderr
+    assert re.search(r"^block 4/4 +4\.\d+ bits +error at most +0\.\d+% \w", done.stderr, flags=re.MULTILINE)
+    assert f"serve vllm serve {out} --quantization latq" in done.stderr
     assert main(["verify", str(out)]) == 0
     assert capsys.readouterr().out == f"{out}: valid\n"
     assert main(["inspect", str(out), "--json"]) == 0
@@ -39,16 +40,37 @@ def test_quantize_verify_inspect_eval(
         0
     ].keys()
     assert main(["inspect", str(out)]) == 0
-    assert "model.layers.0.self_attn.q_proj" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert len(printed.splitlines()) < 20
+    assert max(map(len, printed.splitlines())) <= 85  # the fingerprint
+    assert re.search(r"^3 +7 +4\.\d+", printed, flags=re.MULTILINE)
+    assert main(["inspect", str(out), "--layers"]) == 0
+    assert re.search(r"^0\.self_attn\.q_proj +256x256 +4\.", capsys.readouterr().out, flags=re.MULTILINE)
     part = tmp_path / "part.txt"
     part.write_text(evaluation_text.read_text()[:20_000])
-    text = ["--text", str(part), "--seq-len", "256", "--baseline", str(mini_model), "--json"]
-    assert main(["eval", str(out), *text]) == 0
+    text = ["--text", str(part), "--seq-len", "256", "--baseline", str(mini_model), "--max-windows", "8"]
+    assert main(["eval", str(out), *text, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
+    assert (result["windows"], len(result["answers"])) == (8, 3)
+    assert result["baseline_perplexity"] == pytest.approx(result["perplexity"], rel=0.02)
     assert 20 < result["perplexity"] < 60
     assert 0 < result["kl"] < 0.01
     assert 0.9 < result["top1_agreement"] < 1
     assert result["tokens"] > 1000
+    kept = json.loads((out / "latq_evaluation.json").read_text())["runs"]
+    assert [run["text"] for run in kept] == [
+        {"name": "part.txt", "sha256": hashlib.sha256(part.read_bytes()).hexdigest()}
+    ]
+    assert kept[0].items() >= {key: result[key] for key in ("kl", "perplexity", "answers", "windows")}.items()
+    assert kept[0]["options"]["max_windows"] == 8
+    assert main(["eval", str(out), *text[:-1], "2", "--answers", "0"]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"perplexity +[\d.]+ \([+-][\d.]+% against the baseline\)", printed)
+    assert len(json.loads((out / "latq_evaluation.json").read_text())["runs"]) == 2
+    assert main(["inspect", str(out)]) == 0
+    assert "measured     KL divergence 0.00" in capsys.readouterr().out
+    # The results are beside the weights, and change neither fingerprint nor what loaders accept.
+    assert main(["verify", str(out)]) == 0
 
 
 def test_quantize_json_events(mini_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,9 +90,9 @@ def test_dry_run_computes_and_writes_nothing(
     assert planned["totals"]["bits_per_weight"] == pytest.approx(3.125, abs=0.01)
     assert main(arguments) == 0
     shown = capsys.readouterr().out
-    assert "model.layers.3.mlp.down_proj" in shown
+    assert re.search(r"^3\.mlp\.down_proj +256x768 +3\.125 ", shown, flags=re.MULTILINE)
     for what, where, size in (("Hessians of the largest block", "memory", 3.1), ("activations", "memory", 536.9)):
-        assert re.search(rf"{what} +\S +{where} +\S +{size} ", shown)
+        assert re.search(rf"^{what} +{where} +{size}$", shown, flags=re.MULTILINE)
     assert main([*arguments, "--offload", "disk", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["needs"]["disk"]["activations"] == 256 * 2048 * 256 * 4
     assert not list(tmp_path.iterdir())
@@ -129,7 +151,18 @@ def test_head_is_quantized_on_request(
         (["quantize", "MODEL", "out", "--method", "rtn", "--ignore", "nosuch"], "--ignore: expected names of linears"),
         (["quantize", "MODEL", "out", "--method", "ssqr", "--bits", "3.5"], "--bits: expected one of 2, 3, 4, 8"),
         (["quantize", "MODEL", "out", "--lm-head", "--ignore", "lm_head"], "give only one of them"),
+        (
+            ["quantize", "MODEL", "out", "--method", "rtn", "--ignore", "q_prj"],
+            "Take names from `latq quantize --dry-run`. Did you mean q_proj?",
+        ),
+        (
+            ["quantize", "MODEL", "out", "--method", "rtn", "--group-size", "100"],
+            "Choose a group size that divides them, such as 64 or 32, or -1 for one scale per row.",
+        ),
         (["eval", "MODEL", "--text", "x", "--limit", "3"], "--limit requires --tasks."),
+        (["eval", "MODEL", "--tasks", "x", "--max-windows", "3"], "--max-windows requires --text or --dataset."),
+        (["eval", "MODEL", "--text", "x", "--answers", "3"], "--answers requires --baseline."),
+        (["eval", "MODEL", "--text", __file__, "--max-windows", "0"], "--max-windows: expected at least 1, found 0"),
         (
             ["eval", "MODEL", "--tasks", "arc_easy", "--seq-len", "64"],
             "--seq-len requires --text or --dataset.",
@@ -178,7 +211,8 @@ def test_bad_input_is_one_clear_line(
     captured = capsys.readouterr()
     assert message in captured.err
     assert captured.err.startswith("latq: ")
-    assert captured.err.endswith(".\n")
+    assert captured.err.endswith((".\n", "?\n"))
+    assert captured.err.count("\n") == 1
     assert "Traceback" not in captured.err
     assert not list(tmp_path.iterdir())
 

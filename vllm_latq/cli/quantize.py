@@ -245,7 +245,12 @@ def _display(recipe: Recipe, options: argparse.Namespace) -> console.JsonEvents 
 def _show(planned: Mapping[str, Any]) -> None:
     """Print the answer of `quantize.plan.plan`: the linears that a recipe quantizes, and what stays unquantized."""
     rows = [
-        (layer["name"], f"{layer['shape'][0]}x{layer['shape'][1]}", f"{layer['bits']:.3f}", f"{layer['bytes']:,}")
+        (
+            console.short_name(layer["name"]),
+            "x".join(map(str, layer["shape"])),
+            f"{layer['bits']:.3f}",
+            f"{layer['bytes']:,}",
+        )
         for layer in planned["layers"]
     ]
     total = planned["totals"]

@@ -2,7 +2,9 @@
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +15,11 @@ from vllm_latq.errors import CalibrationError, CheckpointError, ConfigError, Num
 from vllm_latq.quantize.calibration.text import KNOWN_DATASETS, Dataset
 from vllm_latq.quantize.calibration.text import evaluation_text as read_evaluation_text
 from vllm_latq.quantize.evaluation.evaluate import (
+    ANSWER_TOKENS,
+    PROMPT_TOKENS,
     ROWS_AT_ONCE,
     Evaluation,
+    Options,
     WindowStatistics,
     evaluate,
     window_statistics,
@@ -97,6 +102,41 @@ def test_against_itself_nothing_moved(mini_model: Path, short_text: str) -> None
     got = evaluate(mini_model, short_text, seq_len=64, baseline=mini_model, device="cpu")
     assert got.kl == 0.0
     assert got.top1_agreement == 1.0
+    assert got.baseline_perplexity == got.perplexity
+    assert got.answers is None
+
+
+def test_both_models_continue_distant_prompts(mini_model: Path, moved_model: Path, short_text: str) -> None:
+    """The continuations are transformers' own, of the beginnings of windows that are far apart."""
+    events: list[Mapping[str, Any]] = []
+    how = {"dtype": "float32", "device": "cpu", "answers": 2, "max_windows": 4, "batch_size": 3}
+    got = evaluate(moved_model, short_text, 64, baseline=mini_model, on_event=events.append, **how)
+    tokenizer = AutoTokenizer.from_pretrained(mini_model)
+    ids = tokenizer(Path(short_text).read_text(), return_tensors="pt").input_ids[0]
+    assert got.answers is not None
+    for answer, start in zip(got.answers, (0, 128), strict=True):
+        prompt = ids[start : start + PROMPT_TOKENS]
+        assert answer["prompt"] == tokenizer.decode(prompt)
+        for name, path in (("model", moved_model), ("baseline", mini_model)):
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+            continued = model.generate(prompt[None], max_new_tokens=ANSWER_TOKENS, do_sample=False)[0]
+            assert answer[name] == tokenizer.decode(continued[PROMPT_TOKENS:], skip_special_tokens=True)
+    assert [(event["stage"], event["done"], event["parts"]) for event in events] == [
+        ("evaluating", done, 4) for done in (0, 3, 4)
+    ]
+
+
+def test_perplexity_of_the_baseline(mini_model: Path, moved_model: Path, short_text: str) -> None:
+    alone = evaluate(mini_model, short_text, 64, dtype="float32", device="cpu")
+    beside = evaluate(moved_model, short_text, 64, baseline=mini_model, dtype="float32", device="cpu")
+    assert beside.baseline_perplexity == pytest.approx(alone.perplexity, FLOAT32_TOLERANCE)
+    assert alone.baseline_perplexity is None
+
+
+@pytest.mark.parametrize(("option", "least"), [("seq_len", 2), ("batch_size", 1), ("max_windows", 1), ("answers", 0)])
+def test_options_out_of_range(option: str, least: int) -> None:
+    with pytest.raises(ConfigError, match=f"{option}: expected at least {least}, found {least - 1}"):
+        Options(**{option: least - 1})
 
 
 @pytest.mark.parametrize("name", ["ssqr", "hptq"])

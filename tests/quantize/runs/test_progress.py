@@ -1,6 +1,7 @@
-"""`latq inspect OUT.partial` shows the progress of a run, and a run tells how much time it has left."""
+"""`latq inspect OUT.partial` shows the progress of a run."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 from vllm_latq.cli.main import main
 from vllm_latq.errors import CheckpointError
-from vllm_latq.quantize.runs.progress import is_partial, partial_progress, seconds_left
+from vllm_latq.quantize.runs.progress import is_partial, partial_progress
 from vllm_latq.quantize.runs.writer import CheckpointWriter
 
 RECORD = {"name": "layers.0.up", "bits": 4.0, "error": 0.5, "bound": 1.5, "relative_error": 0.01}
@@ -30,19 +31,23 @@ def test_finished_shards_are_counted(partial: Path) -> None:
     assert [layer["name"] for layer in progress["layers"]] == ["layers.0.up"]
 
 
-def test_time_left_is_the_mean_of_finished_parts_times_the_parts_left() -> None:
-    assert seconds_left(0.5, done=0, left=4) is None
-    assert seconds_left(30.0, done=2, left=3) == 45.0
-    assert seconds_left(30.0, done=2, left=0) == 0.0
-
-
 def test_command(partial: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(partial)]) == 0
     out = capsys.readouterr().out
-    assert "layers.0.up" in out
-    assert "1.5" in out
+    assert "shards      1 of 3, 20 bytes" in out
+    assert re.search(r"^0 +1 +4\.000 +1\.00% +up ", out, flags=re.MULTILINE)
+    assert f"latq quantize MODEL {partial.with_suffix('')} --resume" in out
+    assert main(["inspect", str(partial), "--layers"]) == 0
+    assert "1.5 (not claimed)" in capsys.readouterr().out
     assert main(["inspect", str(partial), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["shards_done"] == 1
+
+
+def test_finished_statistics_are_counted(partial: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (partial / "scratch").mkdir()
+    (partial / "scratch" / "statistics-00001.safetensors").touch()
+    assert main(["inspect", str(partial)]) == 0
+    assert "statistics  1 of 3 parts" in capsys.readouterr().out
 
 
 def test_damaged_state(partial: Path) -> None:
