@@ -3,6 +3,7 @@
 import ast
 import json
 import os
+import re
 import runpy
 import signal
 import socket
@@ -61,6 +62,7 @@ class Server(NamedTuple):
 
     process: subprocess.Popen[bytes]
     client: openai.OpenAI
+    log: Path
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +92,7 @@ def server(ssqr_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactor
         )
     try:
         wait_until_healthy(process, url, log)
-        yield Server(process, openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0))
+        yield Server(process, openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0), log)
     finally:
         # The engine runs in children of the server: stop the whole group. One test kills the engine, and the server
         # then ends by itself.
@@ -125,6 +127,21 @@ def test_completion_probabilities_match_the_dequantized_model(client: openai.Ope
         torch.testing.assert_close(
             torch.tensor(choice.logprobs.token_logprobs), expected, rtol=0, atol=LOGPROB_TOLERANCE
         )
+
+
+def test_log_has_one_line_about_the_weights(server: Server, ssqr_pair: tuple[Path, Path]) -> None:
+    """28 linears of 3 bits, which a CPU multiplies dequantized, and the head, which is the embedding in float32."""
+    found = re.findall(r"INFO .*\] latq quantization: (.*)", server.log.read_text())
+    pattern = (
+        r"latq: (\d+) matrices at (\d\.\d\d) bits in memory \(\1 by dequantize \+ matmul\); a token reads (\d.*) MB"
+    )
+    assert len(found) == 1
+    match = re.fullmatch(pattern, found[0])
+    assert match, found[0]
+    assert match[1] == "16"  # q, k and v are one matrix, and so are gate and up
+    assert 3.2 < float(match[2]) < 5.5
+    head = 4 * 2048 * 256 / 1e6
+    assert head < float(match[3]) < head + 5.5 / 8 * 3.2
 
 
 def test_text_prompt_is_completed(client: openai.OpenAI) -> None:

@@ -311,6 +311,62 @@ def test_destination_that_exists(mini_model: Path, tmp_path: Path) -> None:
             quantize_checkpoint(RECIPES["gptq"], mini_model, tmp_path / name, calibration=str(tmp_path / "missing"))
 
 
+def test_a_model_is_not_overwritten(mini_model: Path) -> None:
+    with pytest.raises(CheckpointError, match="found the model itself. Choose another directory"):
+        quantize_checkpoint(Recipe("rtn", 4), mini_model, mini_model)
+
+
+@pytest.mark.parametrize("offload", ["cpu", "disk"])
+def test_room_on_the_disk_is_asked_for_before_a_run(
+    offload: str, two_blocks: Path, calibration_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that is refused for one byte too few leaves nothing; with exactly enough it succeeds."""
+    recipe = Recipe("gptq", 4, num_samples=4, seq_len=64)
+    needs = plan(recipe, two_blocks, offload=offload)["needs"]["disk"]
+    free = [sum(needs.values()) - 1]
+    usage = type(shutil.disk_usage(tmp_path))
+    monkeypatch.setattr("vllm_latq.quantize.pipeline.shutil.disk_usage", lambda _: usage(0, 0, free[0]))
+
+    def run() -> None:
+        quantize_checkpoint(recipe, two_blocks, tmp_path / "out", calibration=str(calibration_text), offload=offload)
+
+    with pytest.raises(CheckpointError, match=r"out: expected [\d.]+ MB of free disk space, which this run writes, "):
+        run()
+    assert not list(tmp_path.iterdir())
+    free[0] += 1
+    run()
+    assert (tmp_path / "out" / "config.json").exists()
+
+
+def test_files_of_an_interrupted_run_count_as_room(
+    two_blocks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(event: dict) -> None:
+        if event["event"] == "block":
+            raise KeyboardInterrupt
+
+    recipe = Recipe("rtn", 4)
+    with pytest.raises(KeyboardInterrupt):
+        quantize_checkpoint(recipe, two_blocks, tmp_path / "out", on_event=stop)
+    written = sum(path.stat().st_size for path in (tmp_path / "out.partial").rglob("*"))
+    assert written > 0
+    usage = type(shutil.disk_usage(tmp_path))
+    free = sum(plan(recipe, two_blocks)["needs"]["disk"].values()) - written
+    monkeypatch.setattr("vllm_latq.quantize.pipeline.shutil.disk_usage", lambda _: usage(0, 0, free))
+    quantize_checkpoint(recipe, two_blocks, tmp_path / "out", resume=True)
+
+
+def test_first_event_lists_the_stages_and_the_last_the_sizes(two_blocks: Path, tmp_path: Path) -> None:
+    events: list[dict] = []
+    quantize_checkpoint(Recipe("rtn", 4), two_blocks, tmp_path / "out", on_event=events.append)
+    assert events[0]["stages"] == [{"stage": "quantizing", "parts": 14, "share": 1.0}]
+    assert events[0]["device"] == "cpu"
+    done = events[-1]
+    assert done["checkpoint_bytes"] == sum(path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors"))
+    assert done["model_bytes"] == (two_blocks / "model.safetensors").stat().st_size
+    assert (done["model"], done["notes"]) == (str(two_blocks), 0)
+
+
 def test_what_a_run_needs_is_asked_for_before_it_begins(
     mini_model: Path, calibration_text: Path, tmp_path: Path
 ) -> None:

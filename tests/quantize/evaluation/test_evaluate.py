@@ -134,7 +134,7 @@ def test_perplexity_of_the_baseline(mini_model: Path, moved_model: Path, short_t
 
 
 @pytest.mark.parametrize(("option", "least"), [("seq_len", 2), ("batch_size", 1), ("max_windows", 1), ("answers", 0)])
-def test_options_out_of_range(option: str, least: int) -> None:
+def test_options_have_a_least_value(option: str, least: int) -> None:
     with pytest.raises(ConfigError, match=f"{option}: expected at least {least}, found {least - 1}"):
         Options(**{option: least - 1})
 

@@ -104,8 +104,12 @@ def test_an_interrupted_run_resumes_to_the_same_bytes(two_blocks: Path, calibrat
     checkpoint = tmp_path / "whole"
     stages: dict[str, list[tuple[int, int]]] = {}
     left: list[tuple[str, int | None, float | None]] = []
+    expected: dict[str, int] = {}
 
     def note(event: Mapping[str, Any]) -> None:
+        if event["event"] == "start":
+            expected.update({stage["stage"]: stage["parts"] for stage in event["stages"]})
+            assert sum(stage["share"] for stage in event["stages"]) == pytest.approx(1.0)
         if event["event"] == "stage":
             stages.setdefault(event["stage"], []).append((event["done"], event["parts"]))
         if event["event"] in ("stage", "block"):
@@ -119,6 +123,9 @@ def test_an_interrupted_run_resumes_to_the_same_bytes(two_blocks: Path, calibrat
         "statistics, backward": [(0, 2), (1, 2), (2, 2)],
         "allocation": [(0, 4), (1, 4), (2, 4), (2, 4), (3, 4), (4, 4)],
     }
+    quantizing = {"quantizing": len(CheckpointReader(checkpoint).shapes)}
+    assert expected == {stage: parts[-1][1] for stage, parts in stages.items()} | quantizing
+    assert list(expected) == [*stages, "quantizing"]
     # Nothing is said before the first part of a stage is done; of the last nothing is left. The head is the last shard.
     assert all((seconds is None) == (kind == "stage" and done == 0) for kind, done, seconds in left)
     blocks = [seconds for kind, _, seconds in left if kind == "block"]

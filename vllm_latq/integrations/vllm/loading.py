@@ -4,6 +4,7 @@ vLLM itself serves a quantized model with parameters that no tensor reached. A f
 with some layers of the new weights and some of the old ones, and with state that spoils the next reload.
 
     initialize_model --> CheckedLoad, as the model's `load_weights`: each tensor once, every parameter reached
+    process_weights_after_loading --> a line about the model in the log
     Worker.reload_weights --> Backup: if the reload fails on any rank, all ranks have the old weights again
 
 Invariant: after a load, or a reload, the model has all weights of one checkpoint, or an error has named the problem.
@@ -11,6 +12,7 @@ Invariant: after a load, or a reload, the model has all weights of one checkpoin
 
 import functools
 import logging
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -18,6 +20,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.distributed import get_pp_group, get_tp_group
+from vllm.logger import init_logger
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.model_loader import base_loader
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
@@ -26,6 +29,7 @@ from vllm_latq.errors import REPAIR, CheckpointError
 from vllm_latq.integrations.vllm.config import LatqConfig
 from vllm_latq.integrations.vllm.linear import CheckpointTensor, LatqLinearMethod
 from vllm_latq.integrations.vllm.moe import LatqMoEMethod
+from vllm_latq.integrations.vllm.summary import summary
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +54,16 @@ def install() -> None:
             model.load_weights = CheckedLoad(model)
         return model
 
+    finish = base_loader.process_weights_after_loading
+
+    @functools.wraps(finish)
+    def process_weights_after_loading(model: Any, model_config: Any, *args: Any, **options: Any) -> None:
+        finish(model, model_config, *args, **options)
+        if isinstance(getattr(model, "load_weights", None), CheckedLoad):
+            _log(summary(model, model_config))
+
     base_loader.initialize_model = initialize_model
+    base_loader.process_weights_after_loading = process_weights_after_loading
 
 
 @functools.cache
@@ -85,6 +98,15 @@ def _install_reload() -> None:
         raise failure or CheckpointError("reload_weights", expected, found, "The log of that rank names the problem.")
 
     worker_class.reload_weights = reload_or_restore
+
+
+def _log(line: str) -> None:
+    """Log a line about the weights of the first rank, on the first rank."""
+    ranks = get_tp_group(), get_pp_group()
+    if line and all(rank.is_first_rank for rank in ranks):
+        size = math.prod(rank.world_size for rank in ranks)
+        # Only loggers below `vllm` print at this level.
+        init_logger("vllm.latq").info("latq quantization: %s%s", line, f" (rank 0 of {size})" if size > 1 else "")
 
 
 def _any_rank(failed: bool) -> bool:
