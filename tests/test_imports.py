@@ -17,11 +17,14 @@ QUANTIZE = (
     "machine", "lattice", "recipe", "model", "calibration", "methods", "allocation", "evaluation", "runs",
     "certificate", "plan", "gpus", "kv_cache", "fit", "pipeline", "studies",
 )  # fmt: skip
-RUNTIME = ("__init__", "plugin", "errors", "memory", "console", "coding", "format", "models", "serving", "integrations")
+RUNTIME = (
+    "__init__", "plugin", "errors", "memory", "events", "console", "coding", "format", "models", "serving",
+    "integrations",
+)  # fmt: skip
 ORDER = (
-    *(f"{OURS}.{name}" for name in RUNTIME[:8]),
+    *(f"{OURS}.{name}" for name in RUNTIME[:9]),
     *(f"{OURS}.kernels.{name}" for name in KERNELS),
-    *(f"{OURS}.{name}" for name in RUNTIME[8:]),
+    *(f"{OURS}.{name}" for name in RUNTIME[9:]),
     *(f"{OURS}.quantize.{name}" for name in QUANTIZE),
     f"{OURS}.api",
     f"{OURS}.cli",

@@ -59,8 +59,8 @@ class Allocation:
             raise ConfigError("recipe.bits", expected, f"{self.bits / self.weights:g}", "Raise bits.")
 
     def planned(self) -> dict[str, float]:
-        """Return linear -> stored bits at this price."""
-        return {name: layer.bits(self.price) for name, layer in self.losses.items()}
+        """Return linear -> stored bits per weight at this price."""
+        return {name: layer.bits(self.price) / layer.weights for name, layer in self.losses.items()}
 
     def shares(self, names: Collection[str], spent: Mapping[str, float]) -> dict[str, Share]:
         """Return linear -> its share of the bits that are left.

@@ -184,16 +184,17 @@ def evaluate(
     if baseline is None or not how.answers:
         return found
     distant = windows[:: -(-len(windows) // how.answers)]
-    return replace(found, answers=_answers(models, tokenizer, distant))
+    return replace(found, answers=_answers(models, tokenizer, distant, stage_progress(on_event, "answering")))
 
 
 def _answers(
-    models: Mapping[str, "PreTrainedModel"], tokenizer: "PreTrainedTokenizerBase", windows: Tensor
+    models: Mapping[str, "PreTrainedModel"], tokenizer: "PreTrainedTokenizerBase", windows: Tensor, progress: Progress
 ) -> list[dict[str, str]]:
     """Return the beginning of each window, and what the model and the baseline greedily continue it with."""
     prompts = windows[:, :PROMPT_TOKENS]
     texts = [tokenizer.batch_decode(prompts)]
-    for model in models.values():
+    for done, model in enumerate(models.values()):
+        progress(done, len(models))
         ids, generator = prompts.to(model.device), cast(Any, model)
         limit = {"max_new_tokens": ANSWER_TOKENS, "do_sample": False, "pad_token_id": tokenizer.eos_token_id or 0}
         found = generator.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **limit)

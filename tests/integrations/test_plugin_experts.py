@@ -24,6 +24,7 @@ from helpers.engine_probe import OLD_VLLM
 from helpers.trellis import TRELLIS
 from helpers.weight_cache import through_weight_cache
 from vllm_latq.coding.huffman.encoder import encode
+from vllm_latq.console import size as printed
 from vllm_latq.errors import CheckpointError, ConfigError, UnsupportedModelError, UnsupportedShapeError
 from vllm_latq.format.config import CheckpointConfig
 from vllm_latq.format.encodings.huffman import HuffmanWeight
@@ -32,6 +33,7 @@ from vllm_latq.format.encodings.weight import Weight
 from vllm_latq.format.scheme import LayerScheme
 from vllm_latq.integrations.vllm import moe as vllm_moe
 from vllm_latq.integrations.vllm.config import LatqConfig
+from vllm_latq.integrations.vllm.summary import summary
 from vllm_latq.serving import operands
 from vllm_latq.serving.layouts.checkpoint import TENSORS, CheckpointOperands
 
@@ -263,6 +265,26 @@ def test_decoded_experts_share_one_width(rank_of: Callable[[int], None]) -> None
     layer.quant_method.process_weights_after_loading(layer)
     for leaf, matrix in zip(LEAVES, (*dense(layer, "w13")[2].chunk(2), dense(layer, "w2")[2]), strict=True):
         torch.testing.assert_close(matrix, weights[f"2.{leaf}"].dequantize(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("size", "expert_parallel"), RANKS)
+def test_summary_counts_the_experts_of_a_rank_that_a_token_takes(
+    size: int, expert_parallel: bool, rank_of: Callable[[int], None]
+) -> None:
+    """8 bits and a scale of 16 bits for each 32 weights, for 2 of 3 experts on a rank."""
+    rank_of(0)
+    layer = build(quantization(SCHEMES["packed8-plain"]), size, expert_parallel)
+    load(layer, checkpoint(SCHEMES["packed8-plain"]))
+    layer.quant_method.process_weights_after_loading(layer)
+    config = SimpleNamespace(hf_config=SimpleNamespace(get_text_config=SimpleNamespace))
+    line = summary(torch.nn.ModuleList([layer]), config)
+    stored = sum(tensor.nbytes for tensor in layer.parameters())
+    counted = (
+        f"latq: 2 matrices at 8.50 bits in memory (2 by dequantize + matmul); a token reads {printed(2 * stored / 3)}"
+    )
+    assert line == counted
+    experts = len(layer.quant_method.experts) / EXPERTS if expert_parallel else 1 / size
+    assert stored == pytest.approx(8.5 / 8 * experts * EXPERTS * 3 * INTERMEDIATE * HIDDEN)
 
 
 @pytest.mark.parametrize(

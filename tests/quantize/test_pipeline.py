@@ -312,7 +312,7 @@ def test_destination_that_exists(mini_model: Path, tmp_path: Path) -> None:
 
 
 def test_a_model_is_not_overwritten(mini_model: Path) -> None:
-    with pytest.raises(CheckpointError, match="found the model itself. Choose another directory"):
+    with pytest.raises(CheckpointError, match=r"found the model itself\. Choose another directory"):
         quantize_checkpoint(Recipe("rtn", 4), mini_model, mini_model)
 
 

@@ -68,7 +68,11 @@ def run(options: argparse.Namespace) -> int:
     _check(options, source)
     header = [f"{options.model}: evaluation", _described(options, source)]
     with console.ProgressDisplay(header=header) as display:
+        from transformers.utils.logging import disable_progress_bar
+
         from vllm_latq.quantize.evaluation.results import add_run, evaluation_runs, is_checkpoint
+
+        disable_progress_bar()  # it would break into ours
 
         keeps = is_checkpoint(options.model)
         if keeps:

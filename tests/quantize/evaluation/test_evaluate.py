@@ -122,7 +122,11 @@ def test_both_models_continue_distant_prompts(mini_model: Path, moved_model: Pat
             continued = model.generate(prompt[None], max_new_tokens=ANSWER_TOKENS, do_sample=False)[0]
             assert answer[name] == tokenizer.decode(continued[PROMPT_TOKENS:], skip_special_tokens=True)
     assert [(event["stage"], event["done"], event["parts"]) for event in events] == [
-        ("evaluating", done, 4) for done in (0, 3, 4)
+        ("evaluating", 0, 4),
+        ("evaluating", 3, 4),
+        ("evaluating", 4, 4),
+        ("answering", 0, 2),
+        ("answering", 1, 2),
     ]
 
 

@@ -112,6 +112,9 @@ def test_an_interrupted_run_resumes_to_the_same_bytes(two_blocks: Path, calibrat
             assert sum(stage["share"] for stage in event["stages"]) == pytest.approx(1.0)
         if event["event"] == "stage":
             stages.setdefault(event["stage"], []).append((event["done"], event["parts"]))
+        if event["event"] == "plan":
+            assert len(event["bits"]) == expected["quantizing"]
+            assert all(1 < bits < 13 for bits in event["bits"].values())
         if event["event"] in ("stage", "block"):
             left.append((event["event"], event.get("done"), event["seconds_left"]))
 
