@@ -90,7 +90,7 @@ def test_plain_lines_without_a_terminal() -> None:
     assert lines == [
         *HEADER,
         "6 linears in 2 blocks, 3 windows of 64 tokens, on cpu",
-        "stages: statistics, forward; allocation; quantizing",
+        "stages: statistics, allocation, quantizing",
         "statistics, forward 0/5",
         "statistics, forward 5/5",
         "allocation 2/2",

@@ -53,7 +53,7 @@ def test_commands_of_the_tutorial(random_model: Any, evaluation_text: Path, tmp_
     printed = answer(tmp_path)
     assert shell.wait(timeout=60) == 0, printed + (tmp_path / "shell.log").read_text()
     assert "out: valid" in printed
-    assert "top1_agreement" in printed
+    assert "top-1 agreement" in printed
     assert (tmp_path / "shared" / "config.json").exists()
     assert (tmp_path / "report.html").stat().st_size > 10_000
 

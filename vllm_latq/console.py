@@ -283,7 +283,7 @@ class ProgressDisplay:
         self._print(f"{self.linears} linears in {self.blocks} blocks{windows}, on {event['device']}")
         names = [stage["stage"] for stage in event["stages"]]
         if len(names) > 1:
-            self._print(f"stages: {'; '.join(names)}")
+            self._print(f"stages: {', '.join(dict.fromkeys(name.partition(',')[0] for name in names))}")
         self.began = time.perf_counter()
         self._reach(names[0], 0, event["stages"][0]["parts"], None)
 
@@ -293,7 +293,7 @@ class ProgressDisplay:
         if stage not in self.timeline.stages:
             self.timeline = Timeline({stage: 1.0})
         self._reach(stage, done, parts, event["seconds_left"])
-        # Of a run that has more than one stage, a file shows where each begins and ends.
+        # A file shows where each stage of a run begins and ends.
         if not self.console.is_terminal and (self._silent() or (self.blocks and done in (0, parts))):
             self._print(f"{stage} {done}/{parts}{self._left()}")
 
