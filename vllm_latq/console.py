@@ -291,7 +291,7 @@ class ProgressDisplay:
         stage, done, parts = event["stage"], event["done"], event["parts"]
         self.began = time.perf_counter()
         if stage not in self.timeline.stages:
-            self.timeline = Timeline({stage: 1.0})
+            self.timeline, self.progress.status = Timeline({stage: 1.0}), ""
         self._reach(stage, done, parts, event["seconds_left"])
         # A file shows where each stage of a run begins and ends.
         if not self.console.is_terminal and (self._silent() or (self.blocks and done in (0, parts))):

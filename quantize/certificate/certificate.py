@@ -153,6 +153,7 @@ class _Certificate:
         claims = {claim.name: claim for claim in self.reader.measured()}
         everything: list[dict[str, Any]] = []
         progress, linears = self.stages("recomputing"), len(self.reader.shapes)
+        progress(0, linears)
         for found in self._recomputed(samples):
             progress(len(everything), linears)
             claim = claims.get(found.name)

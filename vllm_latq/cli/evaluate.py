@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
         if keeps:
             evaluation_runs(options.model)  # a damaged file is refused before hours of work
         text = _text(options, source, display) if source is not None else {}
-        display.progress.status = "running lm-eval"
+        display.progress.status = "  running lm-eval"
         tasks = _tasks(options) if options.tasks else {}
     if options.json:
         console.print_json(text | ({"tasks": tasks} if options.tasks else {}))

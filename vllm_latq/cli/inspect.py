@@ -132,6 +132,8 @@ def inspect_checkpoint(directory: str | Path, progress: "Progress | None" = None
 
 def _facts(checkpoint: str, found: Mapping[str, Any]) -> dict[str, str]:
     """Return name -> text of the lines of the summary."""
+    from vllm_latq.format.reader import FINGERPRINT_PREFIX
+
     layers = found["layers"]
     stored, served, recipe = found["bits_per_weight"], found["served_bits_per_weight"], found["recipe"]
     others = found["checkpoint_bytes"] - found["bytes"]
@@ -153,7 +155,7 @@ def _facts(checkpoint: str, found: Mapping[str, Any]) -> dict[str, str]:
         facts["measured"] = _measured(found["evaluation"])
     facts["calibration"] = _calibration(found["calibration"])
     facts["made with"] = _maker(found)
-    facts["fingerprint"] = found["fingerprint"] or "-"
+    facts["fingerprint"] = (found["fingerprint"] or "-").removeprefix(FINGERPRINT_PREFIX)
     return facts
 
 
@@ -196,8 +198,8 @@ def _calibration(found: Any) -> str:
 
 def _maker(found: Mapping[str, Any]) -> str:
     seconds = found["seconds"]
-    took = f" in {console.duration(seconds)}" if isinstance(seconds, float | int) else ""
-    return f"vllm-latq {found['vllm_latq']}, torch {found['torch']}, {found['device']}{took}"
+    took = f", in {console.duration(seconds)}" if isinstance(seconds, float | int) else ""
+    return f"vllm-latq {found['vllm_latq']}, torch {found['torch']} on {found['device']}{took}"
 
 
 def _percent(share: float | None) -> str:
@@ -224,13 +226,12 @@ def _print_blocks(layers: Sequence[Layer]) -> None:
         rows.append(
             {
                 "block": block,
-                "linears": str(len(members)),
                 "bits": console.bits(_mean(members, "bits")),
                 "served": console.bits(_mean(members, "served_bits")),
                 "outliers": _share(_mean(members, "outlier_density")),
-                "largest error": _percent(worst["relative_error"]),
+                "max error": _percent(worst["relative_error"]),
                 "where": leaf if worst["relative_error"] is not None else "-",
-                f"{key} share": _share(None if share is None or not total else share / total),
+                f"of {key}": _share(None if share is None or not total else share / total),
                 "notes": str(sum(bool(layer["note"]) for layer in members)),
             }
         )

@@ -137,6 +137,7 @@ def _verify(options: argparse.Namespace) -> int:
 
         problems = [str(problem) for problem in verify(options.checkpoint, stage_progress(display, "checking"))]
         if options.certificate and not problems:
+            display.progress.status = "  reading the original model and the calibration text"
             problems = [str(problem) for problem in _certificate(options, display)]
     if options.json:
         found: dict[str, Any] = {"checkpoint": options.checkpoint, "valid": not problems, "problems": problems}
