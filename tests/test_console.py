@@ -42,7 +42,7 @@ EVENTS: list[Mapping[str, Any]] = [
         "event": "start",
         "blocks": 2,
         "linears": 6,
-        "samples": {"samples": 3, "seq_len": 64},
+        "samples": {"samples": 3, "seq_len": 64, "name": "[text]"},
         "device": "cpu",
         "stages": STAGES,
     },
@@ -89,7 +89,7 @@ def test_plain_lines_without_a_terminal() -> None:
     lines = re.sub(r"\b0:00:0\d\b", "TIME", shown(False)).splitlines()
     assert lines == [
         *HEADER,
-        "6 linears in 2 blocks, 3 windows of 64 tokens, on cpu",
+        "6 linears in 2 blocks, 3 windows of 64 tokens of [text], on cpu",
         "stages: statistics, allocation, quantizing",
         "statistics, forward 0/5",
         "statistics, forward 5/5",

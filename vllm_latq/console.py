@@ -280,6 +280,7 @@ class ProgressDisplay:
         self.timeline = Timeline({stage["stage"]: stage["share"] for stage in event["stages"]})
         text = event["samples"]
         windows = f", {text['samples']} windows of {text['seq_len']} tokens" if text else ""
+        windows += f" of {text['name']}" if text and text.get("name") else ""
         self._print(f"{self.linears} linears in {self.blocks} blocks{windows}, on {event['device']}")
         names = [stage["stage"] for stage in event["stages"]]
         if len(names) > 1:
