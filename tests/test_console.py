@@ -193,7 +193,7 @@ def test_sizes_and_times() -> None:
     assert [size(count) for count in (999, 1500, 2_690_000, 16.4e9, 2e12)] == [
         "999 bytes", "1.5 kB", "2.69 MB", "16.4 GB", "2 TB",
     ]  # fmt: skip
-    assert duration(3723.4) == "1:02:04"
+    assert [duration(seconds) for seconds in (0, 59.5, 3723.4, 93784)] == ["0:00:00", "0:01:00", "1:02:04", "26:03:04"]
 
 
 def test_header_of_a_run() -> None:

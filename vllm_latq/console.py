@@ -10,7 +10,6 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import timedelta
 from typing import Any
 
 from rich.console import Console, RenderableType
@@ -54,8 +53,9 @@ def size(count: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a time as hours:minutes:seconds, rounded up."""
-    return str(timedelta(seconds=math.ceil(seconds)))
+    """Return a time as hours:minutes:seconds, rounded up; days count as hours."""
+    minutes, rest = divmod(math.ceil(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
 
 
 def claim(bound: float | None, holds: bool | None) -> str:
@@ -184,7 +184,7 @@ class _TimeLeft(ProgressColumn):
     """Column with the time that the rest of a run takes."""
 
     def __init__(self, display: "ProgressDisplay") -> None:
-        super().__init__(Column(width=len("00:00:00 left"), no_wrap=True, justify="right"))
+        super().__init__(Column(min_width=len("00:00:00 left"), no_wrap=True, justify="right"))
         self.display = display
 
     def render(self, task: Task) -> Text:
