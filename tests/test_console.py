@@ -85,6 +85,11 @@ def shown(terminal: bool, width: int = 80, verbose: bool = False) -> str:
     return text.getvalue()
 
 
+def plain_lines(text: str) -> list[str]:
+    """Return what was written to each line, without the codes that a terminal acts on."""
+    return [re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", line) for line in re.split(r"[\r\n]+", text)]
+
+
 def test_plain_lines_without_a_terminal() -> None:
     lines = re.sub(r"\b0:00:0\d\b", "TIME", shown(False)).splitlines()
     assert lines == [
@@ -116,10 +121,16 @@ def test_every_linear_is_shown_if_asked_for() -> None:
     assert not [line for line in shown(False).splitlines() if "[bold]" in line]
 
 
+def test_terminal_cuts_lines_to_its_width() -> None:
+    cut = [line for line in plain_lines(shown(True, 60, verbose=True)) if line.startswith("  0.[bold]q  4x8")]
+    assert cut
+    assert all(len(line) == 60 and line.endswith("…") for line in cut)
+
+
 @pytest.mark.parametrize("width", [80, 120])
 def test_terminal_shows_bar_count_and_time_left_in_its_width(width: int) -> None:
     text = shown(True, width)
-    lines = [re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", line) for line in re.split(r"[\r\n]+", text)]
+    lines = plain_lines(text)
     assert max(map(len, lines)) <= width
     bars = [line for line in lines if line.startswith("quantizing")]
     pattern = r"quantizing 2/6 ━+[╸╺━ ]* +67% \d:\d\d:\d\d  1:02:0\d left"

@@ -272,8 +272,8 @@ class ProgressDisplay:
 
     def _print(self, line: str, style: str = "") -> None:
         """Print a line as it is: a terminal cuts it to its width, a file gets all of it."""
-        text = Text(printable(line), style=style, no_wrap=True, overflow="ellipsis")
-        self.console.print(text, highlight=False, soft_wrap=not self.console.is_terminal)
+        cut: dict[str, Any] = {"no_wrap": True, "overflow": "ellipsis"} if self.console.is_terminal else {}
+        self.console.print(Text(printable(line), style=style), highlight=False, soft_wrap=not cut, **cut)
 
     def _start(self, event: Mapping[str, Any]) -> None:
         self.blocks, self.linears = event["blocks"], event["linears"]
