@@ -114,11 +114,11 @@ def summed(layers: Sequence[LayerReport], key: str, sizes: Sequence[int] | None 
     return sum(value * size for value, size in zip(values, sizes or [1] * len(values), strict=True))
 
 
-def finite_number(value: Any, where: str) -> float | None:
-    """Return a JSON number as a float and null as None; raise CheckpointError for anything else."""
+def finite_number(value: Any, where: str, hint: str = _HINT) -> float | None:
+    """Return a JSON number as a float and null as None; raise CheckpointError for anything else, with the hint."""
     try:
         if value is None or (type(value) in (int, float) and math.isfinite(value)):
             return None if value is None else float(value)
     except OverflowError:
         pass
-    raise CheckpointError(where, "a finite number or null", repr(value), _HINT)
+    raise CheckpointError(where, "a finite number or null", repr(value), hint)

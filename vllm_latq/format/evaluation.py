@@ -1,0 +1,104 @@
+"""Parse the results of `latq eval` that are kept beside a checkpoint. FORMAT.md section 7.
+
+Invariant: names are strings and numbers are finite numbers or None, whatever the file contains.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_latq.errors import CheckpointError
+from vllm_latq.format.files import read_json
+from vllm_latq.format.reader import EVALUATION_FILE
+from vllm_latq.format.report import finite_number
+
+# The numbers of a run.
+NUMBERS = ("windows", "seq_len", "perplexity", "baseline_perplexity", "kl", "top1_agreement")
+_ANSWER = ("prompt", "baseline", "model")
+_HINT = "Remove the file: it only holds results of earlier `latq eval`."
+
+
+@dataclass(frozen=True)
+class EvaluationRun:
+    """The results of one `latq eval`; empty or None where nothing was measured.
+
+    Attributes:
+        date: time of the run, ISO 8601.
+        text: name of the text.
+        text_sha256: SHA-256 of its file.
+        windows, seq_len: number of windows, and tokens of each.
+        perplexity, baseline_perplexity: of the checkpoint and of the original model.
+        kl: mean KL(original || checkpoint) of the next-token distributions, nats.
+        top1_agreement: share of positions where both rank the same token first.
+        answers: (prompt, answer of the original, answer of the checkpoint) of some prompts.
+        tasks: metric -> value of each lm-eval task.
+    """
+
+    date: str = ""
+    text: str = ""
+    text_sha256: str = ""
+    windows: float | None = None
+    seq_len: float | None = None
+    perplexity: float | None = None
+    baseline_perplexity: float | None = None
+    kl: float | None = None
+    top1_agreement: float | None = None
+    answers: tuple[tuple[str, str, str], ...] = ()
+    tasks: Mapping[str, Mapping[str, float]] | None = None
+
+    @classmethod
+    def from_dict(cls, run: Mapping[str, Any], where: str) -> "EvaluationRun":
+        """Parse one run and ignore unknown keys; raise CheckpointError for wrong types."""
+        text = _object(run.get("text"), f"{where}.text")
+        answers = run.get("answers") or []
+        if not isinstance(answers, list):
+            raise CheckpointError(f"{where}.answers", "a list", type(answers).__name__, _HINT)
+        answers = [_object(answer, f"{where}.answers") for answer in answers]
+        return cls(
+            _text(run.get("date"), f"{where}.date"),
+            _text(text.get("name"), f"{where}.text.name"),
+            _text(text.get("sha256"), f"{where}.text.sha256"),
+            **{key: finite_number(run.get(key), f"{where}.{key}", _HINT) for key in NUMBERS},
+            answers=tuple(
+                (*(_text(answer.get(key), f"{where}.answers.{key}") for key in _ANSWER),)  # type: ignore[misc]
+                for answer in answers
+            ),
+            tasks=_tasks(run.get("tasks"), f"{where}.tasks"),
+        )
+
+
+def evaluation_runs(checkpoint: str | Path) -> list[EvaluationRun]:
+    """Return the runs that are kept beside a checkpoint, the oldest first; CheckpointError if the file is damaged."""
+    path = Path(checkpoint) / EVALUATION_FILE
+    if not path.exists():
+        return []
+    runs = read_json(path, _HINT).get("runs")
+    if not isinstance(runs, list):
+        raise CheckpointError(f"{path}: runs", "a list of objects", type(runs).__name__, _HINT)
+    return [
+        EvaluationRun.from_dict(_object(run, f"{path}: runs[{index}]"), f"{path}: runs[{index}]")
+        for index, run in enumerate(runs)
+    ]
+
+
+def _tasks(value: Any, where: str) -> dict[str, dict[str, float]]:
+    """Return the metrics of tasks that are numbers."""
+    return {
+        task: {name: float(number) for name, number in _object(found, where).items() if type(number) in (int, float)}
+        for task, found in _object(value, where).items()
+    }
+
+
+def _object(value: Any, where: str) -> Mapping[str, Any]:
+    """Return an object, and null as an empty one."""
+    if value is not None and not isinstance(value, Mapping):
+        raise CheckpointError(where, "an object or null", type(value).__name__, _HINT)
+    return value or {}
+
+
+def _text(value: Any, where: str) -> str:
+    """Return text, and null as empty text."""
+    if value is not None and not isinstance(value, str):
+        raise CheckpointError(where, "text or null", type(value).__name__, _HINT)
+    return value or ""
