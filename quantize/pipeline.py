@@ -141,7 +141,8 @@ def _run(session: Session, samples: Samples | None, offload: str, started: float
     run.parts()
     report = run.report(calibration, time.perf_counter() - started)
     config = CheckpointConfig(recipe.scheme, ignored_modules(decoder, recipe), recipe=recipe.to_dict())
-    card, untied = model_card(decoder.source, recipe, report), decoder.unties(session.quantized)
+    card = model_card(decoder.source, recipe, report, writer.destination.name)
+    untied = decoder.unties(session.quantized)
     world.from_first(lambda: writer.finish(decoder.source, config, report, card, untied))
     emit(_done(session, report))
     return report

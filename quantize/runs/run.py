@@ -10,6 +10,7 @@ back, continues exactly where an uninterrupted one would be.
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -27,6 +28,7 @@ from vllm_latq.quantize.methods.record import totals
 from vllm_latq.quantize.model.decoder import Decoder
 from vllm_latq.quantize.model.parts import Part, dense_weight, model_parts, stored_tensors
 from vllm_latq.quantize.recipe import Recipe
+from vllm_latq.quantize.runs.card import base_model
 from vllm_latq.quantize.runs.writer import CheckpointWriter
 
 Record = dict[str, Any]
@@ -204,6 +206,8 @@ class Run:
         return {
             "vllm_latq": vllm_latq.__version__,
             "torch": torch.__version__,
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "model": base_model(session.decoder.source),
             "recipe": session.recipe.to_dict(),
             "run": session.writer.run,
             "calibration": calibration,
