@@ -27,6 +27,7 @@ def test_wheel_imports_outside_the_checkout(tmp_path: Path) -> None:
         names = set(archive.namelist())
     expected = {f"{'/'.join(name.split('.'))}.py" for name in shipped_modules()} | {"vllm_latq/py.typed"}
     expected |= {f"vllm_latq/quantize/calibration/bundled.{kind}" for kind in ("md", "txt.xz")}
+    expected |= {"vllm_latq/cli/report.html.jinja"}
     assert {name for name in names if ".dist-info/" not in name} == expected
     imported = "vllm_latq, vllm_latq.cli.main, vllm_latq.kernels.configs, vllm_latq.quantize.recipe"
     program = (

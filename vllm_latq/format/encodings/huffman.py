@@ -95,10 +95,6 @@ class HuffmanWeight(IntegerWeight):
         """Return zeros, int64 [rows]: no outliers are stored."""
         return torch.zeros(self.shape[0], dtype=torch.int64)
 
-    def stored_scales(self) -> torch.Tensor:
-        """Return the scale, float32 [1]."""
-        return self.scale
-
     def encoded(self) -> dict[str, torch.Tensor]:
         """Return suffix -> tensor of every stored tensor except the shape."""
         return {

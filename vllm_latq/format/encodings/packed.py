@@ -109,15 +109,15 @@ class PackedWeight(IntegerWeight):
         """Return the number of outliers in each row, int64 [rows]."""
         return torch.zeros(self.shape[0], dtype=torch.int64) if self.outliers is None else self.outliers.counts
 
-    def stored_scales(self) -> torch.Tensor:
-        """Return the scales, bfloat16 [rows, groups]; raise ValueError for a weight that only exists in memory."""
+    def encoded(self) -> dict[str, torch.Tensor]:
+        """Return suffix -> tensor of every stored tensor except the shape.
+
+        Raises:
+            ValueError: a weight that only exists in memory.
+        """
         if self.scales is None or self.row_scales is not None or self.column_scales is not None:
             raise ValueError("a weight with scales of rows or columns cannot be stored as packed")
-        return self.scales
-
-    def encoded(self) -> dict[str, torch.Tensor]:
-        """Return suffix -> tensor of every stored tensor except the shape."""
-        tensors = {"qweight": self.qweight, "scales": self.stored_scales()}
+        tensors = {"qweight": self.qweight, "scales": self.scales}
         if self.outliers is not None:
             tensors["outlier_row_ptr"] = self.outliers.row_ptr
             tensors["outlier_col_idx"] = self.outliers.col_idx

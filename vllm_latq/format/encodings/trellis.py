@@ -166,10 +166,6 @@ class TrellisWeight(Weight):
         rows, cols = self.shape
         return torch.bincount(self.kept_positions.to(torch.int64) // cols, minlength=rows)
 
-    def stored_scales(self) -> torch.Tensor:
-        """Return the scale of each row, float32 [rows]."""
-        return self.row_scales
-
 
 def _kept_problems(
     tensors: Mapping[str, torch.Tensor], shape: tuple[int, int], where: str

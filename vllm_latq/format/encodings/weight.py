@@ -29,14 +29,10 @@ class Description:
     Attributes:
         encoding: name of its encoding.
         stored_bits: bits on disk.
-        outlier_counts: int64 [rows], outliers in each row.
-        scales: floating point [n], the scales as stored.
     """
 
     encoding: str
     stored_bits: int
-    outlier_counts: torch.Tensor
-    scales: torch.Tensor
 
 
 class Weight(ABC):
@@ -94,10 +90,6 @@ class Weight(ABC):
         """Return suffix -> tensor of every stored tensor except the shape."""
 
     @abstractmethod
-    def stored_scales(self) -> torch.Tensor:
-        """Return the scales as stored."""
-
-    @abstractmethod
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Return W [rows, cols], computed in float32 and rounded once to `dtype`."""
 
@@ -127,7 +119,7 @@ class Weight(ABC):
 
     def describe(self) -> Description:
         """Return what reports show of the weight."""
-        return Description(self.scheme.encoding, self.storage_bits(), self.outlier_counts(), self.stored_scales())
+        return Description(self.scheme.encoding, self.storage_bits())
 
 
 class IntegerWeight(Weight):
