@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from wrapt import when_imported
 
 if TYPE_CHECKING:
+    from vllm_latq.api import evaluate as evaluate
     from vllm_latq.api import quantize as quantize
-    from vllm_latq.quantize.evaluation.evaluate import evaluate as evaluate
 
 __version__ = "0.1.0"
 
@@ -54,6 +54,6 @@ def __getattr__(name: str) -> Any:
     """Import the function `evaluate` when it is used."""
     if name != "evaluate":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from vllm_latq.quantize.evaluation.evaluate import evaluate
+    from vllm_latq.api import evaluate
 
     return evaluate

@@ -1,13 +1,16 @@
-"""The function `vllm_latq.quantize`: the command `latq quantize`, for Python."""
+"""The functions `vllm_latq.quantize` and `vllm_latq.evaluate`: the commands `latq quantize` and `latq eval`."""
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_latq import console
 from vllm_latq.errors import ConfigError
 from vllm_latq.quantize.recipe import Recipe
+
+if TYPE_CHECKING:
+    from vllm_latq.quantize.evaluation.evaluate import Evaluation
 
 
 def quantize(
@@ -54,8 +57,39 @@ def quantize(
             raise ConfigError("fit", "no bits beside it", repr(options["bits"]), "Leave out one of them.")
         recipe = fitted(recipe, model, fit, None, None)
     source = model_directory(model)
-    shown = console.ProgressDisplay() if on_event is None else nullcontext(on_event)
+    header = console.quantize_header(recipe.to_dict(), str(model), str(output), calibration, device)
+    shown = console.ProgressDisplay(header=header) if on_event is None else nullcontext(on_event)
     with shown as listener:
         return quantize_checkpoint(
             recipe, source, output, calibration=calibration, device=device, resume=resume, on_event=listener
         )
+
+
+def evaluate(
+    model: str | Path,
+    source: str,
+    *,
+    baseline: str | Path | None = None,
+    on_event: Callable[[Mapping[str, Any]], None] | None = None,
+    **options: Any,
+) -> "Evaluation":
+    """Measure a model or checkpoint on a text, and show the progress.
+
+        vllm_latq.evaluate("out", "text.txt", baseline="Qwen/Qwen3-8B")
+
+    Args:
+        model: directory or hub name.
+        source: text file, dataset name or dataset folder.
+        baseline: the original model, to compare the next-token distributions with.
+        on_event: called with each event, a plain dict, in place of the progress display.
+        options: fields of `vllm_latq.quantize.evaluation.evaluate.Options`, such as `seq_len`, `max_windows`, `device`.
+
+    Raises:
+        LatqError: anything wrong with options, models or text.
+    """
+    from vllm_latq.quantize.evaluation.evaluate import evaluate as measure
+
+    header = [f"{model}: evaluation", f"on {source}" + (f", against {baseline}" if baseline is not None else "")]
+    shown = console.ProgressDisplay(header=header) if on_event is None else nullcontext(on_event)
+    with shown as listener:
+        return measure(model, source, baseline=baseline, on_event=listener, **options)

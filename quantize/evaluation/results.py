@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import vllm_latq
-from vllm_latq.errors import CheckpointError
 from vllm_latq.format.config import QUANT_METHOD
+from vllm_latq.format.evaluation import kept_runs
 from vllm_latq.format.files import read_json
 from vllm_latq.format.reader import EVALUATION_FILE
 from vllm_latq.format.scheme import CONFIG_KEY
@@ -29,18 +29,6 @@ def is_checkpoint(directory: str | Path) -> bool:
     return isinstance(quantization, dict) and quantization.get("quant_method") == QUANT_METHOD
 
 
-def evaluation_runs(checkpoint: str | Path) -> list[dict[str, Any]]:
-    """Return the runs that are kept beside a checkpoint, the oldest first; CheckpointError if the file is damaged."""
-    path = Path(checkpoint) / EVALUATION_FILE
-    if not path.exists():
-        return []
-    hint = "Remove the file: it only holds results of earlier `latq eval`."
-    runs = read_json(path, hint).get("runs")
-    if not isinstance(runs, list) or not all(isinstance(run, dict) for run in runs):
-        raise CheckpointError(f"{path}: runs", "a list of objects", type(runs).__name__, hint)
-    return runs
-
-
 def described_text(source: str) -> dict[str, str | None]:
     """Return the name of a text and, if it is a file, the SHA-256 of its bytes."""
     path = Path(source)
@@ -54,7 +42,7 @@ def add_run(checkpoint: str | Path, run: Mapping[str, Any]) -> None:
     """Add a run to those beside a checkpoint, with the date and the version; raises OSError and CheckpointError."""
     path = Path(checkpoint) / EVALUATION_FILE
     stamp = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "vllm_latq": vllm_latq.__version__}
-    runs = [*evaluation_runs(checkpoint), _plain({**stamp, **run})]
+    runs = [*kept_runs(checkpoint), _plain({**stamp, **run})]
     temporary = path.with_name(f"{path.name}.tmp")
     temporary.unlink(missing_ok=True)  # nothing is written through a link
     temporary.write_text(json.dumps({"runs": runs}, indent=2, allow_nan=False) + "\n", encoding="utf-8")

@@ -70,7 +70,9 @@ def run(options: argparse.Namespace) -> int:
     with console.ProgressDisplay(header=header) as display:
         from transformers.utils.logging import disable_progress_bar
 
-        from vllm_latq.quantize.evaluation.results import add_run, evaluation_runs, is_checkpoint
+        from vllm_latq.format.evaluation import evaluation_runs
+        from vllm_latq.quantize.evaluation.results import add_run, is_checkpoint
+        from vllm_latq.quantize.runs.card import update_card
 
         disable_progress_bar()  # it would break into ours
 
@@ -88,6 +90,7 @@ def run(options: argparse.Namespace) -> int:
         given = {name: getattr(options, name) for name in ("batch_size", "max_windows", "dtype", "device", "limit")}
         try:
             add_run(options.model, {**text, "tasks": tasks or None, "options": given})
+            update_card(options.model)
         except OSError as error:
             warnings.warn(f"not kept in {options.model}: {refusal(error, Path(options.model))}", stacklevel=2)
     return 0

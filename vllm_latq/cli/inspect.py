@@ -87,9 +87,9 @@ def inspect_checkpoint(directory: str | Path, progress: "Progress | None" = None
     Raises:
         LatqError: the checkpoint is damaged.
     """
+    from vllm_latq.format.evaluation import kept_runs
     from vllm_latq.format.reader import CheckpointReader
     from vllm_latq.format.report import LayerReport, summed
-    from vllm_latq.quantize.evaluation.results import evaluation_runs
 
     reader = CheckpointReader(directory)
     report = reader.report()
@@ -125,7 +125,7 @@ def inspect_checkpoint(directory: str | Path, progress: "Progress | None" = None
         "fingerprint": reader.config.fingerprint,
         "model": architectures[0] if isinstance(architectures, list) and architectures else None,
         **{key: report.get(key) for key in ("calibration", "seconds", "device", "torch", "vllm_latq")},
-        "evaluation": next(reversed(evaluation_runs(directory)), None),
+        "evaluation": next(reversed(kept_runs(directory)), None),
         "layers": layers,
     }
 

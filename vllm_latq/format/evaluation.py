@@ -68,18 +68,25 @@ class EvaluationRun:
         )
 
 
-def evaluation_runs(checkpoint: str | Path) -> list[EvaluationRun]:
-    """Return the runs that are kept beside a checkpoint, the oldest first; CheckpointError if the file is damaged."""
+def kept_runs(checkpoint: str | Path) -> list[dict[str, Any]]:
+    """Return the runs that are kept beside a checkpoint as JSON has them, the oldest first.
+
+    Raises:
+        CheckpointError: the file is not a list of objects.
+    """
     path = Path(checkpoint) / EVALUATION_FILE
     if not path.exists():
         return []
     runs = read_json(path, _HINT).get("runs")
-    if not isinstance(runs, list):
+    if not isinstance(runs, list) or not all(isinstance(run, dict) for run in runs):
         raise CheckpointError(f"{path}: runs", "a list of objects", type(runs).__name__, _HINT)
-    return [
-        EvaluationRun.from_dict(_object(run, f"{path}: runs[{index}]"), f"{path}: runs[{index}]")
-        for index, run in enumerate(runs)
-    ]
+    return runs
+
+
+def evaluation_runs(checkpoint: str | Path) -> list[EvaluationRun]:
+    """Return the runs that are kept beside a checkpoint, the oldest first; CheckpointError if the file is damaged."""
+    where = f"{Path(checkpoint) / EVALUATION_FILE}: runs"
+    return [EvaluationRun.from_dict(run, f"{where}[{index}]") for index, run in enumerate(kept_runs(checkpoint))]
 
 
 def _tasks(value: Any, where: str) -> dict[str, dict[str, float]]:

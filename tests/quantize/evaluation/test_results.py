@@ -13,17 +13,18 @@ from helpers.checkpoints import problems
 from helpers.format_reader import fingerprint
 from vllm_latq.cli.inspect import inspect_checkpoint
 from vllm_latq.errors import CheckpointError
+from vllm_latq.format.evaluation import kept_runs
 from vllm_latq.format.reader import EVALUATION_FILE
-from vllm_latq.quantize.evaluation.results import add_run, described_text, evaluation_runs, is_checkpoint
+from vllm_latq.quantize.evaluation.results import add_run, described_text, is_checkpoint
 from vllm_latq.quantize.model.companion_files import companion_files
 
 
 def test_runs_add_up_beside_a_valid_checkpoint(ssqr_checkpoint: Path, tmp_path: Path) -> None:
     checkpoint = Path(shutil.copytree(ssqr_checkpoint, tmp_path / "copy"))
-    assert evaluation_runs(checkpoint) == []
+    assert kept_runs(checkpoint) == []
     add_run(checkpoint, {"kl": 0.5, "perplexity": math.inf, "tasks": {"arc": {"acc,none": 1.0, "alias": print}}})
     add_run(checkpoint, {"kl": 0.25})
-    first, second = evaluation_runs(checkpoint)
+    first, second = kept_runs(checkpoint)
     assert (first["kl"], first["perplexity"], first["vllm_latq"]) == (0.5, None, vllm_latq.__version__)
     assert first["tasks"]["arc"] == {"acc,none": 1.0, "alias": str(print)}
     assert first["date"] <= second["date"]
