@@ -190,7 +190,6 @@ def routed_experts(
     weights: torch.Tensor,
     ids: torch.Tensor,
     stacks: tuple[KernelWeight, KernelWeight],
-    scales: tuple[torch.Tensor | None, torch.Tensor | None],
     experts: int,
     activation: str,
 ) -> torch.Tensor | None:
@@ -202,7 +201,6 @@ def routed_experts(
         ids: integers [tokens, k]; a number outside the stacks is an expert of another rank, and adds nothing.
         stacks: the experts' weights of gate above up [2 * intermediate, hidden], or of up without a gate, and of down
             [hidden, intermediate].
-        scales: column scales of both stacks, float32 [experts of this rank, columns], contiguous, or None.
         experts: number of experts on all ranks, from which the ids are chosen.
         activation: one of ACTIVATIONS.
 
@@ -217,8 +215,8 @@ def routed_experts(
         size = batch_size(len(x), k, experts, stacks)
         assert size is not None, "it was not for more tokens"
         routing = route(ids.contiguous(), size, stacks)
-        gate_up = grouped_matmul(gather(x, scales[0], routing), stacks[0], routing)
-        hidden = activate(gate_up, activation, scales[1], routing)
+        gate_up = grouped_matmul(gather(x, routing), stacks[0], routing)
+        hidden = activate(gate_up, activation, routing)
         return combine(grouped_matmul(hidden, stacks[1], routing), weights.contiguous(), routing)
 
     chunks = zip(*(part.split(max(1, MOST_PAIRS // k)) for part in (x, weights, ids)), strict=True)

@@ -18,45 +18,33 @@ COLUMNS = 1024  # columns of a row that a program gathers, activates or combines
 @triton.jit(do_not_specialize=("k",))
 def gather_rows(
     x_ptr,  # bf16 or fp16 [tokens, K]
-    id_ptr,  # integers [pairs]: the expert of each pair
     place_ptr,  # int32 [pairs]: the row of out, or -1
-    scale_ptr,  # float32 [experts, K]: column scales, or None
     out_ptr,  # dtype of x [pairs, K]
     K,
     stride_xm,  # elements from one row of x to the next
     k,  # experts of a token
     COLUMNS: tl.constexpr,
 ):
-    """Grid (pairs, columns / COLUMNS). Write each pair's row of x at its place, times its expert's column scales."""
+    """Grid (pairs, columns / COLUMNS). Write each pair's row of x at its place."""
     pair = tl.program_id(0)
     place = tl.load(place_ptr + pair)
     if place >= 0:
         col = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         x = tl.load(x_ptr + (pair // k).to(tl.int64) * stride_xm + col, mask=col < K)
-        if scale_ptr is not None:
-            x = (x.to(tl.float32) * load_scales(scale_ptr, id_ptr, pair, col, K)).to(x.dtype)
         tl.store(out_ptr + place.to(tl.int64) * K + col, x, mask=col < K)
-
-
-@triton.jit
-def load_scales(scale_ptr, id_ptr, pair, col, K):
-    """Return the column scales of a pair's expert, float32; the expert must be on this rank."""
-    return tl.load(scale_ptr + tl.load(id_ptr + pair).to(tl.int64) * K + col, mask=col < K)
 
 
 @triton.jit
 def activate_rows(
     y_ptr,  # bf16 or fp16 [pairs, 2 * K], gate before up; without a gate [pairs, K]
-    id_ptr,  # integers [pairs]: the expert of each pair
     place_ptr,  # int32 [pairs]: the row of y and of out, or -1
-    scale_ptr,  # float32 [experts, K]: column scales, or None
     out_ptr,  # dtype of y [pairs, K]
     K,
     ACTIVATION: tl.constexpr,  # a name of ACTIVATIONS, without UNGATED
     GATED: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Grid (pairs, columns / COLUMNS). Write act(gate) * up, times the column scales of the pair's expert."""
+    """Grid (pairs, columns / COLUMNS). Write act(gate) * up, or act(up)."""
     pair = tl.program_id(0)
     place = tl.load(place_ptr + pair).to(tl.int64)
     if place >= 0:
@@ -73,8 +61,6 @@ def activate_rows(
             hidden = gate / (1.0 + tl.exp(-inner))
         if GATED:
             hidden *= tl.load(gate_ptr + K, mask=col < K, other=0.0).to(tl.float32)
-        if scale_ptr is not None:
-            hidden *= load_scales(scale_ptr, id_ptr, pair, col, K)
         tl.store(out_ptr + place * K + col, hidden.to(out_ptr.dtype.element_ty), mask=col < K)
 
 
@@ -100,37 +86,34 @@ def combine_pairs(
     tl.store(out_ptr + token.to(tl.int64) * N + col, acc.to(out_ptr.dtype.element_ty), mask=col < N)
 
 
-def gather(x: torch.Tensor, scales: torch.Tensor | None, routing: Routing) -> torch.Tensor:
-    """Return rows of x in the order of places, times their expert's column scales, rounded once.
+def gather(x: torch.Tensor, routing: Routing) -> torch.Tensor:
+    """Return rows of x in the order of places.
 
     Args:
         x: [tokens, cols].
-        scales: float32 [experts, cols], contiguous, or None.
 
     Returns:
-        [pairs, cols], dtype of x; undefined after the last place. A view of x if x has one row and no scales.
+        [pairs, cols], dtype of x; undefined after the last place. A view of x if x has one row.
     """
     pairs, cols = routing.ids.numel(), x.shape[1]
     if x.stride(1) != 1:
         x = x.contiguous()
-    if len(x) == 1 and scales is None:
+    if len(x) == 1:
         return x.expand(pairs, cols)
     out = torch.empty(pairs, cols, dtype=x.dtype, device=x.device)
     with torch.cuda.device_of(x):
         gather_rows[(pairs, -(-cols // COLUMNS))](
-            x, routing.ids, routing.place, scales, out, cols, x.stride(0), routing.ids.shape[1],
-            COLUMNS=COLUMNS, **COMPILER,
-        )  # fmt: skip
+            x, routing.place, out, cols, x.stride(0), routing.ids.shape[1], COLUMNS=COLUMNS, **COMPILER
+        )
     return out
 
 
-def activate(y: torch.Tensor, activation: str, scales: torch.Tensor | None, routing: Routing) -> torch.Tensor:
-    """Return act(gate) * up, or act(up), times their expert's column scales, in float32, rounded once.
+def activate(y: torch.Tensor, activation: str, routing: Routing) -> torch.Tensor:
+    """Return act(gate) * up, or act(up), in float32, rounded once.
 
     Args:
         y: [pairs, 2 * cols], gate before up, or [pairs, cols] without a gate; contiguous, in the order of places.
         activation: one of ACTIVATIONS.
-        scales: float32 [experts, cols], contiguous, or None.
 
     Returns:
         [pairs, cols], dtype of y; undefined after the last place.
@@ -141,7 +124,7 @@ def activate(y: torch.Tensor, activation: str, scales: torch.Tensor | None, rout
     out = torch.empty(pairs, cols, dtype=y.dtype, device=y.device)
     with torch.cuda.device_of(y):
         activate_rows[(pairs, -(-cols // COLUMNS))](
-            y, routing.ids, routing.place, scales, out, cols,
+            y, routing.place, out, cols,
             ACTIVATION=activation.removesuffix(UNGATED), GATED=gated, COLUMNS=COLUMNS, **COMPILER,
         )  # fmt: skip
     return out

@@ -71,11 +71,6 @@ class Factor:
         """
         return self.propagation32 if dtype == torch.float32 else self._propagation().to(dtype)
 
-    @cached_property
-    def unit_triangle32(self) -> torch.Tensor:
-        """`unit_triangle` in float32; kept because a search rounds many times."""
-        return self.unit_triangle().to(torch.float32)
-
     def unit_triangle(self) -> torch.Tensor:
         """Return V, unit upper triangular float64 [c, c], with H[order][:, order] = V diag(D) V^T.
 

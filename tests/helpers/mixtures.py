@@ -34,8 +34,7 @@ class Mixture:
             self.dense.append([weight.dequantize() for weight in served])
             made = [make_operands(weight.to(device), dtype, "experts", alone=False) for weight in served]
             stack = stack_operands(made, "experts")
-            scales = [weight.column_scales.to(device) for weight in served if weight.column_scales is not None]
-            self.stacks.append([torch.stack(scales) if scales else None, *stack.tensors().values()])
+            self.stacks.append([*stack.tensors().values()])
             operands.append(stack)
         self.constants = expert_constants(operands[0], operands[1], EXPERTS, activation)
         self.activation = ACTIVATIONS[activation]

@@ -50,7 +50,7 @@ SCHEMES = {
     "trellis": TRELLIS,
 }
 RANKS = [(1, False), (2, False), (4, False), (2, True)]  # how many, and whether they share out experts or channels
-# Relative to the largest output: float32 sums in another order, and column scales applied to x, not the weight.
+# Relative to the largest output: float32 sums in another order.
 TOLERANCE = 1e-5
 make_experts = getattr(fused_moe, "FusedMoEFactory", None) or fused_moe.FusedMoE  # vLLM renamed it
 
@@ -118,9 +118,7 @@ def dense(layer: Any, product: str) -> torch.Tensor:
     stacks = [getattr(layer, f"{product}_{name}") for name in TENSORS]
     constants = method.constants.gate_up if product == "w13" else method.constants.down
     experts = ([None if stack is None else stack[e] for stack in stacks] for e in range(len(stacks[0])))
-    weights = [CheckpointOperands.from_lists(tensors, constants).dense() for tensors in experts]
-    scales = getattr(layer, f"{product}_column_scales")
-    return torch.stack(weights) * (1 if scales is None else scales.unsqueeze(1))
+    return torch.stack([CheckpointOperands.from_lists(tensors, constants).dense() for tensors in experts])
 
 
 def product_of(x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> Any:

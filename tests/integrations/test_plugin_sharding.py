@@ -139,8 +139,7 @@ def dense(layer: torch.nn.Module) -> torch.Tensor:
     method = layer.quant_method
     if method.layout == DenseOperands.layout:
         return layer.qweight
-    weight = CheckpointOperands.from_lists([getattr(layer, name) for name in TENSORS], method.constants).dense()
-    return weight if layer.column_scales is None else weight * layer.column_scales
+    return CheckpointOperands.from_lists([getattr(layer, name) for name in TENSORS], method.constants).dense()
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -25,8 +25,8 @@ TILES = 4  # one row, two rows (without x^T), 3 to 8 (with x^T), 9 to 16
 SPECIALIZATIONS = {
     "ssqr_tensor_core": TILES * 2 + 3,  # with split-K and without; and 8, 4 and 2 ranges of columns
     "route_pairs": 5,  # batches of 1, 8, 16, 32 and 64 rows
-    "gather_rows": 2,  # with column scales and without
-    "activate_rows": 2 * 2,  # two activations, with column scales and without
+    "gather_rows": 1,
+    "activate_rows": 2,  # two activations
     "ssqr_grouped": 5 * 2,  # for each of these batches, columns that are cut (4096) or whole (512)
     "combine_pairs": 1,
     "ssqr_simt": 2,  # with and without split-K

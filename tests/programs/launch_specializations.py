@@ -67,12 +67,10 @@ with FakeTensorMode():
         for tokens in (1, 2, 3, 9, 32, 64, 90):  # batches of 1, 8, 8, 8, 16, 32 and 64 rows
             ids = ints(tokens, 2)
             routing = route(ids, batch_size(*ids.shape, 8, [stack]), [stack])
-            x, scales = empty(torch.bfloat16, tokens, stack.cols), empty(torch.float32, 8, stack.cols)
-            grouped_matmul(gather(x, scales, routing), stack, routing)
-            y = grouped_matmul(gather(x, None, routing), stack, routing)
+            x = empty(torch.bfloat16, tokens, stack.cols)
+            y = grouped_matmul(gather(x, routing), stack, routing)
             for activation in ("silu", "relu2_no_mul"):
-                activate(y, activation, None, routing)
-                activate(y, activation, scales, routing)
+                activate(y, activation, routing)
             combine(y, empty(torch.float32, tokens, 2), routing)
     for rows, cols in ((1, 1), (160, 4096), (17, 100)):
         starts, used, z = empty(torch.int64, 16), ints(16), ints(rows, cols)

@@ -81,7 +81,7 @@ def test_row_does_not_depend_on_other_rows(dtype: torch.dtype, monkeypatch: pyte
 
 
 @pytest.mark.parametrize(
-    ("tensor", "what"), [("column_exponents", "column scales"), ("column_importance", "column importance")]
+    ("tensor", "what"), [("column_exponents", "column exponents"), ("column_importance", "column importance")]
 )
 def test_fused_weights_share_what_belongs_to_their_columns(tensor: str, what: str) -> None:
     first, second = random_trellis(16, COLS, 0), random_trellis(16, COLS, 1)

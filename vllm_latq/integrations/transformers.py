@@ -37,7 +37,7 @@ from vllm_latq.models.stored_names import stored_names, unmerged
 from vllm_latq.serving.decode import decode_on_device
 from vllm_latq.serving.layouts.checkpoint import CheckpointOperands
 from vllm_latq.serving.layouts.dense import DenseOperands
-from vllm_latq.serving.linear import LAYOUTS, linear, scale_columns
+from vllm_latq.serving.linear import LAYOUTS, linear
 
 # Shape of a tensor that is not in the checkpoint; no stored tensor has three dimensions.
 _ABSENT = (0, 0, 0)
@@ -52,8 +52,6 @@ class LatqLinear(nn.Module):
         name: of the module in the checkpoint.
         shapes: of all stored tensors, by name; some depend on the data.
     """
-
-    column_scales: torch.Tensor | None
 
     def __init__(
         self, linear: nn.Linear, scheme: LayerScheme, name: str, shapes: Mapping[str, tuple[int, ...]]
@@ -99,22 +97,18 @@ class LatqLinear(nn.Module):
         weight = weight_from_tensors(stored, self.scheme, (self.out_features, self.in_features), self.name)
         for suffix in self.specs:
             delattr(self, suffix)
-        operands, column_scales = self._operands(weight, device)
-        self.register_buffer("column_scales", column_scales)
+        operands = self._operands(weight, device)
         self.layout, self.constants = operands.layout, operands.constants()
         self.names = tuple(operands.tensors())
         for name, tensor in operands.tensors().items():
             self.register_buffer(name, None if tensor is None else tensor.to(device))
 
-    def _operands(
-        self, weight: Weight, device: torch.device
-    ) -> tuple[CheckpointOperands | DenseOperands, torch.Tensor | None]:
-        """Return the operands of a weight, and the column scales that are applied to x."""
+    def _operands(self, weight: Weight, device: torch.device) -> CheckpointOperands | DenseOperands:
+        """Return the operands of a weight."""
         if isinstance(weight, TrellisWeight):
-            return DenseOperands.pack(weight.to(device).dequantize(self.dtype)), None
+            return DenseOperands.pack(weight.to(device).dequantize(self.dtype))
         assert isinstance(weight, IntegerWeight), "every other encoding has integers"
-        packed = weight.pack(decode_on_device(weight, self.name, device))
-        return CheckpointOperands.pack(packed), packed.column_scales
+        return CheckpointOperands.pack(weight.pack(decode_on_device(weight, self.name, device)))
 
     def dense_weight(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the dequantized weight [out_features, in_features]."""
@@ -122,13 +116,10 @@ class LatqLinear(nn.Module):
         if isinstance(operands, DenseOperands):
             return operands.dense.to(dtype)
         assert isinstance(operands, CheckpointOperands)
-        if self.column_scales is None:
-            return operands.dense(dtype)
-        return operands.dense().mul_(self.column_scales).to(dtype)
+        return operands.dense(dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map x [.., in_features] to [.., out_features]."""
-        x = scale_columns(x, self.column_scales)
         y = linear(x, self._tensors(), self.constants, self.layout, "")
         return y if self.bias is None else y + self.bias
 

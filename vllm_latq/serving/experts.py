@@ -26,7 +26,7 @@ from torch.nn import functional
 
 from vllm_latq.kernels.experts.activations import ACTIVATIONS, Activation
 from vllm_latq.serving.layouts.tiled import TiledOperands, grouped_experts
-from vllm_latq.serving.linear import Operands, multiply, scale_columns
+from vllm_latq.serving.linear import Operands, multiply
 
 _SCHEMA = (
     "(Tensor x, Tensor weights, Tensor ids, Tensor?[] gate_up, Tensor?[] down, int[] gate_up_constants, "
@@ -41,21 +41,18 @@ class _Product:
     """The product of x [n, cols] with the transposed weight of one of the experts.
 
     Attributes:
-        column_scales: float32 [experts, cols], or None.
         tensors: of the stacked operands: [experts, ...], or [1, ...] where all experts share a tensor, or None.
         constants, layout, arch: of the operands.
     """
 
-    column_scales: torch.Tensor | None
     tensors: list[torch.Tensor | None]
     constants: list[int]
     layout: str
     arch: str
 
     def __call__(self, x: torch.Tensor, expert: int) -> torch.Tensor:
-        stacks = (self.column_scales, *self.tensors)
-        scales, *tensors = (None if stack is None else stack[min(expert, len(stack) - 1)] for stack in stacks)
-        return multiply(scale_columns(x, scales), tensors, self.constants, self.layout, self.arch)
+        tensors = [None if stack is None else stack[min(expert, len(stack) - 1)] for stack in self.tensors]
+        return multiply(x, tensors, self.constants, self.layout, self.arch)
 
 
 def activate_rows(act: Activation, y: torch.Tensor) -> torch.Tensor:
@@ -128,15 +125,15 @@ def _experts(
     fixed = ExpertConstants(*constants)
     if all(layout == TiledOperands.layout for layout in fixed.layouts):
         stacks = (
-            TiledOperands.from_lists(gate_up[1:], fixed.gate_up, fixed.arch),
-            TiledOperands.from_lists(down[1:], fixed.down, fixed.arch),
+            TiledOperands.from_lists(gate_up, fixed.gate_up, fixed.arch),
+            TiledOperands.from_lists(down, fixed.down, fixed.arch),
         )
-        y = grouped_experts(x, weights, ids, stacks, (gate_up[0], down[0]), fixed.experts, fixed.activation)
+        y = grouped_experts(x, weights, ids, stacks, fixed.experts, fixed.activation)
         if y is not None:
             return y
-    first = _Product(gate_up[0], gate_up[1:], fixed.gate_up, fixed.layouts[0], fixed.arch)
+    first = _Product(gate_up, fixed.gate_up, fixed.layouts[0], fixed.arch)
     invariant = bool(fixed.gate_up[-1])
-    second = _Product(down[0], down[1:], fixed.down, fixed.layouts[1], fixed.arch)
+    second = _Product(down, fixed.down, fixed.layouts[1], fixed.arch)
 
     def run(tokens: torch.Tensor, expert: int) -> torch.Tensor:
         act, y = ACTIVATIONS[fixed.activation], first(tokens, expert)
@@ -172,8 +169,8 @@ def run_experts(
         x: [tokens, hidden].
         weights: [tokens, k], of the outputs.
         ids: integers [tokens, k], the experts of each token.
-        gate_up: column scales, float32 [experts, hidden] or None, and the tensors of `stack_operands` for the matrices
-            [2 * intermediate, hidden], gate above up, or [intermediate, hidden] without a gate.
+        gate_up: the tensors of `stack_operands` for the matrices [2 * intermediate, hidden], gate above up, or
+            [intermediate, hidden] without a gate.
         down: the same for the matrices [hidden, intermediate].
         constants: from `expert_constants`.
 

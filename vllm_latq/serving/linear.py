@@ -6,7 +6,7 @@ A PackedWeight is multiplied by as
 
     y[.., i] = sum_j x[.., j] * row_scales[i] * (scales[i, j // group_size] * (z[i, j] + o) + outliers[i, j])
 
-with o = 1/2 on a mid-rise grid, else 0. Column scales are applied to x beforehand by `scale_columns`.
+with o = 1/2 on a mid-rise grid, else 0.
 
     layout      tensors                      product
     tiled       in the tiles of the kernels  Triton's, on GPUs (`layouts/tiled.py`)
@@ -41,14 +41,6 @@ LAYOUTS: Mapping[str, type[Operands]] = {
 }
 
 _SCHEMA = "(Tensor x, Tensor?[] tensors, int[] constants, str layout, str arch) -> Tensor"
-
-
-def scale_columns(x: torch.Tensor, column_scales: torch.Tensor | None) -> torch.Tensor:
-    """Multiply x [.., cols] by the weight's column scales, float32 [cols], rounded once to the dtype of x.
-
-    This is not part of the operator, so that torch.compile fuses it with the operation before, most often a norm.
-    """
-    return x if column_scales is None else (x * column_scales).to(x.dtype)
 
 
 def multiply(

@@ -3,8 +3,8 @@
     tensors of a shard --read_shard--> Weight --decode--> integers --merge--> one PackedWeight of all shards
     tensors of a shard --read_shard--> TrellisWeight --merge--> one MergedTrellis of all shards
 
-Invariant: merging neither rounds nor clips. The integer shards of one matrix share their column scales, and the decoded
-ones share the width of their codes.
+Invariant: merging neither rounds nor clips. The decoded shards of one matrix share the width of their codes, and those
+of a trellis code share the scales and the order of their columns.
 """
 
 from collections.abc import Mapping, Sequence
@@ -78,12 +78,13 @@ def merge(
         bits: width of the codes of decoded shards; None for the width that takes the fewest bytes on a GPU.
 
     Raises:
-        CheckpointError: the shards' column scales, or orders of columns, differ, although they multiply the same input.
+        CheckpointError: the shards' scales of columns, or orders of columns, differ, although they multiply the same
+            input.
     """
-    _check_columns(shards)
-    trellis = [weight for _, weight in shards if isinstance(weight, TrellisWeight)]
+    trellis = [(name, weight) for name, weight in shards if isinstance(weight, TrellisWeight)]
     if trellis:
-        return MergedTrellis.of(trellis)
+        _check_columns(trellis)
+        return MergedTrellis.of([weight for _, weight in trellis])
     decoded = [z for z in integers if z is not None]
     if decoded and bits is None:
         bits = best_bits(decoded)
@@ -103,13 +104,12 @@ def cut(whole: Merged, rows: torch.Tensor, columns: tuple[int, int], where: str)
     return take(whole, rows.to(whole.qweight.device), columns, where)
 
 
-def _check_columns(shards: Sequence[Shard]) -> None:
-    """Raise CheckpointError if two shards have different column scales, or different importance of columns."""
+def _check_columns(shards: Sequence[tuple[str, TrellisWeight]]) -> None:
+    """Raise CheckpointError if two shards have different column exponents, or different importance of columns."""
     (first, weight), *others = shards
     for name, other in others:
-        for attribute in ("column_scales", "column_importance"):
-            found, of_first = getattr(other, attribute, None), getattr(weight, attribute, None)
-            if found is not None and of_first is not None and not torch.equal(found, of_first):
+        for attribute in ("column_exponents", "column_importance"):
+            if not torch.equal(getattr(other, attribute), getattr(weight, attribute)):
                 what = attribute.replace("_", " ")
                 expected = f"the {what} of {first} (fused with this layer)"
                 hint = f"Quantize the linears of one input with equal {what}."

@@ -18,7 +18,7 @@ ZERO_ROW = -1
 
 
 def cat_rows(weights: Sequence[PackedWeight]) -> PackedWeight:
-    """Stack weights of equal bits, group size, grid, columns and column scales on top of each other."""
+    """Stack weights of equal bits, group size, grid and columns on top of each other."""
     first = weights[0]
     assert len({(weight.bits, weight.group_size, weight.midrise, weight.cols) for weight in weights}) == 1
     if len(weights) == 1:
@@ -65,7 +65,6 @@ def take(weight: PackedWeight, rows: torch.Tensor, columns: tuple[int, int], whe
         scales=_take_scales(weight, rows, low, high, where),
         row_scales=None if weight.row_scales is None else weight.row_scales[rows.clamp(min=0)],
         outliers=outliers,
-        column_scales=None if weight.column_scales is None else weight.column_scales[low:high].contiguous(),
     )
 
 

@@ -25,7 +25,6 @@ class MergedTrellis:
     """
 
     bits: ClassVar[None] = None
-    column_scales: ClassVar[None] = None  # are part of the stored weights
 
     shards: tuple[TrellisWeight, ...]
     rows: torch.Tensor

@@ -53,10 +53,6 @@ class HuffmanWeight(IntegerWeight):
         """(rows, cols)."""
         return self.stream.shape
 
-    @property
-    def column_scales(self) -> None:
-        """None: columns have no scales."""
-
     def integers(self) -> torch.Tensor:
         """Return z, int32 [rows, cols] on the CPU; raise CheckpointError if the stream is damaged."""
         return decode_stream(self.stream, "stream")

@@ -24,10 +24,9 @@ _BAND_WEIGHTS = 1 << 18
 
 @dataclass(frozen=True)
 class PackedWeight(IntegerWeight):
-    """W[i, j] = row_scales[i] * (scales[i, j // group_size] * (z[i, j] + h) + outliers[i, j]) * column_scales[j].
+    """W[i, j] = row_scales[i] * (scales[i, j // group_size] * (z[i, j] + h) + outliers[i, j]).
 
-    h is 0, or 1/2 where the grid is `midrise`. An absent factor is 1. `latq::linear` does not take column_scales:
-    they are applied to the activation, x * column_scales.
+    h is 0, or 1/2 where the grid is `midrise`. An absent factor is 1.
 
     Attributes:
         qweight: int32 [rows, words], codes z + 2**(bits - 1).
@@ -38,7 +37,6 @@ class PackedWeight(IntegerWeight):
         row_scales: float32 [rows], or None; only in memory, never stored.
         outliers: CSR [rows, cols], or None; z is 0 at the place of an outlier. Without scales the outliers are integers
             outside the range of the codes.
-        column_scales: float32 [cols], or None; only in memory, never stored.
         midrise: whether the points of the grid lie half a step above the multiples of the scale.
     """
 
@@ -51,7 +49,6 @@ class PackedWeight(IntegerWeight):
     scales: torch.Tensor | None = None
     row_scales: torch.Tensor | None = None
     outliers: CSR | None = None
-    column_scales: torch.Tensor | None = None
     midrise: bool = False
 
     @property
@@ -79,8 +76,6 @@ class PackedWeight(IntegerWeight):
             self.outliers.add_to(weight)
         if self.row_scales is not None:
             weight *= self.row_scales.unsqueeze(1)
-        if self.column_scales is not None:
-            weight *= self.column_scales
         return weight.to(dtype)
 
     def to(self, device: torch.device | str) -> "PackedWeight":
@@ -95,7 +90,6 @@ class PackedWeight(IntegerWeight):
             scales=moved(self.scales),
             row_scales=moved(self.row_scales),
             outliers=None if self.outliers is None else self.outliers.to(device),
-            column_scales=moved(self.column_scales),
         )
 
     def decode(self, where: str, decoder: Decoder | None = None) -> None:
@@ -115,8 +109,8 @@ class PackedWeight(IntegerWeight):
         Raises:
             ValueError: a weight that only exists in memory.
         """
-        if self.scales is None or self.row_scales is not None or self.column_scales is not None:
-            raise ValueError("a weight with scales of rows or columns cannot be stored as packed")
+        if self.scales is None or self.row_scales is not None:
+            raise ValueError("a weight with scales of rows cannot be stored as packed")
         tensors = {"qweight": self.qweight, "scales": self.scales}
         if self.outliers is not None:
             tensors["outlier_row_ptr"] = self.outliers.row_ptr
@@ -126,8 +120,7 @@ class PackedWeight(IntegerWeight):
 
     def served_bits(self) -> int:
         """Return the bits in memory while the weight is served: codes, scales, row order, words of outliers."""
-        tensors = (self.qweight, self.row_scales, self.column_scales)
-        bits = 8 * sum(tensor.nbytes for tensor in tensors if tensor is not None)
+        bits = 8 * (self.qweight.nbytes + (0 if self.row_scales is None else self.row_scales.nbytes))
         if self.scales is not None:
             bits += 8 * self.scales.nbytes if self.group_size != WHOLE_ROW else WORD_BITS * self.scales.numel()
         return bits if self.outliers is None else bits + outlier_bits(self.outliers)

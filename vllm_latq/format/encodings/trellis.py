@@ -18,7 +18,7 @@ from vllm_latq.format.scheme import CONFIG_KEY, LayerScheme
 from vllm_latq.format.tensors import TensorSpec
 
 # Weights decoded at a time; the temporaries take some 40 bytes each.
-BAND_WEIGHTS = 1 << 22
+BAND_WEIGHTS = 1 << 20
 # Positions of kept weights are int32.
 MOST_WEIGHTS = 1 << 31
 # With less added to it, no weight is infinite in float32 or bfloat16.
@@ -41,7 +41,6 @@ class TrellisWeight(Weight):
     """
 
     full_scheme = LayerScheme("trellis")
-    column_scaled = True
 
     scale: torch.Tensor
     row_exponents: torch.Tensor

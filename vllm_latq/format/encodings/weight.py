@@ -40,12 +40,10 @@ class Weight(ABC):
 
     Attributes:
         coded: whether the integers are entropy coded; a coded weight is decoded before it is served.
-        column_scaled: whether a decoded weight has a scale for each column.
         full_scheme: a scheme of the encoding under which a linear has every tensor that it can have.
     """
 
     coded: ClassVar[bool] = False
-    column_scaled: ClassVar[bool] = False
     full_scheme: ClassVar[LayerScheme]
 
     @classmethod
@@ -79,11 +77,6 @@ class Weight(ABC):
     @abstractmethod
     def scheme(self) -> LayerScheme:
         """The scheme under which the weight is stored."""
-
-    @property
-    @abstractmethod
-    def column_scales(self) -> torch.Tensor | None:
-        """The scale of each column, float32 [cols], or None."""
 
     @abstractmethod
     def encoded(self) -> dict[str, torch.Tensor]:

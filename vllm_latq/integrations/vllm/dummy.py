@@ -82,7 +82,6 @@ def _dummy_packed(scheme: LayerScheme, rows: int, cols: int, recipe: Mapping[str
         scales=None if encoding.coded else _filled(rows, scheme.groups(cols), value=SCALE, dtype=torch.bfloat16),
         row_scales=_filled(rows, value=SCALE) if encoding.coded else None,
         outliers=outliers,
-        column_scales=_filled(cols, value=1.0) if encoding.column_scaled else None,
         midrise=scheme.midrise,
     )
 

@@ -27,12 +27,11 @@ from vllm_latq.format.encodings.registry import tensor_specs
 from vllm_latq.format.scheme import LayerScheme
 from vllm_latq.format.tensors import SHAPE
 from vllm_latq.integrations.vllm.dummy import dummy_weight
-from vllm_latq.serving.linear import linear, scale_columns
+from vllm_latq.serving.linear import linear
 from vllm_latq.serving.merging import Merged, Shard, cut, decode, merge, read_shard
 from vllm_latq.serving.operands import inlier_bits, make_operands
 from vllm_latq.serving.sharding import ZERO_ROW, check_groups
 
-COLUMN_SCALES = "column_scales"
 KNOWN_NAMES = {
     "words": "qweight",
     "dense": "qweight",
@@ -186,7 +185,7 @@ class LatqLinearMethod(LinearMethodBase):
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Turn the collected tensors into the operator's; raises CheckpointError if they are incomplete or invalid."""
         if adopt(layer, self):
-            complete_adopted(layer, (*self.parameters, COLUMN_SCALES))
+            complete_adopted(layer, self.parameters)
             self._stand_in_for_weight(layer)
             return
         self._install(layer, self._loaded_weight(layer))
@@ -203,7 +202,6 @@ class LatqLinearMethod(LinearMethodBase):
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Map x [.., cols] to [.., rows] of this rank, dtype of x."""
-        x = scale_columns(x, getattr(layer, COLUMN_SCALES))
         tensors = [getattr(layer, name) for name in self.parameters]
         y = linear(x, tensors, self.constants, self.layout, self.arch)
         return y if bias is None else y + bias
@@ -300,7 +298,7 @@ class LatqLinearMethod(LinearMethodBase):
         vars(layer).pop("weight", None)  # the stand-in
         for suffix in self.suffixes:
             delattr(layer, suffix)
-        for name, tensor in (tensors | {COLUMN_SCALES: weight.column_scales}).items():
+        for name, tensor in tensors.items():
             layer.register_parameter(name, None if tensor is None else Parameter(tensor, requires_grad=False))
         describe(layer, self, self.DESCRIBED)
         self._stand_in_for_weight(layer)

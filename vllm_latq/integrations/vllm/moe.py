@@ -25,7 +25,6 @@ from vllm_latq.format.scheme import LayerScheme
 from vllm_latq.format.tensors import SHAPE
 from vllm_latq.integrations.vllm.dummy import dummy_weight
 from vllm_latq.integrations.vllm.linear import (
-    COLUMN_SCALES,
     CheckpointTensor,
     ShardId,
     adopt,
@@ -216,16 +215,14 @@ class LatqMoEMethod(FusedMoEMethodBase):
 
     def _install(self, layer: Any, matrix: str) -> Operands:
         """Replace the collecting parameters of a matrix by the operator's."""
-        made, scales, capacity = [], [], self.capacity.get(matrix)
+        made, capacity = [], self.capacity.get(matrix)
         for weight in self._loaded_weights(layer, matrix):
             made.append(make_operands(weight, self.dtype, self.prefix, capacity, alone=False))
             check_room(made, self.prefix, capacity)
             self.bits[matrix] = weight.bits
-            if weight.column_scales is not None:
-                scales.append(weight.column_scales)
         operands = stack_operands(made, self.prefix, capacity)
         self.capacity[matrix] = operands.capacity
-        tensors = {COLUMN_SCALES: torch.stack(scales) if scales else None} | operands.tensors()
+        tensors = operands.tensors()
         for suffix in self.suffixes[matrix]:
             delattr(layer, f"{matrix}_{suffix}")
         for name, tensor in tensors.items():

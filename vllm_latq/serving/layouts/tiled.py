@@ -168,7 +168,6 @@ def grouped_experts(
     weights: torch.Tensor,
     ids: torch.Tensor,
     stacks: tuple[TiledOperands, TiledOperands],
-    scales: tuple[torch.Tensor | None, torch.Tensor | None],
     experts: int,
     activation: str,
 ) -> torch.Tensor | None:
@@ -177,9 +176,8 @@ def grouped_experts(
     Args:
         x, weights, ids, experts, activation: as for the operator.
         stacks: of gate and up, and of down.
-        scales: column scales of both stacks, float32 [experts, cols], or None.
     """
     from vllm_latq.kernels.experts.grouped import routed_experts
 
     gate_up, down = stacks
-    return routed_experts(x, weights, ids, (gate_up.weight, down.weight), scales, experts, activation)
+    return routed_experts(x, weights, ids, (gate_up.weight, down.weight), experts, activation)
