@@ -21,9 +21,6 @@ FUSED_LAUNCHES = 2  # of the widest kernel, that a product takes at most; more r
 # Numbers of activation rows for which there are kernels of trellis codes; 32 rows would spill. A product takes at most
 # so many launches of the widest.
 TRELLIS_REGIMES, TRELLIS_LAUNCHES = (4, 8, 16), 4
-# Counted, not timed: units of 64 rows x 128 columns that are copied ahead; programs of two warps on a multiprocessor;
-# fewest units in a part of split-K.
-TRELLIS_STAGES, TRELLIS_PROGRAMS, TRELLIS_LEAST_UNITS = 3, 4, 2
 WAVE_COST, ADDING_COST = 6, 4  # of `split_k`, in superblocks; measured on an H200 (NOTES.md)
 TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 COMPILER = {"enable_fp_fusion": True}  # a * b + c is one instruction; from Triton 3.10 on that must be asked for
@@ -134,6 +131,24 @@ class DecodeConfig:
             ranges = min(self.max_rows >> (m - 1).bit_length(), self.block_n // 16)
         programs = self.programs(bits, group_size)
         return split_k(padded_rows // self.block_n, superblocks, processors, programs, self.min_superblocks, ranges)
+
+
+@dataclass(frozen=True)
+class TrellisConfig:
+    """One way to launch the kernel of trellis codes, for any number of rows that it serves.
+
+    Attributes:
+        stages: units of 64 rows x 128 columns that are copied ahead.
+        programs_per_processor: programs of two warps that are to run on a multiprocessor at once.
+        least_units: fewest units in a part of split-K.
+    """
+
+    stages: int
+    programs_per_processor: int
+    least_units: int
+
+
+TRELLIS = TrellisConfig(3, 4, 2)  # counted, not timed
 
 
 @lru_cache(maxsize=1024)

@@ -1,6 +1,6 @@
-"""Measure the time per token of vLLM: bf16, Marlin at 4 bits, and SSQR at 2, 3 and 4 bits with 1% outliers.
+"""Measure the time per token of vLLM: bf16, Marlin at 4 bits, and SSQR (1% outliers) and LATQ at 2, 3 and 4 bits.
 
-The head stays in bf16, as is usual in vLLM, except in the last scheme.
+The head stays in bf16, as is usual in vLLM, except in the scheme that names another.
 
     python serving_examples/decode_latency.py                       # Qwen3-8B's shape, batch 1, 4, 8 and 16, on a GPU
     python serving_examples/decode_latency.py --json results.json
@@ -81,7 +81,12 @@ def schemes() -> dict[str, dict[str, Any] | None]:
         for bits in (2, 3, 4)
     }
     packed[HEAD] = CheckpointConfig(LayerScheme("packed", 3, 128, outliers=True), ("mlp.gate",), head, recipe=recipe)
-    return {"bf16": None, "marlin 4 bits": MARLIN} | {name: config.to_dict() for name, config in packed.items()}
+    trellis = {
+        f"latq {bits} bits": CheckpointConfig(LayerScheme("trellis"), ("lm_head", "mlp.gate"), recipe={"bits": bits})
+        for bits in (2, 3, 4)
+    }
+    ours = {name: config.to_dict() for name, config in (packed | trellis).items()}
+    return {"bf16": None, "marlin 4 bits": MARLIN} | ours
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

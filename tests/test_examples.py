@@ -11,6 +11,8 @@ import torch
 from helpers import warm_vllm
 from helpers.engine_probe import NO_EXPERTS, OLD_VLLM
 from helpers.programs import program
+from vllm_latq.format.config import CheckpointConfig
+from vllm_latq.integrations.vllm.dummy import dummy_weight
 
 EXAMPLES = Path(__file__).parents[1] / "serving_examples"
 PROMPT = "The following example shows how to"
@@ -60,6 +62,13 @@ def assert_times(times: dict[str, float], spread: dict[str, list[float]]) -> Non
         assert fastest <= seconds <= slowest
         # 31 more tokens than the run whose time is taken off: a single run may be disturbed, half of five are not.
         assert 0 < seconds < 60
+
+
+def test_configurations_are_those_of_the_format() -> None:
+    schemes = runpy.run_path(str(EXAMPLES / "decode_latency.py"))["schemes"]()
+    ours = [CheckpointConfig.from_dict(schemes[name]) for name in schemes if name.startswith(("ssqr", "latq"))]
+    assert [config.scheme.encoding for config in ours] == ["packed"] * 4 + ["trellis"] * 3
+    assert dummy_weight(ours[-1].scheme, 64, 256, ours[-1].recipe).shape == (64, 256)
 
 
 def test_time_per_token() -> None:

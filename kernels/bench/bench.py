@@ -23,7 +23,7 @@ import torch
 import triton
 
 from vllm_latq.kernels.bench import peers
-from vllm_latq.kernels.bench.cases import BITS, GROUP_SIZE, Case, activations, all_cases, make_layer, product
+from vllm_latq.kernels.bench.cases import BITS, GROUP_SIZE, Case, activations, all_cases, layer_of, product
 from vllm_latq.kernels.bench.compile_pool import CompilePool, available_processes
 from vllm_latq.kernels.bench.measure import Bench, Result
 from vllm_latq.kernels.bench.measure_experts import ExpertBench, expert_cases
@@ -142,7 +142,7 @@ def launch_once(cases: Iterable[Case], device: torch.device) -> None:
     for _, group in groupby(cases, key=lambda case: case.layer):
         layer = None
         for case in group:
-            layer = layer or make_layer(case, device)
+            layer = layer or layer_of(case, device)
             product(case)(activations(case.m, case.cols, device), layer.weight)
             print(case, flush=True)
 
@@ -154,7 +154,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     what.add_argument("--quick", action="store_true", help="three shapes, six numbers of rows: a first look")
     what.add_argument("--experts", action="store_true", help="layers of routed experts instead of linears")
     parser.add_argument("--bits", nargs="+", type=int, choices=BITS, help="only these bit widths")
-    parser.add_argument("--outliers", nargs="+", type=percentage, metavar="PERCENT", help="only these outlier rates")
+    parser.add_argument(
+        "--outliers", nargs="+", type=percentage, metavar="PERCENT", help="only these outlier rates of packed codes"
+    )
     parser.add_argument("--rows", nargs="+", type=positive, help="only these numbers of activation rows (or tokens)")
     parser.add_argument(
         "--tune",

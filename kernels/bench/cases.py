@@ -1,22 +1,36 @@
 """Cases of the benchmark: layer shapes, random layers with their exact dense weights, and the correctness gate.
 
-The dense weight is built from the integers, never from packed words: it shares nothing with what it checks.
+The dense weight of packed codes is built from the integers, never from words, and that of a trellis bit by bit: it
+shares nothing with what it checks.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from vllm_latq.kernels.bench.timing import copies_beyond_cache
-from vllm_latq.kernels.configs import FUSED_LAUNCHES, SIMT, max_decode_rows
-from vllm_latq.kernels.decode.dispatch import ssqr_matmul
+from vllm_latq.kernels.configs import FUSED_LAUNCHES, SIMT, TRELLIS_LAUNCHES, TRELLIS_REGIMES, max_decode_rows
+from vllm_latq.kernels.decode.dispatch import ssqr_matmul, trellis_matmul
 from vllm_latq.kernels.decode.prefill import prefill_matmul
+from vllm_latq.kernels.decode.trellis_prefill import prefill_trellis
+from vllm_latq.kernels.dev.reference import trellis_reference
 from vllm_latq.kernels.errors import require
 from vllm_latq.kernels.layout.codes import codes_to_stream
 from vllm_latq.kernels.layout.outliers import OutlierCsr
+from vllm_latq.kernels.layout.trellis import (
+    FACTORS,
+    MULTIPLIERS,
+    TILE,
+    TILE_ROWS,
+    TWO_TERMS_FROM,
+    UNIT_COLUMNS,
+    TrellisOperands,
+    TrellisTensors,
+    prepare_trellis,
+)
 from vllm_latq.kernels.layout.weight import KernelWeight, prepare
 
 # Merged layers of Qwen3-8B (qkv, o, gate and up, down), and a square one of a larger model.
@@ -26,10 +40,15 @@ BITS = (2, 3, 4)
 OUTLIER_RATES = (0.0, 0.005, 0.01, 0.02, 0.05)
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512)
 GROUP_SIZE = 128
+KEPT_RATE = 3e-4  # of a trellis: weights that are kept exactly
 # Relative to the largest output. Decode rounds once to bfloat16 (2^-9) after float32 sums. Prefill rounds the weights,
 # too. A layer of experts rounds between its products, and rounds outputs twice.
 DECODE_TOLERANCE, PREFILL_TOLERANCE, EXPERT_TOLERANCE = 2**-8, 2**-7, 2**-6
 _CHUNK_ROWS = 4096  # rows of the float64 reference at a time
+_CHUNK_TILES = 1 << 14  # tiles of a trellis that are decoded at a time
+TRELLIS_PATHS = ("trellis", "trellis_prefill")
+
+W = TypeVar("W", bound=KernelWeight | TrellisOperands)
 
 
 @dataclass(frozen=True)
@@ -41,20 +60,26 @@ class Case:
     bits: int
     outlier_rate: float
     m: int
-    path: str  # "tensor_core", "simt", "prefill" or "experts"
+    path: str  # "tensor_core", "simt", "prefill", "experts" or one of TRELLIS_PATHS
 
     @property
-    def layer(self) -> tuple[int, int, int, float]:
+    def layer(self) -> tuple[int, int, int, float, bool]:
         """Cases that share a weight have this in common."""
-        return self.rows, self.cols, self.bits, self.outlier_rate
+        return self.rows, self.cols, self.bits, self.outlier_rate, self.path in TRELLIS_PATHS
 
 
 @dataclass(frozen=True)
-class Layer:
+class Layer(Generic[W]):
     """weight: prepared; dense: the same, float32 [rows, cols], exact."""
 
-    weight: KernelWeight
+    weight: W
     dense: torch.Tensor
+
+
+def trellis_paths(m: int) -> tuple[str, ...]:
+    """Return the kernels of trellis codes that can serve m rows."""
+    widest = TRELLIS_REGIMES[-1]
+    return TRELLIS_PATHS[m > TRELLIS_LAUNCHES * widest : 1 + (m > widest)]
 
 
 def paths(m: int, bits: int) -> tuple[str, ...]:
@@ -73,16 +98,24 @@ def all_cases(
     rates: tuple[float, ...] = OUTLIER_RATES,
     rows: tuple[int, ...] = ROWS,
 ) -> Iterator[Case]:
-    """Yield every combination, cases of one layer next to each other."""
+    """Yield every combination, cases of one layer next to each other; a trellis has KEPT_RATE in place of `rates`."""
     for shape in shapes:
         for width in bits:
             for rate in rates:
                 for m in rows:
                     for path in paths(m, width):
                         yield Case(*shape, width, rate, m, path)
+            for m in rows:
+                for path in trellis_paths(m):
+                    yield Case(*shape, width, KEPT_RATE, m, path)
 
 
-def make_layer(case: Case, device: torch.device, seed: int = 0) -> Layer:
+def layer_of(case: Case, device: torch.device) -> Layer[Any]:
+    """Return a random layer for a case."""
+    return make_trellis(case, device) if case.path in TRELLIS_PATHS else make_layer(case, device)
+
+
+def make_layer(case: Case, device: torch.device, seed: int = 0) -> Layer[KernelWeight]:
     """Return a random layer; outliers are evenly likely everywhere, and most lie far beyond the largest inlier."""
     generator = torch.Generator(device=device).manual_seed(seed)
     shape, zero_point = (case.rows, case.cols), 1 << (case.bits - 1)
@@ -103,13 +136,57 @@ def make_layer(case: Case, device: torch.device, seed: int = 0) -> Layer:
     return Layer(prepare(packed, case.bits, GROUP_SIZE, case.cols, scales, outliers=outliers), dense)
 
 
+def make_trellis(case: Case, device: torch.device, seed: int = 0) -> Layer[TrellisOperands]:
+    """Return a random layer in a trellis code: units of three rates around its bits, columns in a random order."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+
+    def integers(low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(low, high, shape, generator=generator, device=device)
+
+    rows, cols = case.rows, case.cols
+    rates = integers(2 * case.bits - 1, 2 * case.bits + 2, -(-rows // TILE_ROWS), -(-cols // UNIT_COLUMNS))
+    spread = rates.repeat_interleave(TILE_ROWS // TILE, 0).repeat_interleave(UNIT_COLUMNS // TILE, 1)
+    spread = spread[: -(-rows // TILE), : -(-cols // TILE)]
+    words = integers(-(2**31), 2**31, 4 * int(spread.sum())).to(torch.int32)
+    row_exponents, column_exponents = integers(-8, 8, rows), integers(-8, 8, cols)
+    order = torch.randperm(cols, generator=generator, device=device)
+    dense = torch.empty(rows, cols, device=device)
+    dense[:, order] = _decoded(words, spread)[:rows, :cols]
+    dense *= 0.02 * 2 ** (row_exponents[:, None] / 8) * 2 ** (column_exponents / 8)
+    kept = (torch.rand(rows * cols, generator=generator, device=device) < case.outlier_rate).nonzero()[:, 0]
+    values = torch.randn(len(kept), generator=generator, device=device).mul(0.1).bfloat16()
+    dense.view(-1)[kept] += values.float()
+    tensors = TrellisTensors(
+        scale=torch.full((1,), 0.02, device=device),
+        row_exponents=row_exponents.to(torch.int8),
+        rates=rates.to(torch.uint8),
+        trellis=words,
+        kept_positions=kept.to(torch.int32),
+        kept_values=values,
+    )
+    return Layer(prepare_trellis([tensors], column_exponents.to(torch.int8), order), dense)
+
+
+def _decoded(words: torch.Tensor, rates: torch.Tensor) -> torch.Tensor:
+    """Return the weights of tiles of these rates, without scales, float32 [16 row tiles, 16 column tiles]."""
+    tiles = torch.empty(rates.numel(), TILE, TILE, device=words.device)
+    flat = rates.flatten()
+    starts = 4 * (flat.cumsum(0) - flat)
+    for rate in flat.unique().tolist():
+        for chosen in (flat == rate).nonzero()[:, 0].split(_CHUNK_TILES):
+            rings = words[starts[chosen][:, None] + torch.arange(4 * rate, device=words.device)]
+            integers = trellis_reference(rings, rate, MULTIPLIERS[: 1 + (rate >= TWO_TERMS_FROM)])
+            tiles[chosen] = integers * FACTORS[rate]
+    return tiles.view(*rates.shape, TILE, TILE).transpose(1, 2).reshape(TILE * rates.shape[0], -1)
+
+
 def activations(m: int, cols: int, device: torch.device) -> torch.Tensor:
     """m random rows, bfloat16 [m, cols], the same each time."""
     generator = torch.Generator(device=device).manual_seed(m)
     return torch.randn(m, cols, generator=generator, device=device).bfloat16()
 
 
-def rotating(weight: KernelWeight, cache: int) -> list[KernelWeight]:
+def rotating(weight: W, cache: int) -> list[W]:
     """Return the weight and copies of it that together exceed a cache of this many bytes."""
     tensors = {field.name: getattr(weight, field.name) for field in fields(weight)}
     copied: dict[str, Any] = {name: part for name, part in tensors.items() if isinstance(part, torch.Tensor)}
@@ -118,11 +195,14 @@ def rotating(weight: KernelWeight, cache: int) -> list[KernelWeight]:
     return [weight, *others]
 
 
-def product(case: Case) -> Callable[[torch.Tensor, KernelWeight], torch.Tensor]:
+def product(case: Case) -> Callable[[torch.Tensor, Any], torch.Tensor]:
     """Return the function of x and a weight that the case launches."""
-    if case.path == "prefill":
-        return prefill_matmul
-    return partial(ssqr_matmul, config=SIMT if case.path == "simt" else None)
+    fixed: dict[str, Callable[[torch.Tensor, Any], torch.Tensor]] = {
+        "prefill": prefill_matmul,
+        "trellis": trellis_matmul,
+        "trellis_prefill": prefill_trellis,
+    }
+    return fixed.get(case.path) or partial(ssqr_matmul, config=SIMT if case.path == "simt" else None)
 
 
 def relative_error(y: torch.Tensor, x: torch.Tensor, dense: torch.Tensor) -> float:
@@ -135,5 +215,6 @@ def relative_error(y: torch.Tensor, x: torch.Tensor, dense: torch.Tensor) -> flo
 def gate(case: Case, error: float, tolerance: float | None = None) -> None:
     """Raise KernelInputError if a product is wrong: it is not timed then. `tolerance`: of peers; None for ours."""
     if tolerance is None:
-        tolerance = {"prefill": PREFILL_TOLERANCE, "experts": EXPERT_TOLERANCE}.get(case.path, DECODE_TOLERANCE)
+        others = {"prefill": PREFILL_TOLERANCE, "trellis_prefill": PREFILL_TOLERANCE, "experts": EXPERT_TOLERANCE}
+        tolerance = others.get(case.path, DECODE_TOLERANCE)
     require(error <= tolerance, f"correctness of {case}", f"a relative error up to {tolerance}", error)

@@ -15,7 +15,7 @@ from vllm_latq.kernels.bench.cases import (
     Layer,
     activations,
     gate,
-    make_layer,
+    layer_of,
     product,
     relative_error,
     rotating,
@@ -67,7 +67,7 @@ class Bench:
     def __post_init__(self) -> None:
         self.bf16: dict[tuple[int, int, int], float] = {}
         self.peers_done: set[tuple[str, int, int, int, int]] = set()
-        self.read: set[tuple[int, int, int, float]] = set()
+        self.read: set[tuple[int, int, int, float, bool]] = set()
         self.peers: dict[str, peers.Peer] = {}  # of the layer at hand
 
     def run(self, cases: Iterable[Case]) -> Iterator[Result]:
@@ -88,7 +88,7 @@ class Bench:
 
     def _make(self, case: Case) -> Any:
         """Make the layer of a case, with copies of its weight that exceed the cache."""
-        layer = make_layer(case, self.device)
+        layer = layer_of(case, self.device)
         return layer, rotating(layer.weight, self.cache)
 
     def _attempt(self, case: Case, kernel: str, measure: Callable[[], Result]) -> Result:
@@ -139,14 +139,14 @@ class Bench:
     def _read(self, case: Case, size: int) -> Result:
         return self._result(case, "read", 0.0, size, reads(size, self.cache, self.device))
 
-    def _bf16(self, case: Case, layer: Layer, x: torch.Tensor) -> Result:
+    def _bf16(self, case: Case, layer: Layer[Any], x: torch.Tensor) -> Result:
         dense = layer.dense.bfloat16()
         weights = [dense, *(dense.clone() for _ in range(copies_beyond_cache(dense.nbytes, self.cache) - 1))]
         launches = [partial(torch.nn.functional.linear, x, weight) for weight in weights]
         error = relative_error(launches[0](), x, dense.float())
         return self._result(case, "bf16", error, moved(case, dense.nbytes), launches)
 
-    def _peer(self, name: str, case: Case, x: torch.Tensor, layer: Layer) -> Result:
+    def _peer(self, name: str, case: Case, x: torch.Tensor, layer: Layer[Any]) -> Result:
         if name not in self.peers:
             self.peers[name] = peers.make(name, layer.dense, case.bits, GROUP_SIZE, self.cache)
         peer = self.peers[name]

@@ -37,7 +37,7 @@ class Batch:
 class Experts:
     """gate above up, and down: of each expert its layer, and all of them as one weight."""
 
-    layers: tuple[list[Layer], list[Layer]]
+    layers: tuple[list[Layer[KernelWeight]], list[Layer[KernelWeight]]]
     stacks: tuple[KernelWeight, KernelWeight]
 
     def __call__(self, batch: Batch) -> torch.Tensor:

@@ -13,13 +13,15 @@ import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from vllm_latq.kernels.bench.cases import GROUP_SIZE, SHAPES
+from vllm_latq.kernels.bench.cases import BITS, GROUP_SIZE, KEPT_RATE, SHAPES
 
-# Main loop of the tensor-core kernel for up to 8 rows at group size 128: the largest count of sm_80 to sm_90.
+# Main loops for up to 8 rows: the largest count of sm_80 to sm_90. Packed codes are in groups of 128.
 INSTRUCTIONS = {2: 1.49, 3: 1.61, 4: 1.70}
+TRELLIS_INSTRUCTIONS = {2: 2.47, 3: 3.55, 4: 3.14}
 SCHEMES = ((2, 0.0), (2, 0.01), (3, 0.0), (3, 0.01), (4, 0.0), (4, 0.01))  # bits, rate of outliers
 SLOT_PADDING = 1.06  # outliers are stored in slots of 16 rows; tests/kernels/test_outliers.py holds them below this
 OUTLIER_BYTES = 4
+KEPT_BYTES = 6  # of a kept weight of a trellis: its place and its value
 
 
 @dataclass(frozen=True)
@@ -59,12 +61,14 @@ def bytes_per_weight(bits: int, outlier_rate: float) -> float:
     return bits / 8 + 2 / GROUP_SIZE + outlier_rate * OUTLIER_BYTES * SLOT_PADDING
 
 
-def least_microseconds(gpu: Gpu, rows: int, cols: int, bits: int, outlier_rate: float) -> float:
-    """Lower bound of one product at batch 1 to 8; bits 16 is the dense bf16 weight."""
-    weights = rows * cols
-    size = 2.0 if bits == 16 else bytes_per_weight(bits, outlier_rate)
-    issue = 0.0 if bits == 16 else weights * INSTRUCTIONS[bits] / gpu.instructions_per_second
-    return 1e6 * max(weights * size / (gpu.gb_per_s * 1e9), issue)
+def trellis_bytes_per_weight(bits: int) -> float:
+    """Rings and kept weights; what a row or a column has one of is left out."""
+    return bits / 8 + KEPT_RATE * KEPT_BYTES
+
+
+def least_microseconds(gpu: Gpu, weights: int, size: float, instructions: float) -> float:
+    """Lower bound of one product at batch 1 to 8 by so many weights, of so many bytes and instructions each."""
+    return 1e6 * weights * max(size / (gpu.gb_per_s * 1e9), instructions / gpu.instructions_per_second)
 
 
 def print_tables(write: Callable[[str], None] = print) -> None:
@@ -73,19 +77,20 @@ def print_tables(write: Callable[[str], None] = print) -> None:
     write("Instructions per weight that fit into the time its bytes take, and what the kernel issues:\n")
     write(f"| scheme | bytes per weight | issued | {' | '.join(names)} |")
     write("|---|---|---|" + "---|" * len(GPUS))
-    for bits, rate in SCHEMES:
-        size = bytes_per_weight(bits, rate)
+    schemes = [
+        (f"{bits} bits, {100 * rate:g}%", bytes_per_weight(bits, rate), INSTRUCTIONS[bits]) for bits, rate in SCHEMES
+    ]
+    schemes += [(f"{bits} bits, trellis", trellis_bytes_per_weight(bits), TRELLIS_INSTRUCTIONS[bits]) for bits in BITS]
+    for scheme, size, issued in schemes:
         budgets = " | ".join(f"{gpu.budget(size):.1f}" for gpu in GPUS)
-        scheme = f"{bits} bits, {100 * rate:g}%"
-        write(f"| {scheme} | {size:.3f} | {INSTRUCTIONS[bits]:.2f} | {budgets} |")
-    write("\nLeast time of a product at batch 1 to 8, microseconds (bf16; then 2, 3, 4 bits with 1% outliers):\n")
+        write(f"| {scheme} | {size:.3f} | {issued:.2f} | {budgets} |")
+    shown = [(2.0, 0.0), *((bytes_per_weight(bits, 0.01), INSTRUCTIONS[bits]) for bits in BITS)]
+    shown += [(trellis_bytes_per_weight(bits), TRELLIS_INSTRUCTIONS[bits]) for bits in BITS]
+    write("\nLeast time of a product at batch 1 to 8, microseconds (bf16; 2, 3, 4 bits with 1% outliers; trellis):\n")
     write(f"| layer | {' | '.join(names)} |")
     write("|---|" + "---|" * len(GPUS))
     for rows, cols in SHAPES:
-        cells = []
-        for gpu in GPUS:
-            times = [least_microseconds(gpu, rows, cols, bits, 0.01) for bits in (16, 2, 3, 4)]
-            cells.append("; ".join(f"{time:.1f}" for time in times))
+        cells = ("; ".join(f"{least_microseconds(gpu, rows * cols, *each):.1f}" for each in shown) for gpu in GPUS)
         write(f"| {rows}x{cols} | {' | '.join(cells)} |")
     write("\nMeasured: README.md, and `results/`.")
 

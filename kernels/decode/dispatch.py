@@ -9,12 +9,11 @@ from vllm_latq.kernels.configs import (
     FUSED_LAUNCHES,
     GATHER_ROWS,
     INVARIANT_ROWS,
+    TRELLIS,
     TRELLIS_LAUNCHES,
-    TRELLIS_LEAST_UNITS,
-    TRELLIS_PROGRAMS,
     TRELLIS_REGIMES,
-    TRELLIS_STAGES,
     DecodeConfig,
+    TrellisConfig,
     decode_config,
     max_decode_rows,
     split_k,
@@ -130,29 +129,41 @@ def ssqr_matmul(x: torch.Tensor, weight: KernelWeight, config: DecodeConfig | No
     return y.view(*x.shape[:-1], weight.rows)
 
 
-def trellis_scratch(x: torch.Tensor, weight: TrellisOperands, columns: int, parts: int | None = None) -> TrellisScratch:
-    """Choose how to cut the columns of the weight for one launch, and allocate the memory that the launch needs.
+def trellis_parts(weight: TrellisOperands, config: TrellisConfig = TRELLIS, batches: int = 1) -> int:
+    """Return the parts of split-K that the model of the time chooses; it does not depend on the rows of x.
+
+    Args:
+        weight: see `TrellisOperands`.
+        config: of the launch.
+        batches: products of the launch.
+    """
+    tiles, programs = weight.row_tiles * batches, config.programs_per_processor
+    return split_k(tiles, weight.column_units, weight.processors, programs, config.least_units, 1)[0]
+
+
+def trellis_scratch(
+    x: torch.Tensor, weight: TrellisOperands, columns: int, parts: int, batches: int = 1
+) -> TrellisScratch:
+    """Allocate the memory that one launch needs.
 
     Args:
         x: the activations.
         weight: see `TrellisOperands`.
-        columns: of the product: twice the rows of x, or more.
-        parts: of split-K (default: what the model of the time chooses, which does not depend on the rows of x).
+        columns: of a product: twice the rows of x, or more.
+        parts: of split-K.
+        batches: products of the launch.
     """
-    if parts is None:
-        parts, _ = split_k(
-            weight.row_tiles, weight.column_units, weight.processors, TRELLIS_PROGRAMS, TRELLIS_LEAST_UNITS, 1
-        )
     partials = None
     if parts > 1:
-        size = parts * weight.row_tiles * TILE_ROWS * columns // 2
+        size = batches * parts * weight.row_tiles * TILE_ROWS * columns // 2
         partials = torch.empty(size, dtype=torch.float32, device=x.device)
-    activations = torch.empty(weight.column_units, 4, columns, 16, dtype=torch.int32, device=x.device)
-    factors = torch.empty(weight.column_units, columns, dtype=torch.float32, device=x.device)
+    units = batches * weight.column_units
+    activations = torch.empty(units, 4, columns, 16, dtype=torch.int32, device=x.device)
+    factors = torch.empty(units, columns, dtype=torch.float32, device=x.device)
     return TrellisScratch(parts, activations, factors, partials)
 
 
-def trellis_matmul(x: torch.Tensor, weight: TrellisOperands) -> torch.Tensor:
+def trellis_matmul(x: torch.Tensor, weight: TrellisOperands, config: TrellisConfig = TRELLIS) -> torch.Tensor:
     """Return x W^T. Few rows: by integer tensor cores, accumulated in float32, rounded once. Many: by dense chunks.
 
     Each row of x is rounded to 2^-16 of the largest of each 128 of its products with column scales. As in `ssqr_matmul`
@@ -162,6 +173,7 @@ def trellis_matmul(x: torch.Tensor, weight: TrellisOperands) -> torch.Tensor:
     Args:
         x: [..., cols], bfloat16 or float16, on the weight's device.
         weight: from `prepare_trellis`.
+        config: of the launches.
 
     Returns:
         [..., rows], dtype of x.
@@ -184,5 +196,6 @@ def trellis_matmul(x: torch.Tensor, weight: TrellisOperands) -> torch.Tensor:
             y = torch.empty(m, weight.rows, dtype=x.dtype, device=x.device)
             for rows, out in zip(flat.split(most), y.split(most), strict=True):
                 served = most if weight.invariant else next(n for n in TRELLIS_REGIMES if n >= rows.shape[0])
-                launch_trellis(rows, weight, out, TRELLIS_STAGES, trellis_scratch(rows, weight, 2 * served))
+                scratch = trellis_scratch(rows, weight, 2 * served, trellis_parts(weight, config))
+                launch_trellis(rows, weight, out, config.stages, scratch)
     return y.view(*x.shape[:-1], weight.rows)

@@ -25,7 +25,7 @@ from vllm_latq.kernels.configs import (
     COMPILER,
     REGIMES,
     SIMT,
-    TRELLIS_STAGES,
+    TRELLIS,
     DecodeConfig,
     decode_config,
     max_decode_rows,
@@ -145,7 +145,7 @@ def audit_tensor_core(
 def audit_trellis(arch: str, rates: tuple[int, ...], rows: int) -> Audit:
     """Audit the kernel of trellis codes for some rates, in split-K; its main loop is that of the costliest rate."""
     mask = sum(1 << rate for rate in rates)
-    values = trellis_constants(2 * rows, TRELLIS_STAGES, True, mask, asm=True, upcast=False)
+    values = trellis_constants(2 * rows, TRELLIS.stages, True, mask, asm=True, upcast=False)
     bits = rates[0] // 2 if len(rates) == 1 else 0
     return _audit(trellis_tensor_core, arch, bits, rows, TILE_ROWS * UNIT_COLUMNS, values, WARPS)
 

@@ -26,14 +26,21 @@ from vllm_latq.kernels.bench.bench import (
     table_row,
     write_json,
 )
-from vllm_latq.kernels.bench.cases import LARGE, SHAPES, Case, Layer, all_cases, make_layer, relative_error
+from vllm_latq.kernels.bench.cases import LARGE, SHAPES, Case, Layer, all_cases, layer_of, make_layer, relative_error
 from vllm_latq.kernels.bench.compile_pool import CompilePool
 from vllm_latq.kernels.bench.measure import Bench, Result
 from vllm_latq.kernels.bench.measure_experts import ExpertBench
-from vllm_latq.kernels.bench.roofline import GPUS, INSTRUCTIONS, bytes_per_weight, least_microseconds, print_tables
+from vllm_latq.kernels.bench.roofline import (
+    GPUS,
+    INSTRUCTIONS,
+    bytes_per_weight,
+    least_microseconds,
+    print_tables,
+    trellis_bytes_per_weight,
+)
 from vllm_latq.kernels.bench.timing import Timing, copies_beyond_cache, summary
 from vllm_latq.kernels.bench.tune import descend, mean_time, neighbours, tune
-from vllm_latq.kernels.configs import AMPERE, REGIMES, SIMT, DecodeConfig
+from vllm_latq.kernels.configs import AMPERE, REGIMES, SIMT, TRELLIS, DecodeConfig, TrellisConfig
 from vllm_latq.kernels.decode.dispatch import ssqr_matmul
 from vllm_latq.kernels.dev.reference import matmul_reference
 
@@ -77,11 +84,11 @@ def test_all_cases_cover_what_is_asked() -> None:
     assert len(set(cases)) == len(cases)
     assert {(case.rows, case.cols) for case in cases} == {*SHAPES, LARGE}
     for m, paths in {
-        1: {"tensor_core", "simt"},
-        8: {"tensor_core"},
-        64: {"tensor_core"},
-        128: {"tensor_core", "prefill"},
-        512: {"prefill"},
+        1: {"tensor_core", "simt", "trellis"},
+        8: {"tensor_core", "trellis"},
+        64: {"tensor_core", "trellis", "trellis_prefill"},
+        128: {"tensor_core", "prefill", "trellis_prefill"},
+        512: {"prefill", "trellis_prefill"},
     }.items():
         assert {case.path for case in cases if case.m == m} == paths
 
@@ -96,8 +103,8 @@ def test_rows_and_json(bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert {"device", "torch", "triton", "commit", "copy_gb_per_s", "vllm"} <= set(found)
     kernels = [row["kernel"] for row in found["results"]]
     assert kernels.count("bf16") == 2  # once for each number of rows, whatever the outliers
-    assert kernels.count("read") == 2  # once for each weight
-    assert sorted(set(kernels)) == ["bf16", "prefill", "read", "simt", "tensor_core"]
+    assert kernels.count("read") == 3  # once for each weight
+    assert sorted(set(kernels)) == ["bf16", "prefill", "read", "simt", "tensor_core", "trellis", "trellis_prefill"]
     assert all(row["speedup"] == 1.0 and row["timing"]["median"] == 5.0 for row in found["results"])
     ours = next(row for row in found["results"] if row["kernel"] == "tensor_core")
     words = 128 * 256 * 3 // 8 + 128 * 2 * 2  # rows are padded to 128; two groups of bf16 scales
@@ -109,14 +116,17 @@ def test_rows_and_json(bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.interpreter
-def test_a_wrong_product_is_not_timed(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kernel", ["tensor_core", "trellis"])
+def test_a_wrong_product_is_not_timed(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel: str
+) -> None:
     def damaged(case: Case, device: torch.device) -> object:
-        layer = make_layer(case, device)
-        layer.weight.words[0, 0, 0, 3] ^= 0x7FFFFFFF
+        layer = layer_of(case, device)
+        layer.weight.words.view(-1)[3] ^= 0x7FFFFFFF
         return layer
 
-    monkeypatch.setattr("vllm_latq.kernels.bench.measure.make_layer", damaged)
-    case = Case(64, 256, 4, 0.0, 1, "tensor_core")
+    monkeypatch.setattr("vllm_latq.kernels.bench.measure.layer_of", damaged)
+    case = Case(64, 256, 4, 0.0, 1, kernel)
     assert report(bench, [case], {}, tmp_path / "out.json") == 1
     rows = json.loads((tmp_path / "out.json").read_text())["results"]
     assert [row["timing"] is None for row in rows] == [False, False, True]  # neither bf16 nor "read" multiplies them
@@ -188,17 +198,17 @@ def test_a_row_that_raises_does_not_take_the_others_with_it(
     def too_large(case: Case, device: torch.device) -> object:
         if case.bits == 2:
             raise torch.cuda.OutOfMemoryError("as if 2 bits took all memory\nand more")
-        return make_layer(case, device)
+        return layer_of(case, device)
 
     def no_simt(launches: list) -> Timing:
         if launches[0].keywords.get("config") is SIMT:
             raise RuntimeError("as if this did not compile")
         return five_microseconds(launches)
 
-    monkeypatch.setattr("vllm_latq.kernels.bench.measure.make_layer", too_large)
+    monkeypatch.setattr("vllm_latq.kernels.bench.measure.layer_of", too_large)
     bench.timer = no_simt
     cases = list(all_cases(shapes=((64, 256),), bits=(2, 3), rates=(0.0,), rows=(1,)))
-    assert report(bench, cases, {}, tmp_path / "out.json") == 2 + 1
+    assert report(bench, cases, {}, tmp_path / "out.json") == 3 + 1
     found = json.loads((tmp_path / "out.json").read_text())
     reasons = {(row["case"]["bits"], row["kernel"]): row["reason"] for row in found["results"]}
     assert reasons[2, "tensor_core"] == "OutOfMemoryError: as if 2 bits took all memory"
@@ -307,7 +317,7 @@ def test_selection(command: str, suffix: str, bits: set[int], rates: set[float] 
     cases = list(cases)
     assert found == suffix
     assert {case.bits for case in cases} == bits
-    assert rates is None or {case.outlier_rate for case in cases} == rates
+    assert rates is None or {case.outlier_rate for case in cases if "trellis" not in case.path} == rates
     assert rows is None or {case.m for case in cases} == rows
     assert {case.path == "experts" for case in cases} == {"--experts" in command}
 
@@ -321,7 +331,8 @@ def test_refuses_numbers_out_of_range(wrong: list[str], capsys: pytest.CaptureFi
 
 @pytest.mark.interpreter
 def test_once_launches_every_product(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    cases, launched = list(all_cases(((64, 256),), (3,), (0.0, 0.05), (1, 2, 129))), []
+    cases = [case for case in all_cases(((64, 256),), (3,), (0.0, 0.05), (1, 2, 129)) if "trellis" not in case.path]
+    launched = []
 
     def watched(case: Case) -> Callable:
         return lambda x, weight: launched.append((case, tuple(ssqr_matmul(x, weight).shape), weight.entries is None))
@@ -397,12 +408,20 @@ def test_descent_finds_the_minimum_of_its_neighbourhood() -> None:
 @pytest.mark.interpreter
 def test_tune_prints_the_fastest_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fastest entry of a regime and of the SIMT kernel is printed, never one that does not run."""
-    choices = {"num_warps": (1, 2, 4), "stages": (2, 3, 4), "block_n": (64, 128)}
-    for name, value in {"SHAPES": ((128, 256),), "BITS": (3,), "CHOICES": choices, "cache_bytes": lambda _: 1}.items():
+    choices, trellis = {"num_warps": (1, 2, 4), "stages": (2, 3, 4), "block_n": (64, 128)}, {"stages": (3, 4)}
+    for name, value in {
+        "SHAPES": ((128, 256),),
+        "BITS": (3,),
+        "CHOICES": choices,
+        "TRELLIS_CHOICES": trellis,
+        "cache_bytes": lambda _: 1,
+    }.items():
         monkeypatch.setattr(f"vllm_latq.kernels.bench.tune.{name}", value)
 
     def timer(launches: list[partial]) -> Timing:
         config = launches[0].args[2]
+        if isinstance(config, TrellisConfig):
+            return Timing(config.stages, 0, 0)
         if config.num_warps == 4:
             raise RuntimeError("as if this did not fit")
         five_microseconds(launches)
@@ -412,8 +431,9 @@ def test_tune_prints_the_fastest_that_runs(monkeypatch: pytest.MonkeyPatch) -> N
     with Watched() as compilers:
         tune(CPU, timer, compilers, (8,), lines.append)
     tried = [int(line.split()[-2]) for line in lines if line.endswith(" tried")]
-    assert len(compilers.shapes) == 2 * tried[0] + tried[1]  # one row and eight of the tensor-core kernel
-    decode, simt = [line for line in lines if not line.startswith("#")]
+    assert len(compilers.shapes) == 2 * tried[0] + tried[1] + 2 * tried[2]  # one row and eight, but of the SIMT kernel
+    decode, simt, found = [line for line in lines if not line.startswith("#")]
+    assert found == f"{TRELLIS!r}  # 3.0 us at 1 and 8 rows, from 3.0; 2 tried"
     for line, kernel in ((decode, "tensor_core"), (simt, "simt")):
         found, _, remark = line.partition(",  # ")
         best = eval(found, {"DecodeConfig": DecodeConfig})
@@ -434,7 +454,8 @@ def test_a_wrong_configuration_is_not_timed() -> None:
 def test_roofline() -> None:
     assert bytes_per_weight(4, 0.0) == 0.515625
     h200 = GPUS[-1]
-    assert least_microseconds(h200, 8192, 8192, 16, 0.0) == pytest.approx(2 * 8192**2 / 4.8e12 * 1e6)
+    assert least_microseconds(h200, 8192**2, 2.0, 0.0) == pytest.approx(2 * 8192**2 / 4.8e12 * 1e6)
+    assert trellis_bytes_per_weight(3) == pytest.approx(0.375 + 0.0003 * 6)
     # 132 multiprocessors of 4 schedulers at 1.98 GHz
     assert h200.instructions_per_second == pytest.approx(132 * 128 * 1.98e9, rel=0.01)
     for gpu in GPUS:
