@@ -16,6 +16,7 @@ Index names: rc column of the product, 2 * row of x + part.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -235,19 +236,58 @@ def launch_trellis(
         stages: units that are copied ahead.
         scratch: for n rows of x or more.
     """
+    columns = scratch.factors.shape[1]
+    trellis_activations[(weight.column_units, columns // 2)](**activation_arguments(x, weight, scratch))
+    trellis_tensor_core[(weight.row_tiles, scratch.parts)](**product_arguments(x, weight, y, stages, scratch))
+
+
+def activation_arguments(x: torch.Tensor, weight: TrellisOperands, scratch: TrellisScratch) -> dict[str, Any]:
+    """Return the arguments of `trellis_activations`, by name."""
+    return {
+        "x_ptr": x,
+        "column_ptr": weight.columns,
+        "exponent_ptr": weight.column_exponents,
+        "part_word_ptr": scratch.activations,
+        "factor_ptr": scratch.factors,
+        "M": x.shape[0],
+        "K": weight.cols,
+        "stride_xm": x.stride(0),
+        "COLUMNS": scratch.factors.shape[1],
+        "STEPS": STEPS_OF_X,
+        "SMALLEST": SMALLEST,
+        "num_warps": 1,
+        **COMPILER,
+    }
+
+
+def product_arguments(
+    x: torch.Tensor, weight: TrellisOperands, y: torch.Tensor, stages: int, scratch: TrellisScratch
+) -> dict[str, Any]:
+    """Return the arguments of `trellis_tensor_core`, by name."""
     columns, nvidia = scratch.factors.shape[1], x.is_cuda and torch.version.hip is None
-    trellis_activations[(weight.column_units, columns // 2)](
-        x, weight.columns, weight.column_exponents, scratch.activations, scratch.factors, x.shape[0], weight.cols,
-        x.stride(0),
-        COLUMNS=columns, STEPS=STEPS_OF_X, SMALLEST=SMALLEST, num_warps=1, **COMPILER,
-    )  # fmt: skip
-    trellis_tensor_core[(weight.row_tiles, scratch.parts)](
-        x, scratch.activations.view(torch.int8), scratch.factors, weight.words, weight.units, weight.runs, weight.tiles,
-        weight.tile_scales, weight.row_exponents, weight.kept_places, weight.kept_values, scratch.partials,
-        weight.tickets, y, x.shape[0], weight.rows, x.stride(0), weight.column_units,
+    return {
+        "x_ptr": x,
+        "parts_ptr": scratch.activations.view(torch.int8),
+        "factor_ptr": scratch.factors,
+        "word_ptr": weight.words,
+        "unit_ptr": weight.units,
+        "run_ptr": weight.runs,
+        "tile_ptr": weight.tiles,
+        "tile_scale_ptr": weight.tile_scales,
+        "exponent_ptr": weight.row_exponents,
+        "place_ptr": weight.kept_places,
+        "value_ptr": weight.kept_values,
+        "partial_ptr": scratch.partials,
+        "ticket_ptr": weight.tickets,
+        "y_ptr": y,
+        "M": x.shape[0],
+        "N": weight.rows,
+        "stride_xm": x.stride(0),
+        "units": weight.column_units,
         **trellis_constants(columns, stages, scratch.parts > 1, weight.rate_mask, nvidia, not x.is_cuda),
-        num_warps=WARPS, **COMPILER,
-    )  # fmt: skip
+        "num_warps": WARPS,
+        **COMPILER,
+    }
 
 
 def trellis_constants(

@@ -48,6 +48,7 @@ from vllm_latq.kernels.entropy.chunks import LANES
 from vllm_latq.kernels.entropy.huffman import HuffmanCode, huffman_chunks, huffman_constants
 from vllm_latq.kernels.errors import require
 from vllm_latq.kernels.experts.grouped import ssqr_grouped
+from vllm_latq.kernels.experts.grouped_trellis import trellis_grouped, trellis_grouped_activations
 from vllm_latq.kernels.layout.trellis import TILE_ROWS, UNIT_COLUMNS
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
@@ -142,18 +143,23 @@ def audit_tensor_core(
     return _audit(kernel, *label, config.block_n * 256, values, config.num_warps, activations)
 
 
-def audit_trellis(arch: str, rates: tuple[int, ...], rows: int) -> Audit:
-    """Audit the kernel of trellis codes for some rates, in split-K; its main loop is that of the costliest rate."""
+def audit_trellis(arch: str, rates: tuple[int, ...], rows: int, grouped: bool = False) -> Audit:
+    """Audit the kernel of trellis codes for some rates, in split-K; its main loop is that of the costliest rate.
+
+    `grouped`: the kernel of routed experts.
+    """
     mask = sum(1 << rate for rate in rates)
     values = trellis_constants(2 * rows, TRELLIS.stages, True, mask, asm=True, upcast=False)
     bits = rates[0] // 2 if len(rates) == 1 else 0
-    return _audit(trellis_tensor_core, arch, bits, rows, TILE_ROWS * UNIT_COLUMNS, values, WARPS)
+    kernel = trellis_grouped if grouped else trellis_tensor_core
+    return _audit(kernel, arch, bits, rows, TILE_ROWS * UNIT_COLUMNS, values, WARPS)
 
 
 def audit_trellis_others(arch: str) -> Iterator[Audit]:
     """Audit the kernels around the products of trellis codes: of activations, and of prefill."""
     values = {"COLUMNS": 16, "STEPS": STEPS_OF_X, "SMALLEST": SMALLEST}
     yield _audit(trellis_activations, arch, 0, 0, UNIT_COLUMNS, values, 1)
+    yield _audit(trellis_grouped_activations, arch, 0, 0, UNIT_COLUMNS, values, 1)
     yield _audit(dequantize_trellis, arch, 0, 0, TILE_ROWS * UNIT_COLUMNS, {}, 4)
     yield _audit(add_kept, arch, 0, 0, KEPT_AT_ONCE, {"AT_ONCE": KEPT_AT_ONCE}, 4)
 

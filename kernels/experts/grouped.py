@@ -7,6 +7,7 @@ Experts without a gate have act(up).
 
 Gathering, activating and combining are in `rows.py`; places and batches come from `routing.py`. The product is the
 decode kernel of `ssqr.py` with batches as the third dimension of its grid; the programs of an empty batch end at once.
+`grouped_trellis.py` has the product for trellis codes.
 """
 
 from dataclasses import replace
@@ -19,9 +20,10 @@ from vllm_latq.kernels.configs import decode_config
 from vllm_latq.kernels.decode.dispatch import allocate_scratch, check_activations
 from vllm_latq.kernels.decode.ssqr import launch_arguments, ssqr_tensor_core
 from vllm_latq.kernels.errors import require
-from vllm_latq.kernels.experts.routing import Routing, batch_size, route
+from vllm_latq.kernels.experts.grouped_trellis import launch_grouped_trellis
+from vllm_latq.kernels.experts.routing import Routing, Stack, batch_size, route
 from vllm_latq.kernels.experts.rows import activate, combine, gather
-from vllm_latq.kernels.layout.weight import KernelWeight
+from vllm_latq.kernels.layout.trellis import TrellisOperands
 
 MOST_PAIRS = 4096  # pairs that are multiplied at once: bounds the scratch memory of a layer
 
@@ -144,13 +146,13 @@ def ssqr_grouped(
     )
 
 
-def grouped_matmul(x: torch.Tensor, stack: KernelWeight, routing: Routing) -> torch.Tensor:
-    """Multiply each batch of rows by the transposed weight of its expert, in one launch.
+def grouped_matmul(x: torch.Tensor, stack: Stack, routing: Routing) -> torch.Tensor:
+    """Multiply each batch of rows by the transposed weight of its expert, in one launch (a trellis: in two).
 
     Args:
         x: [pairs, cols], bfloat16 or float16, in the order of places, columns contiguous; of any value after the last
             place.
-        stack: the experts' weights, see KernelWeight.
+        stack: the experts' weights, see `KernelWeight` and `TrellisOperands`.
         routing: places the rows of x; its tickets are zero before and after.
 
     Returns:
@@ -159,12 +161,14 @@ def grouped_matmul(x: torch.Tensor, stack: KernelWeight, routing: Routing) -> to
     Raises:
         KernelInputError: x does not fit the weights.
     """
-    weight, size, batches = replace(stack, tickets=routing.tickets), routing.size, len(routing.expert)
-    check_activations(x, weight)
+    check_activations(x, stack)
     pairs = routing.ids.numel()
     dense = x.stride(1) == 1 or x.shape[1] == 1
     require(dense and len(x) == pairs, "x", f"{pairs} rows without gaps between columns",
             f"{tuple(x.shape)} of strides {x.stride()}")  # fmt: skip
+    if isinstance(stack, TrellisOperands):
+        return launch_grouped_trellis(x, stack, routing)
+    weight, size, batches = replace(stack, tickets=routing.tickets), routing.size, len(routing.expert)
     config = decode_config(size, weight.bits, weight.arch, weight.group_size)
     # The columns of an invariant weight are cut as for one token, whatever the number of tokens.
     usual = routing.ids.shape[1] if weight.invariant else batches
@@ -189,7 +193,7 @@ def routed_experts(
     x: torch.Tensor,
     weights: torch.Tensor,
     ids: torch.Tensor,
-    stacks: tuple[KernelWeight, KernelWeight],
+    stacks: tuple[Stack, Stack],
     experts: int,
     activation: str,
 ) -> torch.Tensor | None:

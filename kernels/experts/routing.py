@@ -13,8 +13,19 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_latq.kernels.configs import COMPILER, FUSED_LAUNCHES, INVARIANT_ROWS, REGIMES, max_decode_rows
+from vllm_latq.kernels.configs import (
+    COMPILER,
+    FUSED_LAUNCHES,
+    INVARIANT_ROWS,
+    REGIMES,
+    TRELLIS_LAUNCHES,
+    TRELLIS_REGIMES,
+    max_decode_rows,
+)
+from vllm_latq.kernels.layout.trellis import TrellisOperands
 from vllm_latq.kernels.layout.weight import KernelWeight
+
+Stack = KernelWeight | TrellisOperands
 
 CHUNK = 32  # pairs that a program of `route_pairs` places
 
@@ -104,7 +115,7 @@ class Routing:
     tickets: torch.Tensor
 
 
-def batch_size(tokens: int, k: int, experts: int, stacks: Sequence[KernelWeight]) -> int | None:
+def batch_size(tokens: int, k: int, experts: int, stacks: Sequence[Stack]) -> int | None:
     """Return the most rows of a batch; None if there are too many pairs for the decode kernel, as for a single matrix.
 
     A single token gets a batch for each of its experts. For more tokens a batch has room for 1.5 times the rows that an
@@ -121,13 +132,26 @@ def batch_size(tokens: int, k: int, experts: int, stacks: Sequence[KernelWeight]
         return INVARIANT_ROWS
     if tokens == 1:
         return 1
-    widest = min(max_decode_rows(stack.bits) for stack in stacks)
-    if tokens * k > FUSED_LAUNCHES * widest * experts:
+    served = [regimes(stack) for stack in stacks]
+    widest = min(rows[-1] for rows in served)
+    if tokens * k > min(launches(stack) for stack in stacks) * widest * experts:
         return None
-    return next((rows for rows in REGIMES if rows < widest and 2 * rows * experts >= 3 * tokens * k), widest)
+    return next((rows for rows in served[0] if rows < widest and 2 * rows * experts >= 3 * tokens * k), widest)
 
 
-def route(ids: torch.Tensor, size: int, stacks: Sequence[KernelWeight]) -> Routing:
+def regimes(stack: Stack) -> tuple[int, ...]:
+    """Return the numbers of rows for which there are decode kernels of a weight."""
+    if isinstance(stack, TrellisOperands):
+        return TRELLIS_REGIMES
+    return tuple(rows for rows in REGIMES if rows <= max_decode_rows(stack.bits))
+
+
+def launches(stack: Stack) -> int:
+    """Return how many launches of the widest decode kernel a product takes at most."""
+    return TRELLIS_LAUNCHES if isinstance(stack, TrellisOperands) else FUSED_LAUNCHES
+
+
+def route(ids: torch.Tensor, size: int, stacks: Sequence[Stack]) -> Routing:
     """Put every (token, expert) pair into a batch of its expert.
 
     Args:
@@ -135,7 +159,7 @@ def route(ids: torch.Tensor, size: int, stacks: Sequence[KernelWeight]) -> Routi
         size: most rows of a batch.
         stacks: the weights of the products that will be made.
     """
-    experts, pairs = len(stacks[0].words), ids.numel()
+    experts, pairs = len(stacks[0].tickets), ids.numel()
     # An expert with n > 0 pairs fills at most (n + size - 1) // size batches; the sum is largest if as many experts as
     # possible have pairs.
     batches = (pairs + min(experts, pairs) * (size - 1)) // size

@@ -13,9 +13,11 @@ holds the constants here equal to it.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, reduce
 from itertools import accumulate, chain
+from operator import or_
+from typing import Any
 
 import torch
 
@@ -44,6 +46,8 @@ TILE_ROWS = 64  # of a row tile, and of a unit
 UNIT_COLUMNS = 128
 GROUP = 4  # neighbouring tiles that a lane reads at once
 RUN_FIELDS = 2 * len(RATES) + 2  # of a row of `runs`
+# Words after the last unit, because a narrow unit is read as a whole one.
+ROOM = UNIT_COLUMNS // TILE // 2 * (TILE_ROWS // TILE) * GROUP * RATES[-1]
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,9 @@ class TrellisOperands:
             that weights share a kernel.
         linear_rows: the rows of each linear.
         processors, arch, invariant: as in `KernelWeight`.
+
+    The weights of several experts are one object, from `pool_trellis`: its tensors have a leading dimension then, which
+    for words, kept_places and kept_values is 1, because all experts' lie in one array.
     """
 
     rows: int
@@ -114,12 +121,12 @@ class TrellisOperands:
     @property
     def row_tiles(self) -> int:
         """Row tiles of 64 rows, those of each linear padded."""
-        return self.runs.shape[0]
+        return self.runs.shape[-2]
 
     @property
     def column_units(self) -> int:
         """Units of 128 columns, the last one padded."""
-        return self.units.shape[1]
+        return self.units.shape[-1]
 
     @cached_property
     def first_rows(self) -> tuple[int, ...]:
@@ -171,9 +178,7 @@ def prepare_trellis(
     exponents = torch.zeros(first * TILE_ROWS, dtype=torch.int8, device=device)
     for linear, start in zip(linears, accumulate(tile_rows, initial=0), strict=False):
         exponents[start * TILE_ROWS :][: linear.row_exponents.numel()] = linear.row_exponents
-    # A narrow last unit is read as a whole one.
-    size = UNIT_COLUMNS // TILE // 2 * (TILE_ROWS // TILE) * GROUP * RATES[-1]
-    room = torch.zeros(size, dtype=torch.int32, device=device)
+    room = torch.zeros(ROOM, dtype=torch.int32, device=device)
     processors, arch = device_facts(device)
     return TrellisOperands(
         rows=row,
@@ -195,6 +200,29 @@ def prepare_trellis(
         linear_rows=tuple(linear.row_exponents.numel() for linear in linears),
         processors=processors,
         arch=arch,
+    )
+
+
+def pool_trellis(weights: Sequence[TrellisOperands]) -> TrellisOperands:
+    """Return the weights of several experts, of one shape, as one weight."""
+    pooled = ("words", "kept_places", "kept_values")
+    names = [name for name, part in vars(weights[0]).items() if isinstance(part, torch.Tensor) and name not in pooled]
+    parts: dict[str, Any] = {name: torch.stack([getattr(weight, name) for weight in weights]) for name in names}
+    used = parts["tiles"][:, -1, :2].to(torch.int64)  # pieces of 64 words, and kept weights, of each
+    starts = used.cumsum(0) - used
+    require(int(used.sum(0).max()) < 2**31, "trellis", "fewer than 2^37 words", f"{64 * int(used[:, 0].sum())}")
+    parts["tiles"][:, :, :2] += starts[:, None].to(torch.int32)
+    counts = used.tolist()
+    words = [weight.words[: 64 * pieces] for weight, (pieces, _) in zip(weights, counts, strict=True)]
+    kept = [(w.kept_places[:count], w.kept_values[:count]) for w, (_, count) in zip(weights, counts, strict=True)]
+    places, values = (torch.cat(part)[None] for part in zip(*kept, strict=True))
+    return replace(
+        weights[0],
+        words=torch.cat([*words, weights[0].words.new_zeros(ROOM)])[None],
+        kept_places=places,
+        kept_values=values,
+        rate_mask=reduce(or_, (weight.rate_mask for weight in weights)),
+        **parts,
     )
 
 

@@ -357,6 +357,8 @@ def test_products_mix_no_devices() -> None:
     """From random codes to outputs on a pretended GPU: prepared, padded, multiplied and compared there."""
     with emulated_gpu("sm_90"):
         for case in cases.all_cases(((192, 384),), (3,), (0.0, 0.03), (1, 20, 80, 130)):
+            if case.path == "trellis_prefill":
+                continue  # the emulator has not all of its instructions on sm_90; test_trellis_emulation.py runs it
             layer = cases.layer_of(case, DEVICE)
             x = torch.randn(case.m, case.cols, device=DEVICE).bfloat16()
             y = cases.product(case)(x, layer.weight)

@@ -1,7 +1,7 @@
 """From a trellis weight to the kernels: merged and cut weights, products, reloads in place, and what stays dense."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -10,10 +10,11 @@ from helpers.kernel_device import DEVICE
 from helpers.trellis import random_trellis
 from vllm_latq.errors import CheckpointError
 from vllm_latq.kernels.decode.trellis_prefill import dequantize
+from vllm_latq.kernels.layout.trellis import ROOM
 from vllm_latq.serving.layouts.dense import DenseOperands
 from vllm_latq.serving.layouts.trellis import RingOperands
 from vllm_latq.serving.linear import linear
-from vllm_latq.serving.operands import Operands, make_operands
+from vllm_latq.serving.operands import Operands, check_room, make_operands, stack_operands
 from vllm_latq.serving.sharding import ZERO_ROW
 from vllm_latq.serving.trellis import MergedTrellis
 
@@ -125,8 +126,32 @@ def test_what_the_kernels_do_not_support_is_decoded(
     assert warning.startswith(f"layer: the kernels do not support {reason}".replace("float32", "torch.float32"))
 
 
-def test_experts_are_decoded(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        made = [make_operands(merged(0, 16, cols=32), torch.float16, layer, alone=False) for layer in ("one", "two")]
-    assert all(isinstance(operands, DenseOperands) for operands in made)
-    assert len(caplog.messages) == 1
+def stacked(rates: Sequence[int], capacity: list[int] | None = None) -> tuple[list[MergedTrellis], Operands]:
+    """Stacked experts of gate and up, with a rate each."""
+    weights = [merged(seed, 32, 16, cols=140, rate=rate) for seed, rate in enumerate(rates)]
+    made = [make_operands(weight, torch.float16, "experts", capacity, alone=False) for weight in weights]
+    check_room(made, "experts", capacity)
+    return weights, stack_operands(made, "experts", capacity)
+
+
+def of_expert(stack: Operands, expert: int) -> Operands:
+    parts = [part[min(expert, len(part) - 1)] for part in stack.tensors().values()]
+    return RingOperands.from_lists(parts, stack.constants(), stack.arch)
+
+
+def test_experts_take_the_memory_of_their_own_rates() -> None:
+    """An expert takes no room for the words of another; a reload may distribute them differently."""
+    weights, stack = stacked([2, 12, 5])
+    alone = [make_operands(weight, torch.float16, "expert").capacity[0] - ROOM for weight in weights]
+    assert stack.capacity[0] == sum(alone) + ROOM
+    for expert, weight in enumerate(weights):
+        assert_product(weight, of_expert(stack, expert))
+    others, again = stacked([5, 2, 12], stack.capacity)
+    assert again.constants() == stack.constants()
+    for name, tensor in stack.tensors().items():
+        assert tensor.shape == again.tensors()[name].shape
+        tensor.copy_(again.tensors()[name])
+    for expert, weight in enumerate(others):
+        assert_product(weight, of_expert(stack, expert))
+    with pytest.raises(CheckpointError, match=r"experts: expected rates of at most \d+ words, found .* restart"):
+        stacked([12, 2, 6], stack.capacity)

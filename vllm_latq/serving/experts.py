@@ -25,8 +25,9 @@ import torch
 from torch.nn import functional
 
 from vllm_latq.kernels.experts.activations import ACTIVATIONS, Activation
-from vllm_latq.serving.layouts.tiled import TiledOperands, grouped_experts
-from vllm_latq.serving.linear import Operands, multiply
+from vllm_latq.serving.layouts.tiled import TiledOperands
+from vllm_latq.serving.layouts.trellis import RingOperands
+from vllm_latq.serving.linear import LAYOUTS, Operands, multiply
 
 _SCHEMA = (
     "(Tensor x, Tensor weights, Tensor ids, Tensor?[] gate_up, Tensor?[] down, int[] gate_up_constants, "
@@ -34,6 +35,7 @@ _SCHEMA = (
 )
 Run = Callable[[torch.Tensor, int], torch.Tensor]
 PIECE = 1 << 15  # elements that torch processes on one CPU thread
+GROUPED = (TiledOperands.layout, RingOperands.layout)  # layouts with a kernel for all experts at once
 
 
 @dataclass(frozen=True)
@@ -123,12 +125,8 @@ def _experts(
     *constants: Any,
 ) -> torch.Tensor:
     fixed = ExpertConstants(*constants)
-    if all(layout == TiledOperands.layout for layout in fixed.layouts):
-        stacks = (
-            TiledOperands.from_lists(gate_up, fixed.gate_up, fixed.arch),
-            TiledOperands.from_lists(down, fixed.down, fixed.arch),
-        )
-        y = grouped_experts(x, weights, ids, stacks, fixed.experts, fixed.activation)
+    if fixed.layouts[0] == fixed.layouts[1] and fixed.layouts[0] in GROUPED:
+        y = grouped_experts(x, weights, ids, gate_up, down, fixed)
         if y is not None:
             return y
     first = _Product(gate_up, fixed.gate_up, fixed.layouts[0], fixed.arch)
@@ -139,9 +137,32 @@ def _experts(
         act, y = ACTIVATIONS[fixed.activation], first(tokens, expert)
         return second(activate_rows(act, y) if invariant else act(y), expert)
 
-    local = next(len(stack) for stack in first.tensors if stack is not None)
+    local = max(len(stack) for stack in first.tensors if stack is not None)
     way = by_all if x.is_cuda and torch.cuda.is_current_stream_capturing() else by_expert
     return way(x, weights, ids, local, run).to(x.dtype)
+
+
+def grouped_experts(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    gate_up: list[torch.Tensor | None],
+    down: list[torch.Tensor | None],
+    constants: ExpertConstants,
+) -> torch.Tensor | None:
+    """Run the operator on grouped kernels, with sizes that depend on no id; return None if there are too many tokens.
+
+    Both stacks are in the same one of the layouts GROUPED. Arguments as for `run_experts`.
+    """
+    from vllm_latq.kernels.experts.grouped import routed_experts  # needs Triton, which a CPU installation may lack
+
+    made = LAYOUTS[constants.layouts[0]]
+    stacks: Any = (
+        made.from_lists(gate_up, constants.gate_up, constants.arch),
+        made.from_lists(down, constants.down, constants.arch),
+    )
+    both = (stacks[0].weight, stacks[1].weight)
+    return routed_experts(x, weights, ids, both, constants.experts, constants.activation)
 
 
 @torch.library.register_fake("latq::experts")

@@ -90,11 +90,7 @@ def make_operands(
     """
     invariant = is_batch_invariant()
     if isinstance(weight, MergedTrellis):
-        if alone:
-            return trellis_operands(weight, dtype, where, capacity, invariant)
-        if has_kernels(weight.device):
-            _warn("experts of a trellis: no kernel multiplies by them; decoding them at load")
-        return DenseOperands.pack(weight.dequantize(dtype), invariant)
+        return trellis_operands(weight, dtype, where, capacity, alone, invariant)
     if has_kernels(weight.qweight.device):
         reason = unsupported(weight, dtype)
         if reason is None:
@@ -114,26 +110,28 @@ def make_operands(
 
 
 def trellis_operands(
-    weight: MergedTrellis, dtype: torch.dtype, where: str, capacity: Any, invariant: bool
+    weight: MergedTrellis, dtype: torch.dtype, where: str, capacity: Any, alone: bool, invariant: bool
 ) -> RingOperands | DenseOperands:
     """Make the operands of one trellis weight on its device; arguments and errors as for `make_operands`."""
     if has_kernels(weight.device):
         reason = trellis.unsupported(weight, dtype)
         if reason is None:
-            return RingOperands.pack(weight, where, capacity, invariant)
+            return RingOperands.pack(weight, where, capacity, alone, invariant)
         _warn(f"{where}: the kernels do not support {reason}; decoding the weight at load")
     return DenseOperands.pack(weight.dequantize(dtype), invariant)
 
 
-def check_room(made: Sequence[Operands], where: str, capacity: int | None) -> None:
+def check_room(made: Sequence[Any], where: str, capacity: Any) -> None:
     """Refuse a reloaded stack as soon as the experts made so far exceed the room of all, before more take memory."""
-    if capacity is not None and isinstance(made[0], TiledOperands):
+    if capacity is not None and isinstance(made[0], RingOperands):
+        trellis.check_words(made, where, capacity)
+    elif capacity is not None and isinstance(made[0], TiledOperands):
         slots = sum(part.capacity or 0 for part in made)
         if slots > capacity:
             raise too_many_slots(where, capacity, f"{slots} in {len(made)} experts")
 
 
-def stack_operands(operands: Sequence[Operands], where: str, capacity: int | None = None) -> Operands:
+def stack_operands(operands: Sequence[Any], where: str, capacity: Any = None) -> Operands:
     """Stack the operands of several weights of one scheme and shape.
 
     Args:
@@ -142,13 +140,15 @@ def stack_operands(operands: Sequence[Operands], where: str, capacity: int | Non
         capacity: of the stack to be replaced; None for the first stack of a layer.
 
     Returns:
-        The same tensors with a leading dimension, one entry a weight, except that outliers in the tiled layout share
-        one array, [1, ...]. Outliers in other layouts are padded to one length with zeros, like the room that each
-        weight has after its last outlier.
+        The same tensors with a leading dimension, one entry a weight, except that one array, [1, ...], has all outliers
+        in the tiled layout, and all words or kept weights of a trellis. Outliers in other layouts are padded to one
+        length with zeros, like the room that each weight has after its last outlier.
 
     Raises:
         CheckpointError: more outliers than fit.
     """
+    if isinstance(operands[0], RingOperands):
+        return RingOperands.stack(operands, where, capacity)
     first, tensors = operands[0], [part.tensors() for part in operands]
     parts = {name: _all_or_none([each[name] for each in tensors]) for name in tensors[0]}
     stacked: dict[str, torch.Tensor | None] = {}

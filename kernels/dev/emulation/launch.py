@@ -21,10 +21,11 @@ from vllm_latq.kernels.dev.emulation.machine import run
 from vllm_latq.kernels.dev.emulation.memory import WARP, GlobalMemory, Traffic, address
 from vllm_latq.kernels.dev.emulation.ptx import Kernel, parse
 from vllm_latq.kernels.entropy import huffman
-from vllm_latq.kernels.experts import grouped, routing, rows
+from vllm_latq.kernels.experts import grouped, grouped_trellis, routing, rows
 
 KERNELS = (
     (ssqr, "ssqr_tensor_core"), (grouped, "ssqr_grouped"), (routing, "route_pairs"), (rows, "gather_rows"),
+    (grouped_trellis, "trellis_grouped_activations"), (grouped_trellis, "trellis_grouped"),
     (rows, "activate_rows"), (rows, "combine_pairs"),
     (trellis, "trellis_activations"), (trellis, "trellis_tensor_core"),
     (trellis_prefill, "dequantize_trellis"), (trellis_prefill, "add_kept"),

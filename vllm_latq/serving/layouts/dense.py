@@ -2,8 +2,8 @@
 
     MergedTrellis --dequantize, once at load--> matrix --product--> y
 
-It is for weights of the encoding `trellis` on devices without kernels, for experts, and for what the kernels do not
-support. It takes the memory of an unquantized weight.
+It is for weights of the encoding `trellis` on devices without kernels, and for what the kernels do not support. It
+takes the memory of an unquantized weight.
 
 Invariant: each entry is computed in float32 and rounded once, to the dtype of the layer.
 """

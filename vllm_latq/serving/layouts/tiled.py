@@ -2,8 +2,8 @@
 
     PackedWeight --pack, once at load--> KernelWeight --product--> y
 
-`kernels/layout` needs no Triton, which a CPU installation may lack; the kernels do, so `product` and `grouped_experts`
-import them when they are called. With TRITON_INTERPRET=1 the same path runs on the CPU, in Triton's interpreter.
+`kernels/layout` needs no Triton, which a CPU installation may lack; the kernels do, so `product` imports them when it
+is called. With TRITON_INTERPRET=1 the same path runs on the CPU, in Triton's interpreter.
 
 Invariant: `pack(w, capacity)` has the same shapes for all weights of one scheme and shape, so a reload copies into the
 tensors that CUDA graphs have captured.
@@ -161,23 +161,3 @@ def _with_room(entries: torch.Tensor, slots: int, where: str, capacity: int | No
 def too_many_slots(where: str, capacity: int, found: str) -> CheckpointError:
     """Make the error of a reload whose outliers do not fit."""
     return CheckpointError(where, f"outliers for at most {capacity} slots of 16 rows", found, RESTART_TO_RELOAD)
-
-
-def grouped_experts(
-    x: torch.Tensor,
-    weights: torch.Tensor,
-    ids: torch.Tensor,
-    stacks: tuple[TiledOperands, TiledOperands],
-    experts: int,
-    activation: str,
-) -> torch.Tensor | None:
-    """Run `latq::experts` on the grouped kernel, with sizes that depend on no id; None if there are too many tokens.
-
-    Args:
-        x, weights, ids, experts, activation: as for the operator.
-        stacks: of gate and up, and of down.
-    """
-    from vllm_latq.kernels.experts.grouped import routed_experts
-
-    gate_up, down = stacks
-    return routed_experts(x, weights, ids, (gate_up.weight, down.weight), experts, activation)

@@ -22,7 +22,7 @@ from vllm_latq.coding.trellis.code import RATES, TILE, tile_words
 from vllm_latq.coding.trellis.layout import UNIT_COLUMNS, UNIT_ROWS, parts, tile_rates, trellis_words, units
 from vllm_latq.errors import RESTART_TO_RELOAD, CheckpointError
 from vllm_latq.format.encodings.trellis import TrellisWeight
-from vllm_latq.kernels.layout.trellis import TrellisOperands, TrellisTensors, prepare_trellis
+from vllm_latq.kernels.layout.trellis import ROOM, TrellisOperands, TrellisTensors, pool_trellis, prepare_trellis
 from vllm_latq.serving.layouts.checkpoint import outlier_capacity
 from vllm_latq.serving.layouts.tiled import unsupported_activations
 from vllm_latq.serving.trellis import MergedTrellis
@@ -53,7 +53,7 @@ def unsupported(weight: MergedTrellis, dtype: torch.dtype) -> str | None:
 
 @dataclass(frozen=True)
 class RingOperands:
-    """A weight in the layout `trellis`."""
+    """A weight in the layout `trellis`, or the weights of several experts as one TrellisOperands."""
 
     layout: ClassVar[str] = "trellis"
 
@@ -61,7 +61,12 @@ class RingOperands:
 
     @classmethod
     def pack(
-        cls, weight: MergedTrellis, where: str, capacity: Sequence[int] | None = None, invariant: bool = False
+        cls,
+        weight: MergedTrellis,
+        where: str,
+        capacity: Sequence[int] | None = None,
+        alone: bool = True,
+        invariant: bool = False,
     ) -> "RingOperands":
         """Bring a weight on its device into the form of the kernels.
 
@@ -70,6 +75,7 @@ class RingOperands:
             where: layer name for errors.
             capacity: of the operands to be replaced. None leaves a sixteenth of headroom for kept weights, and none for
                 words, which are nearly all of the weight's memory.
+            alone: False for a weight that `stack` will put together with others; `stack` allocates the room then.
             invariant: whether the product of a row must not depend on the other rows.
 
         Raises:
@@ -78,23 +84,15 @@ class RingOperands:
         first, (low, high) = weight.shards[0], weight.columns
         linears = [_block_tensors(block, weight) for block in _blocks(weight)]
         made = prepare_trellis(linears, first.column_exponents[low:high], first.order[low:high] - low)
-        words, kept = made.words.numel(), made.kept_places.numel()
-        most_words, most_kept = capacity or (words, outlier_capacity(kept))
-        if words > most_words:
-            raise CheckpointError(where, f"rates of at most {most_words} words", str(words), RESTART_TO_RELOAD)
-        if kept > most_kept:
-            raise CheckpointError(where, f"at most {most_kept} kept weights", str(kept), RESTART_TO_RELOAD)
-        pad = torch.nn.functional.pad
-        return cls(
-            replace(
-                made,
-                words=pad(made.words, (0, most_words - words)),
-                kept_places=pad(made.kept_places, (0, most_kept - kept)),
-                kept_values=pad(made.kept_values, (0, most_kept - kept)),
-                rate_mask=RATE_MASK,
-                invariant=invariant,
-            )
-        )
+        made = replace(made, rate_mask=RATE_MASK, invariant=invariant)
+        return cls(_with_room(made, where, capacity) if alone else made)
+
+    @classmethod
+    def stack(
+        cls, operands: Sequence["RingOperands"], where: str, capacity: Sequence[int] | None = None
+    ) -> "RingOperands":
+        """Put the weights of several experts, of one shape, together; arguments and errors as for `pack`."""
+        return cls(_with_room(pool_trellis([made.weight for made in operands]), where, capacity))
 
     @classmethod
     def from_lists(cls, tensors: Sequence[torch.Tensor | None], constants: Sequence[int], arch: str) -> "RingOperands":
@@ -138,6 +136,32 @@ class RingOperands:
         from vllm_latq.kernels.decode.dispatch import trellis_matmul
 
         return trellis_matmul(x, self.weight)
+
+
+def check_words(made: Sequence[RingOperands], where: str, capacity: Sequence[int]) -> None:
+    """Refuse weights to be stacked that together have more words than fit."""
+    _check_words(sum(part.weight.words.numel() - ROOM for part in made) + ROOM, where, capacity[0])
+
+
+def _check_words(words: int, where: str, most: int) -> None:
+    if words > most:
+        raise CheckpointError(where, f"rates of at most {most} words", str(words), RESTART_TO_RELOAD)
+
+
+def _with_room(made: TrellisOperands, where: str, capacity: Sequence[int] | None) -> TrellisOperands:
+    """Lengthen words and kept weights to a capacity; arguments and errors as for `RingOperands.pack`."""
+    words, kept = made.words.numel(), made.kept_places.numel()
+    most_words, most_kept = capacity or (words, outlier_capacity(kept))
+    _check_words(words, where, most_words)
+    if kept > most_kept:
+        raise CheckpointError(where, f"at most {most_kept} kept weights", str(kept), RESTART_TO_RELOAD)
+    pad = torch.nn.functional.pad
+    return replace(
+        made,
+        words=pad(made.words, (0, most_words - words)),
+        kept_places=pad(made.kept_places, (0, most_kept - kept)),
+        kept_values=pad(made.kept_values, (0, most_kept - kept)),
+    )
 
 
 def _blocks(weight: MergedTrellis) -> Iterator[Block]:
