@@ -144,8 +144,8 @@ def kept_products(
     return acc
 
 
-# Numbers of rows change while serving, and no new number may compile another kernel.
-@triton.jit(do_not_specialize=("M", "units"))
+# Numbers of rows change while serving, and no new number may compile another kernel. The others are those of layers.
+@triton.jit(do_not_specialize=("M", "N", "units"))
 def trellis_tensor_core(
     x_ptr,  # bf16 or fp16 [M, K], for the kept weights
     parts_ptr,  # int8 [units, 256 * COLUMNS]: x as `trellis_activations` writes it

@@ -50,7 +50,7 @@ def trellis_grouped_activations(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=("M", "units"))
+@triton.jit(do_not_specialize=("ticket_stride", "M", "N", "units"))
 def trellis_grouped(
     expert_ptr,  # int32 [batches]: the expert of each batch
     begin_ptr,  # int32 [batches]: first row of x and of y

@@ -6,7 +6,7 @@ its own: after `pretend_driver`, Triton knows no other GPU.
 
 import contextlib
 import dataclasses
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import triton
@@ -15,8 +15,10 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction, MockTensor
 
 from vllm_latq.kernels.layout.outliers import OutlierCsr
+from vllm_latq.kernels.layout.trellis import TrellisOperands
 from vllm_latq.kernels.layout.weight import KernelWeight, prepare
 
+W = TypeVar("W", bound=KernelWeight | TrellisOperands)
 launch = JITFunction.run
 launched: list[bool] = []  # for each launch, whether it was a warm-up
 
@@ -67,7 +69,11 @@ def on_gpu(rows: int, cols: int, coded: bool = False) -> KernelWeight:
     columns, values = torch.zeros(rows, dtype=torch.int32), torch.full((rows,), 5.0)
     csr = OutlierCsr(torch.arange(rows + 1, dtype=torch.int32), columns, values)
     words, scales = torch.zeros(rows, cols // 16, dtype=torch.int32), torch.ones(rows, cols // 128).bfloat16()
-    weight = prepare(words, 2, 128, cols, None if coded else scales, None, csr)
+    return without_memory(prepare(words, 2, 128, cols, None if coded else scales, None, csr))
+
+
+def without_memory(weight: W) -> W:
+    """Return a weight whose tensors are on the GPU."""
     tensors = {name: tensor for name, tensor in vars(weight).items() if isinstance(tensor, torch.Tensor)}
     with FakeTensorMode():
         fake: dict[str, Any] = {name: empty(tensor.dtype, *tensor.shape) for name, tensor in tensors.items()}

@@ -1,5 +1,6 @@
 """A whole vLLM engine through the kernels, in the interpreter: its tokens, compiled and reloaded too, and experts."""
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -55,10 +56,15 @@ def generations(random_model: Any, make_checkpoint: Any, tmp_path_factory: pytes
 
 @pytest.mark.skipif(OLD_VLLM, reason=NO_EXPERTS)
 def test_experts(random_model: Any, make_checkpoint: Any) -> None:
-    """In float16 the experts run grouped; in float32, which the kernels do not support, one by one on dense weights."""
-    mixture = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
-    source, _ = random_model("qwen3_moe", "experts", **SIZES, **mixture)
-    config = CheckpointConfig(LayerScheme("packed", 4, 32, True), ("lm_head", "mlp.gate"))
+    """In float16 the experts run grouped; in float32, which the kernels do not support, one by one on dense weights.
+
+    The first layer's are packed, the second layer's in a trellis code.
+    """
+    mixture = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 2}
+    source, _ = random_model("qwen3_moe", "experts", **(SIZES | mixture))
+    linears = product(range(4), ("gate_proj", "up_proj", "down_proj"))
+    trellis = {f"model.layers.1.mlp.experts.{expert}.{leaf}": TRELLIS for expert, leaf in linears}
+    config = CheckpointConfig(LayerScheme("packed", 4, 32, True), ("lm_head", "mlp.gate"), trellis)
     model = type(make_checkpoint)(source, source.parent)("packed-experts", config).latq
     engines = [SHORT | {"dtype": dtype} for dtype in ("float16", "float32")]
     (grouped,), (dense,) = probe([{"model": model, "engine": engine} | TOKENS for engine in engines])

@@ -24,7 +24,7 @@ PROGRAM = Path(__file__).parents[1] / "programs" / "launch_specializations.py"
 TILES = 4  # one row, two rows (without x^T), 3 to 8 (with x^T), 9 to 16
 SPECIALIZATIONS = {
     "ssqr_tensor_core": TILES * 2 + 3,  # with split-K and without; and 8, 4 and 2 ranges of columns
-    "route_pairs": 5,  # batches of 1, 8, 16, 32 and 64 rows
+    "route_pairs": 6,  # batches of 1, 4, 8, 16, 32 and 64 rows
     "gather_rows": 1,
     "activate_rows": 2,  # two activations
     "ssqr_grouped": 5 * 2,  # for each of these batches, columns that are cut (4096) or whole (512)
@@ -33,6 +33,10 @@ SPECIALIZATIONS = {
     "dequantize_tiles": 2,  # with group scales, and coded
     "scatter_outliers": 1,
     "huffman_chunks": 1,
+    "trellis_activations": 2,  # up to 4 rows, and up to 8
+    "trellis_tensor_core": 2,
+    "trellis_grouped_activations": 2,
+    "trellis_grouped": 2 * 2,  # whole columns (512), or cut ones (4096)
 }
 
 

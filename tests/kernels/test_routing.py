@@ -7,10 +7,12 @@ import torch
 
 from helpers.kernel_device import DEVICE, EMULATED
 from helpers.stacks import stack_of_experts
+from helpers.trellis_weights import operands_of, random_trellis_weight
 from vllm_latq.kernels.errors import KernelInputError
 from vllm_latq.kernels.experts.activations import ACTIVATIONS
 from vllm_latq.kernels.experts.routing import Routing, batch_size, route
 from vllm_latq.kernels.experts.rows import COLUMNS, activate, combine, gather
+from vllm_latq.kernels.layout.trellis import pool_trellis
 
 pytestmark = pytest.mark.kernel
 
@@ -71,6 +73,9 @@ def test_sizes_of_batches() -> None:
     assert [batch_size(count, 2, 16, [stack] * 2) for count in tokens] == [1, 8, 8, 16, 32, 64, 64, None]
     assert [batch_size(count, 2, 16, [stack_of_experts(16, 8), stack]) for count in (256, 512, 513)] == [32, 32, None]
     assert batch_size(170, 2, 64, [stack]) == 8  # three quarters of the experts are on other ranks
+    trellis = pool_trellis([operands_of([random_trellis_weight(16, 16)], DEVICE)] * 16)
+    tokens = (1, 2, 21, 22, 42, 43, 512, 513)
+    assert [batch_size(count, 2, 16, [trellis] * 2) for count in tokens] == [1, 4, 4, 8, 8, 16, 16, None]
 
 
 def test_one_token_is_not_copied() -> None:

@@ -11,18 +11,22 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from triton import knobs
 
-from helpers.dry_launch import empty, on_gpu, pretend_driver
-from vllm_latq.kernels.configs import GATHER_ROWS, SIMT, decode_config
+from helpers.dry_launch import empty, on_gpu, pretend_driver, without_memory
+from helpers.trellis_weights import operands_of, random_trellis_weight
+from vllm_latq.kernels.configs import GATHER_ROWS, SIMT, TRELLIS, decode_config
+from vllm_latq.kernels.decode.dispatch import trellis_scratch
 from vllm_latq.kernels.decode.launch import Scratch
 from vllm_latq.kernels.decode.prefill import launch_dequantize
 from vllm_latq.kernels.decode.simt import launch_simt
 from vllm_latq.kernels.decode.ssqr import launch_ssqr
+from vllm_latq.kernels.decode.trellis import launch_trellis
 from vllm_latq.kernels.dev.audit import HUFFMAN
 from vllm_latq.kernels.entropy.chunks import Cut
 from vllm_latq.kernels.entropy.huffman import launch_huffman
 from vllm_latq.kernels.experts.grouped import grouped_matmul
 from vllm_latq.kernels.experts.routing import batch_size, route
 from vllm_latq.kernels.experts.rows import activate, combine, gather
+from vllm_latq.kernels.layout.trellis import pool_trellis
 
 compiled: defaultdict[str, set[str]] = defaultdict(set)
 
@@ -43,6 +47,11 @@ pretend_driver()
 weights = [on_gpu(100, 256), on_gpu(256, 4096), on_gpu(64, 512)]
 shorter = on_gpu(128, 8192)
 coded = [on_gpu(100, 512, coded=True), on_gpu(256, 4096, coded=True)]
+trellises = []
+for rows, cols in ((100, 512), (256, 4096)):
+    weight = operands_of([random_trellis_weight(rows, cols, (4,))])
+    pooled = dataclasses.replace(pool_trellis([weight] * 8), processors=108)
+    trellises.append((without_memory(weight), without_memory(pooled)))
 with FakeTensorMode():
     for m in (1, 2, 3, 4, 9, 16):
         for weight, parts in zip(weights, (1, 16, 2), strict=True):
@@ -72,6 +81,14 @@ with FakeTensorMode():
             for activation in ("silu", "relu2_no_mul"):
                 activate(y, activation, routing)
             combine(y, empty(torch.float32, tokens, 2), routing)
+    for weight, experts in trellises:
+        for m in (1, 3, 4, 7):
+            x, y = empty(torch.bfloat16, m, weight.cols), empty(torch.bfloat16, m, weight.rows)
+            launch_trellis(x, weight, y, TRELLIS.stages, trellis_scratch(x, weight, 8 if m <= 4 else 16, 2))
+        for tokens in (1, 2, 9, 20):  # batches of 1, 4, 4 and 8 rows
+            ids = ints(tokens, 2)
+            routing = route(ids, batch_size(*ids.shape, 8, [experts]), [experts])
+            grouped_matmul(gather(empty(torch.bfloat16, tokens, experts.cols), routing), experts, routing)
     for rows, cols in ((1, 1), (160, 4096), (17, 100)):
         starts, used, z = empty(torch.int64, 16), ints(16), ints(rows, cols)
         cut = Cut(rows, cols, rows, cols)

@@ -100,7 +100,7 @@ class LatqMoEMethod(FusedMoEMethodBase):
         self.schemes, self.prefix, self.recipe = schemes, prefix, recipe
         # Fixed by the first load, so that `reload_weights` can write into the same tensors.
         self.bits: dict[str, int | None] = {}
-        self.capacity: dict[str, int | None] = {}
+        self.capacity: dict[str, Any] = {}
         self.parameters: dict[str, tuple[str, ...]] = {}
         self.constants: ExpertConstants
 
