@@ -46,7 +46,6 @@ KEPT_RATE = 3e-4  # of a trellis: weights that are kept exactly
 DECODE_TOLERANCE, PREFILL_TOLERANCE, EXPERT_TOLERANCE = 2**-8, 2**-7, 2**-6
 _CHUNK_ROWS = 4096  # rows of the float64 reference at a time
 _CHUNK_TILES = 1 << 14  # tiles of a trellis that are decoded at a time
-TRELLIS_PATHS = ("trellis", "trellis_prefill")
 
 W = TypeVar("W", bound=KernelWeight | TrellisOperands)
 
@@ -60,12 +59,17 @@ class Case:
     bits: int
     outlier_rate: float
     m: int
-    path: str  # "tensor_core", "simt", "prefill", "experts" or one of TRELLIS_PATHS
+    path: str  # "tensor_core", "simt", "prefill" or "experts"; "trellis", "trellis_prefill" or "trellis_experts"
+
+    @property
+    def is_trellis(self) -> bool:
+        """Whether the weight is in a trellis code."""
+        return self.path.startswith("trellis")
 
     @property
     def layer(self) -> tuple[int, int, int, float, bool]:
         """Cases that share a weight have this in common."""
-        return self.rows, self.cols, self.bits, self.outlier_rate, self.path in TRELLIS_PATHS
+        return self.rows, self.cols, self.bits, self.outlier_rate, self.is_trellis
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,9 @@ class Layer(Generic[W]):
 def trellis_paths(m: int) -> tuple[str, ...]:
     """Return the kernels of trellis codes that can serve m rows."""
     widest = TRELLIS_REGIMES[-1]
-    return TRELLIS_PATHS[m > TRELLIS_LAUNCHES * widest : 1 + (m > widest)]
+    if m > TRELLIS_LAUNCHES * widest:
+        return ("trellis_prefill",)
+    return ("trellis", "trellis_prefill") if m > widest else ("trellis",)
 
 
 def paths(m: int, bits: int) -> tuple[str, ...]:
@@ -110,9 +116,9 @@ def all_cases(
                     yield Case(*shape, width, KEPT_RATE, m, path)
 
 
-def layer_of(case: Case, device: torch.device) -> Layer[Any]:
+def layer_of(case: Case, device: torch.device, seed: int = 0) -> Layer[Any]:
     """Return a random layer for a case."""
-    return make_trellis(case, device) if case.path in TRELLIS_PATHS else make_layer(case, device)
+    return make_trellis(case, device, seed) if case.is_trellis else make_layer(case, device, seed)
 
 
 def make_layer(case: Case, device: torch.device, seed: int = 0) -> Layer[KernelWeight]:
@@ -215,6 +221,6 @@ def relative_error(y: torch.Tensor, x: torch.Tensor, dense: torch.Tensor) -> flo
 def gate(case: Case, error: float, tolerance: float | None = None) -> None:
     """Raise KernelInputError if a product is wrong: it is not timed then. `tolerance`: of peers; None for ours."""
     if tolerance is None:
-        others = {"prefill": PREFILL_TOLERANCE, "trellis_prefill": PREFILL_TOLERANCE, "experts": EXPERT_TOLERANCE}
-        tolerance = others.get(case.path, DECODE_TOLERANCE)
+        others = {"prefill": PREFILL_TOLERANCE, "experts": EXPERT_TOLERANCE}
+        tolerance = others.get(case.path.removeprefix("trellis_"), DECODE_TOLERANCE)
     require(error <= tolerance, f"correctness of {case}", f"a relative error up to {tolerance}", error)

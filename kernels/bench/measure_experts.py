@@ -4,7 +4,7 @@ Every token chooses its experts anew at random, evenly, and every launch has tok
 experts that were chosen, once, so the fraction of the roofline also pays for an expert that has two batches.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch.nn.functional import silu
 
-from vllm_latq.kernels.bench.cases import BITS, Case, Layer, make_layer
+from vllm_latq.kernels.bench.cases import BITS, KEPT_RATE, Case, Layer, layer_of
 from vllm_latq.kernels.bench.measure import Bench, Result
 from vllm_latq.kernels.errors import KernelInputError
 from vllm_latq.kernels.experts.grouped import routed_experts
-from vllm_latq.kernels.layout.weight import KernelWeight, stack_weights
+from vllm_latq.kernels.experts.routing import Stack
+from vllm_latq.kernels.layout.trellis import pool_trellis
+from vllm_latq.kernels.layout.weight import stack_weights
 
 EXPERTS, CHOSEN, HIDDEN, INTERMEDIATE = 128, 8, 2048, 768  # Qwen3-30B-A3B
 RATES = (0.0, 0.01)
@@ -37,8 +39,8 @@ class Batch:
 class Experts:
     """gate above up, and down: of each expert its layer, and all of them as one weight."""
 
-    layers: tuple[list[Layer[KernelWeight]], list[Layer[KernelWeight]]]
-    stacks: tuple[KernelWeight, KernelWeight]
+    layers: tuple[list[Layer[Any]], list[Layer[Any]]]
+    stacks: tuple[Stack, Stack]
 
     def __call__(self, batch: Batch) -> torch.Tensor:
         """Output of the layer for one batch; KernelInputError if the batch is too large for the decode kernel."""
@@ -68,11 +70,16 @@ class Experts:
 def expert_cases(
     bits: tuple[int, ...] = BITS, rates: tuple[float, ...] = RATES, rows: tuple[int, ...] = TOKENS
 ) -> Iterator[Case]:
-    """Every combination, cases of one layer next to each other. `rows`, a case's m, are tokens."""
+    """Every combination, cases of one layer next to each other. `rows`, a case's m, are tokens.
+
+    A trellis has KEPT_RATE in place of `rates`.
+    """
     for width in bits:
         for rate in rates:
             for tokens in rows:
                 yield Case(HIDDEN, INTERMEDIATE, width, rate, tokens, "experts")
+        for tokens in rows:
+            yield Case(HIDDEN, INTERMEDIATE, width, KEPT_RATE, tokens, "trellis_experts")
 
 
 @dataclass
@@ -84,10 +91,9 @@ class ExpertBench(Bench):
 
     def _make(self, case: Case) -> Experts:
         products = (replace(case, rows=2 * case.cols, cols=case.rows), case)
-        gate_up, down = (
-            [make_layer(product, self.device, seed) for seed in range(self.experts)] for product in products
-        )
-        stacks = [stack_weights([layer.weight for layer in layers]) for layers in (gate_up, down)]
+        gate_up, down = ([layer_of(product, self.device, seed) for seed in range(self.experts)] for product in products)
+        stack: Callable[[list[Any]], Stack] = pool_trellis if case.is_trellis else stack_weights
+        stacks = [stack([layer.weight for layer in layers]) for layers in (gate_up, down)]
         return Experts((gate_up, down), (stacks[0], stacks[1]))
 
     def _batch(self, case: Case, seed: int) -> Batch:

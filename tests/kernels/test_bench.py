@@ -143,41 +143,42 @@ class ExpertRun:
     compiled: list[tuple[int, ...]]
 
 
-def run_experts(path: Path, monkeypatch: pytest.MonkeyPatch, damage: int = 0) -> ExpertRun:
+def run_experts(path: Path, monkeypatch: pytest.MonkeyPatch, kernel: str, hidden: int, damage: int = 0) -> ExpertRun:
     """Run the benchmark of experts in the emulator, with `damage` flipped in a word of every layer."""
     compilers = Watched()
     bench = ExpertBench(PRETENDED, five_microseconds, 1, 100.0, {}, compilers, experts=4, chosen=2)
     layer_bytes = []
 
     def damaged(case: Case, device: torch.device, seed: int) -> Layer:
-        layer = make_layer(case, device, seed)
-        layer.weight.words[0, 0, 0, 3] ^= damage
+        layer = layer_of(case, device, seed)
+        layer.weight.words.view(-1)[3] ^= damage
         layer_bytes.append(layer.weight.storage_bytes())
         return layer
 
-    monkeypatch.setattr("vllm_latq.kernels.bench.measure_experts.make_layer", damaged)
+    monkeypatch.setattr("vllm_latq.kernels.bench.measure_experts.layer_of", damaged)
     monkeypatch.setattr("vllm_latq.kernels.bench.measure_experts.ROUTINGS", 2)
-    cases = [Case(128, 256, 3, 0.05, tokens, "experts") for tokens in (1, 9)]
+    cases = [Case(hidden, 2 * hidden, 3, 0.01, tokens, kernel) for tokens in (1, 9)]
     with emulated_gpu("sm_80"):
         wrong = report(bench, cases, {}, path)
     return ExpertRun(wrong, json.loads(path.read_text())["results"], layer_bytes, compilers.shapes)
 
 
 @pytest.mark.compiler
-def test_layers_of_experts_are_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = run_experts(tmp_path / "out.json", monkeypatch)
+@pytest.mark.parametrize(("kernel", "hidden"), [("experts", 128), ("trellis_experts", 64)])
+def test_layers_of_experts_are_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel: str, hidden: int) -> None:
+    run = run_experts(tmp_path / "out.json", monkeypatch, kernel, hidden)
     one, many = run.rows
     all_experts = sum(run.layer_bytes)
     assert run.wrong == 0
-    assert run.compiled == [(1, 128), (9, 128)]
-    assert many["bytes"] == all_experts + 2 * 2 * 9 * 128
+    assert run.compiled == [(1, hidden), (9, hidden)]
+    assert many["bytes"] == all_experts + 2 * 2 * 9 * hidden
     assert 0.9 * all_experts / 2 < one["bytes"] < 1.1 * all_experts / 2  # one token asks for two experts of four
     assert all(row["error"] < 2**-6 and row["speedup"] is None for row in run.rows)
 
 
 @pytest.mark.compiler
 def test_wrong_layers_of_experts_are_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = run_experts(tmp_path / "out.json", monkeypatch, damage=0x7FFFFFFF)
+    run = run_experts(tmp_path / "out.json", monkeypatch, "experts", 128, damage=0x7FFFFFFF)
     assert run.wrong == 2
     assert [row["timing"] for row in run.rows] == [None, None]
 
@@ -319,7 +320,7 @@ def test_selection(command: str, suffix: str, bits: set[int], rates: set[float] 
     assert {case.bits for case in cases} == bits
     assert rates is None or {case.outlier_rate for case in cases if "trellis" not in case.path} == rates
     assert rows is None or {case.m for case in cases} == rows
-    assert {case.path == "experts" for case in cases} == {"--experts" in command}
+    assert {case.path.endswith("experts") for case in cases} == {"--experts" in command}
 
 
 @pytest.mark.parametrize("wrong", [["--rows", "0"], ["--outliers", "101"], ["--outliers", "-1"], ["--jobs", "no"]])
