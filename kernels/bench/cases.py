@@ -4,7 +4,7 @@ The dense weight of packed codes is built from the integers, never from words, a
 shares nothing with what it checks.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -16,7 +16,6 @@ from vllm_latq.kernels.configs import FUSED_LAUNCHES, SIMT, TRELLIS_LAUNCHES, TR
 from vllm_latq.kernels.decode.dispatch import ssqr_matmul, trellis_matmul
 from vllm_latq.kernels.decode.prefill import prefill_matmul
 from vllm_latq.kernels.decode.trellis_prefill import prefill_trellis
-from vllm_latq.kernels.dev.reference import trellis_reference
 from vllm_latq.kernels.errors import require
 from vllm_latq.kernels.layout.codes import codes_to_stream
 from vllm_latq.kernels.layout.outliers import OutlierCsr
@@ -181,9 +180,36 @@ def _decoded(words: torch.Tensor, rates: torch.Tensor) -> torch.Tensor:
     for rate in flat.unique().tolist():
         for chosen in (flat == rate).nonzero()[:, 0].split(_CHUNK_TILES):
             rings = words[starts[chosen][:, None] + torch.arange(4 * rate, device=words.device)]
-            integers = trellis_reference(rings, rate, MULTIPLIERS[: 1 + (rate >= TWO_TERMS_FROM)])
+            integers = _ring_integers(rings, rate, MULTIPLIERS[: 1 + (rate >= TWO_TERMS_FROM)])
             tiles[chosen] = integers * FACTORS[rate]
     return tiles.view(*rates.shape, TILE, TILE).transpose(1, 2).reshape(TILE * rates.shape[0], -1)
+
+
+def _ring_integers(words: torch.Tensor, rate: int, multipliers: Sequence[int]) -> torch.Tensor:
+    """Return the integers of tiles of a trellis code, int32 [tiles, 16, 16].
+
+    Args:
+        words: int32 [tiles, 4 * rate], the rings of 128 steps, the first bit of a word its highest.
+        rate: bits per step.
+        multipliers: of the hashes that are added.
+    """
+    device = words.device
+    bits = (words[:, :, None] >> torch.arange(31, -1, -1, device=device) & 1).to(torch.uint8).flatten(1)
+    before = torch.cat((bits[:, -16:], bits), 1)
+    ends = torch.arange(rate, 128 * rate + 1, rate, device=device)
+    window = torch.zeros(len(words), 128, dtype=torch.int64, device=device)
+    for place in range(16):
+        window = 2 * window + before[:, ends + place]
+    first, second = torch.zeros_like(window), torch.zeros_like(window)
+    for multiplier in multipliers:
+        hashed = window * 0x10001 * multiplier
+        of_bytes = [(hashed >> shift & 255) - 2 * (hashed >> shift & 128) for shift in (0, 8, 16, 24)]
+        first, second = first + of_bytes[0] + of_bytes[2], second + of_bytes[1] + of_bytes[3]
+    lane, register = torch.arange(128, device=device) // 4, torch.arange(128, device=device) % 4
+    row, column = lane // 4 + 8 * (register % 2), 4 * (lane % 4) + 2 * (register // 2)
+    tiles = torch.empty(len(words), 16, 16, dtype=torch.int32, device=device)
+    tiles[:, row, column], tiles[:, row, column + 1] = first.to(torch.int32), second.to(torch.int32)
+    return tiles
 
 
 def activations(m: int, cols: int, device: torch.device) -> torch.Tensor:

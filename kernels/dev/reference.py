@@ -5,8 +5,6 @@ W[i, j] = row_scales[i] * (scales[i, j // group_size] * (code[i, j] - zero) + ou
 where zero is 2^(bits - 1), less 1/2 on a mid-rise grid.
 """
 
-from collections.abc import Sequence
-
 import torch
 
 
@@ -45,33 +43,6 @@ def dequantize_reference(
     if row_scales is not None:
         weight *= row_scales.double()[:, None]
     return weight
-
-
-def trellis_reference(words: torch.Tensor, rate: int, multipliers: Sequence[int]) -> torch.Tensor:
-    """Return the integers of tiles of a trellis code, int32 [tiles, 16, 16].
-
-    Args:
-        words: int32 [tiles, 4 * rate], the rings of 128 steps, the first bit of a word its highest.
-        rate: bits per step.
-        multipliers: of the hashes that are added.
-    """
-    device = words.device
-    bits = (words[:, :, None] >> torch.arange(31, -1, -1, device=device) & 1).to(torch.uint8).flatten(1)
-    before = torch.cat((bits[:, -16:], bits), 1)
-    ends = torch.arange(rate, 128 * rate + 1, rate, device=device)
-    window = torch.zeros(len(words), 128, dtype=torch.int64, device=device)
-    for place in range(16):
-        window = 2 * window + before[:, ends + place]
-    first, second = torch.zeros_like(window), torch.zeros_like(window)
-    for multiplier in multipliers:
-        hashed = window * 0x10001 * multiplier
-        of_bytes = [(hashed >> shift & 255) - 2 * (hashed >> shift & 128) for shift in (0, 8, 16, 24)]
-        first, second = first + of_bytes[0] + of_bytes[2], second + of_bytes[1] + of_bytes[3]
-    lane, register = torch.arange(128, device=device) // 4, torch.arange(128, device=device) % 4
-    row, column = lane // 4 + 8 * (register % 2), 4 * (lane % 4) + 2 * (register // 2)
-    tiles = torch.empty(len(words), 16, 16, dtype=torch.int32, device=device)
-    tiles[:, row, column], tiles[:, row, column + 1] = first.to(torch.int32), second.to(torch.int32)
-    return tiles
 
 
 def matmul_reference(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
