@@ -62,7 +62,7 @@ class Case:
 
     @property
     def is_trellis(self) -> bool:
-        """Whether the weight is in a trellis code."""
+        """True for a weight in a trellis code."""
         return self.path.startswith("trellis")
 
     @property
