@@ -1,7 +1,8 @@
 """Prefill for trellis codes: a dense chunk of W in bf16 or fp16, for the library's matmul.
 
-Two launches per chunk. The first decodes every weight, its columns where x has them, rounded once. The second adds the
-kept weights, rounded a second time. The chunk is bounded as in `prefill.py`.
+Two launches per chunk. The first decodes every weight, rounded once. The second adds the kept weights, rounded a second
+time. Columns are written in the stored order, side by side, and x is brought into this order. The chunk is bounded as
+in `prefill.py`.
 """
 
 import torch
@@ -17,6 +18,7 @@ from vllm_latq.kernels.device.trellis import (
     rate_count,
     rate_of,
     run_fields,
+    shift_pair,
     terms_of,
 )
 from vllm_latq.kernels.layout.trellis import TILE_ROWS, TrellisOperands
@@ -25,21 +27,29 @@ KEPT_AT_ONCE = 128
 
 
 @triton.jit
-def hashed_values(doubled, two_terms):
+def hashed_values(doubled, two_terms, ASM: tl.constexpr):
     """Return the two values of windows, int32 each, from the windows in both halves of a word."""
-    h = doubled * multiplier_of(0)
-    first, second = byte_sum(h, 0), byte_sum(h, 8)
-    h = doubled * multiplier_of(1)
-    return first + tl.where(two_terms, byte_sum(h, 0), 0), second + tl.where(two_terms, byte_sum(h, 8), 0)
+    h, more = doubled * multiplier_of(0), doubled * multiplier_of(1)
+    once = two_terms.to(tl.int32)
+    return (
+        add_bytes(h, 1, 0, add_bytes(more, once, 0, 0, ASM), ASM),
+        add_bytes(h, 1, 8, add_bytes(more, once, 8, 0, ASM), ASM),
+    )
 
 
 @triton.jit
-def byte_sum(word, SHIFT: tl.constexpr):
-    """Return the sum of the signed bytes at bits SHIFT and SHIFT + 16."""
-    return (word << (24 - SHIFT) >> 24) + (word << (8 - SHIFT) >> 24)
+def add_bytes(word, times, SHIFT: tl.constexpr, total, ASM: tl.constexpr):
+    """Return total + times the sum of the signed bytes of a word at bits SHIFT and SHIFT + 16; times: 0 or 1."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r", [word, times * (0x10001 << SHIFT), total], dtype=tl.int32,
+            is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        return total + times * ((word << (24 - SHIFT) >> 24) + (word << (8 - SHIFT) >> 24))
 
 
-@triton.jit(do_not_specialize=("first_tile", "first_row", "K", "units"))
+@triton.jit(do_not_specialize=("first_tile", "first_row", "units"))
 def dequantize_trellis(
     word_ptr,  # int32: the rings, see layout/trellis.py
     unit_ptr,  # int16 [row tiles, units]
@@ -47,15 +57,15 @@ def dequantize_trellis(
     tile_ptr,  # int32 [row tiles + 1, 4]
     tile_scale_ptr,  # float32 [row tiles]
     exponent_ptr,  # int8 [row tiles * 64]: eighths of an octave
-    column_ptr,  # int16 [K]: column of x, unsigned, of each stored column
     column_exponent_ptr,  # int8 [K]
     w_ptr,  # [chunk rows, K], contiguous
     first_tile,  # first row tile of the chunk
     first_row,  # first row of the chunk
     K,  # columns
     units,  # units of a row tile
+    ASM: tl.constexpr,  # NVIDIA inline assembly
 ):
-    """Grid (row tiles of the chunk, units). Write 64 rows by 128 columns of the chunk, without kept weights."""
+    """Grid (row tiles of the chunk, units). Write 64 rows by 128 stored columns of the chunk, without kept weights."""
     tile, k = first_tile + tl.program_id(0), tl.program_id(1)
     run_ptr += tile * run_fields()
     rate = 0
@@ -84,24 +94,15 @@ def dequantize_trellis(
     group, within = pair // 32, pair // 8 % 4
     at = words + (group * 4 + rn // 16) * (count * 4) + within
     low, high = tl.load(at + last * 4), tl.load(at + tl.where(last == 0, count - 1, last - 1) * 4)
-    both = (high.to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF)
-    window = (both >> ((last + 1) * 32 - ends).to(tl.int64)).to(tl.int32) & 0xFFFF
-    first, second = hashed_values(window | (window << 16), two_terms)
-    stored = unit * 128 + 2 * tl.arange(0, 64)
+    window = shift_pair(high, low, (last + 1) * 32 - ends, ASM) & 0xFFFF
+    first, second = hashed_values(window | (window << 16), two_terms, ASM)
+    value = tl.reshape(tl.join(first, second), (64, 128)).to(tl.float32)
+    stored = unit * 128 + tl.arange(0, 128)
+    scale = octave_eighths(tl.load(column_exponent_ptr + stored, mask=stored < K, other=0))
+    value = value * factor * row_scale[:, None] * scale[None, :]
     w_ptr += (row_begin - first_row + tl.arange(0, 64)).to(tl.int64)[:, None] * K
-    live = (row_begin + rn) < row_end
-    store_column(w_ptr, first, factor, row_scale, stored, column_ptr, column_exponent_ptr, K, live)
-    store_column(w_ptr, second, factor, row_scale, stored + 1, column_ptr, column_exponent_ptr, K, live)
-
-
-@triton.jit
-def store_column(w_ptr, value, factor, row_scale, stored, column_ptr, exponent_ptr, K, live):
-    """Write value * factor times the scales of row and column to where x has each stored column."""
-    inside = stored < K
-    column = tl.load(column_ptr + stored, mask=inside, other=0).to(tl.int32) & 0xFFFF
-    scale = octave_eighths(tl.load(exponent_ptr + stored, mask=inside, other=0))
-    value = value.to(tl.float32) * factor * row_scale[:, None] * scale[None, :]
-    tl.store(w_ptr + column[None, :], value.to(w_ptr.dtype.element_ty), mask=live & inside[None, :])
+    live = ((row_begin + rn) < row_end) & (stored < K)[None, :]
+    tl.store(w_ptr + stored[None, :], value.to(w_ptr.dtype.element_ty), mask=live)
 
 
 @triton.jit(do_not_specialize=("first_tile", "first_row", "K"))
@@ -109,6 +110,7 @@ def add_kept(
     place_ptr,  # int32: kept weights
     value_ptr,  # bf16: what is added to them
     tile_ptr,  # int32 [row tiles + 1, 4]
+    stored_ptr,  # int64 [K]: the stored column of each column of x
     w_ptr,  # [chunk rows, K], contiguous
     first_tile,  # first row tile of the chunk
     first_row,  # first row of the chunk
@@ -123,28 +125,39 @@ def add_kept(
         e = start + tl.arange(0, AT_ONCE)
         place = tl.load(place_ptr + e, mask=e < end, other=0)
         value = tl.load(value_ptr + e, mask=e < end, other=0.0).to(tl.float32)
-        at = w_ptr + (row_begin + (place >> 26 & 63)).to(tl.int64) * K + (place & 0x3FFFFFF)
+        stored = tl.load(stored_ptr + (place & 0x3FFFFFF), mask=e < end, other=0)
+        at = w_ptr + (row_begin + (place >> 26 & 63)).to(tl.int64) * K + stored
         sum_ = tl.load(at, mask=e < end, other=0.0).to(tl.float32) + value
         tl.store(at, sum_.to(w_ptr.dtype.element_ty), mask=e < end)
 
 
-def launch_dequantize_trellis(weight: TrellisOperands, w: torch.Tensor, first_tile: int, tiles: int) -> None:
-    """Write the dense rows of some row tiles. Allocates nothing.
+def stored_order(weight: TrellisOperands) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the column of x of each stored column, and the stored column of each column of x, int64 [cols] each."""
+    columns = weight.columns.to(torch.int64) & 0xFFFF
+    return columns, columns.argsort()
+
+
+def launch_dequantize_trellis(
+    weight: TrellisOperands, stored: torch.Tensor, w: torch.Tensor, first_tile: int, tiles: int
+) -> None:
+    """Write the dense rows of some row tiles, columns as stored. Allocates nothing.
 
     Args:
         weight: see `TrellisOperands`.
+        stored: int64 [cols], the stored column of each column of x.
         w: [rows, cols] or more rows, contiguous: from the first row of the first row tile on.
         first_tile: first row tile.
         tiles: row tiles.
     """
-    first_row = weight.first_rows[first_tile]
+    first_row, nvidia = weight.first_rows[first_tile], w.is_cuda and torch.version.hip is None
     dequantize_trellis[(tiles, weight.column_units)](
-        weight.words, weight.units, weight.runs, weight.tiles, weight.tile_scales, weight.row_exponents, weight.columns,
-        weight.column_exponents, w, first_tile, first_row, weight.cols, weight.column_units, num_warps=4, **COMPILER,
+        weight.words, weight.units, weight.runs, weight.tiles, weight.tile_scales, weight.row_exponents,
+        weight.column_exponents, w, first_tile, first_row, weight.cols, weight.column_units, ASM=nvidia, num_warps=4,
+        **COMPILER,
     )  # fmt: skip
     if weight.kept_values.numel():
         add_kept[(tiles,)](
-            weight.kept_places, weight.kept_values, weight.tiles, w, first_tile, first_row, weight.cols,
+            weight.kept_places, weight.kept_values, weight.tiles, stored, w, first_tile, first_row, weight.cols,
             AT_ONCE=KEPT_AT_ONCE, num_warps=4, **COMPILER,
         )  # fmt: skip
 
@@ -152,19 +165,22 @@ def launch_dequantize_trellis(weight: TrellisOperands, w: torch.Tensor, first_ti
 def dequantize(weight: TrellisOperands, dtype: torch.dtype) -> torch.Tensor:
     """Return the whole dense weight [rows, cols], rounded once to `dtype`, kept weights twice."""
     w = torch.empty(weight.rows, weight.cols, dtype=dtype, device=weight.words.device)
+    _, stored = stored_order(weight)
     with torch.cuda.device_of(w):
-        launch_dequantize_trellis(weight, w, 0, weight.row_tiles)
-    return w
+        launch_dequantize_trellis(weight, stored, w, 0, weight.row_tiles)
+    return w[:, stored]
 
 
 def prefill_trellis(x: torch.Tensor, weight: TrellisOperands) -> torch.Tensor:
     """Return y [m, rows] = x [m, cols] W^T, by dense chunks and the library's matmul."""
+    columns, stored = stored_order(weight)
+    x = x[:, columns]
     y = torch.empty(x.shape[0], weight.rows, dtype=x.dtype, device=x.device)
     step = max(1, CHUNK_BYTES // (TILE_ROWS * weight.cols * x.dtype.itemsize))
     scratch = torch.empty(min(step * TILE_ROWS, weight.rows), weight.cols, dtype=x.dtype, device=x.device)
     for first in range(0, weight.row_tiles, step):
         tiles = min(step, weight.row_tiles - first)
         begin, end = weight.first_rows[first], weight.first_rows[first + tiles]
-        launch_dequantize_trellis(weight, scratch, first, tiles)
+        launch_dequantize_trellis(weight, stored, scratch, first, tiles)
         torch.mm(x, scratch[: end - begin].t(), out=y[:, begin:end])
     return y

@@ -61,7 +61,7 @@ _POINTERS = {
     "entry_ptr": "*i32", "slice_ptr": "*i32", "partial_ptr": "*fp32", "ticket_ptr": "*i32",
     "parts_ptr": "*i8", "factor_ptr": "*fp32", "unit_ptr": "*i16", "run_ptr": "*i16", "tile_ptr": "*i32",
     "tile_scale_ptr": "*fp32", "exponent_ptr": "*i8", "column_ptr": "*i16", "column_exponent_ptr": "*i8",
-    "place_ptr": "*i32", "value_ptr": "*bf16", "part_word_ptr": "*i32",
+    "place_ptr": "*i32", "stored_ptr": "*i64", "value_ptr": "*bf16", "part_word_ptr": "*i32",
     "xt_as_int64_ptr": "*i64", "expert_ptr": "*i32", "begin_ptr": "*i32", "live_ptr": "*i32",
 }  # fmt: skip
 
@@ -160,7 +160,7 @@ def audit_trellis_others(arch: str) -> Iterator[Audit]:
     values = {"COLUMNS": 16, "STEPS": STEPS_OF_X, "SMALLEST": SMALLEST}
     yield _audit(trellis_activations, arch, 0, 0, UNIT_COLUMNS, values, 1)
     yield _audit(trellis_grouped_activations, arch, 0, 0, UNIT_COLUMNS, values, 1)
-    yield _audit(dequantize_trellis, arch, 0, 0, TILE_ROWS * UNIT_COLUMNS, {}, 4)
+    yield _audit(dequantize_trellis, arch, 0, 0, TILE_ROWS * UNIT_COLUMNS, {"ASM": True}, 4)
     yield _audit(add_kept, arch, 0, 0, KEPT_AT_ONCE, {"AT_ONCE": KEPT_AT_ONCE}, 4)
 
 

@@ -106,6 +106,8 @@ def arithmetic(instruction: Instruction, parts: list[str], kernel: Kernel) -> St
         return _apply(
             lambda a, b: (a.astype(np.uint64) * b >> np.uint64(32)).astype(np.uint32), instruction, kind, kernel
         )
+    if parts == ["dp4a", "s32", "s32"]:
+        return _apply(_dot_bytes, instruction, kind, kernel)
     require({*parts[1:-1]} <= {"lo", "wide", "rn", "NaN"} and name in (_FLOATS | _NARROW).get(kind, (name,)),
             f"PTX of {kernel.name}", "arithmetic that the emulator knows", instruction.text)  # fmt: skip
     if "wide" in parts:
@@ -126,6 +128,12 @@ def _apply(function: Callable[..., Any], instruction: Instruction, kind: str, ke
         value_of(operand, "u32" if amounts and place else kind, kernel) for place, operand in enumerate(operands)
     ]
     return lambda p: assign(p, kernel, str(target), function(*(source(p) for source in sources)))
+
+
+def _dot_bytes(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """dp4a: c plus the products of the four signed bytes of a and b."""
+    first, second = (np.ascontiguousarray(each)[..., None].view(np.int8).astype(np.int32) for each in (a, b))
+    return c + (first * second).sum(-1, dtype=np.int32)
 
 
 def _pairwise(function: Callable[..., Any]) -> Callable[..., np.ndarray]:

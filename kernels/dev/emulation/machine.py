@@ -20,7 +20,9 @@ _IGNORED = ("createpolicy", "fence", "membar", "griddepcontrol", "nanosleep", "r
 _TOGETHER = ("shfl", "redux", "ldmatrix", "stmatrix", "mma", "wgmma", "cp.async.commit_group", "cp.async.wait_group")
 
 _MAKERS: dict[str, Callable[[Instruction, list[str], Kernel], Step]] = {
-    **dict.fromkeys((*arithmetic.BINARY, "mad", "fma", "bfe", "neg", "abs", "not", "ex2"), arithmetic.arithmetic),
+    **dict.fromkeys(
+        (*arithmetic.BINARY, "mad", "fma", "dp4a", "bfe", "neg", "abs", "not", "ex2"), arithmetic.arithmetic
+    ),
     "lop3": arithmetic.logic,
     "prmt": arithmetic.permute,
     "shf": arithmetic.funnel,
