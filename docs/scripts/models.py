@@ -1,0 +1,117 @@
+"""Write docs/models.md: the families of models that the tests quantize and serve, read from the tests themselves.
+
+python docs/scripts/models.py
+"""
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "models.md"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A collection of families in a file of tests.
+
+    Attributes:
+        kind: what the families are; empty where another source says it.
+        served: whether the tests serve the families with vLLM's engine; otherwise they quantize them.
+    """
+
+    file: str
+    name: str
+    kind: str
+    served: bool = False
+
+
+ARCHITECTURES = "quantize/model/test_architectures.py"
+ENGINE = "integrations/test_plugin_engine_"
+SOURCES = (
+    Source(ARCHITECTURES, "LLAMA_LIKE", "decoder"),
+    Source(ARCHITECTURES, "OTHERS", "decoder"),
+    Source("quantize/model/test_stored_experts.py", "FAMILIES", "mixture of experts"),
+    Source("quantize/model/test_carried_state.py", "FAMILIES", "decoder whose blocks share state"),
+    Source("quantize/model/test_multimodal.py", "FAMILIES", "images or sound"),
+    Source("quantize/model/test_encoders.py", "LINEARS", "encoder"),
+    Source(f"{ENGINE}families.py", "ENCODERS", "encoder", served=True),
+    Source(f"{ENGINE}families.py", "DECODERS", "decoder", served=True),
+    Source(f"{ENGINE}families.py", "ATTENTION", "linear or latent attention", served=True),
+    Source(f"{ENGINE}moe.py", "CHANGES", "mixture of experts", served=True),
+)
+HEAD = """# Models
+Blocks and linears are found by structure, not by name, so most models need no change here. A structure that is not
+understood is refused with an error that names it. `docs/scripts/models.py` writes this page from the tests, and a test
+compares the two.
+
+## Rules
+- **Mixtures of experts**: each expert, with or without a gate (Nemotron 3), is quantized with the tokens routed to it,
+  by every method. If fewer tokens reach an expert than it has input channels, the expert borrows the layer's other
+  tokens, and its record says so. Some models store all experts of a layer as one tensor (Llama 4, Qwen3.5-MoE,
+  Qwen3-VL-MoE, Gemma 4, Granite-MoE); there each matrix is read, quantized and written by itself. Routers and indexers
+  of sparse attention stay unquantized.
+- **Models of images or sound** (Gemma, Qwen-VL, Qwen3.5, Mistral 3, LLaVA, Voxtral): their language model is quantized,
+  with text for calibration. Towers, projectors and layers that predict further tokens stay unquantized (`--dry-run`
+  names them).
+- **Encoders** (BERT, RoBERTa, ModernBERT, below any head) are quantized by the methods that need no loss. Quantize with
+  `latq quantize MODEL OUT --method ssqr --seq-len 512 --calibration wikitext2`, then serve with
+  `vllm serve OUT --runner pooling`. Poolers and heads stay unquantized.
+- **Published in 8-bit floats** (`quant_method: fp8` with `weight_scale_inv`: DeepSeek-V3, MiniMax-M2, Ministral 3): the
+  weights are multiplied by their scales first, then quantized.
+- **Refused**, by name: experts with biases (gpt-oss), GPT-2 (its layers are not linears), T5, models that need code of
+  their own, and checkpoints that are already quantized otherwise.
+- **Not served by vLLM**: BLOOM, whose fused q/k/v vLLM permutes. Load such a checkpoint with transformers.
+
+Not in the table, but of kinds that it shows: Kimi Linear, Falcon-H1, DeepSeek, and others of which no small model is
+made in the tests.
+
+## Families in the tests
+A small random model of each family is quantized, loaded again, and compared with its dequantized weights. The families
+with `engine` are also served by vLLM and compared with transformers. Names are those of transformers (`model_type`).
+
+| family | kind | quantized | served in a test |
+|---|---|---|---|
+"""
+
+
+def page() -> str:
+    """Return the text of the page."""
+    kinds: dict[str, str] = {}
+    served = set()
+    for source in SOURCES:
+        for family in families(source):
+            kinds.setdefault(family, source.kind)
+            if source.served:
+                served.add(family)
+    kinds |= {"idefics3": "images or sound", "qwen3": "decoder"}
+    served |= {"idefics3", "qwen3"}  # test_plugin_engine_multimodal.py, and the bundled model everywhere
+    rows = [f"| {family} | {kinds[family]} | yes | {'engine' if family in served else ''} |" for family in sorted(kinds)]
+    return HEAD + "\n".join(rows) + "\n"
+
+
+def families(source: Source) -> list[str]:
+    """Return the families of a collection."""
+    for statement in ast.parse((ROOT / "tests" / source.file).read_text()).body:
+        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == source.name:
+            return list(_strings(statement.value))
+    raise LookupError(f"tests/{source.file} defines no {source.name}")
+
+
+def _strings(node: ast.expr) -> Iterator[str]:
+    """Yield the keys of a dict, or the strings of a tuple, with those of whatever is unpacked into it."""
+    if isinstance(node, ast.Dict):
+        for key, value in zip(node.keys, node.values, strict=True):
+            yield from _strings(value if key is None else key)
+    elif isinstance(node, ast.Tuple):
+        for element in node.elts:
+            yield from _strings(element)
+    elif isinstance(node, ast.Starred | ast.Subscript):
+        yield from _strings(node.value)
+    elif isinstance(node, ast.Constant):
+        yield str(node.value)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
