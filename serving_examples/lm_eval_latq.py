@@ -9,6 +9,7 @@ import argparse
 from collections.abc import Sequence
 
 import lm_eval
+import torch
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import make_table
 
@@ -22,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tasks", nargs="+", default=["arc_easy"], help="names of lm-eval tasks (default arc_easy)")
     parser.add_argument("--include-path", help="folder with more task definitions")
     parser.add_argument("--limit", type=int, help="documents per task")
-    parser.add_argument("--device", help="torch device (default: lm-eval's choice, cuda if available)")
+    parser.add_argument("--device", help="torch device (default: cuda if available, otherwise cpu)")
     options = parser.parse_args(arguments)
     results = lm_eval.simple_evaluate(
         model="hf",
@@ -30,7 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         tasks=options.tasks,
         num_fewshot=0,
         limit=options.limit,
-        device=options.device,
+        # lm-eval's own default is cuda, also where torch has none.
+        device=options.device or ("cuda" if torch.cuda.is_available() else "cpu"),
         task_manager=TaskManager(include_path=options.include_path),
     )
     print(make_table(results))

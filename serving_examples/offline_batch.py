@@ -2,6 +2,7 @@
 
     python serving_examples/offline_batch.py CKPT --prompt "import os" --prompt "The module"
 
+On a CPU, add `--enforce-eager --kv-cache-memory-bytes 268435456`: vLLM otherwise asks for most of the machine's memory.
 vLLM finds the plugin and reads the method from the checkpoint's config.json.
 """
 

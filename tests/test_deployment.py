@@ -1,15 +1,23 @@
-"""The systemd unit and the Kubernetes manifest are valid and start the documented command."""
+"""The systemd unit, the Kubernetes manifest and its image are valid and start the documented command."""
 
+import json
 import re
 import shlex
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.version import Version
 
-EXAMPLES = Path(__file__).parents[1] / "serving_examples"
+import vllm_latq
+from helpers.documentation import environment, runnable, words
+from helpers.modules import ROOT
+
+EXAMPLES = ROOT / "serving_examples"
 SERVE = ["serve", "--quantization", "latq"]
 
 
@@ -55,3 +63,44 @@ def test_manifest_follows_the_schema_of_kubernetes() -> None:
     assert verifier["command"] == ["latq", "verify", server["command"][2]]
     assert verifier["volumeMounts"][0] == server["volumeMounts"][0]
     assert verifier["image"] == server["image"]
+
+
+def dockerfile() -> list[str]:
+    """Return the instructions of the Dockerfile."""
+    lines = (EXAMPLES / "Dockerfile").read_text().splitlines()
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+def test_image_has_no_complaint_of_hadolint() -> None:
+    done = subprocess.run(["hadolint", EXAMPLES / "Dockerfile"], env=environment(), capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+
+
+def test_image_is_built_as_documented_and_run_by_the_manifest() -> None:
+    built = words(runnable("serve.md", "image"), {})
+    tag, file = built[built.index("--tag") + 1], ROOT / built[built.index("--file") + 1]
+    assert file == EXAMPLES / "Dockerfile"
+    assert " ".join(built) in (ROOT / "Makefile").read_text()
+    assert tag == f"vllm-latq:{vllm_latq.__version__}"
+    assert set(re.findall(r"image: .*/(\S+)", (EXAMPLES / "kubernetes.yaml").read_text())) == {tag}
+
+
+def test_image_starts_the_documented_command_with_a_supported_vllm() -> None:
+    entry = next(line for line in dockerfile() if line.startswith("ENTRYPOINT"))
+    assert set(SERVE) < set(json.loads(entry.removeprefix("ENTRYPOINT")))
+    base = next(line for line in dockerfile() if line.startswith("FROM")).rpartition(":v")[2]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert Version(base) in Requirement(extras["vllm"][0]).specifier
+
+
+def test_image_holds_all_that_the_wheel_is_made_from() -> None:
+    """And .dockerignore lets it through to the builder."""
+    copied = {word for line in dockerfile() if line.startswith("COPY") for word in line.split()[1:-1]}
+    let_through = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    assert copied == let_through
+    assert {"pyproject.toml", "vllm_latq", *(link.readlink().name for link in links_of_the_package())} <= copied
+
+
+def links_of_the_package() -> list[Path]:
+    """Return the links of the package to top-level folders."""
+    return [path for path in (ROOT / "vllm_latq").iterdir() if path.is_symlink()]

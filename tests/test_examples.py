@@ -1,4 +1,7 @@
-"""The serving examples, run as a user would, on a checkpoint of the pipeline; the client's is in test_serve.py."""
+"""The serving examples, run as the documentation prints them, on a checkpoint of the pipeline.
+
+The clients are in test_serve.py.
+"""
 
 import json
 import re
@@ -9,27 +12,26 @@ import pytest
 import torch
 
 from helpers import warm_vllm
+from helpers.documentation import runnable, words
 from helpers.engine_probe import NO_EXPERTS, OLD_VLLM
+from helpers.modules import ROOT
 from helpers.programs import program
 from vllm_latq.format.config import CheckpointConfig
 from vllm_latq.integrations.vllm.dummy import dummy_weight
 
-EXAMPLES = Path(__file__).parents[1] / "serving_examples"
-PROMPT = "The following example shows how to"
+EXAMPLES = ROOT / "serving_examples"
 SCHEME = "ssqr 3 bits, 1%"
 VLLM_SCHEME = "marlin 4 bits"
-# A small engine that starts fast on a CPU.
-SMALL = ["--enforce-eager", "--kv-cache-memory-bytes", "33554432"]
 
 
 @pytest.mark.engine
 @pytest.mark.parametrize("processes", [1, 2])
 def test_offline_batch(processes: int, ssqr_checkpoint: Path) -> None:
-    """Runs on one process, and tensor-parallel on two."""
-    prompts = [PROMPT, "import os\n"]
-    arguments = [str(EXAMPLES / "offline_batch.py"), str(ssqr_checkpoint)]
-    arguments += ["--prompt", prompts[0], "--prompt", prompts[1], "--max-tokens", "6", *SMALL]
-    arguments += ["--tensor-parallel-size", str(processes)]
+    """Runs as docs/serve.md prints it, and tensor-parallel on two processes."""
+    printed_command = words(runnable("serve.md", "offline_batch"), {"CKPT": ssqr_checkpoint})
+    assert printed_command[:2] == ["python", "serving_examples/offline_batch.py"]
+    prompts = ["import os", "The module"]
+    arguments = [str(ROOT / printed_command[1]), *printed_command[2:], "--tensor-parallel-size", str(processes)]
     status, printed = warm_vllm.run(program("forked_workers.py"), *arguments, **warm_vllm.QUICK)
     assert status == 0, printed[-6000:]
     answers = [line for line in printed.splitlines() if line.startswith(tuple(f"{prompt!r} -> " for prompt in prompts))]
@@ -40,8 +42,10 @@ def test_offline_batch(processes: int, ssqr_checkpoint: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:You passed `quantization_config`:UserWarning")  # lm_eval does, in its own code
 def test_lm_eval_latq(ssqr_checkpoint: Path, tasks_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--tasks", "next_word", "--include-path", str(tasks_folder), "--device", "cpu"]
-    runpy.run_path(str(EXAMPLES / "lm_eval_latq.py"))["main"]([str(ssqr_checkpoint), *arguments])
+    """Runs as docs/evaluate.md prints it, also on a machine without CUDA."""
+    task = f"next_word --include-path {tasks_folder}"
+    _, example, *arguments = words(runnable("evaluate.md", "lm_eval"), {"CKPT": ssqr_checkpoint, "TASK": task})
+    runpy.run_path(str(ROOT / example))["main"](arguments)
     row = next(line for line in capsys.readouterr().out.splitlines() if "next_word" in line)
     assert re.search(r"\|acc *\| *. *\| *1\.?0* *\|", row), row
 

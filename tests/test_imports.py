@@ -1,6 +1,6 @@
 """The order of the folders, read from their import statements: a module imports from folders before its own.
 
-The order is the one of README's map. Modules that share a folder may import each other.
+The order is the one of the map in docs/development.md. Modules that share a folder may import each other.
 """
 
 import ast

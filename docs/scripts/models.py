@@ -64,8 +64,8 @@ compares the two.
   their own, and checkpoints that are already quantized otherwise.
 - **Not served by vLLM**: BLOOM, whose fused q/k/v vLLM permutes. Load such a checkpoint with transformers.
 
-Not in the table, but of kinds that it shows: Kimi Linear, Falcon-H1, DeepSeek, and others of which no small model is
-made in the tests.
+Single tests cover further families: Falcon-H1, Nemotron-H, OLMo-Hybrid, Jamba, Qwen2-MoE, the experts and the grouped
+projection of DeepSeek-V4, and latent attention in 8-bit floats. Kimi Linear and others of these kinds are not tested.
 
 ## Families in the tests
 A small random model of each family is quantized, loaded again, and compared with its dequantized weights. The families
@@ -87,7 +87,9 @@ def page() -> str:
                 served.add(family)
     kinds |= {"idefics3": "images or sound", "qwen3": "decoder"}
     served |= {"idefics3", "qwen3"}  # test_plugin_engine_multimodal.py, and the bundled model everywhere
-    rows = [f"| {family} | {kinds[family]} | yes | {'engine' if family in served else ''} |" for family in sorted(kinds)]
+    rows = [
+        f"| {family} | {kinds[family]} | yes | {'engine' if family in served else ''} |" for family in sorted(kinds)
+    ]
     return HEAD + "\n".join(rows) + "\n"
 
 

@@ -84,15 +84,20 @@ def print_tables(write: Callable[[str], None] = print) -> None:
     for scheme, size, issued in schemes:
         budgets = " | ".join(f"{gpu.budget(size):.1f}" for gpu in GPUS)
         write(f"| {scheme} | {size:.3f} | {issued:.2f} | {budgets} |")
-    shown = [(2.0, 0.0), *((bytes_per_weight(bits, 0.01), INSTRUCTIONS[bits]) for bits in BITS)]
-    shown += [(trellis_bytes_per_weight(bits), TRELLIS_INSTRUCTIONS[bits]) for bits in BITS]
-    write("\nLeast time of a product at batch 1 to 8, microseconds (bf16; 2, 3, 4 bits with 1% outliers; trellis):\n")
-    write(f"| layer | {' | '.join(names)} |")
-    write("|---|" + "---|" * len(GPUS))
+    shown = [("bf16", 2.0, 0.0)]
+    shown += [(f"{bits} bits", bytes_per_weight(bits, 0.01), INSTRUCTIONS[bits]) for bits in BITS]
+    shown += [(f"{bits} bits, trellis", trellis_bytes_per_weight(bits), TRELLIS_INSTRUCTIONS[bits]) for bits in BITS]
+    write("
+Least time of a product at batch 1 to 8, microseconds; packed weights have 1% outliers:
+")
+    write(f"| layer | scheme | {' | '.join(names)} |")
+    write("|---|---|" + "---|" * len(GPUS))
     for rows, cols in SHAPES:
-        cells = ("; ".join(f"{least_microseconds(gpu, rows * cols, *each):.1f}" for each in shown) for gpu in GPUS)
-        write(f"| {rows}x{cols} | {' | '.join(cells)} |")
-    write("\nMeasured: README.md, and `results/`.")
+        for scheme, *costs in shown:
+            times = (f"{least_microseconds(gpu, rows * cols, *costs):.1f}" for gpu in GPUS)
+            write(f"| {rows}x{cols} | {scheme} | {' | '.join(times)} |")
+    write("
+Measured: docs/performance.md, and `results/`.")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

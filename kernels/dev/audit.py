@@ -206,13 +206,20 @@ def _row(audit: Callable[[], Audit]) -> Row:
     return audit().row
 
 
-def print_table(rows: Iterable[Row]) -> None:
-    """Print a Markdown table, a column per GPU: SASS per weight / registers / shared KB (/ spilled bytes, if any)."""
+# Title of a table -> its cell for a row.
+QUANTITIES: dict[str, Callable[[Row], str]] = {
+    "instructions of the main loop per weight and thread": lambda row: f"{row.sass_per_weight:.2f}",
+    "registers per thread": lambda row: f"{row.registers}",
+    "KB of shared memory": lambda row: f"{row.shared_bytes / 1024:.0f}",
+    "bytes spilled": lambda row: f"{row.spill_bytes}",
+}
+
+
+def print_table(rows: Iterable[Row], quantity: Callable[[Row], str]) -> None:
+    """Print a Markdown table of a quantity, with a row per kernel and a column per GPU."""
     cells: dict[tuple[str, int, int], dict[str, str]] = {}
     for row in rows:
-        spilled = f" / {row.spill_bytes} spilled" if row.spill_bytes else ""
-        cell = f"{row.sass_per_weight:.2f} / {row.registers} / {row.shared_bytes / 1024:.0f}{spilled}"
-        cells.setdefault((row.kernel, row.bits, row.max_rows), {})[row.arch] = cell
+        cells.setdefault((row.kernel, row.bits, row.max_rows), {})[row.arch] = quantity(row)
     architectures = list(dict.fromkeys(arch for found in cells.values() for arch in found))
     print(f"| kernel | bits | rows | {' | '.join(architectures)} |")
     print("|---|---|---|" + "---|" * len(architectures))
@@ -224,7 +231,7 @@ def print_table(rows: Iterable[Row]) -> None:
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m vllm_latq.kernels.dev.audit", description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="print a list of objects instead of a table")
+    parser.add_argument("--json", action="store_true", help="print a list of objects instead of tables")
     parser.add_argument("--arch", nargs="+", choices=ARCHITECTURES, default=ARCHITECTURES)
     parser.add_argument("--bits", nargs="+", type=int, choices=BITS, default=BITS)
     options = parser.parse_args(arguments)
@@ -233,8 +240,10 @@ def main(arguments: list[str] | None = None) -> None:
     if options.json:
         print(json.dumps([asdict(row) for row in rows], indent=1))
     else:
-        print(f"Triton {triton.__version__}, torch {torch.__version__}; group size 128, outliers, split-K, bf16.\n")
-        print_table(rows)
+        print(f"Triton {triton.__version__}, torch {torch.__version__}; group size 128, outliers, split-K, bf16.")
+        for title, quantity in QUANTITIES.items():
+            print(f"\n{title}:\n")
+            print_table(rows, quantity)
 
 
 if __name__ == "__main__":

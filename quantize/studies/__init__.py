@@ -1,1 +1,1 @@
-"""Programs that measure for NOTES.md and README. Not in the wheel; nothing imports them."""
+"""Programs that measure for NOTES.md and docs/. Not in the wheel; nothing imports them."""

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import runpy
+import shutil
 import signal
 import socket
 import subprocess
@@ -23,18 +24,19 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from helpers import warm_vllm
+from helpers.documentation import code, commands, environment, runnable, words
+from helpers.modules import ROOT
 
-EXAMPLES = Path(__file__).parents[2] / "serving_examples"
+EXAMPLES = ROOT / "serving_examples"
 PROMPTS = [list(range(5, 45)), [90, 17, 300, 2000, 45]]
 TOKENS = 6
 # float32 on both sides; vLLM's attention and norms are other kernels than transformers'.
 LOGPROB_TOLERANCE = 2e-3
 PROBABILITY_TOLERANCE = 1e-3  # of those printed with four decimals
 START_SECONDS = 240
-FAST = [
-    *("--enforce-eager", "--max-model-len", "256", "--max-num-seqs", "4", "--max-num-batched-tokens", "256"),
-    *("--kv-cache-memory-bytes", str(1 << 25), "--dtype", "float32"),
-]
+# Added to the command of docs/quickstart.md: a small engine, exact on the CPU, which chats.
+FAST = ["--max-num-seqs", "4", "--max-num-batched-tokens", "256", "--dtype", "float32"]
+CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
 
 pytestmark = pytest.mark.engine
 
@@ -78,7 +80,8 @@ def server_process(server: Server) -> subprocess.Popen[bytes]:
 @pytest.fixture(scope="module")
 def server(ssqr_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     url, log = f"http://127.0.0.1:{free_port()}", tmp_path_factory.mktemp("serve") / "log"
-    command = [Path(sys.executable).with_name("vllm"), "serve", ssqr_pair[0], "--quantization", "latq", *FAST]
+    vllm, *arguments = words(runnable("quickstart.md", "serve on a CPU"), {"CKPT": ssqr_pair[0]})
+    command = [Path(sys.executable).with_name(vllm), *arguments, *FAST, "--chat-template", CHAT_TEMPLATE]
     command += ["--host", "127.0.0.1", "--port", url.rpartition(":")[2], "--served-model-name", "mini"]
     # The developer mode has the end point that reloads weights.
     environment = warm_vllm.ENVIRONMENT | warm_vllm.QUICK | {"VLLM_SERVER_DEV_MODE": "1"}
@@ -168,6 +171,24 @@ def test_example_client(
         probabilities = reference(torch.tensor([asked + answered])).logits[0, len(asked) - 1 : -1].softmax(-1)
     expected = [row[token].item() for row, token in zip(probabilities, answered, strict=True)]
     assert [float(probability) for probability in served] == pytest.approx(expected, abs=PROBABILITY_TOLERANCE)
+
+
+def test_chat_of_the_documentation(client: openai.OpenAI) -> None:
+    command = runnable("quickstart.md", "chat")
+    variables = environment(URL=client.base_url)
+    done = subprocess.run(["bash", "-euc", command], cwd=ROOT, env=variables, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="no curl")
+def test_request_of_the_readme(client: openai.OpenAI) -> None:
+    (request,) = (part for part in commands(code(ROOT / "README.md", "bash")) if part[0] == "curl")
+    here = {"http://localhost:8000/v1/": str(client.base_url), '"OUT"': '"mini"'}
+    for there, actual in here.items():
+        request = [word.replace(there, actual) for word in request]
+    answer = json.loads(subprocess.run([*request, "--silent"], check=True, capture_output=True).stdout)
+    assert answer["choices"][0]["message"]["role"] == "assistant", answer
 
 
 def complete(client: openai.OpenAI, index: int) -> list[int]:

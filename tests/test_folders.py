@@ -1,4 +1,4 @@
-"""README's map of the folders names every folder that holds modules, once, in the order of imports."""
+"""The map in docs/development.md names every folder that holds modules, once, in the order of imports."""
 
 import ast
 import re
@@ -6,7 +6,10 @@ from pathlib import Path
 
 from test_imports import ORDER
 
+from helpers.documentation import PAGES
 from helpers.modules import MODULES, ROOT
+
+MAP = (ROOT / "docs" / "development.md").read_text()
 
 
 def folders() -> set[str]:
@@ -15,12 +18,12 @@ def folders() -> set[str]:
 
 
 def test_map_names_every_folder() -> None:
-    listed = re.findall(r"^\| `([\w/]+/)` \|", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
+    listed = re.findall(r"^\| `([\w/]+/)` \|", MAP, flags=re.MULTILINE)
     assert sorted(listed) == sorted(folders())
 
 
 def test_map_says_what_each_folder_says() -> None:
-    rows = re.findall(r"^\| `([\w/]+/)` \| (.+) \|$", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
+    rows = re.findall(r"^\| `([\w/]+/)` \| (.+) \|$", MAP, flags=re.MULTILINE)
     for folder, text in rows:
         said = ROOT / folder / "__init__.py"
         if said.exists() and folder != "vllm_latq/":
@@ -28,7 +31,7 @@ def test_map_says_what_each_folder_says() -> None:
 
 
 def test_map_is_in_the_order_of_imports() -> None:
-    listed = re.findall(r"^\| `([\w/]+/)` \|", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
+    listed = re.findall(r"^\| `([\w/]+/)` \|", MAP, flags=re.MULTILINE)
     dotted = [folder.rstrip("/").replace("/", ".") for folder in listed]
     dotted = [name if name.startswith("vllm_latq") else f"vllm_latq.{name}" for name in dotted]
     places = [next((i for i, one in enumerate(ORDER) if f"{name}.".startswith(f"{one}.")), None) for name in dotted]
@@ -37,14 +40,14 @@ def test_map_is_in_the_order_of_imports() -> None:
 
 
 def test_make_targets_that_are_named_exist() -> None:
-    """Both commands of a new checkout are shown, each on a line of its own."""
+    """README names both commands of a new checkout."""
     targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
-    named = set(re.findall(r"(?:^ +|`)make (\w+)", (ROOT / "README.md").read_text(), flags=re.MULTILINE))
-    assert {"demo", "test"} <= named <= targets
+    named = {page: set(re.findall(r"(?:^ +|`)make (\w+)", page.read_text(), flags=re.MULTILINE)) for page in PAGES}
+    assert {"demo", "test"} <= named[ROOT / "README.md"]
+    assert set().union(*named.values()) <= targets
 
 
 def test_paths_in_the_documentation_exist() -> None:
-    pages = [ROOT / "README.md", ROOT / "FORMAT.md", *(ROOT / "docs").glob("*.md"), *ROOT.glob("*/NOTES.md")]
-    for page in pages:
+    for page in PAGES:
         named = re.findall(r"`((?:vllm_latq|quantize|kernels|tests|serving_examples|docs)/[\w/.]+)`", page.read_text())
         assert not [path for path in named if not (ROOT / Path(path)).exists()], page
