@@ -114,5 +114,5 @@ def test_no_docstring_or_comment_opens_with_a_clause_instead_of_a_noun() -> None
 
 def sources() -> Iterator[Path]:
     """Yield every Python file of the project."""
-    for folder in ("vllm_latq", "kernels", "quantize", "tests", "serving_examples", ".ci"):
+    for folder in ("vllm_latq", "kernels", "quantize", "tests", "serving_examples", "docs", ".ci"):
         yield from sorted((ROOT / folder).rglob("*.py"))
