@@ -88,7 +88,7 @@ api: venv
 
 # The documentation as a site: build/site/index.html. A broken link is an error.
 docs: venv
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # The image that serving_examples/kubernetes.yaml runs, where docker is running.
 image:
