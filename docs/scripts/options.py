@@ -18,7 +18,7 @@ HEAD = """# Options
 
 The options of the recipe have the same names in Python, with `_` instead of `-`: `--group-size 64` is
 `vllm_latq.quantize(..., group_size=64)`. A method refuses an option that it does not use. [Choose](choose.md) says
-which options to try first.
+which options to try first. `latq --print-completion bash` prints completions for a shell.
 """
 
 
