@@ -1,5 +1,7 @@
 """The documentation: pages, links, generated parts, commands and style, without a network."""
 
+import ast
+import importlib
 import re
 import runpy
 import subprocess
@@ -107,6 +109,18 @@ def test_commands_have_the_options_that_exist(page: Path) -> None:
     for words in commands(code(page, "bash") + "\n".join(in_cells)):
         if "latq" in words and words[0] in ("latq", "torchrun") and not COMING & set(words):
             parser.parse_args(words[words.index("latq") + 1 :])  # exits with an error if it does not know an option
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=relative)
+def test_names_in_python_exist(page: Path) -> None:
+    """Whatever a fence imports from this package, and the dotted names in tables."""
+    dotted = [cell.strip("`") for cell in cells(page) if re.fullmatch(r"`vllm_latq(\.\w+)+`", cell)]
+    for statement in ast.walk(ast.parse(code(page, "python"))):
+        if isinstance(statement, ast.ImportFrom) and str(statement.module).startswith("vllm_latq"):
+            dotted += [f"{statement.module}.{name.name}" for name in statement.names]
+    for name in dotted:
+        module, _, attribute = name.rpartition(".")
+        assert hasattr(importlib.import_module(module), attribute), name
 
 
 def test_readme_names_every_extra() -> None:
