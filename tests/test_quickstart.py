@@ -1,7 +1,6 @@
 """The quickstart's commands, and those for several processes, run in order as the pages print them."""
 
 import os
-import re
 import shlex
 import subprocess
 from pathlib import Path

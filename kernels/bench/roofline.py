@@ -87,17 +87,14 @@ def print_tables(write: Callable[[str], None] = print) -> None:
     shown = [("bf16", 2.0, 0.0)]
     shown += [(f"{bits} bits", bytes_per_weight(bits, 0.01), INSTRUCTIONS[bits]) for bits in BITS]
     shown += [(f"{bits} bits, trellis", trellis_bytes_per_weight(bits), TRELLIS_INSTRUCTIONS[bits]) for bits in BITS]
-    write("
-Least time of a product at batch 1 to 8, microseconds; packed weights have 1% outliers:
-")
+    write("\nLeast time of a product at batch 1 to 8, microseconds; packed weights have 1% outliers:\n")
     write(f"| layer | scheme | {' | '.join(names)} |")
     write("|---|---|" + "---|" * len(GPUS))
     for rows, cols in SHAPES:
         for scheme, *costs in shown:
             times = (f"{least_microseconds(gpu, rows * cols, *costs):.1f}" for gpu in GPUS)
             write(f"| {rows}x{cols} | {scheme} | {' | '.join(times)} |")
-    write("
-Measured: docs/performance.md, and `results/`.")
+    write("\nMeasured: docs/performance.md, and `results/`.")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

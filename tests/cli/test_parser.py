@@ -14,7 +14,7 @@ QUANTIZE = ["quantize", "MODEL", "OUT"]
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["quantise"], "'quantise' is not a command. Did you mean quantize? Commands: quantize, eval, inspect, "),
+        (["quantise"], "'quantise' is not a command. Did you mean quantize? Commands: plan, quantize, eval, inspect, "),
         (["--versoin"], "--versoin is not an option of latq. Did you mean --version?"),
         ([*QUANTIZE, "--bitz", "4"], "--bitz is not an option of latq quantize. Did you mean --bits?"),
         ([*QUANTIZE, "--bitz=4"], "--bitz is not an option of latq quantize. Did you mean --bits?"),
