@@ -68,7 +68,7 @@ def test_groups_that_divide_the_channels(hidden: int, size: int, random_model: R
     """And windows as long as the model has positions."""
     sizes = {"hidden_size": hidden, "intermediate_size": 2 * hidden, "num_attention_heads": 4, "head_dim": hidden // 4}
     model, _ = random_model("llama", f"llama-{hidden}", num_hidden_layers=1, num_key_value_heads=4, **sizes)
-    with pytest.warns(UserWarning) as said:
+    with pytest.warns(UserWarning, match="seq_len|group_size") as said:
         report = vllm_latq.quantize(model, tmp_path / "out", preset="fast", num_samples=2, on_event=lambda _: None)
     assert report["recipe"]["group_size"] == size
     assert report["recipe"]["seq_len"] == report["calibration"]["seq_len"] == 64
