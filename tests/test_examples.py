@@ -87,7 +87,7 @@ def test_batch_invariance_cost(dtype: str, capsys: pytest.CaptureFixture[str]) -
         program["main"](["--dtype", dtype, "--tokens", "1", "3", "--repeats", "1"])
     finally:
         torch.set_num_threads(threads)
-    ratios = re.findall(r"^│ *[13] *│.*│ *([\d.]+) *│$", capsys.readouterr().out, flags=re.MULTILINE)
+    ratios = re.findall(r"^[13] +.* ([\d.]+) *$", capsys.readouterr().out, flags=re.MULTILINE)
     assert len(ratios) == 2
     assert all(float(ratio) > 0 for ratio in ratios)
 
