@@ -157,7 +157,7 @@ def dense_twin(checkpoint: Path, target: Path) -> Path:
     """Write an unquantized float32 model with the dequantized weights of a checkpoint; return its directory."""
     shutil.copytree(checkpoint, target, ignore=shutil.ignore_patterns("*.safetensors*", "latq_report.json"))
     config = json.loads((target / "config.json").read_text())
-    del config["quantization_config"]
+    del config["quantization_config"], config["transformers_weights"]
     (target / "config.json").write_text(json.dumps(config | {"dtype": "float32"}))
     reader = CheckpointReader(checkpoint)
     dense = {f"{module}.weight": reader.weight(module).dequantize() for module in reader.shapes}
