@@ -464,4 +464,4 @@ def test_roofline() -> None:
             assert issued < gpu.budget(bytes_per_weight(bits, 0.0))  # bound by memory on each of them
     lines: list[str] = []
     print_tables(lines.append)
-    assert sum(line.startswith("| 8192x8192") for line in lines) == 4  # bf16 and three widths
+    assert sum(line.startswith("| 8192x8192") for line in lines) == 7  # bf16, three widths, three trellis codes

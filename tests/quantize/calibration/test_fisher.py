@@ -18,7 +18,7 @@ SAMPLES, TOKENS, SEED = 12, 64, 3
 
 @pytest.fixture(scope="module")
 def samples(mini_model: Path, calibration_text: Path) -> torch.Tensor:
-    return load_samples(AutoTokenizer.from_pretrained(mini_model), str(calibration_text), SAMPLES, TOKENS)
+    return load_samples(AutoTokenizer.from_pretrained(mini_model), str(calibration_text), SAMPLES, TOKENS).tokens
 
 
 @pytest.fixture(scope="module")

@@ -81,7 +81,7 @@ def test_the_stream_asks_for_what_the_block_misses(
     if model_type == "granite":
         factor = 0.25
         directory, _ = random_model("granite", "granite-residual", residual_multiplier=factor)
-    samples = load_samples(AutoTokenizer.from_pretrained(mini_model), str(calibration_text), 6, 64)
+    samples = load_samples(AutoTokenizer.from_pretrained(mini_model), str(calibration_text), 6, 64).tokens
     original, changed = (AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32) for _ in range(2))
     blunt = "model.layers.0.self_attn.o_proj"
     with torch.no_grad():
@@ -130,7 +130,7 @@ def test_latq_hits_what_it_was_asked_for(mini_model: Path, calibration_text: Pat
         records = {layer["name"]: layer for layer in CheckpointReader(out).report()["layers"]}
         errors[correction] = records[name]["error"]
         assert all(record["bound_holds"] for record in records.values())
-    samples = load_samples(AutoTokenizer.from_pretrained(mini_model), str(calibration_text), 8, 128)
+    samples = load_samples(AutoTokenizer.from_pretrained(mini_model), str(calibration_text), 8, 128).tokens
     behind = []
     for path in (mini_model, tmp_path / "1.0"):
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)

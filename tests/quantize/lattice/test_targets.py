@@ -211,7 +211,7 @@ def _missed_output(checkpoint: Path, source: Path, text: Path) -> float:
 
     from vllm_latq.quantize.calibration.windows import load_samples
 
-    samples = load_samples(AutoTokenizer.from_pretrained(source), str(text), 8, 128)
+    samples = load_samples(AutoTokenizer.from_pretrained(source), str(text), 8, 128).tokens
     outputs: list[torch.Tensor] = []
     for path in (source, checkpoint):
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
