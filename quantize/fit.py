@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from vllm_latq.coding.trellis.code import RATES
 from vllm_latq.errors import ConfigError, UnsupportedModelError
 from vllm_latq.format.scheme import SUPPORTED_BITS
 from vllm_latq.models.experts import FUSED, check_fused, fused_experts, matrices_shape
@@ -48,7 +49,9 @@ RUNTIME_BYTES = GIB
 STEPS = ((160 * GIB, 16384, 1024), (70 * GIB, 8192, 1024), (0, 2048, 256))
 DEFAULT_CONTEXT = 32768
 # The lowest rates of the trellis code are a bit per weight, its highest 6; scales and orders come on top.
-LEAST_BITS, MOST_BITS = 1.25, 6.0
+LEAST_BITS, MOST_BITS = 1.25, RATES[-1] / 2
+# More bits than any run had.
+_MOST_CHANGE = 64.0
 DENSE_BYTES = 2
 # Names under which configurations have the number of experts that a token is sent to.
 CHOSEN_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k")
@@ -93,7 +96,7 @@ class Shapes:
 
 def parse_memory(text: str) -> int:
     """Return the bytes of a size such as "24GiB"; raise ConfigError for anything else."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(GiB|GB|MiB|MB)\s*", text)
+    match = re.fullmatch(r"\s*(\d{1,12}(?:\.\d+)?)\s*(GiB|GB|MiB|MB)\s*", text)
     if match is None or not float(match[1]):
         raise ConfigError("memory", f"a size with one of the units {', '.join(UNITS)}, such as 24GiB", repr(text))
     return int(float(match[1]) * UNITS[match[2]])
@@ -291,12 +294,11 @@ def speeds(shapes: Shapes, recipe: Recipe, given: Load) -> list[dict[str, Any]]:
     ]
 
 
-def predicted_loss(totals: Mapping[str, Any], bits: float) -> float | None:
+def predicted_loss(loss: float | None, had: float | None, bits: float) -> float | None:
     """Return the loss at other bits than a run had: each bit divides it by about four; None where none was measured.
 
     Args:
-        totals: of the report of a run of latq on the same model.
+        loss, had: loss and bits per weight of a run of latq on the same model, as its report has them.
         bits: per weight.
     """
-    loss, had = totals.get("loss"), totals.get("bits_per_weight")
-    return None if loss is None or had is None else float(loss * 4 ** (had - bits))
+    return None if loss is None or had is None else loss * 4.0 ** min(had - bits, _MOST_CHANGE)

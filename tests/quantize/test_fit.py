@@ -98,8 +98,8 @@ def test_speed_is_bandwidth_over_what_a_token_reads(configuration: Path) -> None
 
 
 def test_prediction_falls_fourfold_per_bit() -> None:
-    assert fit.predicted_loss({"loss": 0.1, "bits_per_weight": 3.0}, 4.0) == pytest.approx(0.025)
-    assert fit.predicted_loss({"loss": None, "bits_per_weight": 3.0}, 4.0) is None
+    assert fit.predicted_loss(0.1, 3.0, 4.0) == pytest.approx(0.025)
+    assert fit.predicted_loss(None, 3.0, 4.0) is None
 
 
 @pytest.mark.parametrize(("text", "size"), [("24GiB", 24 * GIB), (" 80 GB", 80 * 10**9), ("1.5MiB", 3 << 19)])
@@ -146,6 +146,22 @@ def test_plan_predicts_from_a_report(
     (copy / "latq_report.json").write_text(json.dumps(report))
     assert main(command) == 0
     assert "predicted KL divergence: about 0.01 nats per token" in capsys.readouterr().out
+    for totals, message in (
+        ({"loss": "x"}, "totals.loss: expected a finite number"), ("x", "whose report has the loss"),
+    ):  # fmt: skip
+        (copy / "latq_report.json").write_text(json.dumps(report | {"totals": totals}))
+        assert main(command) == 1
+        assert message in capsys.readouterr().err
+
+
+def test_a_command_with_blanks_can_be_pasted(configuration: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(configuration), "--memory", "24 GiB"]) == 0
+    assert f"latq quantize {configuration} OUT --fit '24 GiB'" in capsys.readouterr().out
+
+
+def test_size_beyond_all_bounds() -> None:
+    with pytest.raises(ConfigError, match="a size with one of the units"):
+        fit.parse_memory("1" + 400 * "0" + "GiB")
 
 
 def test_quantize_chooses_the_bits_that_fit(mini_model: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -87,12 +87,13 @@ def inspect_checkpoint(directory: str | Path, progress: "Progress | None" = None
     Raises:
         LatqError: the checkpoint is damaged.
     """
-    from vllm_latq.format.evaluation import kept_runs
+    from vllm_latq.format.evaluation import evaluation_runs, kept_runs
     from vllm_latq.format.reader import CheckpointReader
     from vllm_latq.format.report import LayerReport, summed
 
     reader = CheckpointReader(directory)
     report = reader.report()
+    evaluation_runs(directory)  # refuses what `kept_runs` returns as it is
     measured = {record.name: record for record in reader.measured()}
     records = [measured.get(name, LayerReport(name)) for name in reader.shapes]
     layers, total_bits, sizes = [], 0, [rows * cols for rows, cols in reader.shapes.values()]

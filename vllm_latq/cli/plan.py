@@ -1,6 +1,7 @@
 """The command `latq plan`: the bits with which a model fits a GPU, and how fast the GPU can then be."""
 
 import argparse
+import shlex
 from typing import Any
 
 from vllm_latq import console
@@ -86,10 +87,14 @@ def _plan(options: argparse.Namespace) -> dict[str, Any]:
 
 def _predicted(checkpoint: str, recipe: Recipe) -> float:
     """Return the KL divergence that the report of a checkpoint predicts at the bits of a recipe."""
-    from vllm_latq.format.reader import CheckpointReader
+    from vllm_latq.format.reader import REPORT_FILE, CheckpointReader
+    from vllm_latq.format.report import finite_number
     from vllm_latq.quantize.fit import predicted_loss
 
-    loss = predicted_loss(CheckpointReader(checkpoint).report().get("totals", {}), recipe.bits)
+    totals, where = CheckpointReader(checkpoint).report().get("totals"), f"{checkpoint}/{REPORT_FILE}: totals"
+    found = totals if isinstance(totals, dict) else {}
+    loss, had = (finite_number(found.get(name), f"{where}.{name}") for name in ("loss", "bits_per_weight"))
+    loss = predicted_loss(loss, had, recipe.bits)
     if loss is None or recipe.method != DEFAULT_METHOD:
         expected = "a checkpoint of latq, whose report has the loss, and --method latq"
         raise ConfigError("checkpoint", expected, "no loss" if loss is None else f"--method {recipe.method}")
@@ -111,10 +116,10 @@ def _show(planned: dict[str, Any], options: argparse.Namespace) -> None:
     console.print_table(f"{planned['model']} in {options.memory}", ("", "GiB"), rows)
     if "predicted_kl" in planned:
         print(f"predicted KL divergence: about {console.number(planned['predicted_kl'], 2)} nats per token")
-    command = f"latq quantize {options.model} OUT --fit {options.memory}"
+    command = ["latq", "quantize", str(options.model), "OUT", "--fit", options.memory]
     given = {"--method": options.method if options.method != DEFAULT_METHOD else None}
     given |= {"--context": options.context, "--concurrency": options.concurrency}
-    print(" ".join([command, *(f"{name} {value}" for name, value in given.items() if value is not None)]))
+    print(shlex.join(command + [str(word) for pair in given.items() if pair[1] is not None for word in pair]))
     rows = [
         (gpu["name"], f"{gpu['gib']}", f"{gpu['bandwidth']:,}", f"{gpu['short']:.0f}", f"{gpu['long']:.0f}")
         for gpu in planned["speeds"]

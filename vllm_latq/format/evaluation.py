@@ -78,8 +78,11 @@ def kept_runs(checkpoint: str | Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     runs = read_json(path, _HINT).get("runs")
-    if not isinstance(runs, list) or not all(isinstance(run, dict) for run in runs):
+    if not isinstance(runs, list):
         raise CheckpointError(f"{path}: runs", "a list of objects", type(runs).__name__, _HINT)
+    for index, run in enumerate(runs):
+        if not isinstance(run, dict):
+            raise CheckpointError(f"{path}: runs[{index}]", "an object", type(run).__name__, _HINT)
     return runs
 
 
@@ -91,10 +94,12 @@ def evaluation_runs(checkpoint: str | Path) -> list[EvaluationRun]:
 
 def _tasks(value: Any, where: str) -> dict[str, dict[str, float]]:
     """Return the metrics of tasks that are numbers."""
-    return {
-        task: {name: float(number) for name, number in _object(found, where).items() if type(number) in (int, float)}
-        for task, found in _object(value, where).items()
-    }
+    tasks: dict[str, dict[str, float]] = {}
+    for task, metrics in _object(value, where).items():
+        numbers = {name: one for name, one in _object(metrics, where).items() if type(one) in (int, float)}
+        checked = {name: finite_number(one, f"{where}.{task}.{name}", _HINT) for name, one in numbers.items()}
+        tasks[task] = {name: one for name, one in checked.items() if one is not None}
+    return tasks
 
 
 def _object(value: Any, where: str) -> Mapping[str, Any]:

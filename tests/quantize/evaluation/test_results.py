@@ -13,7 +13,7 @@ from helpers.checkpoints import problems
 from helpers.format_reader import fingerprint
 from vllm_latq.cli.inspect import inspect_checkpoint
 from vllm_latq.errors import CheckpointError
-from vllm_latq.format.evaluation import kept_runs
+from vllm_latq.format.evaluation import evaluation_runs, kept_runs
 from vllm_latq.format.reader import EVALUATION_FILE
 from vllm_latq.quantize.evaluation.results import add_run, described_text, is_checkpoint
 from vllm_latq.quantize.model.companion_files import companion_files
@@ -42,6 +42,16 @@ def test_damaged_results_are_refused(content: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="it only holds results of earlier `latq eval`"):
         add_run(tmp_path, {})
     assert (tmp_path / EVALUATION_FILE).read_text() == content
+
+
+@pytest.mark.parametrize("metric", ["1e999", "1" + 400 * "0"])
+def test_numbers_that_are_not_finite_are_refused(metric: str, ssqr_checkpoint: Path, tmp_path: Path) -> None:
+    """Python's JSON reads them."""
+    checkpoint = Path(shutil.copytree(ssqr_checkpoint, tmp_path / "copy"))
+    (checkpoint / EVALUATION_FILE).write_text(f'{{"runs": [{{"tasks": {{"arc": {{"acc": {metric}}}}}}}]}}')
+    for read in (evaluation_runs, inspect_checkpoint):
+        with pytest.raises(CheckpointError, match=r"runs\[0\].tasks.arc.acc: expected a finite number"):
+            read(checkpoint)
 
 
 def test_only_checkpoints_on_this_machine_keep_results(ssqr_checkpoint: Path, mini_model: Path) -> None:
