@@ -169,7 +169,7 @@ class ModelLattice:
                 raise unreached(names, self.quantized, "activations and gradients of the loss")
             losses = {name: one for part in priced for name, one in part.losses.items()}
             allocation = Allocation(losses, self.recipe.bits * sum(one.weights for one in losses.values()))
-            allocation.require_enough()
+            allocation.require_possible()
             step = allocation.step
         return allocation
 

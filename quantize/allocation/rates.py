@@ -17,6 +17,8 @@ import torch
 from vllm_latq.errors import ConfigError
 from vllm_latq.quantize.methods.latq import Share, UnitLosses
 
+# A price at which every unit gets the highest rate, and how many bits per weight more than those may be asked for.
+_ALMOST_FREE, _MORE = 2.0**-200, 0.1
 # Part of what is left that is shared out: a linear at the lowest rates may keep more weights than was reserved.
 _SHARED_OUT = 0.9997
 
@@ -51,12 +53,16 @@ class Allocation:
         """
         return math.sqrt(12 * self.price / (2 * math.log(2)))
 
-    def require_enough(self) -> None:
-        """Raise ConfigError if the lowest rates take more bits."""
+    def require_possible(self) -> None:
+        """Raise ConfigError if the lowest rates take more bits, or the highest ones less."""
         if not math.isfinite(self.price):
             least = math.ceil(1000 * sum(layer.bits(math.inf) for layer in self.losses.values()) / self.weights) / 1000
             expected = f"at least {least:.3f} bits per weight, which the lowest rates take"
             raise ConfigError("recipe.bits", expected, f"{self.bits / self.weights:g}", "Raise bits.")
+        most = sum(layer.bits(_ALMOST_FREE) for layer in self.losses.values()) / self.weights
+        if self.bits / self.weights > most + _MORE:
+            expected = f"at most {math.floor(1000 * most) / 1000:.3f} bits per weight, which the highest rates take"
+            raise ConfigError("recipe.bits", expected, f"{self.bits / self.weights:g}", "Lower bits.")
 
     def planned(self) -> dict[str, float]:
         """Return linear -> stored bits per weight at this price."""

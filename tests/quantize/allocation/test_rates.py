@@ -59,6 +59,13 @@ def test_rates_of_a_row_of_units_fall_with_the_importance_of_columns() -> None:
     assert (allocation(3.0).shares(["a"], {})["a"].rates()[:, order].int().diff(dim=1) <= 0).all()
 
 
+def test_too_many_bits_are_refused() -> None:
+    """The code has no more than 6 bits per weight."""
+    allocation(6.0).require_possible()
+    with pytest.raises(ConfigError, match=r"recipe.bits: expected at most 6.02\d bits per weight, which the highest"):
+        allocation(8.0).require_possible()
+
+
 def test_too_few_bits_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"recipe.bits: expected at least 1.050 bits per weight, which the lowest"):
-        allocation(1.01).require_enough()
+        allocation(1.01).require_possible()

@@ -15,7 +15,7 @@ from vllm_latq.quantize.recipe import Recipe
 IGNORED = ("lm_head", "q_proj", "k_proj", "gate_proj", "up_proj", "down_proj")
 RECIPES = {
     "gptq": Recipe("gptq", 4, group_size=16, num_samples=4, seq_len=32),
-    "latq": Recipe("latq", bits=8.0, num_samples=4, seq_len=32, ignore=IGNORED),
+    "latq": Recipe("latq", bits=6.0, num_samples=4, seq_len=32, ignore=IGNORED),
 }
 # 16 blocks of 2.6 M weights in float32.
 LARGE = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 16}

@@ -110,7 +110,7 @@ def test_experts_without_a_gate(
     with torch.no_grad():
         expected = model(TOKENS).logits
     torch.testing.assert_close(walk(Decoder(source, "cpu"), TOKENS, len(TOKENS)), expected, rtol=0, atol=0)
-    latq = Recipe("latq", bits=8.0, **SAMPLES)
+    latq = Recipe("latq", bits=6.0, **SAMPLES)
     recipe = latq if fused else Recipe("ssqr", 3, group_size=8, outlier_rate=0.02, **SAMPLES)
     report = quantize_checkpoint(recipe, source, tmp_path / "out", calibration=str(calibration_text))
     records = {layer["name"]: layer for layer in report["layers"]}

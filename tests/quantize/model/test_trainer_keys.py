@@ -24,7 +24,7 @@ FEW = {"num_samples": 4, "seq_len": 32, "group_size": 16}
 GPTQ = Recipe("gptq", 4, **FEW)
 IGNORED = ("lm_head", "q_proj", "k_proj", "gate_proj", "up_proj", "down_proj")
 RECIPES = {
-    "llama": Recipe("latq", bits=8.0, ignore=IGNORED, num_samples=4, seq_len=32),
+    "llama": Recipe("latq", bits=6.0, ignore=IGNORED, num_samples=4, seq_len=32),
     **{"mixtral": GPTQ, "idefics3": GPTQ, "bert": Recipe("gptq", 4, **FEW, ignore=())},
 }
 

@@ -23,7 +23,7 @@ RECIPES = {
     "ssqr": Recipe("ssqr", 4, group_size=16, **FEW),
     "hptq": Recipe("hptq", bits=6.0, **FEW),
     # It searches long: a part of attention alone.
-    "latq": Recipe("latq", bits=8.0, ignore=IGNORED, **FEW),
+    "latq": Recipe("latq", bits=6.0, ignore=IGNORED, **FEW),
 }
 BLOCKS = 3
 MINUTE = 60.0
