@@ -14,7 +14,7 @@ from xml.sax.saxutils import escape
 FOLDER = Path(__file__).parent
 WIDTH, HEIGHT = 760, 430
 LEFT, RIGHT, TOP, BOTTOM = 70, 640, 54, 370
-BITS = (2.0, 5.5)
+BITS = (2.0, 6.5)
 KL = (3e-5, 1e-1)
 # Series, in the order in which they are drawn -> colour on a light and on a dark page. Peers are dashed.
 SERIES = {
@@ -73,7 +73,7 @@ def _axes() -> list[str]:
     for kl in (1e-4, 1e-3, 1e-2, 1e-1):
         lines.append(f'<line class="grid" x1="{LEFT}" y1="{_y(kl):.1f}" x2="{RIGHT}" y2="{_y(kl):.1f}"/>')
         lines.append(f'<text x="{LEFT - 8}" y="{_y(kl) + 4:.1f}" text-anchor="end">{kl:g}</text>')
-    for half in range(8):
+    for half in range(round(2 * (BITS[1] - BITS[0])) + 1):
         bits = BITS[0] + half / 2
         lines.append(f'<text x="{_x(bits):.1f}" y="{BOTTOM + 20}" text-anchor="middle">{bits:g}</text>')
     middle = (LEFT + RIGHT) / 2
