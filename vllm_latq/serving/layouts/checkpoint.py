@@ -6,9 +6,8 @@ Invariant: outlier arrays may be longer than row_ptr[-1]; entries after row_ptr[
 one shape then share a compiled graph, although they have different numbers of outliers.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch.nn import functional
@@ -16,9 +15,8 @@ from torch.nn import functional
 from vllm_latq.coding.packing import unpack_codes, zero_point
 from vllm_latq.format.csr import CSR
 from vllm_latq.format.encodings.packed import PackedWeight
+from vllm_latq.serving.layouts.listed import ListedOperands
 
-TENSORS = ("qweight", "scales", "row_scales", "row_ptr", "col_idx", "values")
-CONSTANTS = ("rows", "cols", "bits", "midrise", "invariant")
 SMALLEST_CAPACITY = 64  # room for outliers, or for slots of outliers in the layout `tiled`
 # Weights unpacked at a time: on a CPU their float32 temporaries fit a cache, on a GPU they take 100 to 200 MB.
 CPU_BLOCK_WEIGHTS, BLOCK_WEIGHTS = 1 << 20, 1 << 24
@@ -61,7 +59,7 @@ def multiply_rows(x: torch.Tensor, weight: torch.Tensor, invariant: bool) -> tor
 
 
 @dataclass(frozen=True)
-class CheckpointOperands:
+class CheckpointOperands(ListedOperands):
     """A weight [rows, cols] in the layout `checkpoint`; or, to be registered, the weights of several experts.
 
     The weights of several experts are one object, whose tensors have a leading dimension; `product` takes one weight.
@@ -79,6 +77,8 @@ class CheckpointOperands:
         invariant: whether the product of a row must not depend on the other rows.
     """
 
+    TENSORS = ("qweight", "scales", "row_scales", "row_ptr", "col_idx", "values")
+    CONSTANTS = ("rows", "cols", "bits", "midrise", "invariant")
     layout: ClassVar[str] = "checkpoint"
     arch: ClassVar[str] = ""
 
@@ -113,22 +113,6 @@ class CheckpointOperands:
             midrise=weight.midrise,
             invariant=invariant,
         )
-
-    @classmethod
-    def from_lists(
-        cls, tensors: Sequence[torch.Tensor | None], constants: Sequence[int], arch: str = ""
-    ) -> "CheckpointOperands":
-        """Unpack the values of `tensors()`, and `constants()`, which the operator is given."""
-        fields: list[Any] = [*tensors, *constants]
-        return cls(*fields)
-
-    def tensors(self) -> dict[str, torch.Tensor | None]:
-        """Return the tensors to register, by name."""
-        return {name: getattr(self, name) for name in TENSORS}
-
-    def constants(self) -> list[int]:
-        """Return what is the same for every weight of a scheme and shape; the first is the number of rows."""
-        return [int(getattr(self, name)) for name in CONSTANTS]
 
     @property
     def capacity(self) -> int | None:

@@ -8,20 +8,17 @@ takes the memory of an unquantized weight.
 Invariant: each entry is computed in float32 and rounded once, to the dtype of the layer.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
 from vllm_latq.serving.layouts.checkpoint import multiply_rows
-
-TENSORS = ("dense",)
-CONSTANTS = ("rows", "invariant")
+from vllm_latq.serving.layouts.listed import ListedOperands
 
 
 @dataclass(frozen=True)
-class DenseOperands:
+class DenseOperands(ListedOperands):
     """A weight [rows, cols] in the layout `dense`; or, to be registered, the weights of several experts.
 
     The weights of several experts are one object, whose tensor has a leading dimension; `product` takes one weight.
@@ -32,6 +29,8 @@ class DenseOperands:
         invariant: whether the product of a row must not depend on the other rows.
     """
 
+    TENSORS = ("dense",)
+    CONSTANTS = ("rows", "invariant")
     layout: ClassVar[str] = "dense"
     arch: ClassVar[str] = ""
     capacity: ClassVar[None] = None  # no tensor's size depends on the data
@@ -44,22 +43,6 @@ class DenseOperands:
     def pack(cls, dense: torch.Tensor, invariant: bool = False) -> "DenseOperands":
         """Take a matrix [rows, cols]."""
         return cls(dense, dense.shape[0], invariant)
-
-    @classmethod
-    def from_lists(
-        cls, tensors: Sequence[torch.Tensor | None], constants: Sequence[int], arch: str = ""
-    ) -> "DenseOperands":
-        """Unpack the values of `tensors()`, and `constants()`, which the operator is given."""
-        fields: list[Any] = [*tensors, *constants]
-        return cls(*fields)
-
-    def tensors(self) -> dict[str, torch.Tensor | None]:
-        """Return the tensors to register, by name."""
-        return {name: getattr(self, name) for name in TENSORS}
-
-    def constants(self) -> list[int]:
-        """Return what is the same for every weight of a scheme and shape; the first is the number of rows."""
-        return [int(getattr(self, name)) for name in CONSTANTS]
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """Return x [.., cols] times the transposed weight, [.., rows], dtype of x."""

@@ -21,7 +21,6 @@ Invariant: `pack(w, capacity)` has the same shapes for all weights of one scheme
 """
 
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar
@@ -33,9 +32,8 @@ from vllm_latq.coding.packing import unpack_codes
 from vllm_latq.format.encodings.packed import PackedWeight
 from vllm_latq.format.scheme import WHOLE_ROW
 from vllm_latq.serving.layouts.checkpoint import CheckpointOperands
+from vllm_latq.serving.layouts.listed import ListedOperands
 
-TENSORS = ("words", "scales_and_offsets", "row_scales", "row_ptr", "col_idx", "values")
-CONSTANTS = ("rows", "group", "parts", "invariant")
 BITS = 4
 WIDTHS = (4, 8)  # of codes, as they are kept
 OUTLIER_BITS = 64
@@ -71,7 +69,7 @@ def _silence_sparse_csr_warning() -> None:
 
 
 @dataclass(frozen=True)
-class Int4Operands:
+class Int4Operands(ListedOperands):
     """A weight [rows, cols] in the layout `int4`; or, to be registered, the weights of several experts.
 
     The weights of several experts are one object, whose tensors have a leading dimension; `product` takes one weight.
@@ -89,6 +87,8 @@ class Int4Operands:
         invariant: whether the product of a token must not depend on the other tokens.
     """
 
+    TENSORS = ("words", "scales_and_offsets", "row_scales", "row_ptr", "col_idx", "values")
+    CONSTANTS = ("rows", "group", "parts", "invariant")
     layout: ClassVar[str] = "int4"
     arch: ClassVar[str] = ""
 
@@ -124,22 +124,6 @@ class Int4Operands:
         values = None if stored.values is None else stored.values.to(torch.float32)
         csr = (stored.row_ptr, col_idx, values)
         return cls(words, scales_and_offsets, weight.row_scales, *csr, rows, group, parts, invariant)
-
-    @classmethod
-    def from_lists(
-        cls, tensors: Sequence[torch.Tensor | None], constants: Sequence[int], arch: str = ""
-    ) -> "Int4Operands":
-        """Unpack the values of `tensors()`, and `constants()`, which the operator is given."""
-        fields: list[Any] = [*tensors, *constants]
-        return cls(*fields)
-
-    def tensors(self) -> dict[str, torch.Tensor | None]:
-        """Return the tensors to register, by name."""
-        return {name: getattr(self, name) for name in TENSORS}
-
-    def constants(self) -> list[int]:
-        """Return what is the same for every weight of a scheme and shape; the first is the number of rows."""
-        return [int(getattr(self, name)) for name in CONSTANTS]
 
     @property
     def capacity(self) -> int | None:
