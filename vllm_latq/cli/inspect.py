@@ -173,20 +173,18 @@ def _errors(layers: Sequence[Layer]) -> str:
 
 def _measured(run: Mapping[str, Any]) -> str:
     """Return the last run of `latq eval` in words."""
-    from vllm_latq.format.report import finite_number
+    from vllm_latq.format.evaluation import EvaluationRun
 
-    kl, perplexity, baseline = (
-        finite_number(run.get(key), f"evaluation: {key}") for key in ("kl", "perplexity", "baseline_perplexity")
-    )
-    parts = [] if kl is None else [f"KL divergence {console.number(kl, 3)}"]
-    if perplexity is not None:
+    found = EvaluationRun.from_dict(run, "evaluation")
+    baseline = found.baseline_perplexity
+    parts = [] if found.kl is None else [f"KL divergence {console.number(found.kl, 3)}"]
+    if found.perplexity is not None:
         against = "" if baseline is None else f" (baseline {console.number(baseline, 5)})"
-        parts.append(f"perplexity {console.number(perplexity, 5)}{against}")
-    text, tasks = run.get("text"), run.get("tasks")
-    if isinstance(text, Mapping):
-        parts.append(f"on {text.get('name')}")
-    if isinstance(tasks, Mapping):
-        parts.append(f"tasks {', '.join(tasks)}")
+        parts.append(f"perplexity {console.number(found.perplexity, 5)}{against}")
+    if found.text:
+        parts.append(f"on {found.text}")
+    if found.tasks:
+        parts.append(f"tasks {', '.join(found.tasks)}")
     return ", ".join(parts) or "-"
 
 
