@@ -28,6 +28,7 @@ import torch
 from torch import nn
 
 from vllm_latq.coding.trellis.code import RATES
+from vllm_latq.console import size
 from vllm_latq.errors import ConfigError, UnsupportedModelError
 from vllm_latq.format.scheme import SUPPORTED_BITS
 from vllm_latq.models.experts import FUSED, check_fused, fused_experts, matrices_shape
@@ -133,7 +134,7 @@ def model_shapes(name: str | Path, recipe: Recipe) -> Shapes:
     tables = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
     if tied and HEAD in recipe.ignored:
         tables.discard(f"{anatomy.embedding}.weight")
-    unread = sum(size for parameter, size in left.items() if anatomy.in_tower(parameter) or parameter in tables)
+    unread = sum(count for parameter, count in left.items() if anatomy.in_tower(parameter) or parameter in tables)
     return Shapes(
         counted,
         DENSE_BYTES * sum(left.values()),
@@ -271,9 +272,9 @@ def fitting(recipe: Recipe, shapes: Shapes, given: Load) -> Recipe:
         choices = [choice for choice in wide if weight_bytes(shapes, choice) <= room]
     if not choices:
         least = LEAST_BITS if recipe.method == "latq" else min(SUPPORTED_BITS)
-        expected = f"room for {least:g} bits per weight: {least * shapes.weights / 8 / GIB:.2f} GiB"
-        parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in beside.items())
-        found = f"{max(room, 0) / GIB:.2f} GiB of {given.memory / GIB:.2f} beside {parts}"
+        expected = f"room for {least:g} bits per weight, {size(least * shapes.weights / 8)}, beside all else"
+        parts = ", ".join(f"{name} {size(taken)}" for name, taken in beside.items())
+        found = f"{size(given.memory)}, of which {size(sum(beside.values()))} are taken: {parts}"
         raise ConfigError("memory", expected, found, "Lower --context or --concurrency, or take a larger GPU.")
     return choices[0]
 
