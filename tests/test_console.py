@@ -110,8 +110,8 @@ def test_plain_lines_without_a_terminal() -> None:
         "  predicted  KL divergence 0.001 nats per token",
         "  time       0:01:02",
         "  notes      1, listed by latq inspect [out] --layers",
-        "check latq eval [out] --dataset wikitext2 --baseline [model]",
-        "serve vllm serve [out] --quantization latq",
+        "check latq eval '[out]' --dataset wikitext2 --baseline '[model]'",
+        "serve vllm serve '[out]' --quantization latq",
     ]
 
 
@@ -138,7 +138,7 @@ def test_terminal_shows_bar_count_and_time_left_in_its_width(width: int) -> None
     assert min(bar.count("━") + bar.count("╺") + bar.count("╸") for bar in bars) >= 8
     assert any(line.strip().startswith("0.mlp.down_proj  2.50 bits") for line in lines)
     assert any(line.startswith("╭─ [out] ") for line in lines)
-    assert any(line.startswith("serve vllm serve [out]") for line in lines)
+    assert any(line.startswith("serve vllm serve '[out]'") for line in lines)
     assert "statistics, forward 3/5" in text
 
 

@@ -7,6 +7,7 @@ import io
 import json
 import math
 import os
+import shlex
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,6 +43,11 @@ def number(value: float | None, digits: int = 4) -> str:
 def bits(value: float | None) -> str:
     """Return bits per weight with three decimals; a dash for None."""
     return "-" if value is None else f"{value:.3f}"
+
+
+def percent(share: float | None) -> str:
+    """Return a share in percent with three digits; a dash for None."""
+    return "-" if share is None else f"{100 * share:#.3g}%"
 
 
 def size(count: float) -> str:
@@ -382,16 +388,12 @@ def _block_line(layers: Sequence[Mapping[str, Any]]) -> str:
     if worst["relative_error"] is None:
         return f"{mean:6.3f} bits"
     _, _, leaf = short_name(worst["name"]).partition(".")
-    return f"{mean:6.3f} bits  error at most {_percent(worst['relative_error']):>7} {leaf or worst['name']}"
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:#.3g}%"
+    return f"{mean:6.3f} bits  error at most {percent(worst['relative_error']):>7} {leaf or worst['name']}"
 
 
 def _layer_line(name: str, layer: Mapping[str, Any]) -> str:
     rows, cols = layer["shape"]
-    error = "" if layer["relative_error"] is None else f"  error {_percent(layer['relative_error'])}"
+    error = "" if layer["relative_error"] is None else f"  error {percent(layer['relative_error'])}"
     bound = "" if layer["bound"] is None else f"  bound {claim(layer['bound'], layer['bound_holds'])}"
     note = f"  {layer['note']}" if layer["note"] else ""
     return f"{name}  {rows}x{cols}  {bits(layer['bits'])} bits{error}{bound}{note}"
@@ -416,10 +418,10 @@ def closing_facts(event: Mapping[str, Any]) -> dict[str, str]:
 
 def next_commands(event: Mapping[str, Any]) -> dict[str, str]:
     """Return the commands that check and serve the checkpoint of a finished run."""
-    out = event["destination"]
+    out, model = event["destination"], event["model"]
     return {
-        "check": f"latq eval {out} --dataset wikitext2 --baseline {event['model']}",
-        "serve": f"vllm serve {out} --quantization latq",
+        "check": shlex.join(["latq", "eval", out, "--dataset", "wikitext2", "--baseline", model]),
+        "serve": shlex.join(["vllm", "serve", out, "--quantization", "latq"]),
     }
 
 
