@@ -31,8 +31,8 @@ from vllm_latq.coding.trellis.code import RATES
 from vllm_latq.console import size
 from vllm_latq.errors import ConfigError, UnsupportedModelError
 from vllm_latq.format.scheme import SUPPORTED_BITS
-from vllm_latq.models.experts import FUSED, check_fused, fused_experts, matrices_shape
-from vllm_latq.quantize.gpus import GPUS
+from vllm_latq.models.experts import CHOSEN_EXPERTS, EXPERT, FUSED, check_fused, fused_experts, matrices_shape
+from vllm_latq.quantize.gpus import GIB, GPU_UTILIZATION, GPUS
 from vllm_latq.quantize.kv_cache import LayerCache, layer_caches
 from vllm_latq.quantize.model.anatomy import Anatomy, is_linear
 from vllm_latq.quantize.model.loading import config_directory
@@ -41,10 +41,7 @@ from vllm_latq.quantize.model.selection import MAMBA, ROUTERS, SPECIAL, dividing
 from vllm_latq.quantize.plan import planned_bits
 from vllm_latq.quantize.recipe import HEAD, HUFFMAN_METHODS, Recipe
 
-GIB = 1 << 30
 UNITS = {"GiB": GIB, "GB": 10**9, "MiB": 1 << 20, "MB": 10**6}
-# The default of vLLM up to 0.31; 0.32 takes 0.92.
-GPU_UTILIZATION = 0.9
 RUNTIME_BYTES = GIB
 # Memory of a GPU -> tokens of a step and sequences that `vllm serve` takes by default (vLLM 0.32, engine/arg_utils.py).
 STEPS = ((160 * GIB, 16384, 1024), (70 * GIB, 8192, 1024), (0, 2048, 256))
@@ -54,9 +51,6 @@ LEAST_BITS, MOST_BITS = 1.25, RATES[-1] / 2
 # More bits than any run had.
 _MOST_CHANGE = 64.0
 DENSE_BYTES = 2
-# Names under which configurations have the number of experts that a token is sent to.
-CHOSEN_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k")
-EXPERT = re.compile(r"(.*\.experts)\.\d+\.")
 
 
 class Matrix(NamedTuple):

@@ -168,7 +168,7 @@ def _errors(layers: Sequence[Layer]) -> str:
     claims = [layer["bound_holds"] for layer in layers]
     counts = {"holds": claims.count(True), "VIOLATED": claims.count(False), "is not claimed": claims.count(None)}
     bounds = "; ".join(f"bound {verdict} for {count}" for verdict, count in counts.items() if count)
-    return f"at most {_percent(worst['relative_error'])} ({console.short_name(worst['name'])}); {bounds}"
+    return f"at most {console.percent(worst['relative_error'])} ({console.short_name(worst['name'])}); {bounds}"
 
 
 def _measured(run: Mapping[str, Any]) -> str:
@@ -201,10 +201,6 @@ def _maker(found: Mapping[str, Any]) -> str:
     return f"vllm-latq {found['vllm_latq']}, torch {found['torch']} on {found['device']}{took}"
 
 
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{100 * share:#.3g}%"
-
-
 def _share(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.1f}%"
 
@@ -228,7 +224,7 @@ def _print_blocks(layers: Sequence[Layer]) -> None:
                 "bits": console.bits(_mean(members, "bits")),
                 "served": console.bits(_mean(members, "served_bits")),
                 "outliers": _share(_mean(members, "outlier_density")),
-                "max error": _percent(worst["relative_error"]),
+                "max error": console.percent(worst["relative_error"]),
                 "where": leaf if worst["relative_error"] is not None else "-",
                 f"of {key}": _share(None if share is None or not total else share / total),
                 "notes": str(sum(bool(layer["note"]) for layer in members)),
@@ -246,7 +242,7 @@ def _print_layers(layers: Sequence[Layer]) -> None:
             "bits": console.bits(layer["bits"]),
             "served": console.bits(layer["served_bits"]),
             "outliers": _share(layer["outlier_density"]),
-            "error": _percent(layer["relative_error"]),
+            "error": console.percent(layer["relative_error"]),
             "bound": "-" if layer["bound"] is None else console.claim(layer["bound"], layer["bound_holds"]),
         }
         for layer in layers

@@ -6,13 +6,13 @@ from typing import Any
 
 from vllm_latq import console
 from vllm_latq.errors import ConfigError
+from vllm_latq.quantize.gpus import GIB
 from vllm_latq.quantize.recipe import DEFAULT_METHOD, HUFFMAN_METHODS, METHODS, Recipe
 
 EXAMPLES = """examples:
   latq plan Qwen/Qwen3-8B --memory 24GiB
   latq plan Qwen/Qwen3-8B --memory 24GiB --context 32768 --concurrency 4
   latq plan MODEL --memory 24GiB --checkpoint OUT"""
-GIB = 1 << 30
 PARTS = {
     "left free": "vLLM leaves free (10%)",
     "runtime": "CUDA, libraries, graphs (assumed)",

@@ -19,7 +19,7 @@ from markupsafe import Markup
 
 from vllm_latq.cli.report_cells import Cell, HeatMap, Linear, cells, heat_map
 from vllm_latq.cli.report_speed import decode_speeds
-from vllm_latq.console import number
+from vllm_latq.console import number, size
 from vllm_latq.errors import ConfigError, refusal
 from vllm_latq.format.evaluation import EvaluationRun, evaluation_runs
 from vllm_latq.format.reader import REPORT_FILE, CheckpointReader
@@ -323,10 +323,7 @@ def _percent(share: float | None) -> str:
 
 def _size(count: float | None) -> str:
     """Return a number of bytes in the largest unit that fits; a dash for None."""
-    if count is None:
-        return "-"
-    unit, factor = next((each for each in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if count >= each[1]), ("bytes", 1))
-    return f"{number(count / factor, 3)} {unit}"
+    return "-" if count is None else size(count)
 
 
 def _plain(value: Any) -> str:

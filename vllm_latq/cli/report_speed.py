@@ -11,16 +11,12 @@ from typing import Any
 
 from vllm_latq.cli.report_cells import Linear
 from vllm_latq.format.reader import CheckpointReader
-from vllm_latq.quantize.gpus import GPUS
+from vllm_latq.models.experts import CHOSEN_EXPERTS, EXPERT
+from vllm_latq.quantize.gpus import GIB, GPU_UTILIZATION, GPUS
 
 SHOWN = ("L4", "RTX 4090", "RTX 5090", "A100 80 GB SXM", "H100 SXM", "H200", "B200")
-# vLLM takes nine tenths of the memory by default.
-USED = 0.9
 # A small model's steps take the time of launching kernels, not of reading weights.
 FASTEST = 10_000
-# Names under which configurations have the number of experts that a token is sent to.
-CHOSEN_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k")
-EXPERT = re.compile(r"(.*\.experts)\.\d+\.")
 EMBEDDING = "embed|wte|wpe"
 HEAD = re.compile("lm_head|embed_out")
 TOWER = "vision|visual|audio|image|tower"
@@ -57,7 +53,7 @@ def decode_speeds(linears: Iterable[Linear], reader: CheckpointReader) -> list[d
 
 def _speed(gpu: Any, held: float, read: float) -> str | None:
     """Return the tokens per second, with two digits; None if the weights do not fit."""
-    if held > USED * gpu.gib * 2**30 or not read:
+    if held > GPU_UTILIZATION * gpu.gib * GIB or not read:
         return None
     speed = 1e9 * gpu.bandwidth / read
     if speed > FASTEST:

@@ -4,6 +4,7 @@ Invariant: for the same inputs the outputs equal those of transformers' own modu
 the storage of the weights differs, so each expert can have its own Hessian, scheme and scales.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -19,6 +20,10 @@ FUSED: Mapping[str, tuple[str, ...]] = {
     "up_proj": ("up_proj",),
     "down_proj": ("down_proj",),
 }
+# Names under which configurations have the number of experts that a token is sent to.
+CHOSEN_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k")
+# A linear of a routed expert; the group is the name of its layer's experts.
+EXPERT = re.compile(r"(.*\.experts)\.\d+\.")
 
 
 class Expert(nn.Module):
