@@ -35,7 +35,7 @@ from vllm_latq.integrations.vllm import moe as vllm_moe
 from vllm_latq.integrations.vllm.config import LatqConfig
 from vllm_latq.integrations.vllm.summary import summary
 from vllm_latq.serving import operands
-from vllm_latq.serving.layouts.checkpoint import TENSORS, CheckpointOperands
+from vllm_latq.serving.layouts.checkpoint import CheckpointOperands
 
 EXPERTS, HIDDEN, INTERMEDIATE, TOP_K = 3, 96, 128, 2
 PREFIX = "model.layers.0.mlp.experts"
@@ -115,7 +115,7 @@ def dense(layer: Any, product: str) -> torch.Tensor:
     method = layer.quant_method
     if hasattr(layer, f"{product}_dense"):
         return getattr(layer, f"{product}_dense")
-    stacks = [getattr(layer, f"{product}_{name}") for name in TENSORS]
+    stacks = [getattr(layer, f"{product}_{name}") for name in CheckpointOperands.TENSORS]
     constants = method.constants.gate_up if product == "w13" else method.constants.down
     experts = ([None if stack is None else stack[e] for stack in stacks] for e in range(len(stacks[0])))
     return torch.stack([CheckpointOperands.from_lists(tensors, constants).dense() for tensors in experts])

@@ -36,7 +36,7 @@ from vllm_latq.format.config import CheckpointConfig
 from vllm_latq.format.scheme import LayerScheme
 from vllm_latq.integrations.vllm.config import LatqConfig
 from vllm_latq.integrations.vllm.row_order import stored_order
-from vllm_latq.serving.layouts.checkpoint import TENSORS, CheckpointOperands
+from vllm_latq.serving.layouts.checkpoint import CheckpointOperands
 from vllm_latq.serving.layouts.dense import DenseOperands
 
 HIDDEN = 256
@@ -139,7 +139,8 @@ def dense(layer: torch.nn.Module) -> torch.Tensor:
     method = layer.quant_method
     if method.layout == DenseOperands.layout:
         return layer.qweight
-    return CheckpointOperands.from_lists([getattr(layer, name) for name in TENSORS], method.constants).dense()
+    tensors = [getattr(layer, name) for name in CheckpointOperands.TENSORS]
+    return CheckpointOperands.from_lists(tensors, method.constants).dense()
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
