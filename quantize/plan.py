@@ -30,7 +30,8 @@ from typing import Any
 from torch import nn
 
 from vllm_latq.format.encodings.registry import tensor_specs
-from vllm_latq.quantize.calibration.recomputed import gram_bytes, made_again
+from vllm_latq.quantize.calibration.gram_sums import gram_bytes
+from vllm_latq.quantize.calibration.recomputed import made_again, statistics_bytes
 from vllm_latq.quantize.calibration.windows import check_seq_len
 from vllm_latq.quantize.methods.record import totals
 from vllm_latq.quantize.model.anatomy import parts_outside
@@ -139,8 +140,9 @@ def _needs(
     sees_loss = recipe.method == "latq"
     corrected = recipe.target != "quantized"
     grams = [gram_bytes(part.linears) for part in model_parts(decoder, quantized)]
+    kept = sees_loss and not made_again(decoder, quantized)
     sums = 3 * corrected + (recipe.method == "latq" or not corrected)  # of each input
-    hessians, gradients = max(((sums * inputs, sees_loss * outputs) for inputs, outputs in grams), key=sum)
+    hessians, gradients = max(((sums * inputs, sees_loss * outputs) for inputs, _, outputs in grams), key=sum)
     copies = len(decoder) + 1 if sees_loss else 1 + corrected
     hidden = recipe.num_samples * recipe.seq_len * decoder.config.get_text_config().hidden_size
     return {
@@ -151,7 +153,7 @@ def _needs(
             "gradients": gradients,
             "activations": reads_text * copies * hidden * decoder.dtype.itemsize,
         },
-        "disk": {"statistics": sees_loss * (not made_again(decoder, quantized)) * sum(map(sum, grams))},
+        "disk": {"statistics": kept * statistics_bytes(decoder, quantized)},
     }
 
 

@@ -5,7 +5,7 @@ that gets fewer, n < c: H = H_routed + (c - n) / N * H_all, where H_all is what 
 they been sent to this expert. It counts c tokens, n of which are its own. Each layer record says so in its note.
 
 Where the loss of the whole model counts, so do the gradients G of its outputs: each of the c - n tokens that stand in
-brings the mean of g g^T over all tokens that were routed to any expert of the layer.
+brings the mean of g g^T over all tokens that were routed to any expert of the layer (`gram_sums`).
 
 Invariant: an expert that enough tokens reach is quantized with its own tokens alone.
 """
@@ -28,6 +28,7 @@ def complete_experts(
     hessians: list[InputHessian],
     run: Callable[[], None],
     reduce: Callable[[list[InputHessian]], list[InputHessian]] = list,
+    in_rows: bool = False,
 ) -> list[InputHessian]:
     """Add to the Hessians of experts with fewer tokens than input channels.
 
@@ -37,6 +38,7 @@ def complete_experts(
         hessians: from routed tokens; those to be completed are changed.
         run: passes all calibration tokens through the block.
         reduce: sums Hessians over the processes that share the run; `hessians` are such sums.
+        in_rows: whether experts may hold rows in place of matrices, see `InputHessian`.
 
     Returns:
         The Hessians, with those of experts that no token reached.
@@ -55,7 +57,8 @@ def complete_experts(
         for shared in inputs:
             routed, full = known.get(shared.leader), everything[shared.leader]
             if routed is None:
-                routed = InputHessian(shared, torch.zeros_like(full.matrix))
+                empty = full.matrix.to("meta") if in_rows else torch.zeros_like(full.matrix)
+                routed = InputHessian(shared, empty, rows=[] if in_rows else None)
                 added.append(routed)
             _complete(routed, full)
     return hessians + added
@@ -89,48 +92,30 @@ def _experts_of(block: nn.Module) -> Iterator[Expert]:
             yield expert
 
 
-def complete_gradients(
-    block: nn.Module,
-    linears: Mapping[str, nn.Linear],
-    grams: dict[str, list[torch.Tensor]],
-    routed: Mapping[str, int],
-    counted: Mapping[str, int],
-) -> None:
-    """Add to the gradients of experts with fewer tokens than input channels what their stand-ins bring.
+def alike_experts(module: nn.Module, linears: Mapping[str, nn.Linear]) -> dict[str, tuple[str, int]]:
+    """Return linear of a routed expert -> the first linear in the same place of its layer's experts, and its expert.
 
     Args:
-        block: a decoder block.
+        module: a part of a model.
         linears: name -> linear of everything in it that is quantized.
-        grams: name -> diagonal blocks of the sum of g g^T over routed tokens; changed, also for experts that had none.
-        routed: name -> tokens that reached it, if any did.
-        counted: name -> tokens that its Hessian counts, those that stand in included.
     """
-    names = {linear: name for name, linear in linears.items()}
-    for layer in (module for module in block.modules() if isinstance(module, Experts)):
+    names: dict[nn.Module, str] = {linear: name for name, linear in linears.items()}
+    found: dict[str, tuple[str, int]] = {}
+    for layer in (one for one in module.modules() if isinstance(one, Experts)):
         for leaf, _ in layer[0].named_children():
-            alike = [names[linear] for expert in layer if (linear := expert.get_submodule(leaf)) in names]
-            _complete_alike(alike, grams, routed, counted)
-
-
-def _complete_alike(
-    alike: list[str], grams: dict[str, list[torch.Tensor]], routed: Mapping[str, int], counted: Mapping[str, int]
-) -> None:
-    """Do what `complete_gradients` does for one linear of every expert of a layer, by their names."""
-    reached = [name for name in alike if name in routed]
-    if not reached:
-        return
-    tokens = sum(routed[name] for name in reached)
-    mean = [sum(parts[1:], parts[0]) / tokens for parts in zip(*(grams[name] for name in reached), strict=True)]
-    for name in alike:
-        if missing := counted[name] - routed.get(name, 0):
-            own = grams.get(name) or [torch.zeros_like(part) for part in mean]
-            grams[name] = [one + missing * part for one, part in zip(own, mean, strict=True)]
+            places = [(names.get(expert.get_submodule(leaf)), number) for number, expert in enumerate(layer)]
+            alike = [(name, number) for name, number in places if name is not None]
+            found.update({name: (alike[0][0], number) for name, number in alike})
+    return found
 
 
 def _complete(routed: InputHessian, full: InputHessian) -> None:
     channels = routed.matrix.shape[0]
     missing = channels - routed.tokens
-    routed.matrix.add_(full.matrix, alpha=missing / full.tokens)
+    if routed.rows is not None:
+        routed.stands_in = full.matrix, missing / full.tokens
+    elif not routed.matrix.is_meta:  # where another process does not hold it
+        routed.matrix.add_(full.matrix, alpha=missing / full.tokens)
     routed.note = (
         f"{routed.tokens} routed tokens for {channels} input channels: "
         f"the layer's {full.tokens} tokens stand in for the missing {missing}"

@@ -61,6 +61,27 @@ def hanging_command(arguments: list[str], environment: dict[str, str]) -> None:
     command(arguments, environment)
 
 
+def recomputing_command(arguments: list[str], environment: dict[str, str]) -> None:
+    """Run `latq quantize` with statistics that are made again, and print the shapes that all processes sum."""
+    import torch
+    from torch import distributed
+
+    from vllm_latq.quantize.calibration import recomputed
+
+    own, shapes = distributed.all_reduce, []
+
+    def all_reduce(tensor: torch.Tensor) -> None:
+        shapes.append(tuple(tensor.shape))
+        own(tensor)
+
+    recomputed.MOST_ON_DISK = 0
+    distributed.all_reduce = all_reduce
+    try:
+        command(arguments, environment)
+    finally:
+        print("summed by all:", sorted(shapes))
+
+
 def quantize(
     recipe: dict[str, Any], source: Path, out: Path, text: Path, before: Callable[..., None] | None, *arguments: Any
 ) -> None:

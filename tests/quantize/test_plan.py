@@ -11,7 +11,7 @@ from torch import nn
 
 from vllm_latq.errors import ConfigError
 from vllm_latq.quantize.allocation.model_lattice import ModelLattice
-from vllm_latq.quantize.calibration import fisher as statistics
+from vllm_latq.quantize.calibration import gram_sums
 from vllm_latq.quantize.calibration.hessian import InputHessian
 from vllm_latq.quantize.calibration.stream import Stream
 from vllm_latq.quantize.model.decoder import Decoder
@@ -90,7 +90,7 @@ def test_statistics_of_the_whole_model(
     widest: int, source: Path, tokens: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With gradients of all outputs together, and in several diagonal blocks."""
-    monkeypatch.setattr(statistics, "LARGEST_BLOCK", widest)
+    monkeypatch.setattr(gram_sums, "LARGEST_BLOCK", widest)
     recipe, decoder, placed = replace(LATQ, ignore=()), Decoder(source, "cpu"), []
 
     def place(hidden: torch.Tensor) -> torch.Tensor:

@@ -69,7 +69,10 @@ def routed_gradients(model: Any, directory: Path, samples: torch.Tensor) -> dict
 
 
 def test_gradients_are_those_of_routed_tokens(random_model: Any, tmp_path: Path) -> None:
-    """Means over all tokens; what few tokens reach gets the mean of the layer's experts for each missing one."""
+    """Means over all tokens, one for all experts of a layer, with the trace of each expert's own gradients.
+
+    An expert that few tokens reach gets the mean of all experts for each missing one.
+    """
     directory, model = random_model("mixtral", "whole-mixtral", **EXPERTS)
     found = statistics(directory, TOKENS, StatisticsFiles(tmp_path))
     gradients = routed_gradients(model, directory, TOKENS)
@@ -82,7 +85,8 @@ def test_gradients_are_those_of_routed_tokens(random_model: Any, tmp_path: Path)
         for name in names:
             missing = max(0, channels - len(gradients[name]))
             completed += missing
-            expected = gradients[name].T @ gradients[name] + missing * every.T @ every / len(every)
+            trace = gradients[name].square().sum() + missing * every.square().sum() / len(every)
+            expected = trace / every.square().sum() * every.T @ every
             (gram,) = found[name].outputs
             assert found[name].tokens == len(gradients[name]) + missing
             assert bool(found[name].note) is bool(missing)
