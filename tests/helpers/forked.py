@@ -75,7 +75,7 @@ def recomputing_command(arguments: list[str], environment: dict[str, str]) -> No
         own(tensor)
 
     recomputed.MOST_ON_DISK = 0
-    distributed.all_reduce = all_reduce
+    distributed.all_reduce = all_reduce  # type: ignore[assignment]
     try:
         command(arguments, environment)
     finally:

@@ -108,6 +108,30 @@ def test_statistics_of_the_whole_model(
     assert planned["disk"]["activations"] == sum(placed)
 
 
+def test_bytes_that_are_read(random_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors of the model, however often, within a third of the plan."""
+    source, _ = random_model("qwen3", "planned-reads", tie_word_embeddings=True, num_hidden_layers=8)
+    kept = needs(LATQ, source)
+    assert kept["reads"]["statistics"] == 3 * kept["disk"]["statistics"] > 0
+    monkeypatch.setattr("vllm_latq.quantize.calibration.recomputed.MOST_ON_DISK", 0)
+    read, fetch = [], Decoder.fetch
+
+    def counted(decoder: Decoder, stored: str) -> torch.Tensor:
+        tensor = fetch(decoder, stored)
+        read.append(tensor.nbytes)
+        return tensor
+
+    monkeypatch.setattr(Decoder, "fetch", counted)
+    ignored = ("lm_head", *(f"{name}_proj" for name in ("q", "k", "v", "gate", "up", "down")))
+    recipe = replace(LATQ, ignore=ignored)
+    quantize_checkpoint(recipe, source, tmp_path / "out", device="cpu")
+    planned = needs(recipe, source)
+    assert planned["reads"]["model"] == pytest.approx(sum(read), rel=1 / 3)
+    assert planned["reads"]["statistics"] == planned["disk"]["statistics"] == 0
+    memory = planned["memory"]
+    assert memory["peak"] < sum(memory.values()) - memory["peak"]
+
+
 def tensor_bytes(path: Path) -> int:
     """Return the bytes of a safetensors file apart from its header, whose length its first 8 bytes hold."""
     with path.open("rb") as file:
