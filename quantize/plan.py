@@ -13,10 +13,10 @@ more sum [c, r] per block.
             gradients    float32 [r, r] per linear of that block (latq): the gram G of its
                          output gradients, in diagonal blocks of at most LARGEST_BLOCK outputs. The experts of a layer
                          share theirs
-            activations  num_samples * seq_len * hidden_size in the compute dtype, for each copy that waits: one; two
-                         where targets are corrected; the inputs of all blocks and the outputs of the last where
-                         gradients are needed, and both where targets are corrected and statistics made again. With
-                         --offload disk they wait on disk
+            activations  num_samples * seq_len * hidden_size * streams in the compute dtype, for each copy that waits:
+                         one; two where targets are corrected; the inputs of all blocks and the outputs of the last
+                         where gradients are needed, and two more where targets are corrected and statistics made
+                         again. With --offload disk they wait on disk
             peak         the largest sum of these at one time: of the weights outside the blocks and activations, or of
                          everything else
     disk    statistics   the tensors of all statistics files, which are removed at the end: one X^T X per input, and
@@ -50,6 +50,8 @@ from vllm_latq.quantize.recipe import AVERAGE_METHODS, Recipe
 
 # Passes of latq over the weights: forward, backward, two rounds of the allocation, rounding.
 READS = 3 + ALLOCATIONS
+# Names under which configurations have the number of streams of hidden states (DeepSeek-V4, GLM-5-Next; Gemma 3n).
+STREAMS = ("hc_mult", "altup_num_inputs")
 # Keys of the totals that only a run can measure.
 NOT_PLANNED = ("served_bits_per_weight", "error", "bound", "loss", "loss_bound")
 
@@ -162,7 +164,8 @@ def _needs(
     copies = len(decoder) + 1 + 2 * (corrected and again) if sees_loss else 1 + corrected
     statistics = 0 if again or not sees_loss else statistics_bytes(decoder, quantized)
     files = set(decoder.store.files.values())
-    hidden = recipe.num_samples * recipe.seq_len * decoder.config.get_text_config().hidden_size
+    text = decoder.config.get_text_config()
+    hidden = recipe.num_samples * recipe.seq_len * text.hidden_size * streams(text)
     return {
         "memory": {
             "block": max(_nbytes(block.modules()) for block in blocks),
@@ -177,6 +180,11 @@ def _needs(
             "statistics": (1 + ALLOCATIONS) * statistics,
         },
     }
+
+
+def streams(text: Any) -> int:
+    """Return the number of streams of hidden states of a model, from the configuration of its language model."""
+    return next((getattr(text, name) for name in STREAMS if getattr(text, name, None)), 1)
 
 
 def _nbytes(modules: Iterable[nn.Module]) -> int:

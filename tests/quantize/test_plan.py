@@ -1,5 +1,6 @@
 """A run allocates and writes as many bytes as its plan says."""
 
+import runpy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,13 @@ from vllm_latq.errors import ConfigError
 from vllm_latq.quantize.allocation.model_lattice import ModelLattice
 from vllm_latq.quantize.calibration import gram_sums
 from vllm_latq.quantize.calibration.hessian import InputHessian
+from vllm_latq.quantize.calibration.recomputed import MOST_ON_DISK
 from vllm_latq.quantize.calibration.stream import Stream
 from vllm_latq.quantize.model.decoder import Decoder
 from vllm_latq.quantize.model.parts import model_parts
 from vllm_latq.quantize.model.selection import quantized_linears
 from vllm_latq.quantize.pipeline import quantize_checkpoint
-from vllm_latq.quantize.plan import plan
+from vllm_latq.quantize.plan import READS, plan
 from vllm_latq.quantize.recipe import Recipe
 
 FEW = {"num_samples": 4, "seq_len": 32}
@@ -130,6 +132,21 @@ def test_bytes_that_are_read(random_model: Any, tmp_path: Path, monkeypatch: pyt
     assert planned["reads"]["statistics"] == planned["disk"]["statistics"] == 0
     memory = planned["memory"]
     assert memory["peak"] < sum(memory.values()) - memory["peak"]
+
+
+def test_formulas_of_large_mixtures(random_model: Any) -> None:
+    """The page about them counts what a plan counts."""
+    page = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "scripts" / "mixtures.py"))
+    source, _ = random_model("qwen3_moe", "planned-mixture", num_experts=4, num_experts_per_tok=2)
+    mixture = page["Mixture"]("", hidden=32, intermediate=48, experts=4, chosen=2, sparse=2, blocks=2)
+    ignored = ("lm_head", *(f"{name}_proj" for name in "qkvo"))
+    found = needs(replace(LATQ, ignore=ignored, dtype="bfloat16"), source)
+    assert found["memory"]["hessians"] == mixture.hessians
+    assert found["memory"]["gradients"] == mixture.gradients
+    assert found["disk"]["statistics"] == mixture.statistics
+    assert found["memory"]["activations"] == mixture.activations(FEW["num_samples"] * FEW["seq_len"])
+    assert page["PASSES"] == READS
+    assert all(model.statistics > MOST_ON_DISK for model in page["MODELS"])
 
 
 def tensor_bytes(path: Path) -> int:

@@ -32,6 +32,7 @@ from vllm_latq.quantize.model.parts import Part, model_parts
 from vllm_latq.quantize.model.recorder import Recorder, check_recorded, record
 from vllm_latq.quantize.model.selection import never_quantized
 from vllm_latq.quantize.pipeline import quantize_checkpoint
+from vllm_latq.quantize.plan import streams
 from vllm_latq.quantize.recipe import Recipe
 
 SEED = 3
@@ -285,8 +286,10 @@ def test_embeddings_for_each_block_wait_with_several_streams(random_model: Any) 
     """In Gemma 3n the streams come before the samples."""
     source, _ = random_model("gemma3n_text", "shared-gemma3n_text", **FAMILIES["gemma3n_text"])
     placed: list[int] = []
-    (batch,) = Decoder(source, "cpu").embed(TOKENS, len(TOKENS), lambda one: placed.append(one.nbytes) or one)
+    decoder = Decoder(source, "cpu")
+    (batch,) = decoder.embed(TOKENS, len(TOKENS), lambda one: placed.append(one.nbytes) or one)
     assert batch.hidden.shape[:3] == (4, *TOKENS.shape)
+    assert streams(decoder.config) == 4
     assert sum(placed) == batch.hidden.nbytes + BLOCKS * TOKENS.numel() * 16 * 4
 
 
