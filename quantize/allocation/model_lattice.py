@@ -20,6 +20,8 @@ from torch import nn
 
 from vllm_latq.errors import ConfigError, naming
 from vllm_latq.events import Progress, ignore_progress
+from vllm_latq.quantize.allocation.kept_losses import FILE as LOSSES_FILE
+from vllm_latq.quantize.allocation.kept_losses import read_losses, write_losses
 from vllm_latq.quantize.allocation.rates import Allocation
 from vllm_latq.quantize.calibration.fisher import Backpropagation, Stages, collect_statistics, ignore_stages
 from vllm_latq.quantize.calibration.fisher_files import StatisticsFiles
@@ -189,6 +191,9 @@ class ModelLattice:
 
     def allocation(self, progress: Progress = ignore_progress) -> Allocation:
         """Return the allocation of the model's bits; ConfigError if the lowest rates take more."""
+        path = self.folder / LOSSES_FILE
+        if self._again and self.world.from_first(path.exists):
+            return self._allocated(self.world.from_first(lambda: self._kept_losses(path)))
         step = None
         for round_ in range(ALLOCATIONS):
 
@@ -199,10 +204,29 @@ class ModelLattice:
             if names := [name for one in priced for name in one.unreached]:
                 raise unreached(names, self.quantized, "activations and gradients of the loss")
             losses = {name: one for part in priced for name, one in part.losses.items()}
-            allocation = Allocation(losses, self.recipe.bits * sum(one.weights for one in losses.values()))
-            allocation.require_possible()
+            allocation = self._allocated(losses)
             step = allocation.step
+        if self._again:
+            self.world.from_first(lambda: write_losses(path, losses, self._digests()))
         return allocation
+
+    def _allocated(self, losses: Mapping[str, UnitLosses]) -> Allocation:
+        """Return the allocation of the bits at these losses; ConfigError if the lowest rates take more."""
+        allocation = Allocation(losses, self.recipe.bits * sum(one.weights for one in losses.values()))
+        allocation.require_possible()
+        return allocation
+
+    def _kept_losses(self, path: Path) -> dict[str, UnitLosses]:
+        """Return the losses that an interrupted run wrote; ConfigError if it quantized another model."""
+        losses, source = read_losses(path)
+        parts = model_parts(self.decoder, self.quantized)
+        for part, noted, digest in zip(parts, source, self._digests(), strict=True):
+            part.require_same(noted, digest, self.folder)
+        return losses
+
+    def _digests(self) -> list[str]:
+        """Return the digests of the tensors of each part; all of them were read before."""
+        return [self.decoder.digest(part.own_tensors()) for part in model_parts(self.decoder, ())]
 
     def _priced(
         self, weights: Mapping[str, torch.Tensor], members: Mapping[str, LayerStatistics], step: float | None
