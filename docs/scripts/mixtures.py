@@ -110,9 +110,10 @@ Statistics of at most 64 GB stay on disk until the run ends. Larger statistics a
 - The passes cost little beside the search for codes.
 
 ## Experts
-- **One G per layer.** The experts of a layer share one G for gate, one for up and one for down: the mean over the
-  tokens of all experts. Each expert has a factor of its own, so that the trace is that of its own gradients. This
-  assumes that the experts differ in how much they matter, and not in the direction of their gradients.
+- **One G per layer.** If the G of a block's experts would take more than 8 GB, the experts of a layer share one G for
+  gate, one for up and one for down: the mean over the tokens of all experts. Each expert has a factor of its own, so
+  that the trace is that of its own gradients. This assumes that the experts differ in how much they matter, and not in
+  the direction of their gradients. [What it costs](#what-sharing-g-costs)
 - **H in its rank.** An expert that has seen fewer tokens than it has channels holds their rows in place of the matrix.
 - **Experts over processes.** With `torchrun`, each expert has one process. It alone gets the expert's H, allocates its
   bits and quantizes it. The H of experts are never summed on all processes.

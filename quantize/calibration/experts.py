@@ -5,7 +5,7 @@ that gets fewer, n < c: H = H_routed + (c - n) / N * H_all, where H_all is what 
 they been sent to this expert. It counts c tokens, n of which are its own. Each layer record says so in its note.
 
 Where the loss of the whole model counts, so do the gradients G of its outputs: each of the c - n tokens that stand in
-brings the mean of g g^T over all tokens that were routed to any expert of the layer (`gram_sums`).
+brings the mean of g g^T over all tokens that were routed to any expert of the layer.
 
 Invariant: an expert that enough tokens reach is quantized with its own tokens alone.
 """
@@ -107,6 +107,40 @@ def alike_experts(module: nn.Module, linears: Mapping[str, nn.Linear]) -> dict[s
             alike = [(name, number) for name, number in places if name is not None]
             found.update({name: (alike[0][0], number) for name, number in alike})
     return found
+
+
+def complete_gradients(
+    experts: Mapping[str, tuple[str, int]],
+    grams: dict[str, list[torch.Tensor]],
+    routed: Mapping[str, int],
+    counted: Mapping[str, int],
+) -> None:
+    """Add to the gradients of experts with fewer tokens than input channels what their stand-ins bring.
+
+    Args:
+        experts: see `alike_experts`.
+        grams: name -> diagonal blocks of the sum of g g^T over routed tokens; changed, also for experts that had none.
+        routed: name -> tokens that reached it, if any did.
+        counted: name -> tokens that its Hessian counts, those that stand in included.
+    """
+    for alike in alike_names(experts):
+        reached = [name for name in alike if name in routed]
+        if not reached:
+            continue
+        tokens = sum(routed[name] for name in reached)
+        mean = [sum(parts[1:], parts[0]) / tokens for parts in zip(*(grams[name] for name in reached), strict=True)]
+        for name in alike:
+            if missing := counted[name] - routed.get(name, 0):
+                own = grams.get(name) or [torch.zeros_like(part) for part in mean]
+                grams[name] = [one + missing * part for one, part in zip(own, mean, strict=True)]
+
+
+def alike_names(experts: Mapping[str, tuple[str, int]]) -> list[list[str]]:
+    """Return the linears in the same place of all experts of a layer, for each place; see `alike_experts`."""
+    alike: dict[str, list[str]] = {}
+    for name, (first, _) in experts.items():
+        alike.setdefault(first, []).append(name)
+    return list(alike.values())
 
 
 def _complete(routed: InputHessian, full: InputHessian) -> None:

@@ -9,8 +9,8 @@ Several processes have a share of the tokens each, and the grams of all.
     H = E[x x^T],  x: input of a linear;   G = E[g g^T],  g: gradient of the log-likelihood with respect to its output
 
 An expert's H is a mean over the tokens that are routed to it. Its G is a mean over all tokens, with g = 0 for the
-others, so that (1/2) tr(G E H E^T) is nats per token for every linear. The experts of a layer share one G up to a
-factor, see `gram_sums`. Experts that few tokens reach are completed, see `experts`.
+others, so that (1/2) tr(G E H E^T) is nats per token for every linear. The experts of a layer may share one G up to
+a factor, see `gram_sums`. Experts that few tokens reach are completed, see `experts`.
 
 With labels from the model itself, G (x) H is the Kronecker-factored Fisher matrix, whose half is the curvature of the
 KL divergence from the original model (Martens and Grosse, 2015). Everything refers to the unquantized model.

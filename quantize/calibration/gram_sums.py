@@ -3,8 +3,9 @@
 Experts of a layer are many, and few tokens reach each of them. So they take less room than other linears:
 
     H   the rows of X stand for X^T X while an expert has seen fewer tokens than it has channels
-    G   the linears in the same place of all experts of a layer share one G, the mean over the tokens of all of them.
-        Each has a factor of its own, which makes the trace that of its own gradients
+    G   where those of a part's experts would take more than MOST_OWN bytes, the linears in the same place of all
+        experts of a layer share one, the mean over the tokens of all of them. Each has a factor of its own, which makes
+        the trace that of its own gradients
 
 Where several processes share a run, each expert may have an owner, which alone holds its H after `reduce`.
 """
@@ -19,7 +20,12 @@ from torch import nn
 
 from vllm_latq.errors import NumericalError
 from vllm_latq.models.experts import EXPERT
-from vllm_latq.quantize.calibration.experts import alike_experts, complete_experts
+from vllm_latq.quantize.calibration.experts import (
+    alike_experts,
+    alike_names,
+    complete_experts,
+    complete_gradients,
+)
 from vllm_latq.quantize.calibration.hessian import HessianCollector, InputHessian, reduce_hessians
 from vllm_latq.quantize.lattice.grams import LayerStatistics
 from vllm_latq.quantize.machine.distributed import World
@@ -28,6 +34,8 @@ from vllm_latq.quantize.model.selection import merged_with
 
 # Outputs whose gradients are correlated with each other; wider layers get a block-diagonal G. 64 MB per block.
 LARGEST_BLOCK = 4096
+# Bytes of the G of a part's experts above which they share G. Sharing costs some of the KL, see docs/mixtures.md.
+MOST_OWN = 8 * 10**9
 
 
 @dataclass(frozen=True)
@@ -37,7 +45,7 @@ class LayerSums:
     Attributes:
         name: of the linear.
         hessian: of its input; its owner alone holds the tensors.
-        outputs: float32 [b, b] each, diagonal blocks of the sum of g g^T; alike linears of experts share these tensors.
+        outputs: float32 [b, b] each, diagonal blocks of the sum of g g^T; experts may share these tensors.
         share: by how much `outputs` counts for this linear.
         total: number of tokens that passed the part.
         owner: the process that holds the Hessian; None if all do.
@@ -75,18 +83,23 @@ class LayerSums:
 
 
 def gram_bytes(linears: Mapping[str, nn.Linear]) -> tuple[int, int, int]:
-    """Return the bytes of a part's grams: of its inputs, of all its outputs, and of outputs where experts share G.
+    """Return the bytes of a part's grams: of its inputs, of all its outputs, and of outputs where experts may share G.
 
     Args:
         linears: name -> linear.
     """
     channels = {min([name, *merged_with(name, linears)]): linear.in_features for name, linear in linears.items()}
-    outputs = {}
-    for name, linear in linears.items():
-        whole, rest = divmod(linear.out_features, LARGEST_BLOCK)
-        outputs[name] = 4 * (whole * LARGEST_BLOCK**2 + rest**2)
-    shared = {EXPERT.sub(r"\1.", name): size for name, size in outputs.items()}
-    return 4 * sum(size**2 for size in channels.values()), sum(outputs.values()), sum(shared.values())
+    outputs = {name: _output_bytes(linear) for name, linear in linears.items()}
+    held = outputs
+    if sum(size for name, size in outputs.items() if EXPERT.match(name)) > MOST_OWN:
+        held = {EXPERT.sub(r"\1.", name): size for name, size in outputs.items()}
+    return 4 * sum(size**2 for size in channels.values()), sum(outputs.values()), sum(held.values())
+
+
+def _output_bytes(linear: nn.Linear) -> int:
+    """Return the bytes of the G of a linear."""
+    whole, rest = divmod(linear.out_features, LARGEST_BLOCK)
+    return 4 * (whole * LARGEST_BLOCK**2 + rest**2)
 
 
 class GramSums:
@@ -100,14 +113,16 @@ class GramSums:
 
     Attributes:
         inputs: of each input, over the tokens that reach it.
-        outputs: linear, the first one of alike experts -> diagonal blocks, over the same tokens.
-        traces: linear of an expert -> sum of g^T g over the tokens that reach it.
+        outputs: linear, the first one of experts that share G -> diagonal blocks, over the same tokens.
+        traces: linear of an expert that shares G -> sum of g^T g over the tokens that reach it.
     """
 
     def __init__(self, part: Part, module: nn.Module, world: World, scattered: bool = False) -> None:
         self.part, self.module, self.world = part, module, world
         self.experts = alike_experts(module, part.linears)
         self.owners = {name: number % world.size for name, (_, number) in self.experts.items() if scattered}
+        own = sum(_output_bytes(part.linears[name]) for name in self.experts)
+        self.sharing = {name: first for name, (first, _) in self.experts.items() if own > MOST_OWN}
         self.inputs = HessianCollector(in_rows=self.experts.keys())
         self.outputs: dict[str, list[torch.Tensor]] = {}
         self.traces: dict[str, torch.Tensor] = {}
@@ -146,6 +161,8 @@ class GramSums:
                 self.inputs.hessians = complete_experts(
                     self.module, self.part.linears, self.inputs.hessians, run, reduce, in_rows=True
                 )
+        if not self.sharing:
+            complete_gradients(self.experts, self.outputs, routed, self._tokens())
         return self._checked(self._shares(routed), total)
 
     def _tokens(self) -> dict[str, int]:
@@ -153,7 +170,7 @@ class GramSums:
         return {name: hessian.tokens for hessian in self.inputs.hessians for name in hessian.shared.names}
 
     def _shares(self, routed: Mapping[str, int]) -> dict[str, float]:
-        """Return linear of an expert -> the share of its gradients in the sum over all experts of the layer.
+        """Return linear of an expert that shares G -> the share of its gradients in those of all experts.
 
         A token that stands in for a missing one brings the mean over all tokens that were routed to any expert.
 
@@ -162,11 +179,8 @@ class GramSums:
         """
         counted, shares = self._tokens(), {}
         ranks = self.world.gather(lambda: {name: float(trace) for name, trace in self.traces.items()})
-        traces = {name: sum(rank.get(name, 0.0) for rank in ranks) for name in self.experts}
-        alike: dict[str, list[str]] = {}
-        for name, (first, _) in self.experts.items():
-            alike.setdefault(first, []).append(name)
-        for names in alike.values():
+        traces = {name: sum(rank.get(name, 0.0) for rank in ranks) for name in self.sharing}
+        for names in alike_names(self.experts) if self.sharing else ():
             everything, tokens = sum(traces[name] for name in names), sum(routed.get(name, 0) for name in names)
             for name in names:
                 missing = counted.get(name, 0) - routed.get(name, 0)
@@ -178,7 +192,7 @@ class GramSums:
         found = {}
         for hessian in self.inputs.hessians:
             for name in hessian.shared.names:
-                outputs = self.outputs.get(self.experts[name][0] if name in self.experts else name)
+                outputs = self.outputs.get(self.sharing.get(name, name))
                 if outputs is None:
                     hint = f"Leave it out, with --ignore {name}"
                     raise NumericalError(name, "a linear that the loss depends on", "no gradient", hint)
@@ -191,7 +205,7 @@ class GramSums:
 
     def _hook(self, name: str) -> Callable[[nn.Module, object, torch.Tensor], None]:
         """Return a forward hook that adds the gradients at the output of a linear to its grams."""
-        key = self.experts[name][0] if name in self.experts else name
+        key = self.sharing.get(name, name)
 
         def add(gradient: torch.Tensor) -> None:
             rows = gradient.reshape(-1, gradient.shape[-1]).to(torch.float32)
@@ -200,7 +214,7 @@ class GramSums:
                 self.outputs[key] = [rows.new_zeros(part.shape[1], part.shape[1]) for part in blocks]
             for gram, part in zip(self.outputs[key], blocks, strict=True):
                 gram.addmm_(part.T, part)
-            if name in self.experts:
+            if name in self.sharing:
                 trace = rows.square().sum(dtype=torch.float64)
                 self.traces[name] = self.traces[name] + trace if name in self.traces else trace
 

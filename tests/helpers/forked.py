@@ -62,11 +62,11 @@ def hanging_command(arguments: list[str], environment: dict[str, str]) -> None:
 
 
 def recomputing_command(arguments: list[str], environment: dict[str, str]) -> None:
-    """Run `latq quantize` with statistics that are made again, and print the shapes that all processes sum."""
+    """Run `latq quantize` where statistics are made again and experts share G; print the shapes that all ranks sum."""
     import torch
     from torch import distributed
 
-    from vllm_latq.quantize.calibration import recomputed
+    from vllm_latq.quantize.calibration import gram_sums, recomputed
 
     own, shapes = distributed.all_reduce, []
 
@@ -74,7 +74,7 @@ def recomputing_command(arguments: list[str], environment: dict[str, str]) -> No
         shapes.append(tuple(tensor.shape))
         own(tensor)
 
-    recomputed.MOST_ON_DISK = 0
+    recomputed.MOST_ON_DISK = gram_sums.MOST_OWN = 0
     distributed.all_reduce = all_reduce  # type: ignore[assignment]
     try:
         command(arguments, environment)

@@ -120,12 +120,20 @@ def assert_same_result(shared: Path, alone: Path, recipe: Recipe) -> None:
     [(2, "llama", WITHOUT_HEAD), (3, "mixtral", HPTQ), (3, "mixtral", LATQ), (3, "llama", SSQR)],
 )
 def test_equals_one_process(
-    processes: int, model_type: str, recipe: Recipe, random_model: Any, calibration_text: Path, tmp_path: Path
+    processes: int,
+    model_type: str,
+    recipe: Recipe,
+    random_model: Any,
+    calibration_text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Experts' statistics are made again here, and each process holds those of its own experts."""
+    """Statistics of latq's experts are made again here, share G, and each process holds those of its own experts."""
     blocks = 1 if model_type == "mixtral" else 2
     recomputed = model_type == "mixtral" and recipe.method == "latq"
     directory, _ = random_model(model_type, f"{model_type}-shared", **EXPERTS, num_hidden_layers=blocks)
+    if recomputed:
+        monkeypatch.setattr("vllm_latq.quantize.calibration.gram_sums.MOST_OWN", 0)
     quantize_checkpoint(recipe, directory, tmp_path / "alone", calibration=str(calibration_text))
     options = [*OPTIONS[recipe], "-v", "--num-samples", "7", "--seq-len", "32", "--calibration", str(calibration_text)]
     arguments = (str(directory), str(tmp_path / "shared"), *options)

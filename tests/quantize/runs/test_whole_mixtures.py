@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -68,11 +69,16 @@ def routed_gradients(model: Any, directory: Path, samples: torch.Tensor) -> dict
     return {name: output.grad for name, output in seen.items() if output.grad is not None}
 
 
-def test_gradients_are_those_of_routed_tokens(random_model: Any, tmp_path: Path) -> None:
-    """Means over all tokens, one for all experts of a layer, with the trace of each expert's own gradients.
+@pytest.mark.parametrize("sharing", [False, True])
+def test_gradients_are_those_of_routed_tokens(
+    sharing: bool, random_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Means over all tokens; what few tokens reach gets the mean of the layer's experts for each missing one.
 
-    An expert that few tokens reach gets the mean of all experts for each missing one.
+    Where experts share G, it is the mean over all of them, with the trace of each expert's own gradients.
     """
+    if sharing:
+        monkeypatch.setattr("vllm_latq.quantize.calibration.gram_sums.MOST_OWN", 0)
     directory, model = random_model("mixtral", "whole-mixtral", **EXPERTS)
     found = statistics(directory, TOKENS, StatisticsFiles(tmp_path))
     gradients = routed_gradients(model, directory, TOKENS)
@@ -85,8 +91,9 @@ def test_gradients_are_those_of_routed_tokens(random_model: Any, tmp_path: Path)
         for name in names:
             missing = max(0, channels - len(gradients[name]))
             completed += missing
-            trace = gradients[name].square().sum() + missing * every.square().sum() / len(every)
-            expected = trace / every.square().sum() * every.T @ every
+            expected = gradients[name].T @ gradients[name] + missing * every.T @ every / len(every)
+            if sharing:
+                expected = expected.trace() / every.square().sum() * every.T @ every
             (gram,) = found[name].outputs
             assert found[name].tokens == len(gradients[name]) + missing
             assert bool(found[name].note) is bool(missing)
