@@ -1,6 +1,7 @@
-"""The lattices of all linears of a model, and the step they share: from statistics on disk, one input after the other.
+"""The lattices of all linears of a model, and the step they share: from statistics, one input after the other.
 
-    collect     one pass forward and one backward  -> FOLDER/statistics-*.safetensors
+    collect     one pass forward and one backward  -> FOLDER/statistics-*.safetensors; or, of a model whose statistics
+                would not fit a disk, gradients, from which the statistics of one part at a time are made again
     allocation  what each price of a bit would take -> rates and bits; twice, as damping goes by the price
     lattices    of the linears of one input, with the damping that this step asks for
 
@@ -8,8 +9,8 @@ Invariant: everything depends on the model, the samples and the recipe only. A q
 checkpoint get the same, and so do the processes that share a run.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TypeVar
@@ -19,10 +20,14 @@ from torch import nn
 
 from vllm_latq.errors import ConfigError, naming
 from vllm_latq.events import Progress, ignore_progress
+from vllm_latq.quantize.allocation.kept_losses import FILE as LOSSES_FILE
+from vllm_latq.quantize.allocation.kept_losses import read_losses, write_losses
 from vllm_latq.quantize.allocation.rates import Allocation
-from vllm_latq.quantize.calibration.fisher import Stages, collect_statistics, ignore_stages
+from vllm_latq.quantize.calibration.fisher import Backpropagation, Stages, collect_statistics, ignore_stages
 from vllm_latq.quantize.calibration.fisher_files import StatisticsFiles
+from vllm_latq.quantize.calibration.gram_sums import LayerSums
 from vllm_latq.quantize.calibration.hessian import InputHessian
+from vllm_latq.quantize.calibration.recomputed import RecomputedStatistics, made_again
 from vllm_latq.quantize.lattice.factor import require_finite
 from vllm_latq.quantize.lattice.grams import LayerStatistics
 from vllm_latq.quantize.lattice.targets import Drift
@@ -47,8 +52,8 @@ ALLOCATIONS = 2
 # Name of the stage.
 ALLOCATION = "allocation"
 
-# Names of the linears that read one input -> their weights, float32 [r, c], and their statistics.
-InputGroup = tuple[dict[str, torch.Tensor], dict[str, LayerStatistics]]
+# Statistics of the linears of one input; `on_device` makes them ready.
+Members = Mapping[str, LayerStatistics | LayerSums]
 T = TypeVar("T")
 
 
@@ -63,7 +68,7 @@ class _Priced:
     unreached: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass
 class ModelLattice:
     """The linears of a model as its loss sees them.
 
@@ -80,6 +85,7 @@ class ModelLattice:
     recipe: Recipe
     folder: Path
     world: World = ALONE
+    _again: RecomputedStatistics | None = field(default=None, init=False)
 
     @cached_property
     def parts(self) -> list[Part]:
@@ -88,11 +94,14 @@ class ModelLattice:
 
     def collect(self, samples: torch.Tensor, place: Place, stages: Stages = ignore_stages) -> None:
         """Collect the statistics, unless an interrupted run left them all; ConfigError if it left another model's."""
+        run = Backpropagation(self.decoder, samples, self.quantized, self.recipe.seed, place, self.world)
+        if made_again(self.decoder, self.quantized):
+            self._again = RecomputedStatistics(replace(run, scattered=True), stages)
+            return
         files, parts = StatisticsFiles(self.folder), [part.index for part in self.parts]
         self._require_everywhere(self.folder.parent.is_dir)
         if not self.world.from_first(lambda: files.complete(parts)):
-            run = (self.decoder, samples, self.quantized, files, self.recipe.seed)
-            collect_statistics(*run, place, self.world, stages)
+            collect_statistics(run, files, stages)
         self._require_everywhere(lambda: files.complete(parts))
         files.read(parts[0])
         for part in model_parts(self.decoder, self.quantized):
@@ -113,26 +122,35 @@ class ModelLattice:
         """Raise ConfigError unless a part has the tensors of which statistics note the digests."""
         part.require_same(noted[part.index], self.decoder.digest(part.own_tensors()), self.folder)
 
-    def groups(self, part: Part) -> list[dict[str, LayerStatistics]]:
-        """Return the statistics of a part's linears, with the linears of one input together."""
-        files = StatisticsFiles(self.folder)
-        statistics = files.read(part.index) if part.linears else {}
-        if part.linears:
-            self._require_same(part, files.noted[part.index])
+    def groups(self, part: Part, module: nn.Module) -> list[Members]:
+        """Return the statistics of a part's linears, with the linears of one input together.
+
+        Args:
+            part: the part. All processes ask for the same parts, in the order of the model.
+            module: the part's module, with its own weights in memory.
+        """
+        if not part.linears:
+            return []
+        statistics: Members = self._again.of(part, module) if self._again else self._stored(part)
         leaders = dict.fromkeys(statistics[name].leader for name in part.linears)
         return [
             {name: statistics[name] for name in part.linears if statistics[name].leader == leader} for leader in leaders
         ]
 
-    def inputs(self, part: Part) -> Iterator[InputGroup]:
-        """Yield weights and statistics of a part's linears, one input after the other, on the model's device."""
-        with part.weights():
-            for members in self.groups(part):
-                yield {name: full_weight(part.linears[name]) for name in members}, self.on_device(members)
+    def _stored(self, part: Part) -> dict[str, LayerStatistics]:
+        """Return the statistics of a part from its file."""
+        files = StatisticsFiles(self.folder)
+        statistics = files.read(part.index)
+        self._require_same(part, files.noted[part.index])
+        return statistics
 
-    def on_device(self, members: Mapping[str, LayerStatistics]) -> dict[str, LayerStatistics]:
-        """Return statistics on the device of the model."""
-        return {name: layer.to(self.decoder.device) for name, layer in members.items()}
+    def on_device(self, members: Members) -> dict[str, LayerStatistics]:
+        """Return the statistics of the linears of one input on the device of the model."""
+        found: dict[str, LayerStatistics] = {}
+        for name, layer in members.items():
+            found[name] = layer.to(self.decoder.device)
+            found[name] = replace(found[name], inputs=next(iter(found.values())).inputs)
+        return found
 
     def of_inputs(
         self,
@@ -141,23 +159,41 @@ class ModelLattice:
     ) -> list[T]:
         """Return `make(weights, statistics)` of every input, in the model's order.
 
-        The processes share the parts, and all get everything; the progress of each is that of its own parts.
+        The processes share the inputs of each part, and all get everything. Weights are [r, c] in float32, and tensors
+        are on the model's device.
         """
-        mine = self.parts[self.world.rank :: self.world.size]
+        made: list[T] = []
+        for done, part in enumerate(self.parts):
+            progress(done, len(self.parts))
+            with part.weights() as module:
+                made += self._of_part(part, self.groups(part, module), make)
+        progress(len(self.parts), len(self.parts))
+        return made
 
-        def make_mine() -> dict[int, list[T]]:
-            made = {}
-            for done, part in enumerate(mine):
-                progress(done, len(mine))
-                made[part.index] = [make(*group) for group in self.inputs(part)]
-            progress(len(mine), len(mine))
-            return made
+    def _of_part(
+        self,
+        part: Part,
+        groups: list[Members],
+        make: Callable[[dict[str, torch.Tensor], dict[str, LayerStatistics]], T],
+    ) -> list[T]:
+        """Return `make(weights, statistics)` of every input of a part, in the order of `groups`."""
 
-        made = {index: of_part for share in self.world.gather(make_mine) for index, of_part in share.items()}
-        return [one for part in self.parts for one in made[part.index]]
+        def make_mine() -> dict[str, T]:
+            return {
+                next(iter(members)): make(
+                    {name: full_weight(part.linears[name]) for name in members}, self.on_device(members)
+                )
+                for members in self.world.mine(groups, effort, owner)
+            }
+
+        made = {leader: one for share in self.world.gather(make_mine) for leader, one in share.items()}
+        return [made[next(iter(members))] for members in groups]
 
     def allocation(self, progress: Progress = ignore_progress) -> Allocation:
         """Return the allocation of the model's bits; ConfigError if the lowest rates take more."""
+        path = self.folder / LOSSES_FILE
+        if self._again and self.world.from_first(path.exists):
+            return self._allocated(self.world.from_first(lambda: self._kept_losses(path)))
         step = None
         for round_ in range(ALLOCATIONS):
 
@@ -168,10 +204,29 @@ class ModelLattice:
             if names := [name for one in priced for name in one.unreached]:
                 raise unreached(names, self.quantized, "activations and gradients of the loss")
             losses = {name: one for part in priced for name, one in part.losses.items()}
-            allocation = Allocation(losses, self.recipe.bits * sum(one.weights for one in losses.values()))
-            allocation.require_possible()
+            allocation = self._allocated(losses)
             step = allocation.step
+        if self._again:
+            self.world.from_first(lambda: write_losses(path, losses, self._digests()))
         return allocation
+
+    def _allocated(self, losses: Mapping[str, UnitLosses]) -> Allocation:
+        """Return the allocation of the bits at these losses; ConfigError if the lowest rates take more."""
+        allocation = Allocation(losses, self.recipe.bits * sum(one.weights for one in losses.values()))
+        allocation.require_possible()
+        return allocation
+
+    def _kept_losses(self, path: Path) -> dict[str, UnitLosses]:
+        """Return the losses that an interrupted run wrote; ConfigError if it quantized another model."""
+        losses, source = read_losses(path)
+        parts = model_parts(self.decoder, self.quantized)
+        for part, noted, digest in zip(parts, source, self._digests(), strict=True):
+            part.require_same(noted, digest, self.folder)
+        return losses
+
+    def _digests(self) -> list[str]:
+        """Return the digests of the tensors of each part; all of them were read before."""
+        return [self.decoder.digest(part.own_tensors()) for part in model_parts(self.decoder, ())]
 
     def _priced(
         self, weights: Mapping[str, torch.Tensor], members: Mapping[str, LayerStatistics], step: float | None
@@ -208,6 +263,23 @@ def after_prefix(
         for part in drift.sums:
             require_finite(part, "drift of the activations")
     return {name: replace(layer, inputs=inputs) for name, layer in members.items()}, drift
+
+
+def effort(members: Members) -> int:
+    """Return the work of an input: outputs * channels * (outputs + channels), summed over its linears.
+
+    The outputs are those whose gradients are correlated.
+    """
+    efforts = []
+    for layer in members.values():
+        channels = layer.channels
+        efforts += [len(gram) * channels * (len(gram) + channels) for gram in layer.outputs]
+    return sum(efforts)
+
+
+def owner(members: Members) -> int | None:
+    """Return the process that alone has the statistics of an input; None if all have them."""
+    return next(iter(members.values())).owner
 
 
 def full_weight(linear: nn.Linear) -> torch.Tensor:

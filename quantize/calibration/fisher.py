@@ -9,8 +9,8 @@ Several processes have a share of the tokens each, and the grams of all.
     H = E[x x^T],  x: input of a linear;   G = E[g g^T],  g: gradient of the log-likelihood with respect to its output
 
 An expert's H is a mean over the tokens that are routed to it. Its G is a mean over all tokens, with g = 0 for the
-others, so that (1/2) tr(G E H E^T) is nats per token for every linear. Experts that few tokens reach are completed, see
-`experts`.
+others, so that (1/2) tr(G E H E^T) is nats per token for every linear. The experts of a layer may share one G up to
+a factor, see `gram_sums`. Experts that few tokens reach are completed, see `experts`.
 
 With labels from the model itself, G (x) H is the Kronecker-factored Fisher matrix, whose half is the curvature of the
 KL divergence from the original model (Martens and Grosse, 2015). Everything refers to the unquantized model.
@@ -19,28 +19,21 @@ Invariant: one block is in memory at a time, and its grams; they go to disk, a f
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
-from vllm_latq.errors import NumericalError
 from vllm_latq.events import Progress, ignore_progress
-from vllm_latq.quantize.calibration.experts import complete_experts, complete_gradients
 from vllm_latq.quantize.calibration.fisher_files import StatisticsFiles
-from vllm_latq.quantize.calibration.hessian import HessianCollector, reduce_hessians
-from vllm_latq.quantize.lattice.grams import LayerStatistics
+from vllm_latq.quantize.calibration.gram_sums import GramSums, LayerSums
 from vllm_latq.quantize.machine.distributed import ALONE, World
 from vllm_latq.quantize.machine.offload import Place, return_freed_memory
 from vllm_latq.quantize.model.carried_state import Batch
 from vllm_latq.quantize.model.decoder import Decoder
 from vllm_latq.quantize.model.parts import Part, model_parts
 
-# Outputs whose gradients are correlated with each other; wider layers get a block-diagonal G. 64 MB per block.
-LARGEST_BLOCK = 4096
 # Tokens that pass forward and backward at a time. The head makes float32 logits of them and as large a gradient: 1.2 GB
 # each of a vocabulary of 150,000.
 TOKENS_PER_GRADIENT = 2048
@@ -55,54 +48,85 @@ def ignore_stages(_stage: str) -> Progress:
     return ignore_progress
 
 
-def collect_statistics(
-    decoder: Decoder,
-    samples: torch.Tensor,
-    wanted: Mapping[str, nn.Linear],
-    files: StatisticsFiles,
-    seed: int,
-    place: Place = lambda hidden: hidden,
-    world: World = ALONE,
-    stages: Stages = ignore_stages,
-) -> None:
+@dataclass(frozen=True)
+class Backpropagation:
+    """The calibration tokens, and the model that they pass forward and backward through.
+
+    Attributes:
+        decoder: the model.
+        samples: token ids int64 [n, tokens], of all processes.
+        wanted: full name -> linear whose statistics are wanted.
+        seed: of the labels.
+        place: moves hidden states to where they wait, the inputs of all blocks and the last one's outputs at once;
+            gradients take the place of hidden states.
+        world: the processes that share the run.
+        scattered: whether each expert has a process that alone holds its Hessian.
+    """
+
+    decoder: Decoder
+    samples: torch.Tensor
+    wanted: Mapping[str, nn.Linear]
+    seed: int
+    place: Place = lambda hidden: hidden
+    world: World = ALONE
+    scattered: bool = False
+
+    @property
+    def windows(self) -> torch.Tensor:
+        """Indices of this process's samples, int64 [n]."""
+        return self.world.split(torch.arange(len(self.samples)))
+
+    def embed(self) -> list[Batch]:
+        """Return this process's tokens before the first block."""
+        at_once = max(1, TOKENS_PER_GRADIENT // self.samples.shape[1])
+        return self.decoder.embed(self.samples[self.windows], at_once, self.place)
+
+    def parts(self) -> list[Part]:
+        """Return every part of the model."""
+        return model_parts(self.decoder, self.wanted)
+
+    def forward(self, batches: list[Batch], progress: Progress) -> list[list[torch.Tensor]]:
+        """Pass the tokens through all blocks; return each block's inputs and, last, the outputs of the last block."""
+        *blocks, _ = self.parts()
+        waiting = [[batch.hidden for batch in batches]]
+        progress(0, len(blocks))
+        for part in blocks:
+            with part.weights() as block, torch.no_grad():
+                waiting.append([self.place(part.run(block, batch)) for batch in batches])
+            for batch, hidden in zip(batches, waiting[-1], strict=True):
+                batch.hidden = hidden
+            return_freed_memory()
+            progress(part.index + 1, len(blocks))
+        return waiting
+
+
+def collect_statistics(run: Backpropagation, files: StatisticsFiles, stages: Stages = ignore_stages) -> None:
     """Run the model forward and backward once, and write the statistics of the wanted linears.
 
     Args:
-        decoder: the model.
-        samples: token ids int64 [n, tokens], of all processes.
-        wanted: full name -> linear.
+        run: model and tokens.
         files: where the first process writes them; those there already, from an interrupted run, are left as they are.
-        seed: of the labels.
-        place: moves hidden states to where they wait, the inputs of all blocks and the last one's outputs at once;
-            gradients take the place of the latter.
-        world: the processes that share the run.
         stages: gives the progress of three stages, whose parts take unlike times: all blocks forward, the head, all
             blocks backward.
 
     Raises:
         NumericalError: activations or gradients that are not finite, or a linear that was never called.
     """
-    windows = world.split(torch.arange(len(samples)))
-    batches = decoder.embed(samples[windows], max(1, TOKENS_PER_GRADIENT // samples.shape[1]), place)
-    *blocks, head = model_parts(decoder, wanted)
-    inputs = [[batch.hidden for batch in batches]]
     forward, at_head, backward = map(stages, STAGES)
-    forward(0, len(blocks))
-    for part in blocks:
-        with part.weights() as block, torch.no_grad():
-            inputs.append([place(part.run(block, batch)) for batch in batches])
-        for batch, hidden in zip(batches, inputs[-1], strict=True):
-            batch.hidden = hidden
-        return_freed_memory()
-        forward(part.index + 1, len(blocks))
+    batches, (*blocks, head) = run.embed(), run.parts()
+    inputs = run.forward(batches, forward)
     gradients = inputs.pop()
     at_head(0, 1)
-    head_gradients(head, gradients, files, label_seeds(seed, windows.tolist()), world)
+    with head.weights() as module:
+        statistics = head_statistics(run, head, module, gradients)
+    _write(files, head, statistics, run.world)
     at_head(1, 1)
     for part in reversed(blocks):
         backward(len(blocks) - 1 - part.index, len(blocks))
         return_freed_memory()
-        block_gradients(part, batches, inputs.pop(), gradients, files, world)
+        with part.weights() as module:
+            statistics = block_statistics(run, part, module, batches, inputs.pop(), gradients, gradients)
+        _write(files, part, statistics, run.world)
     backward(len(blocks), len(blocks))
 
 
@@ -113,13 +137,19 @@ def label_seeds(seed: int, windows: Iterable[int]) -> list[int]:
     return [int.from_bytes(digest[:8], "big") >> 1 for digest in digests]
 
 
-def head_gradients(
-    part: Part, hidden: list[torch.Tensor], files: StatisticsFiles, seeds: Sequence[int], world: World = ALONE
-) -> None:
-    """Turn the last hidden states into the gradients of labels' log-likelihood, drawn with a seed for each window."""
+def head_statistics(
+    run: Backpropagation, part: Part, head: nn.Module, hidden: list[torch.Tensor]
+) -> dict[str, LayerSums]:
+    """Turn the last hidden states into the gradients of labels' log-likelihood, drawn with a seed for each window.
+
+    Returns:
+        The statistics of the wanted linears of the head.
+    """
     device = part.decoder.device
+    seeds = label_seeds(run.seed, run.windows.tolist())
     windows = tokens = 0
-    with part.weights() as head, _watching(part.linears, world) as grams:
+    sums = GramSums(part, head, run.world)
+    with torch.enable_grad(), sums.watching():
         for waiting in hidden:
             states = waiting.to(device).detach().requires_grad_(True)
             logits = head(states).float()
@@ -129,7 +159,7 @@ def head_gradients(
             waiting.copy_(_gradient(states))
             windows += len(logits)
             tokens += labels.numel()
-    _finish(files, part, grams, grams.reduce(tokens))
+    return sums.reduce(tokens)
 
 
 def _draw(logits: torch.Tensor, seed: int) -> torch.Tensor:
@@ -138,32 +168,47 @@ def _draw(logits: torch.Tensor, seed: int) -> torch.Tensor:
     return torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(1)
 
 
-def block_gradients(
+def block_statistics(
+    run: Backpropagation,
     part: Part,
+    block: nn.Module,
     batches: list[Batch],
     hidden: list[torch.Tensor],
-    gradients: list[torch.Tensor],
-    files: StatisticsFiles,
-    world: World = ALONE,
-) -> None:
-    """Turn the gradients of the hidden states after a block into those of the hidden states before it, in place."""
+    after: list[torch.Tensor],
+    before: list[torch.Tensor] | None = None,
+) -> dict[str, LayerSums]:
+    """Return the statistics of the wanted linears of a block.
+
+    Args:
+        run: model and tokens.
+        part, block: the block, with its weights in memory.
+        batches: for the arguments of the block.
+        hidden: hidden states before the block.
+        after: gradients of the hidden states after the block.
+        before: takes the gradients of the hidden states before the block, if given; may be `after`.
+    """
+    sums = GramSums(part, block, run.world, run.scattered)
+    with sums.watching():
+        for index, (batch, states) in enumerate(zip(batches, hidden, strict=True)):
+            gradient = go_back(part, block, batch, states, after[index])
+            if before is not None:
+                before[index].copy_(gradient)
+
+    def pass_all() -> None:
+        for batch, states in zip(batches, hidden, strict=True):
+            part.run(block, replace(batch, hidden=states))
+
+    return sums.reduce(sum(batch.tokens for batch in batches), pass_all)
+
+
+def go_back(part: Part, block: nn.Module, batch: Batch, hidden: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of the hidden states before a block, on the CPU, from the gradient of those after it."""
     decoder = part.decoder
-    with part.weights() as block:
-        with _watching(part.linears, world) as grams:
-            for batch, states, after in zip(batches, hidden, gradients, strict=True):
-                # Detached: the gradient must not live as long as the states, which are kept for the whole block.
-                states = states.to(decoder.device).detach().requires_grad_(True)
-                batch.handed_on.backward(after.to(decoder.device), decoder.forward, part.index, block, states, batch)
-                after.copy_(_gradient(states))
-
-        def pass_all() -> None:
-            for batch, states in zip(batches, hidden, strict=True):
-                part.run(block, replace(batch, hidden=states))
-
-        total = grams.reduce(sum(batch.tokens for batch in batches))
-        with torch.no_grad():
-            grams.complete(block, part.linears, pass_all)
-    _finish(files, part, grams, total)
+    with torch.enable_grad():
+        # Detached: the gradient must not live as long as the states, which are kept for the whole block.
+        states = hidden.to(decoder.device).detach().requires_grad_(True)
+        batch.handed_on.backward(after.to(decoder.device), decoder.forward, part.index, block, states, batch)
+    return _gradient(states)
 
 
 def _gradient(states: torch.Tensor) -> torch.Tensor:
@@ -171,104 +216,21 @@ def _gradient(states: torch.Tensor) -> torch.Tensor:
     return states.grad.to("cpu")
 
 
-class _Grams:
-    """Sums of a block's grams while it runs.
-
-    Attributes:
-        inputs: of each input, over the tokens that reach it.
-        outputs: linear -> diagonal blocks, over the same tokens.
-        world: whose processes have a part of the sums each, until `reduce`.
-    """
-
-    def __init__(self, world: World) -> None:
-        self.inputs = HessianCollector()
-        self.outputs: dict[str, list[torch.Tensor]] = {}
-        self.world = world
-
-    def reduce(self, tokens: int) -> int:
-        """Sum over the processes; `tokens` is what this one saw. Return how many tokens all of them saw."""
-        self.inputs.hessians = reduce_hessians(self.world, self.inputs.hessians)
-        parts = {(name, index): part for name, parts in self.outputs.items() for index, part in enumerate(parts)}
-        self.outputs = {}
-        for (name, _), part in self.world.sum(parts).items():
-            self.outputs.setdefault(name, []).append(part)
-        return sum(self.world.gather(lambda: tokens))
-
-    def complete(self, block: nn.Module, linears: Mapping[str, nn.Linear], run: Callable[[], None]) -> None:
-        """Complete experts with fewer tokens than channels; `run` passes all tokens through the block."""
-        routed = {name: hessian.tokens for hessian in self.inputs.hessians for name in hessian.shared.names}
-        reduce = partial(reduce_hessians, self.world)
-        self.inputs.hessians = complete_experts(block, linears, self.inputs.hessians, run, reduce)
-        counted = {name: hessian.tokens for hessian in self.inputs.hessians for name in hessian.shared.names}
-        complete_gradients(block, linears, self.outputs, routed, counted)
-
-    def hook(self, name: str) -> Callable[[nn.Module, object, torch.Tensor], None]:
-        """Return a forward hook that adds the gradients at the output of a linear to its grams."""
-
-        def add(gradient: torch.Tensor) -> None:
-            rows = gradient.reshape(-1, gradient.shape[-1]).to(torch.float32)
-            blocks = rows.split(LARGEST_BLOCK, 1)
-            if name not in self.outputs:
-                self.outputs[name] = [rows.new_zeros(part.shape[1], part.shape[1]) for part in blocks]
-            for gram, part in zip(self.outputs[name], blocks, strict=True):
-                gram.addmm_(part.T, part)
-
-        def see(_module: nn.Module, _inputs: object, output: torch.Tensor) -> None:
-            if output.requires_grad:  # not of constants, as Zaya has them before the first token
-                output.register_hook(add)
-
-        return see
-
-
-@contextmanager
-def _watching(linears: Mapping[str, nn.Linear], world: World) -> Iterator[_Grams]:
-    grams = _Grams(world)
-    handles = [linear.register_forward_hook(grams.hook(name)) for name, linear in linears.items()]
-    try:
-        with grams.inputs.watching(linears):
-            yield grams
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _finish(files: StatisticsFiles, part: Part, grams: _Grams, total: int) -> None:
-    """Turn the sums into means over tokens, of which there are `total`, check and write them.
+def _write(files: StatisticsFiles, part: Part, statistics: Mapping[str, LayerSums], world: World) -> None:
+    """Write the statistics of a part.
 
     A file that an interrupted run wrote is kept, if it wrote the file for the same model.
     """
     parts = model_parts(part.decoder, ())
     # The head comes first, when everything was read.
     files.source = files.source or [part.decoder.digest(one.own_tensors()) for one in parts]
-    called = [name for hessian in grams.inputs.hessians for name in hessian.shared.names]
-    if unmoved := [name for name in called if name not in grams.outputs]:
-        hint = f"Leave it out, with --ignore {unmoved[0]}"
-        raise NumericalError(unmoved[0], "a linear that the loss depends on", "no gradient", hint)
-    statistics = {}
-    for hessian in grams.inputs.hessians:
-        for name in hessian.shared.names:
-            outputs = [gram / total for gram in grams.outputs[name]]
-            mean, leader = hessian.matrix / hessian.tokens, hessian.shared.leader
-            statistics[name] = LayerStatistics(mean, outputs, hessian.tokens, leader, hessian.note)
-            _require_finite(name, statistics[name])
-    if missing := sorted(part.linears.keys() - statistics.keys()):
-        hint = f"Its block does not call it on this text: leave it out, with --ignore {missing[0]}"
-        raise NumericalError(missing[0], "a linear that is called while the model runs", "no call", hint)
 
     def write() -> None:
         if not files.path(part.index).exists():
-            return files.write(part.index, statistics)
+            return files.write(part.index, {name: layer.to(torch.device("cpu")) for name, layer in statistics.items()})
         files.read(part.index)
         for one, digest in zip(parts, files.noted[part.index], strict=True):
             one.require_same(digest, part.decoder.digest(one.own_tensors()), files.directory)
 
     if statistics:
-        grams.world.from_first(write)
-
-
-def _require_finite(name: str, statistics: LayerStatistics) -> None:
-    """Raise NumericalError if activations or gradients of a linear are not finite."""
-    for what, gram in (("activations", statistics.inputs), *(("gradients", gram) for gram in statistics.outputs)):
-        if not torch.isfinite(gram).all():
-            hint = "The model overflows on this text, or its weights are damaged."
-            raise NumericalError(name, f"finite calibration {what}", "NaN or infinity", hint)
+        world.from_first(write)

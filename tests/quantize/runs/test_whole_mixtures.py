@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -10,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from helpers.drawn import drawn_labels
 from helpers.mixtures import never_choose
 from vllm_latq.format.verify import verify
-from vllm_latq.quantize.calibration.fisher import collect_statistics
+from vllm_latq.quantize.calibration.fisher import Backpropagation, collect_statistics
 from vllm_latq.quantize.calibration.fisher_files import StatisticsFiles
 from vllm_latq.quantize.certificate.certificate import verify_certificate
 from vllm_latq.quantize.evaluation.evaluate import window_statistics
@@ -28,7 +29,7 @@ TOKENS, SEED = torch.randint(3, 2048, (2, 60), generator=torch.Generator().manua
 def statistics(directory: Path, samples: torch.Tensor, files: StatisticsFiles) -> dict[str, LayerStatistics]:
     """Return the statistics of the linears of the first block."""
     decoder = Decoder(directory, "cpu")
-    collect_statistics(decoder, samples, dict(decoder.linears(0)), files, SEED)
+    collect_statistics(Backpropagation(decoder, samples, dict(decoder.linears(0)), SEED), files)
     return files.read(0)
 
 
@@ -68,8 +69,16 @@ def routed_gradients(model: Any, directory: Path, samples: torch.Tensor) -> dict
     return {name: output.grad for name, output in seen.items() if output.grad is not None}
 
 
-def test_gradients_are_those_of_routed_tokens(random_model: Any, tmp_path: Path) -> None:
-    """Means over all tokens; what few tokens reach gets the mean of the layer's experts for each missing one."""
+@pytest.mark.parametrize("sharing", [False, True])
+def test_gradients_are_those_of_routed_tokens(
+    sharing: bool, random_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Means over all tokens; what few tokens reach gets the mean of the layer's experts for each missing one.
+
+    Where experts share G, it is the mean over all of them, with the trace of each expert's own gradients.
+    """
+    if sharing:
+        monkeypatch.setattr("vllm_latq.quantize.calibration.gram_sums.MOST_OWN", 0)
     directory, model = random_model("mixtral", "whole-mixtral", **EXPERTS)
     found = statistics(directory, TOKENS, StatisticsFiles(tmp_path))
     gradients = routed_gradients(model, directory, TOKENS)
@@ -83,6 +92,8 @@ def test_gradients_are_those_of_routed_tokens(random_model: Any, tmp_path: Path)
             missing = max(0, channels - len(gradients[name]))
             completed += missing
             expected = gradients[name].T @ gradients[name] + missing * every.T @ every / len(every)
+            if sharing:
+                expected = expected.trace() / every.square().sum() * every.T @ every
             (gram,) = found[name].outputs
             assert found[name].tokens == len(gradients[name]) + missing
             assert bool(found[name].note) is bool(missing)
