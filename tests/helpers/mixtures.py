@@ -20,11 +20,20 @@ from vllm_latq.serving.operands import make_operands, stack_operands
 EXPERTS, HIDDEN, INTERMEDIATE = 5, 96, 64
 
 
+# Constants of the activations that take them: a clamp that many random values reach, and gpt-oss's alpha and beta.
+CONSTANTS = {"swiglu": (0.5, 1.702, 1.0), "swiglustep": (0.25,)}
+
+
 class Mixture:
     """Random experts: operands for the operator on a device, and dense matrices for the reference on the CPU."""
 
     def __init__(
-        self, scheme: LayerScheme, dtype: torch.dtype = torch.float32, activation: str = "silu", device: Any = "cpu"
+        self,
+        scheme: LayerScheme,
+        dtype: torch.dtype = torch.float32,
+        activation: str = "silu",
+        device: Any = "cpu",
+        biased: bool = False,
     ) -> None:
         self.dense: list[list[torch.Tensor]] = []
         self.stacks, operands = [], []
@@ -36,8 +45,15 @@ class Mixture:
             stack = stack_operands(made, "experts")
             self.stacks.append([*stack.tensors().values()])
             operands.append(stack)
-        self.constants = expert_constants(operands[0], operands[1], EXPERTS, activation)
-        self.activation = ACTIVATIONS[activation]
+        constants = CONSTANTS.get(activation, ())
+        self.constants = expert_constants(operands[0], operands[1], EXPERTS, activation, constants)
+        self.activation = lambda y: ACTIVATIONS[activation](y, *constants)
+        generator = torch.Generator().manual_seed(7)
+        sizes = (first, HIDDEN) if biased else ()
+        # Of numbers that float16 holds.
+        biases = [torch.randint(-8, 9, (EXPERTS, size), generator=generator) / 16 for size in sizes]
+        self.dense_biases = biases or [[None] * EXPERTS] * 2
+        self.biases = [bias.to(device, dtype) for bias in biases]
 
     @staticmethod
     def _served(scheme: LayerScheme, rows: int, cols: int, seed: int) -> Merged:
@@ -48,11 +64,12 @@ class Mixture:
 
     def __call__(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """Return what the operator computes."""
-        return run_experts(x, weights, ids, self.stacks[0], self.stacks[1], self.constants)
+        return run_experts(x, weights, ids, self.stacks[0], self.stacks[1], self.biases, self.constants)
 
     def run(self, x: torch.Tensor, expert: int) -> torch.Tensor:
         """Return the outputs of one dense expert."""
-        return functional.linear(self.activation(functional.linear(x, self.dense[0][expert])), self.dense[1][expert])
+        first, second = ((self.dense[n][expert], self.dense_biases[n][expert]) for n in range(2))
+        return functional.linear(self.activation(functional.linear(x, *first)), *second)
 
     def reference(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """Return the weighted sum of the chosen dense experts; ids outside the range are on other ranks."""
