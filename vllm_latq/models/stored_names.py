@@ -15,7 +15,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, Transpose, WeightConverter, WeightRenaming, rename_source_key
 
 from vllm_latq.errors import UnsupportedModelError
-from vllm_latq.models.experts import FUSED, fused_experts, matrices_shape, split_experts
+from vllm_latq.models.experts import BIAS, FUSED, fused_experts, matrices_shape, split_experts
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,8 @@ def stored_names(
             for linear, tensors in zip(layer.linears, layer.matrices, strict=True):
                 for expert, tensor in enumerate(tensors):
                     sources[f"{layer.name}.{expert}.{linear}.weight"] = _Source([tensor])
+                    bias = f"{tensor.removesuffix('.weight')}.bias"
+                    sources[f"{layer.name}.{expert}.{linear}.bias"] = _Source([bias])
     # A tensor that transformers makes by another rule has no linear of its own, and keeps its name.
     return {name: sources.get(name, _NOTHING).single or name for name in model.state_dict()}
 
@@ -135,6 +137,7 @@ def fused_tensors(model: Any, stored: Collection[str]) -> dict[str, dict[str, st
         stored: names of all tensors in the checkpoint; one may hold the matrices of its experts transposed.
     """
     modules, found = fused_experts(model), {}
+    biases = {name for name, _ in model.named_parameters() if name.endswith(BIAS)}
     if not modules:
         return {}
     transposes = {
@@ -145,7 +148,8 @@ def fused_tensors(model: Any, stored: Collection[str]) -> dict[str, dict[str, st
     }
     sources = _sources(model, stored)
     for name, parts in modules.items():
-        own = {leaf: sources.get(f"{name}.{leaf}", _NOTHING) for leaf in parts}
+        leaves = [*parts, *(f"{leaf}{BIAS}" for leaf in parts if f"{name}.{leaf}{BIAS}" in biases)]
+        own = {leaf: sources.get(f"{name}.{leaf}", _NOTHING) for leaf in leaves}
         tensors = {
             leaf: [*source.plain, *(tensor for rule in transposes for tensor in source.converted.get(rule, []))]
             for leaf, source in own.items()
