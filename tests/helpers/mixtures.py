@@ -12,7 +12,7 @@ from helpers.builders import random_weight
 from vllm_latq.format.encodings.packed import PackedWeight
 from vllm_latq.format.reader import CheckpointReader
 from vllm_latq.format.scheme import LayerScheme
-from vllm_latq.models.experts import is_llama4
+from vllm_latq.models.experts import is_interleaved, is_transposed
 from vllm_latq.serving.experts import ACTIVATIONS, expert_constants, run_experts
 from vllm_latq.serving.merging import Merged, decode, merge
 from vllm_latq.serving.operands import make_operands, stack_operands
@@ -138,8 +138,11 @@ def into_fused(model: Any, checkpoint: Path) -> None:
                 continue
             experts, _, expert = parent.rpartition(".")
             fused = modules[experts].gate_up_proj if leaf != "down_proj" else modules[experts].down_proj
-            if is_llama4(modules[experts]):
+            if is_transposed(modules[experts]):
                 fused = fused.transpose(1, 2)
             rows = len(weight)
+            if leaf != "down_proj" and is_interleaved(modules[experts]):
+                fused[int(expert), leaf == "up_proj" :: 2].copy_(weight)
+                continue
             start = rows if leaf == "up_proj" else 0
             fused[int(expert), start : start + rows].copy_(weight)
