@@ -1,7 +1,9 @@
 """Small mixtures of experts: on quantized weights with a dense reference, with an unused expert, and stored fused."""
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -125,16 +127,20 @@ def fuse_experts(model: Path, transposed: bool = False) -> None:
     save_file(fused, model / "model.safetensors", metadata={"format": "pt"})
 
 
-def into_fused(model: Any, checkpoint: Path) -> None:
-    """Copy the dequantized weights of a checkpoint into a transformers model that stores its experts fused."""
+def into_fused(model: Any, checkpoint: Path, names: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Copy the dequantized weights of a checkpoint into a transformers model that stores its experts fused.
+
+    `names` maps a module of the checkpoint to the module of the model, where they differ.
+    """
     reader = CheckpointReader(checkpoint)
     modules = dict(model.named_modules())
     with torch.no_grad():
         for name in reader.shapes:
-            parent, _, leaf = name.rpartition(".")
+            own = names.get(name, name)
+            parent, _, leaf = own.rpartition(".")
             weight = reader.weight(name).dequantize()
-            if name in modules:
-                modules[name].weight.copy_(weight)
+            if own in modules:
+                modules[own].weight.copy_(weight)
                 continue
             experts, _, expert = parent.rpartition(".")
             fused = modules[experts].gate_up_proj if leaf != "down_proj" else modules[experts].down_proj
