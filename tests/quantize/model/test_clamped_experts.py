@@ -40,6 +40,15 @@ FAMILIES: dict[str, tuple[dict[str, Any], Recipe]] = {
         Recipe("latq", bits=5.0, **SAMPLES),
     ),
     "hy_v4": ({"qk_rope_head_dim": 16, **LATENT, **EXPERTS}, GPTQ),
+    # transformers makes one linear of gate and up of its dense layer and shared experts.
+    "minimax_m3_vl": (
+        {
+            **{"num_local_experts": 4, "moe_layer_freq": [0, 1], "swiglu_alpha": 1.5},
+            **{"intermediate_size": 48, "dense_intermediate_size": 96},
+            **EXPERTS,
+        },
+        GPTQ,
+    ),
     "glm5_next": (
         {
             **{"qk_rope_head_dim": 0, "moe_intermediate_size": 48, "index_kpool": 4},
@@ -51,9 +60,9 @@ FAMILIES: dict[str, tuple[dict[str, Any], Recipe]] = {
     ),
 }
 FUSED = ("gpt_oss", "hy_v4")  # families that transformers stores with one tensor for a layer's experts
-MULTIMODAL = ("glm5_next",)
-# Largest difference of logits: transformers multiplies by gpt-oss's matrices in another order.
-TOLERANCES = {"gpt_oss": 2e-6}
+MULTIMODAL = ("minimax_m3_vl", "glm5_next")
+# Largest difference of logits: transformers multiplies by these families' matrices in other pieces.
+TOLERANCES = {"gpt_oss": 2e-6, "minimax_m3_vl": 2e-6}
 TOKENS = torch.randint(3, 2048, (3, 20), generator=torch.Generator().manual_seed(1))
 known = [
     pytest.param(
@@ -108,6 +117,21 @@ def test_quantized_and_loaded_again(
         torch.testing.assert_close(loaded(TOKENS).logits, expected, rtol=0, atol=2e-5)
         without_clamps(same)
         assert (same(TOKENS).logits - expected).abs().max() > 0.01
+
+
+def test_joined_linears_that_stay(mini_model: Path, make_dense_twin: Any, tmp_path: Path) -> None:
+    """One of MiniMax-M3's gates stays unquantized beside others; or none of what transformers joins is quantized."""
+    changes, _ = FAMILIES["minimax_m3_vl"]
+    random_multimodal(tmp_path / "source", "minimax_m3_vl", mini_model, **changes)
+    shared = ("shared_experts.gate_proj", "shared_experts.up_proj")
+    dense = ("layers.0.block_sparse_moe.gate_proj", "layers.0.block_sparse_moe.up_proj")
+    for number, ignore in enumerate((shared, (*shared, *dense))):
+        out = tmp_path / f"out{number}"
+        quantize_checkpoint(Recipe("rtn", 4, group_size=16, ignore=("lm_head", *ignore)), tmp_path / "source", out)
+        loaded, _ = load_model(out, "cpu")
+        same, _ = load_model(make_dense_twin(out, tmp_path / f"dense{number}"), "cpu")
+        with torch.no_grad():
+            torch.testing.assert_close(loaded(TOKENS).logits, same(TOKENS).logits, rtol=0, atol=2e-5)
 
 
 def test_biases_of_experts(random_model: Any, tmp_path: Path) -> None:
