@@ -36,7 +36,7 @@ LATENT = {
 # Changes to the configuration of a tiny model, and how it is quantized.
 FAMILIES: dict[str, tuple[dict[str, Any], Recipe]] = {
     "gpt_oss": (
-        {"num_local_experts": 4, **EXPERTS},
+        {"num_hidden_layers": 1, "num_local_experts": 4, **EXPERTS},
         Recipe("latq", bits=5.0, **SAMPLES),
     ),
     "hy_v4": ({"qk_rope_head_dim": 16, **LATENT, **EXPERTS}, GPTQ),
