@@ -108,7 +108,7 @@ def _identity(recipe: Recipe, decoder: Decoder, calibration: str | None, samples
         "config": hashlib.sha256((source / "config.json").read_bytes()).hexdigest(),
         "weights": decoder.store.sampled_digest(),
         "calibration": calibration,
-        "tokens": None if samples is None else hashlib.sha256(samples.tokens.numpy().tobytes()).hexdigest(),
+        "tokens": None if samples is None else samples.digest(),
         "version": vllm_latq.__version__,
     }
 
