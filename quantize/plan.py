@@ -15,7 +15,8 @@ more sum [c, r] per block.
             activations  num_samples * seq_len * hidden_size in the compute dtype, for each copy that waits: one; two
                          where targets are corrected; the inputs of all blocks and the outputs of the last where
                          gradients are needed. With --offload disk they wait on disk
-    disk    statistics   the tensors of all statistics files: one X^T X per input, and every G
+    disk    statistics   the tensors of all statistics files: one X^T X per input, and every G; none where they are
+                         made again
             checkpoint   the tensors of the checkpoint: the quantized linears, as planned, and all that stays as it is
 
 The block of `hessians` and `gradients` is the one whose sum is largest; the head is one more, if it is quantized.
@@ -29,14 +30,14 @@ from typing import Any
 from torch import nn
 
 from vllm_latq.format.encodings.registry import tensor_specs
-from vllm_latq.quantize.calibration.fisher import LARGEST_BLOCK
+from vllm_latq.quantize.calibration.recomputed import gram_bytes, made_again
 from vllm_latq.quantize.calibration.windows import check_seq_len
 from vllm_latq.quantize.methods.record import totals
 from vllm_latq.quantize.model.anatomy import parts_outside
 from vllm_latq.quantize.model.decoder import Decoder
 from vllm_latq.quantize.model.loading import compute_dtype, torch_device
 from vllm_latq.quantize.model.parts import model_parts
-from vllm_latq.quantize.model.selection import beside, matrices, merged_with, quantized_linears, suited
+from vllm_latq.quantize.model.selection import beside, matrices, quantized_linears, suited
 from vllm_latq.quantize.recipe import AVERAGE_METHODS, Recipe
 
 # Keys of the totals that only a run can measure.
@@ -137,7 +138,7 @@ def _needs(
     outside = parts_outside(decoder.model, "", (decoder.anatomy.blocks, *decoder.anatomy.towers))
     sees_loss = recipe.method == "latq"
     corrected = recipe.target != "quantized"
-    grams = [_gram_bytes(part.linears) for part in model_parts(decoder, quantized)]
+    grams = [gram_bytes(part.linears) for part in model_parts(decoder, quantized)]
     sums = 3 * corrected + (recipe.method == "latq" or not corrected)  # of each input
     hessians, gradients = max(((sums * inputs, sees_loss * outputs) for inputs, outputs in grams), key=sum)
     copies = len(decoder) + 1 if sees_loss else 1 + corrected
@@ -150,7 +151,7 @@ def _needs(
             "gradients": gradients,
             "activations": reads_text * copies * hidden * decoder.dtype.itemsize,
         },
-        "disk": {"statistics": sees_loss * sum(map(sum, grams))},
+        "disk": {"statistics": sees_loss * (not made_again(decoder, quantized)) * sum(map(sum, grams))},
     }
 
 
@@ -158,16 +159,6 @@ def _nbytes(modules: Iterable[nn.Module]) -> int:
     """Return the bytes of the modules' own parameters and buffers; a tensor that several modules share counts once."""
     own = (tensor for one in modules for tensor in (*one.parameters(recurse=False), *one.buffers(recurse=False)))
     return sum({id(tensor): tensor.nbytes for tensor in own}.values())
-
-
-def _gram_bytes(linears: Mapping[str, nn.Linear]) -> tuple[int, int]:
-    """Return the bytes of X^T X of the inputs of a part's linears, and of G of their outputs."""
-    channels = {min([name, *merged_with(name, linears)]): linear.in_features for name, linear in linears.items()}
-    outputs = 0
-    for linear in linears.values():
-        whole, rest = divmod(linear.out_features, LARGEST_BLOCK)
-        outputs += whole * LARGEST_BLOCK**2 + rest**2
-    return 4 * sum(size**2 for size in channels.values()), 4 * outputs
 
 
 def _untouched_bytes(decoder: Decoder, quantized: Mapping[str, nn.Linear]) -> int:

@@ -1,6 +1,7 @@
-"""The lattices of all linears of a model, and the step they share: from statistics on disk, one input after the other.
+"""The lattices of all linears of a model, and the step they share: from statistics, one input after the other.
 
-    collect     one pass forward and one backward  -> FOLDER/statistics-*.safetensors
+    collect     one pass forward and one backward  -> FOLDER/statistics-*.safetensors; or, of a model whose statistics
+                would not fit a disk, gradients, from which the statistics of one part at a time are made again
     allocation  what each price of a bit would take -> rates and bits; twice, as damping goes by the price
     lattices    of the linears of one input, with the damping that this step asks for
 
@@ -8,8 +9,8 @@ Invariant: everything depends on the model, the samples and the recipe only. A q
 checkpoint get the same, and so do the processes that share a run.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TypeVar
@@ -20,9 +21,10 @@ from torch import nn
 from vllm_latq.errors import ConfigError, naming
 from vllm_latq.events import Progress, ignore_progress
 from vllm_latq.quantize.allocation.rates import Allocation
-from vllm_latq.quantize.calibration.fisher import Stages, collect_statistics, ignore_stages
+from vllm_latq.quantize.calibration.fisher import Backpropagation, Stages, collect_statistics, ignore_stages
 from vllm_latq.quantize.calibration.fisher_files import StatisticsFiles
 from vllm_latq.quantize.calibration.hessian import InputHessian
+from vllm_latq.quantize.calibration.recomputed import RecomputedStatistics, made_again
 from vllm_latq.quantize.lattice.factor import require_finite
 from vllm_latq.quantize.lattice.grams import LayerStatistics
 from vllm_latq.quantize.lattice.targets import Drift
@@ -47,8 +49,6 @@ ALLOCATIONS = 2
 # Name of the stage.
 ALLOCATION = "allocation"
 
-# Names of the linears that read one input -> their weights, float32 [r, c], and their statistics.
-InputGroup = tuple[dict[str, torch.Tensor], dict[str, LayerStatistics]]
 T = TypeVar("T")
 
 
@@ -63,7 +63,7 @@ class _Priced:
     unreached: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass
 class ModelLattice:
     """The linears of a model as its loss sees them.
 
@@ -80,6 +80,7 @@ class ModelLattice:
     recipe: Recipe
     folder: Path
     world: World = ALONE
+    _again: RecomputedStatistics | None = field(default=None, init=False)
 
     @cached_property
     def parts(self) -> list[Part]:
@@ -88,11 +89,14 @@ class ModelLattice:
 
     def collect(self, samples: torch.Tensor, place: Place, stages: Stages = ignore_stages) -> None:
         """Collect the statistics, unless an interrupted run left them all; ConfigError if it left another model's."""
+        run = Backpropagation(self.decoder, samples, self.quantized, self.recipe.seed, place, self.world)
+        if made_again(self.decoder, self.quantized):
+            self._again = RecomputedStatistics(run, stages)
+            return
         files, parts = StatisticsFiles(self.folder), [part.index for part in self.parts]
         self._require_everywhere(self.folder.parent.is_dir)
         if not self.world.from_first(lambda: files.complete(parts)):
-            run = (self.decoder, samples, self.quantized, files, self.recipe.seed)
-            collect_statistics(*run, place, self.world, stages)
+            collect_statistics(run, files, stages)
         self._require_everywhere(lambda: files.complete(parts))
         files.read(parts[0])
         for part in model_parts(self.decoder, self.quantized):
@@ -113,22 +117,27 @@ class ModelLattice:
         """Raise ConfigError unless a part has the tensors of which statistics note the digests."""
         part.require_same(noted[part.index], self.decoder.digest(part.own_tensors()), self.folder)
 
-    def groups(self, part: Part) -> list[dict[str, LayerStatistics]]:
-        """Return the statistics of a part's linears, with the linears of one input together."""
-        files = StatisticsFiles(self.folder)
-        statistics = files.read(part.index) if part.linears else {}
-        if part.linears:
-            self._require_same(part, files.noted[part.index])
+    def groups(self, part: Part, module: nn.Module) -> list[dict[str, LayerStatistics]]:
+        """Return the statistics of a part's linears, with the linears of one input together.
+
+        Args:
+            part: the part. All processes ask for the same parts, in the order of the model.
+            module: the part's module, with its own weights in memory.
+        """
+        if not part.linears:
+            return []
+        statistics = self._again.of(part, module) if self._again else self._stored(part)
         leaders = dict.fromkeys(statistics[name].leader for name in part.linears)
         return [
             {name: statistics[name] for name in part.linears if statistics[name].leader == leader} for leader in leaders
         ]
 
-    def inputs(self, part: Part) -> Iterator[InputGroup]:
-        """Yield weights and statistics of a part's linears, one input after the other, on the model's device."""
-        with part.weights():
-            for members in self.groups(part):
-                yield {name: full_weight(part.linears[name]) for name in members}, self.on_device(members)
+    def _stored(self, part: Part) -> dict[str, LayerStatistics]:
+        """Return the statistics of a part from its file."""
+        files = StatisticsFiles(self.folder)
+        statistics = files.read(part.index)
+        self._require_same(part, files.noted[part.index])
+        return statistics
 
     def on_device(self, members: Mapping[str, LayerStatistics]) -> dict[str, LayerStatistics]:
         """Return statistics on the device of the model."""
@@ -141,20 +150,35 @@ class ModelLattice:
     ) -> list[T]:
         """Return `make(weights, statistics)` of every input, in the model's order.
 
-        The processes share the parts, and all get everything; the progress of each is that of its own parts.
+        The processes share the inputs of each part, and all get everything. Weights are [r, c] in float32, and tensors
+        are on the model's device.
         """
-        mine = self.parts[self.world.rank :: self.world.size]
+        made: list[T] = []
+        for done, part in enumerate(self.parts):
+            progress(done, len(self.parts))
+            with part.weights() as module:
+                made += self._of_part(part, self.groups(part, module), make)
+        progress(len(self.parts), len(self.parts))
+        return made
 
-        def make_mine() -> dict[int, list[T]]:
-            made = {}
-            for done, part in enumerate(mine):
-                progress(done, len(mine))
-                made[part.index] = [make(*group) for group in self.inputs(part)]
-            progress(len(mine), len(mine))
-            return made
+    def _of_part(
+        self,
+        part: Part,
+        groups: list[dict[str, LayerStatistics]],
+        make: Callable[[dict[str, torch.Tensor], dict[str, LayerStatistics]], T],
+    ) -> list[T]:
+        """Return `make(weights, statistics)` of every input of a part, in the order of `groups`."""
 
-        made = {index: of_part for share in self.world.gather(make_mine) for index, of_part in share.items()}
-        return [one for part in self.parts for one in made[part.index]]
+        def make_mine() -> dict[str, T]:
+            return {
+                next(iter(members)): make(
+                    {name: full_weight(part.linears[name]) for name in members}, self.on_device(members)
+                )
+                for members in self.world.mine(groups, effort)
+            }
+
+        made = {leader: one for share in self.world.gather(make_mine) for leader, one in share.items()}
+        return [made[next(iter(members))] for members in groups]
 
     def allocation(self, progress: Progress = ignore_progress) -> Allocation:
         """Return the allocation of the model's bits; ConfigError if the lowest rates take more."""
@@ -208,6 +232,18 @@ def after_prefix(
         for part in drift.sums:
             require_finite(part, "drift of the activations")
     return {name: replace(layer, inputs=inputs) for name, layer in members.items()}, drift
+
+
+def effort(members: Mapping[str, LayerStatistics]) -> int:
+    """Return the work of an input: outputs * channels * (outputs + channels), summed over its linears.
+
+    The outputs are those whose gradients are correlated.
+    """
+    efforts = []
+    for layer in members.values():
+        channels = len(layer.inputs)
+        efforts += [len(gram) * channels * (len(gram) + channels) for gram in layer.outputs]
+    return sum(efforts)
 
 
 def full_weight(linear: nn.Linear) -> torch.Tensor:

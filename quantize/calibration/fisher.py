@@ -19,9 +19,9 @@ Invariant: one block is in memory at a time, and its grams; they go to disk, a f
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -55,54 +55,83 @@ def ignore_stages(_stage: str) -> Progress:
     return ignore_progress
 
 
-def collect_statistics(
-    decoder: Decoder,
-    samples: torch.Tensor,
-    wanted: Mapping[str, nn.Linear],
-    files: StatisticsFiles,
-    seed: int,
-    place: Place = lambda hidden: hidden,
-    world: World = ALONE,
-    stages: Stages = ignore_stages,
-) -> None:
+@dataclass(frozen=True)
+class Backpropagation:
+    """The calibration tokens, and the model that they pass forward and backward through.
+
+    Attributes:
+        decoder: the model.
+        samples: token ids int64 [n, tokens], of all processes.
+        wanted: full name -> linear whose statistics are wanted.
+        seed: of the labels.
+        place: moves hidden states to where they wait, the inputs of all blocks and the last one's outputs at once;
+            gradients take the place of hidden states.
+        world: the processes that share the run.
+    """
+
+    decoder: Decoder
+    samples: torch.Tensor
+    wanted: Mapping[str, nn.Linear]
+    seed: int
+    place: Place = lambda hidden: hidden
+    world: World = ALONE
+
+    @property
+    def windows(self) -> torch.Tensor:
+        """Indices of this process's samples, int64 [n]."""
+        return self.world.split(torch.arange(len(self.samples)))
+
+    def embed(self) -> list[Batch]:
+        """Return this process's tokens before the first block."""
+        at_once = max(1, TOKENS_PER_GRADIENT // self.samples.shape[1])
+        return self.decoder.embed(self.samples[self.windows], at_once, self.place)
+
+    def parts(self) -> list[Part]:
+        """Return every part of the model."""
+        return model_parts(self.decoder, self.wanted)
+
+    def forward(self, batches: list[Batch], progress: Progress) -> list[list[torch.Tensor]]:
+        """Pass the tokens through all blocks; return each block's inputs and, last, the outputs of the last block."""
+        *blocks, _ = self.parts()
+        waiting = [[batch.hidden for batch in batches]]
+        progress(0, len(blocks))
+        for part in blocks:
+            with part.weights() as block, torch.no_grad():
+                waiting.append([self.place(part.run(block, batch)) for batch in batches])
+            for batch, hidden in zip(batches, waiting[-1], strict=True):
+                batch.hidden = hidden
+            return_freed_memory()
+            progress(part.index + 1, len(blocks))
+        return waiting
+
+
+def collect_statistics(run: Backpropagation, files: StatisticsFiles, stages: Stages = ignore_stages) -> None:
     """Run the model forward and backward once, and write the statistics of the wanted linears.
 
     Args:
-        decoder: the model.
-        samples: token ids int64 [n, tokens], of all processes.
-        wanted: full name -> linear.
+        run: model and tokens.
         files: where the first process writes them; those there already, from an interrupted run, are left as they are.
-        seed: of the labels.
-        place: moves hidden states to where they wait, the inputs of all blocks and the last one's outputs at once;
-            gradients take the place of the latter.
-        world: the processes that share the run.
         stages: gives the progress of three stages, whose parts take unlike times: all blocks forward, the head, all
             blocks backward.
 
     Raises:
         NumericalError: activations or gradients that are not finite, or a linear that was never called.
     """
-    windows = world.split(torch.arange(len(samples)))
-    batches = decoder.embed(samples[windows], max(1, TOKENS_PER_GRADIENT // samples.shape[1]), place)
-    *blocks, head = model_parts(decoder, wanted)
-    inputs = [[batch.hidden for batch in batches]]
     forward, at_head, backward = map(stages, STAGES)
-    forward(0, len(blocks))
-    for part in blocks:
-        with part.weights() as block, torch.no_grad():
-            inputs.append([place(part.run(block, batch)) for batch in batches])
-        for batch, hidden in zip(batches, inputs[-1], strict=True):
-            batch.hidden = hidden
-        return_freed_memory()
-        forward(part.index + 1, len(blocks))
+    batches, (*blocks, head) = run.embed(), run.parts()
+    inputs = run.forward(batches, forward)
     gradients = inputs.pop()
     at_head(0, 1)
-    head_gradients(head, gradients, files, label_seeds(seed, windows.tolist()), world)
+    with head.weights() as module:
+        statistics = head_statistics(run, head, module, gradients)
+    _write(files, head, statistics, run.world)
     at_head(1, 1)
     for part in reversed(blocks):
         backward(len(blocks) - 1 - part.index, len(blocks))
         return_freed_memory()
-        block_gradients(part, batches, inputs.pop(), gradients, files, world)
+        with part.weights() as module:
+            statistics = block_statistics(run, part, module, batches, inputs.pop(), gradients, gradients)
+        _write(files, part, statistics, run.world)
     backward(len(blocks), len(blocks))
 
 
@@ -113,13 +142,18 @@ def label_seeds(seed: int, windows: Iterable[int]) -> list[int]:
     return [int.from_bytes(digest[:8], "big") >> 1 for digest in digests]
 
 
-def head_gradients(
-    part: Part, hidden: list[torch.Tensor], files: StatisticsFiles, seeds: Sequence[int], world: World = ALONE
-) -> None:
-    """Turn the last hidden states into the gradients of labels' log-likelihood, drawn with a seed for each window."""
+def head_statistics(
+    run: Backpropagation, part: Part, head: nn.Module, hidden: list[torch.Tensor]
+) -> dict[str, LayerStatistics]:
+    """Turn the last hidden states into the gradients of labels' log-likelihood, drawn with a seed for each window.
+
+    Returns:
+        The statistics of the wanted linears of the head.
+    """
     device = part.decoder.device
+    seeds = label_seeds(run.seed, run.windows.tolist())
     windows = tokens = 0
-    with part.weights() as head, _watching(part.linears, world) as grams:
+    with torch.enable_grad(), _watching(part.linears, run.world) as grams:
         for waiting in hidden:
             states = waiting.to(device).detach().requires_grad_(True)
             logits = head(states).float()
@@ -129,7 +163,7 @@ def head_gradients(
             waiting.copy_(_gradient(states))
             windows += len(logits)
             tokens += labels.numel()
-    _finish(files, part, grams, grams.reduce(tokens))
+    return _means(part, grams, grams.reduce(tokens))
 
 
 def _draw(logits: torch.Tensor, seed: int) -> torch.Tensor:
@@ -138,32 +172,49 @@ def _draw(logits: torch.Tensor, seed: int) -> torch.Tensor:
     return torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(1)
 
 
-def block_gradients(
+def block_statistics(
+    run: Backpropagation,
     part: Part,
+    block: nn.Module,
     batches: list[Batch],
     hidden: list[torch.Tensor],
-    gradients: list[torch.Tensor],
-    files: StatisticsFiles,
-    world: World = ALONE,
-) -> None:
-    """Turn the gradients of the hidden states after a block into those of the hidden states before it, in place."""
+    after: list[torch.Tensor],
+    before: list[torch.Tensor] | None = None,
+) -> dict[str, LayerStatistics]:
+    """Return the statistics of the wanted linears of a block.
+
+    Args:
+        run: model and tokens.
+        part, block: the block, with its weights in memory.
+        batches: for the arguments of the block.
+        hidden: hidden states before the block.
+        after: gradients of the hidden states after the block.
+        before: takes the gradients of the hidden states before the block, if given; may be `after`.
+    """
+    with _watching(part.linears, run.world) as grams:
+        for index, (batch, states) in enumerate(zip(batches, hidden, strict=True)):
+            gradient = go_back(part, block, batch, states, after[index])
+            if before is not None:
+                before[index].copy_(gradient)
+
+    def pass_all() -> None:
+        for batch, states in zip(batches, hidden, strict=True):
+            part.run(block, replace(batch, hidden=states))
+
+    total = grams.reduce(sum(batch.tokens for batch in batches))
+    with torch.no_grad():
+        grams.complete(block, part.linears, pass_all)
+    return _means(part, grams, total)
+
+
+def go_back(part: Part, block: nn.Module, batch: Batch, hidden: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of the hidden states before a block, on the CPU, from the gradient of those after it."""
     decoder = part.decoder
-    with part.weights() as block:
-        with _watching(part.linears, world) as grams:
-            for batch, states, after in zip(batches, hidden, gradients, strict=True):
-                # Detached: the gradient must not live as long as the states, which are kept for the whole block.
-                states = states.to(decoder.device).detach().requires_grad_(True)
-                batch.handed_on.backward(after.to(decoder.device), decoder.forward, part.index, block, states, batch)
-                after.copy_(_gradient(states))
-
-        def pass_all() -> None:
-            for batch, states in zip(batches, hidden, strict=True):
-                part.run(block, replace(batch, hidden=states))
-
-        total = grams.reduce(sum(batch.tokens for batch in batches))
-        with torch.no_grad():
-            grams.complete(block, part.linears, pass_all)
-    _finish(files, part, grams, total)
+    with torch.enable_grad():
+        # Detached: the gradient must not live as long as the states, which are kept for the whole block.
+        states = hidden.to(decoder.device).detach().requires_grad_(True)
+        batch.handed_on.backward(after.to(decoder.device), decoder.forward, part.index, block, states, batch)
+    return _gradient(states)
 
 
 def _gradient(states: torch.Tensor) -> torch.Tensor:
@@ -232,14 +283,8 @@ def _watching(linears: Mapping[str, nn.Linear], world: World) -> Iterator[_Grams
             handle.remove()
 
 
-def _finish(files: StatisticsFiles, part: Part, grams: _Grams, total: int) -> None:
-    """Turn the sums into means over tokens, of which there are `total`, check and write them.
-
-    A file that an interrupted run wrote is kept, if it wrote the file for the same model.
-    """
-    parts = model_parts(part.decoder, ())
-    # The head comes first, when everything was read.
-    files.source = files.source or [part.decoder.digest(one.own_tensors()) for one in parts]
+def _means(part: Part, grams: _Grams, total: int) -> dict[str, LayerStatistics]:
+    """Turn the sums into means over tokens, of which there are `total`, and check them."""
     called = [name for hessian in grams.inputs.hessians for name in hessian.shared.names]
     if unmoved := [name for name in called if name not in grams.outputs]:
         hint = f"Leave it out, with --ignore {unmoved[0]}"
@@ -254,6 +299,17 @@ def _finish(files: StatisticsFiles, part: Part, grams: _Grams, total: int) -> No
     if missing := sorted(part.linears.keys() - statistics.keys()):
         hint = f"Its block does not call it on this text: leave it out, with --ignore {missing[0]}"
         raise NumericalError(missing[0], "a linear that is called while the model runs", "no call", hint)
+    return statistics
+
+
+def _write(files: StatisticsFiles, part: Part, statistics: Mapping[str, LayerStatistics], world: World) -> None:
+    """Write the statistics of a part.
+
+    A file that an interrupted run wrote is kept, if it wrote the file for the same model.
+    """
+    parts = model_parts(part.decoder, ())
+    # The head comes first, when everything was read.
+    files.source = files.source or [part.decoder.digest(one.own_tensors()) for one in parts]
 
     def write() -> None:
         if not files.path(part.index).exists():
@@ -263,7 +319,7 @@ def _finish(files: StatisticsFiles, part: Part, grams: _Grams, total: int) -> No
             one.require_same(digest, part.decoder.digest(one.own_tensors()), files.directory)
 
     if statistics:
-        grams.world.from_first(write)
+        world.from_first(write)
 
 
 def _require_finite(name: str, statistics: LayerStatistics) -> None:

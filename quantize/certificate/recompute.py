@@ -168,8 +168,9 @@ def whole_model(
         for part, module, _ in walk(model_parts(decoder, reader.shapes), stream):
             if module is None:
                 continue
+            groups = model.groups(part, module)
             seen = hessians_of(stream, part, module)
-            for group in model.groups(part):
+            for group in groups:
                 weights = {name: full_weight(part.linears[name]) for name in group}
                 members, drift = after_prefix(model.on_device(group), seen.get(next(iter(group))))
                 inputs, outputs = model.lattices(weights, members, step)

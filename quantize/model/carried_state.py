@@ -34,7 +34,7 @@ class HandedOn:
         self._place = place
         self._returned: dict[int, torch.Tensor] = {}  # by the block
         self._given: torch.Tensor | None = None
-        self._gradients: dict[_Place, list[torch.Tensor]] = {}
+        self.gradients: dict[_Place, list[torch.Tensor]] = {}
         self._waiting: set[int] = set()  # addresses
 
     def __bool__(self) -> bool:
@@ -93,13 +93,13 @@ class HandedOn:
             self._put(place, read[place])
         results, gradients = [run(*arguments)], [gradient]
         for place, tensors in self._entries():
-            for tensor, known in zip(tensors, self._gradients.get(place, ()), strict=False):
+            for tensor, known in zip(tensors, self.gradients.get(place, ()), strict=False):
                 if tensor.requires_grad:
                     results.append(tensor)
                     gradients.append(known.to(tensor.device))
         torch.autograd.backward(results, gradients)
         # Gradients remain only for the state that the block was given, not for the state that it handed on.
-        self._gradients = {
+        self.gradients = {
             place: [torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in tensors]
             for place, tensors in read.items()
             if any(tensor.grad is not None for tensor in tensors)

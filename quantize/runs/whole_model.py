@@ -1,8 +1,9 @@
 """Quantization against the loss of the whole model: statistics, then an allocation of bits, then block after block.
 
-    collect_statistics  one pass forward and one backward  -> OUT.partial/scratch/statistics-*.safetensors
-    allocate            one price of a bit for the model    -> width of every unit of weights
-    latq                each linear, from its statistics    -> shard on disk, records; then what is left is shared anew
+    collect             one pass forward and one backward  -> OUT.partial/scratch/statistics-*.safetensors, or gradients
+                                                              from which statistics are made again, part by part
+    allocate            one price of a bit for the model   -> width of every unit of weights
+    latq                each linear, from its statistics   -> shard on disk, records; then what is left is shared anew
 
 With corrected targets the text then passes through the quantized blocks, as in `run`: inputs and targets are those
 after the quantized prefix; gradients, step and bits stay those of the original model.
@@ -27,11 +28,13 @@ from vllm_latq.quantize.allocation.model_lattice import (
     ALLOCATIONS,
     ModelLattice,
     after_prefix,
+    effort,
     full_weight,
 )
 from vllm_latq.quantize.allocation.rates import Allocation
 from vllm_latq.quantize.calibration.fisher import STAGES
 from vllm_latq.quantize.calibration.hessian import InputHessian
+from vllm_latq.quantize.calibration.recomputed import made_again
 from vllm_latq.quantize.calibration.stream import Stream, hessians_of
 from vllm_latq.quantize.lattice.grams import LayerStatistics
 from vllm_latq.quantize.machine.offload import Place
@@ -54,7 +57,10 @@ def expected_stages(session: Session, samples: torch.Tensor | None) -> list[dict
         parts = sum(bool(part.linears) for part in model_parts(session.decoder, session.quantized))
         passes = zip(STAGES, (blocks, 1, blocks), PASS_COSTS, strict=True)
         statistics = {stage: (count, samples.numel() * cost) for stage, count, cost in passes}
-        costs = statistics | {ALLOCATION: (ALLOCATIONS * parts, ALLOCATION_COST)} | costs
+        # One pass more for each round of the allocation, and one while quantizing.
+        again = samples.numel() * sum(PASS_COSTS) * made_again(session.decoder, session.quantized)
+        costs = {QUANTIZING: (len(session.quantized), SEARCH_COST + again)}
+        costs = statistics | {ALLOCATION: (ALLOCATIONS * parts, ALLOCATION_COST + ALLOCATIONS * again)} | costs
     total = sum(cost for _, cost in costs.values())
     return [{"stage": stage, "parts": count, "share": cost / total} for stage, (count, cost) in costs.items()]
 
@@ -106,21 +112,15 @@ class WholeModelQuantizer:
 
     def inputs(self, part: Part, module: nn.Module, stream: Stream, earlier: Records) -> Sequence[LatqInput]:
         """Return the statistics of each input of the part, its Hessian after the quantized prefix, and its bits."""
+        groups = self.lattice.groups(part, module)
         seen = hessians_of(stream, part, module)
         spent = {layer["name"]: layer["bits"] * math.prod(layer["shape"]) for layer in earlier}
         shares = self.allocation.shares(part.linears, spent)
-        return [LatqInput(members, seen.get(next(iter(members))), shares) for members in self.lattice.groups(part)]
+        return [LatqInput(members, seen.get(next(iter(members))), shares) for members in groups]
 
     def effort(self, one: LatqInput) -> int:
-        """Return the work of an input: outputs * channels * (outputs + channels).
-
-        The outputs are those whose gradients are correlated.
-        """
-        efforts = []
-        for layer in one.members.values():
-            channels = len(layer.inputs)
-            efforts += [len(gram) * channels * (len(gram) + channels) for gram in layer.outputs]
-        return sum(efforts)
+        """Return the work of an input."""
+        return effort(one.members)
 
     def quantize(self, one: LatqInput, part: Part) -> Quantized:
         """Quantize the linears of one input."""

@@ -91,7 +91,6 @@ def test_statistics_of_the_whole_model(
 ) -> None:
     """With gradients of all outputs together, and in several diagonal blocks."""
     monkeypatch.setattr(statistics, "LARGEST_BLOCK", widest)
-    monkeypatch.setattr("vllm_latq.quantize.plan.LARGEST_BLOCK", widest)
     recipe, decoder, placed = replace(LATQ, ignore=()), Decoder(source, "cpu"), []
 
     def place(hidden: torch.Tensor) -> torch.Tensor:

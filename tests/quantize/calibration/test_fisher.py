@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from helpers.drawn import one_backward_pass
-from vllm_latq.quantize.calibration.fisher import collect_statistics
+from vllm_latq.quantize.calibration.fisher import Backpropagation, collect_statistics
 from vllm_latq.quantize.calibration.fisher_files import StatisticsFiles
 from vllm_latq.quantize.calibration.windows import load_samples
 from vllm_latq.quantize.lattice.grams import LayerStatistics
@@ -26,7 +26,7 @@ def collected(mini_model: Path, samples: torch.Tensor, tmp_path_factory: pytest.
     decoder = Decoder(mini_model, "cpu")
     wanted = {name: linear for index in range(len(decoder)) for name, linear in decoder.linears(index).items()}
     files = StatisticsFiles(tmp_path_factory.mktemp("statistics"))
-    collect_statistics(decoder, samples, wanted | decoder.head_linears, files, SEED)
+    collect_statistics(Backpropagation(decoder, samples, wanted | decoder.head_linears, SEED), files)
     return files
 
 
@@ -72,7 +72,7 @@ def test_files_that_are_there_are_left_alone(collected: StatisticsFiles, mini_mo
     decoder = Decoder(mini_model, "cpu")
     name = "model.layers.1.mlp.down_proj"
     tokens = torch.arange(40).view(1, 40)
-    collect_statistics(decoder, tokens, {name: decoder.linears(1)[name]}, files, SEED)
+    collect_statistics(Backpropagation(decoder, tokens, {name: decoder.linears(1)[name]}, SEED), files)
     assert files.read(3).keys() == collected.read(2).keys()
     assert list(files.read(1)) == [name]
     assert files.complete([1, 3])
@@ -86,7 +86,7 @@ def test_another_seed_draws_other_labels(
     name = "model.layers.3.mlp.down_proj"
     for seed, same in ((SEED, True), (SEED + 1, False), (2**63, False)):
         files.path(3).unlink(missing_ok=True)
-        collect_statistics(decoder, samples, {name: decoder.linears(3)[name]}, files, seed)
+        collect_statistics(Backpropagation(decoder, samples, {name: decoder.linears(3)[name]}, seed), files)
         found, expected = files.read(3)[name], collected.read(3)[name]
         assert torch.equal(found.inputs, expected.inputs)
         assert torch.allclose(found.outputs[0], expected.outputs[0], rtol=1e-3) is same

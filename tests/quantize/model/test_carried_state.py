@@ -4,6 +4,7 @@ In Gemma 3n and Gemma 4 the last blocks read keys and values of earlier ones; in
 one before it chose, in Zaya what its router saw.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,14 @@ from transformers import CONFIG_MAPPING
 
 from helpers.drawn import one_backward_pass
 from helpers.mixtures import into_fused
+from helpers.statistics import assert_same_statistics
 from helpers.walk import walk, walk_blocks
 from vllm_latq.errors import NumericalError, UnsupportedModelError
 from vllm_latq.format.reader import CheckpointReader
 from vllm_latq.format.verify import verify
-from vllm_latq.quantize.calibration.fisher import collect_statistics
+from vllm_latq.quantize.calibration.fisher import Backpropagation, collect_statistics
 from vllm_latq.quantize.calibration.fisher_files import StatisticsFiles
+from vllm_latq.quantize.calibration.recomputed import RecomputedStatistics
 from vllm_latq.quantize.calibration.stream import Stream
 from vllm_latq.quantize.certificate.certificate import verify_certificate
 from vllm_latq.quantize.model.carried_state import HandedOn
@@ -81,7 +84,13 @@ def test_walked_forward_and_backward(family: str, random_model: Any, tmp_path: P
     wanted = {name: linears[name] for name in linears.keys() - set(never_quantized(decoder))}
     assert len(wanted) >= 6 * BLOCKS
     files = StatisticsFiles(tmp_path)
-    collect_statistics(decoder, TOKENS, wanted, files, SEED)
+    run = Backpropagation(decoder, TOKENS, wanted, SEED)
+    collect_statistics(run, files)
+    again = RecomputedStatistics(run)
+    for part in blocks_of(decoder):
+        with part.weights() as block:
+            wanted_here = replace(part, linears={name: one for name, one in part.linears.items() if name in wanted})
+            assert_same_statistics(again.of(wanted_here, block), files.read(part.index))
     expected = one_backward_pass(model, TOKENS, SEED)
     for index in range(BLOCKS):
         layers = files.read(index)
@@ -171,7 +180,7 @@ def test_what_is_handed_on_without_a_gradient() -> None:
 
     for weight in (2.0, 3.0):  # the second time a gradient is known of what it handed on
         handed_on.backward(torch.ones(2), block, weight)
-        handed_on._gradients["seen", 1] = [torch.ones(2)]
+        handed_on.gradients["seen", 1] = [torch.ones(2)]
     assert torch.equal(states.grad, torch.full((2,), 5.0))
     assert waiting_bytes(handed_on) == 16
     handed_on.take(1, (states, None))
@@ -285,4 +294,4 @@ def test_a_linear_without_gradient_is_named(random_model: Any, tmp_path: Path) -
     decoder, name = Decoder(source, "cpu"), "model.layers.0.self_attn.indexer.wk"
     wanted = {name: decoder.linears(0)[name]}
     with pytest.raises(NumericalError, match=rf"{name}: expected a linear that the loss depends on"):
-        collect_statistics(decoder, TOKENS, wanted, StatisticsFiles(tmp_path), SEED)
+        collect_statistics(Backpropagation(decoder, TOKENS, wanted, SEED), StatisticsFiles(tmp_path))

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from helpers.drawn import drawn_labels
 from helpers.mixtures import never_choose
 from vllm_latq.format.verify import verify
-from vllm_latq.quantize.calibration.fisher import collect_statistics
+from vllm_latq.quantize.calibration.fisher import Backpropagation, collect_statistics
 from vllm_latq.quantize.calibration.fisher_files import StatisticsFiles
 from vllm_latq.quantize.certificate.certificate import verify_certificate
 from vllm_latq.quantize.evaluation.evaluate import window_statistics
@@ -28,7 +28,7 @@ TOKENS, SEED = torch.randint(3, 2048, (2, 60), generator=torch.Generator().manua
 def statistics(directory: Path, samples: torch.Tensor, files: StatisticsFiles) -> dict[str, LayerStatistics]:
     """Return the statistics of the linears of the first block."""
     decoder = Decoder(directory, "cpu")
-    collect_statistics(decoder, samples, dict(decoder.linears(0)), files, SEED)
+    collect_statistics(Backpropagation(decoder, samples, dict(decoder.linears(0)), SEED), files)
     return files.read(0)
 
 
