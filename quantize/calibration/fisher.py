@@ -8,9 +8,11 @@ Several processes have a share of the tokens each, and the grams of all.
 
     H = E[x x^T],  x: input of a linear;   G = E[g g^T],  g: gradient of the log-likelihood with respect to its output
 
-An expert's H is a mean over the tokens that are routed to it. Its G is a mean over all tokens, with g = 0 for the
-others, so that (1/2) tr(G E H E^T) is nats per token for every linear. Experts that few tokens reach are completed, see
-`experts`.
+The log-likelihood is that of the counted positions: all of plain text, and in conversations those before a token of an
+answer. G is the sum of g g^T over all tokens, divided by the number of counted positions, so that
+(1/2) tr(G E H E^T) is nats per counted position for every linear. H is a mean over all tokens. An expert's H is a mean
+over the tokens that are routed to it, and g = 0 for the others in its G. Experts that few tokens reach are completed,
+see `experts`.
 
 With labels from the model itself, G (x) H is the Kronecker-factored Fisher matrix, whose half is the curvature of the
 KL divergence from the original model (Martens and Grosse, 2015). Everything refers to the unquantized model.
@@ -44,6 +46,8 @@ LARGEST_BLOCK = 4096
 # Tokens that pass forward and backward at a time. The head makes float32 logits of them and as large a gradient: 1.2 GB
 # each of a vocabulary of 150,000.
 TOKENS_PER_GRADIENT = 2048
+# Marks positions that no loss is taken of.
+NO_LABEL = -100
 
 # Gives the progress of a stage, by its name.
 Stages = Callable[[str], Progress]
@@ -67,6 +71,7 @@ class Backpropagation:
         place: moves hidden states to where they wait, the inputs of all blocks and the last one's outputs at once;
             gradients take the place of hidden states.
         world: the processes that share the run.
+        counted: positions whose next token has a label, bool [n, tokens], of all processes; None for all.
     """
 
     decoder: Decoder
@@ -75,11 +80,18 @@ class Backpropagation:
     seed: int
     place: Place = lambda hidden: hidden
     world: World = ALONE
+    counted: torch.Tensor | None = None
 
     @property
     def windows(self) -> torch.Tensor:
         """Indices of this process's samples, int64 [n]."""
         return self.world.split(torch.arange(len(self.samples)))
+
+    @property
+    def positions(self) -> int:
+        """Number of labels of this process."""
+        windows = self.windows
+        return self.samples[windows].numel() if self.counted is None else int(self.counted[windows].sum())
 
     def embed(self) -> list[Batch]:
         """Return this process's tokens before the first block."""
@@ -151,19 +163,22 @@ def head_statistics(
         The statistics of the wanted linears of the head.
     """
     device = part.decoder.device
-    seeds = label_seeds(run.seed, run.windows.tolist())
-    windows = tokens = 0
+    own, windows = run.windows, 0
+    seeds = label_seeds(run.seed, own.tolist())
     with torch.enable_grad(), _watching(part.linears, run.world) as grams:
         for waiting in hidden:
             states = waiting.to(device).detach().requires_grad_(True)
             logits = head(states).float()
-            drawn_with = seeds[windows : windows + len(logits)]
-            labels = torch.stack([_draw(*each) for each in zip(logits.detach(), drawn_with, strict=True)])
-            torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").backward()
+            batch = slice(windows, windows + len(logits))
+            labels = torch.stack([_draw(*each) for each in zip(logits.detach(), seeds[batch], strict=True)])
+            if run.counted is not None:
+                labels[~run.counted[own[batch]].to(device)] = NO_LABEL
+            torch.nn.functional.cross_entropy(
+                logits.flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=NO_LABEL
+            ).backward()
             waiting.copy_(_gradient(states))
             windows += len(logits)
-            tokens += labels.numel()
-    return _means(part, grams, grams.reduce(tokens))
+    return _means(part, grams, grams.reduce(run.positions))
 
 
 def _draw(logits: torch.Tensor, seed: int) -> torch.Tensor:
@@ -201,7 +216,7 @@ def block_statistics(
         for batch, states in zip(batches, hidden, strict=True):
             part.run(block, replace(batch, hidden=states))
 
-    total = grams.reduce(sum(batch.tokens for batch in batches))
+    total = grams.reduce(run.positions)
     with torch.no_grad():
         grams.complete(block, part.linears, pass_all)
     return _means(part, grams, total)
@@ -236,14 +251,14 @@ class _Grams:
         self.outputs: dict[str, list[torch.Tensor]] = {}
         self.world = world
 
-    def reduce(self, tokens: int) -> int:
-        """Sum over the processes; `tokens` is what this one saw. Return how many tokens all of them saw."""
+    def reduce(self, positions: int) -> int:
+        """Sum over the processes; `positions` is the number of this one's labels. Return how many all have."""
         self.inputs.hessians = reduce_hessians(self.world, self.inputs.hessians)
         parts = {(name, index): part for name, parts in self.outputs.items() for index, part in enumerate(parts)}
         self.outputs = {}
         for (name, _), part in self.world.sum(parts).items():
             self.outputs.setdefault(name, []).append(part)
-        return sum(self.world.gather(lambda: tokens))
+        return sum(self.world.gather(lambda: positions))
 
     def complete(self, block: nn.Module, linears: Mapping[str, nn.Linear], run: Callable[[], None]) -> None:
         """Complete experts with fewer tokens than channels; `run` passes all tokens through the block."""
