@@ -187,6 +187,13 @@ def _conversation(record: Mapping[str, Any], shape: str, where: str) -> Conversa
         ]
     if isinstance(system := record.get("system"), str) and system.strip() and shape != "messages":
         messages.insert(0, {"role": "system", "content": system})
+    if (last := _checked(messages, where)) != "assistant":
+        raise CalibrationError(where, "an answer at the end of the conversation", str(last), _MEND)
+    return Conversation(where, messages, _options(record, where))
+
+
+def _checked(messages: list[dict[str, Any]], where: str) -> str | None:
+    """Return the role of the last message; CalibrationError for an empty message, or for roles out of order."""
     previous: str | None = None
     for message in messages:
         role = str(message.get("role"))
@@ -197,12 +204,35 @@ def _conversation(record: Mapping[str, Any], shape: str, where: str) -> Conversa
             raise CalibrationError(where, f"{role} after {expected}", f"it after {previous or 'the start'}", _MEND)
         _check_content(message, where)
         previous = role
-    if previous != "assistant":
-        raise CalibrationError(where, "an answer at the end of the conversation", f"{previous}", _MEND)
+    return previous
+
+
+def _options(record: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return what a record asks of the template beside its messages."""
     options = {name: record[name] for name in ("tools", "enable_thinking") if record.get(name) is not None}
     if "tools" in options:
         options["tools"] = _list(_from_json(options["tools"]), where)
-    return Conversation(where, messages, options)
+    return options
+
+
+def prompts_of(records: Iterable[tuple[str, Any]]) -> Iterator[Conversation]:
+    """Yield the prompts of records with `prompt`, or with `messages` of which answers at the end are left out.
+
+    Raises:
+        CalibrationError: another record, or messages that are no conversation.
+    """
+    for where, record in records:
+        if isinstance(record, Mapping) and isinstance(record.get("prompt"), str):
+            messages = [{"role": "user", "content": record["prompt"]}]
+        elif isinstance(record, Mapping) and "messages" in record:
+            messages = [dict(_object(message, where)) for message in _list(record["messages"], where)]
+        else:
+            raise CalibrationError(where, "a record with `prompt` or `messages`", repr(record)[:60], _MEND)
+        while messages and messages[-1].get("role") == "assistant":
+            messages.pop()
+        if (last := _checked(messages, where)) not in ("user", "tool"):
+            raise CalibrationError(where, "a question at the end", str(last), _MEND)
+        yield Conversation(where, messages, _options(record, where))
 
 
 def _shared(message: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -300,7 +330,7 @@ def render(tokenizer: "PreTrainedTokenizerBase", conversation: Conversation) -> 
         yield Rendered(text, torch.tensor(encoded["input_ids"], dtype=torch.int64), answers)
         return
     for text, spans in _texts(tokenizer, conversation):
-        tokens = torch.tensor(_ids(tokenizer, text), dtype=torch.int64)
+        tokens = torch.tensor(token_ids(tokenizer, text), dtype=torch.int64)
         answers = torch.zeros(len(tokens), dtype=torch.bool)
         for start, end in spans:
             answers[_boundary(tokenizer, text[:start], tokens) : _boundary(tokenizer, text[:end], tokens)] = True
@@ -340,7 +370,7 @@ def _difference(prompt: str, answered: str) -> str:
     return f"{prompt[at : at + 20]!r} became {answered[at : at + 20]!r}"
 
 
-def _ids(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
+def token_ids(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
     """Return the token ids of a rendered text, whose special tokens stand in it."""
     ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     return ids
@@ -348,6 +378,6 @@ def _ids(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
 
 def _boundary(tokenizer: "PreTrainedTokenizerBase", beginning: str, tokens: Tensor) -> int:
     """Return how many of the tokens are those of a beginning of the text."""
-    ids = torch.tensor(_ids(tokenizer, beginning), dtype=torch.int64)[: len(tokens)]
+    ids = torch.tensor(token_ids(tokenizer, beginning), dtype=torch.int64)[: len(tokens)]
     differing = (ids != tokens[: len(ids)]).nonzero()
     return int(differing[0]) if len(differing) else len(ids)

@@ -127,7 +127,7 @@ def evaluation_text(source: str) -> str:
         raise CalibrationError(f"text source {source!r}", "text for evaluation", "the bundled text for calibration")
     dataset = resolve(source)
     if dataset is None:
-        return _read_file(Path(source))
+        return read_text_file(Path(source))
     kept: list[str] = []
     for document in _documents(source, dataset, dataset.evaluation_split, None):
         kept.append(document)
@@ -171,7 +171,8 @@ def resolve(source: str) -> Dataset | None:
     )
 
 
-def _read_file(path: Path) -> str:
+def read_text_file(path: Path) -> str:
+    """Return the text of a file; CalibrationError if it cannot be read or is blank."""
     where = f"text file {path}"
     try:
         # utf-8-sig: a byte order mark at the front is no text.
@@ -188,7 +189,7 @@ def _excerpt(path: Path, bound: int) -> Excerpt:
     where, pieces = f"text file {path}", []
     try:
         if (size := path.stat().st_size) <= bound:
-            return Excerpt(_read_file(path), True)
+            return Excerpt(read_text_file(path), True)
         length = bound // EXCERPTS
         with path.open("rb") as file:
             for index in range(EXCERPTS):

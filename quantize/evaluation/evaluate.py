@@ -57,6 +57,7 @@ class Evaluation:
         positions: number of predictions.
         on_answers: whether only tokens of answers are predicted, as in conversations.
         through: the program that ran the model, "transformers" or "vllm".
+        baseline: name of the original model; None without a baseline.
         kl: mean KL(baseline || model) of the next-token distributions, nats; None without a baseline.
         kl_median, kl_p99, kl_max: median, 99th percentile and largest KL of a position.
         kl_unseen: mean probability, by the baseline, of tokens that one of the two predictions does not list: `kl` then
@@ -76,6 +77,7 @@ class Evaluation:
     positions: int = 0
     on_answers: bool = False
     through: str = "transformers"
+    baseline: str | None = None
     kl: float | None = None
     kl_median: float | None = None
     kl_p99: float | None = None
@@ -191,9 +193,11 @@ def evaluate(
     _check_tokens_in_vocabulary(model, windows)
     text = described_text(source)
     run = _Run(windows, model.vocabulary, how.batch_size, on_event)
+    original = None if baseline is None else str(baseline)
     theirs: Predictor | None = None
     if how.reference is not None:
-        theirs = Kept(read_reference(how.reference, text, windows, model.vocabulary))
+        original, predictions = read_reference(how.reference, text, windows, model.vocabulary)
+        theirs = Kept(predictions)
     elif baseline is not None:
         # Under its name, unless it is the same model.
         name = f"{baseline} (baseline)" if str(baseline) == model.name else str(baseline)
@@ -206,10 +210,9 @@ def evaluate(
         if engine is None
         else Served(engine(windows.tokens.shape[1], asked(model.vocabulary)), asked(model.vocabulary))
     )
-    found = run.measure(ours, theirs, how.save_reference is not None)
+    found = replace(run.measure(ours, theirs, how.save_reference is not None), baseline=original)
     if how.save_reference is not None:
-        original = str(model_path if baseline is None else baseline)
-        save_reference(how.save_reference, joined(run.kept), original, text, windows)
+        save_reference(how.save_reference, joined(run.kept), original or model.name, text, windows)
     if not how.answers or not isinstance(ours, Loaded) or not isinstance(theirs, Loaded):
         return found
     models = (ours.model, theirs.model)

@@ -67,8 +67,10 @@ def save_reference(
         rename_durably(temporary, path)
 
 
-def read_reference(path: str | Path, text: Mapping[str, str | None], windows: Windows, vocabulary: int) -> Predictions:
-    """Return the predictions of the original model.
+def read_reference(
+    path: str | Path, text: Mapping[str, str | None], windows: Windows, vocabulary: int
+) -> tuple[str, Predictions]:
+    """Return the name of the original model and its predictions.
 
     Args:
         path: a file of `save_reference`.
@@ -102,4 +104,5 @@ def read_reference(path: str | Path, text: Mapping[str, str | None], windows: Wi
         raise CheckpointError(where, f"{windows.positions} predictions", "another number", _MAKE)
     if columns["ids"].shape != columns["logprobs"].shape or not 0 <= int(columns["ids"].max()) < vocabulary:
         raise CheckpointError(where, f"token ids below {vocabulary}", "others", _MAKE)
-    return Predictions(columns["targets"].double(), columns["logprobs"], columns["ids"], columns["rest"])
+    predictions = Predictions(columns["targets"].double(), columns["logprobs"], columns["ids"], columns["rest"])
+    return noted.get("model", ""), predictions
