@@ -245,11 +245,13 @@ def _shared(message: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 def _check_content(message: dict[str, Any], where: str) -> None:
     """Join the parts of a content, read arguments of tools, and raise CalibrationError for an empty message."""
-    content = message.setdefault("content", "")
+    if message.get("content") is None:
+        message["content"] = ""  # templates print what they are given
+    content = message["content"]
     if isinstance(content, list):
         parts = [_object(part, where) for part in content]
         message["content"] = content = "".join(_text(part, "text", where) for part in parts)
-    if content is not None and not isinstance(content, str):
+    if not isinstance(content, str):
         raise CalibrationError(where, "a content that is text", repr(content), _MEND)
     for call in message.get("tool_calls") or []:
         function = call.get("function") if isinstance(call, dict) else None

@@ -92,20 +92,25 @@ def compare(model: Predictions, baseline: Predictions | None, vocabulary: int) -
         return Compared(nll)
     log_q, log_p = model.dense(vocabulary), baseline.dense(vocabulary)
     log_p = log_p.to(log_q.device)
-    known = ~(log_q.isnan() | log_p.isnan())
-    p, q = log_p.exp(), log_q.exp()
-    kl = torch.where(known, p * (log_p - log_q), 0).sum(-1)
-    rest_p, rest_q = (_unshared(given, one, known) for given, one in ((baseline, p), (model, q)))
-    if not known.all():
-        kl = (kl + rest_p * (rest_p.clamp(min=LEAST_REST) / rest_q.clamp(min=LEAST_REST)).log()).clamp(min=0)
+    if model.ids is None and baseline.ids is None:
+        kl = (log_p.exp() * (log_p - log_q)).sum(-1)
+        unseen = torch.zeros_like(kl)
+    else:
+        known = ~(log_q.isnan() | log_p.isnan())
+        kl = torch.where(known, log_p.exp() * (log_p - log_q), 0).sum(-1)
+        unseen = _unshared(baseline, log_p, known)
+        if not known.all():
+            other = _unshared(model, log_q, known)
+            kl += unseen * (unseen.clamp(min=LEAST_REST) / other.clamp(min=LEAST_REST)).log()
+        kl = kl.clamp(min=0)  # rounding
     first = (one.nan_to_num(nan=-torch.inf).argmax(-1) for one in (log_p, log_q))
     agreeing = torch.eq(*first)
-    return Compared(nll, -baseline.targets.cpu(), kl.cpu(), agreeing.cpu(), rest_p.cpu())
+    return Compared(nll, -baseline.targets.cpu(), kl.cpu(), agreeing.cpu(), unseen.cpu())
 
 
-def _unshared(predictions: Predictions, probabilities: Tensor, shared: Tensor) -> Tensor:
+def _unshared(predictions: Predictions, logprobs: Tensor, shared: Tensor) -> Tensor:
     """Return the mass of the tokens that are not known to both predictions."""
-    own = torch.where(shared, 0, probabilities).nansum(-1)
+    own = torch.where(shared, 0, logprobs.exp()).nansum(-1)
     return own if predictions.rest is None else own + predictions.rest.to(own)
 
 
