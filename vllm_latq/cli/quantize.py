@@ -88,9 +88,9 @@ def add_command(commands: Any) -> None:
     calibration = command.add_argument(
         "--calibration",
         help="text file; documents or conversations in .jsonl, .csv or .parquet; wikitext2; c4; hub dataset"
-        " org/name[:config]; folder. Default: bundled, 2.4 million characters of English prose, Python documentation and"
-        " Python code (rtn, hrtn: none). Give text of your own for other languages, other code, mathematics, or chats"
-        " (`latq trace`)",
+        " org/name[:config]; folder. Default: bundled, 2.4 million characters of English prose, Python documentation"
+        " and Python code (rtn, hrtn: none). Give text of your own for other languages, other code, mathematics, or"
+        " chats (`latq trace`)",
     )
     complete(calibration, FILES)
     command.add_argument("--device", help="torch device (default: cuda if available, otherwise cpu)")
