@@ -48,7 +48,7 @@ class Engine(Protocol):
 
 
 class Traced(NamedTuple):
-    """What `trace` wrote.
+    """The result of `trace`.
 
     Attributes:
         answers: number of conversations.

@@ -22,7 +22,7 @@ LEAST_REST = 1e-9
 
 @dataclass(frozen=True)
 class Predictions:
-    """What a model predicts at n positions.
+    """The predictions of a model at n positions.
 
     Attributes:
         targets: log-probability of the tokens that came next, float64 [n].
