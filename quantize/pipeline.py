@@ -92,7 +92,9 @@ def quantize_checkpoint(
         # The other ranks get a copy, which they do not write with.
         writer = world.from_first(lambda: CheckpointWriter(Path(destination), len(decoder) + 1, identity, resume))
         try:
-            return _run(Session(recipe, decoder, quantized, writer, emit, world), samples, offload, started)
+            counted = None if samples is None else samples.counted
+            session = Session(recipe, decoder, quantized, writer, emit, world, counted)
+            return _run(session, samples, offload, started)
         finally:
             writer.close()
     finally:
@@ -108,7 +110,7 @@ def _identity(recipe: Recipe, decoder: Decoder, calibration: str | None, samples
         "config": hashlib.sha256((source / "config.json").read_bytes()).hexdigest(),
         "weights": decoder.store.sampled_digest(),
         "calibration": calibration,
-        "tokens": None if samples is None else hashlib.sha256(samples.tokens.numpy().tobytes()).hexdigest(),
+        "tokens": None if samples is None else samples.digest(),
         "version": vllm_latq.__version__,
     }
 

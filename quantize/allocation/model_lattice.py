@@ -78,6 +78,7 @@ class ModelLattice:
         recipe: for bits and damping.
         folder: where the statistics go; all processes see it.
         world: the processes that share the work.
+        counted: positions of the samples whose loss is taken, bool [n, tokens]; None for all.
     """
 
     decoder: Decoder
@@ -85,6 +86,7 @@ class ModelLattice:
     recipe: Recipe
     folder: Path
     world: World = ALONE
+    counted: torch.Tensor | None = None
     _again: RecomputedStatistics | None = field(default=None, init=False)
 
     @cached_property
@@ -94,7 +96,7 @@ class ModelLattice:
 
     def collect(self, samples: torch.Tensor, place: Place, stages: Stages = ignore_stages) -> None:
         """Collect the statistics, unless an interrupted run left them all; ConfigError if it left another model's."""
-        run = Backpropagation(self.decoder, samples, self.quantized, self.recipe.seed, place, self.world)
+        run = Backpropagation(self.decoder, samples, self.quantized, self.recipe.seed, place, self.world, self.counted)
         if made_again(self.decoder, self.quantized):
             self._again = RecomputedStatistics(replace(run, scattered=True), stages)
             return

@@ -8,9 +8,11 @@ Several processes have a share of the tokens each, and the grams of all.
 
     H = E[x x^T],  x: input of a linear;   G = E[g g^T],  g: gradient of the log-likelihood with respect to its output
 
-An expert's H is a mean over the tokens that are routed to it. Its G is a mean over all tokens, with g = 0 for the
-others, so that (1/2) tr(G E H E^T) is nats per token for every linear. The experts of a layer may share one G up to
-a factor, see `gram_sums`. Experts that few tokens reach are completed, see `experts`.
+The log-likelihood is that of the counted positions: all of plain text, and in conversations those before a token of an
+answer. G is the sum of g g^T over all tokens, divided by the number of counted positions, so that
+(1/2) tr(G E H E^T) is nats per counted position for every linear. H is a mean over all tokens. An expert's H is a mean
+over the tokens that are routed to it, and g = 0 for the others in its G. The experts of a layer may share one G up to a
+factor, see `gram_sums`. Experts that few tokens reach are completed, see `experts`.
 
 With labels from the model itself, G (x) H is the Kronecker-factored Fisher matrix, whose half is the curvature of the
 KL divergence from the original model (Martens and Grosse, 2015). Everything refers to the unquantized model.
@@ -37,6 +39,8 @@ from vllm_latq.quantize.model.parts import Part, model_parts
 # Tokens that pass forward and backward at a time. The head makes float32 logits of them and as large a gradient: 1.2 GB
 # each of a vocabulary of 150,000.
 TOKENS_PER_GRADIENT = 2048
+# Marks positions that no loss is taken of.
+NO_LABEL = -100
 
 # Gives the progress of a stage, by its name.
 Stages = Callable[[str], Progress]
@@ -61,6 +65,7 @@ class Backpropagation:
             gradients take the place of hidden states.
         world: the processes that share the run.
         scattered: whether each expert has a process that alone holds its Hessian.
+        counted: positions whose next token has a label, bool [n, tokens], of all processes; None for all.
     """
 
     decoder: Decoder
@@ -70,11 +75,18 @@ class Backpropagation:
     place: Place = lambda hidden: hidden
     world: World = ALONE
     scattered: bool = False
+    counted: torch.Tensor | None = None
 
     @property
     def windows(self) -> torch.Tensor:
         """Indices of this process's samples, int64 [n]."""
         return self.world.split(torch.arange(len(self.samples)))
+
+    @property
+    def positions(self) -> int:
+        """Number of labels of this process."""
+        windows = self.windows
+        return self.samples[windows].numel() if self.counted is None else int(self.counted[windows].sum())
 
     def embed(self) -> list[Batch]:
         """Return this process's tokens before the first block."""
@@ -146,20 +158,23 @@ def head_statistics(
         The statistics of the wanted linears of the head.
     """
     device = part.decoder.device
-    seeds = label_seeds(run.seed, run.windows.tolist())
-    windows = tokens = 0
+    own, windows = run.windows, 0
+    seeds = label_seeds(run.seed, own.tolist())
     sums = GramSums(part, head, run.world)
     with torch.enable_grad(), sums.watching():
         for waiting in hidden:
             states = waiting.to(device).detach().requires_grad_(True)
             logits = head(states).float()
-            drawn_with = seeds[windows : windows + len(logits)]
-            labels = torch.stack([_draw(*each) for each in zip(logits.detach(), drawn_with, strict=True)])
-            torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").backward()
+            batch = slice(windows, windows + len(logits))
+            labels = torch.stack([_draw(*each) for each in zip(logits.detach(), seeds[batch], strict=True)])
+            if run.counted is not None:
+                labels[~run.counted[own[batch]].to(device)] = NO_LABEL
+            torch.nn.functional.cross_entropy(
+                logits.flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=NO_LABEL
+            ).backward()
             waiting.copy_(_gradient(states))
             windows += len(logits)
-            tokens += labels.numel()
-    return sums.reduce(tokens)
+    return sums.reduce(run.positions)
 
 
 def _draw(logits: torch.Tensor, seed: int) -> torch.Tensor:
@@ -198,7 +213,7 @@ def block_statistics(
         for batch, states in zip(batches, hidden, strict=True):
             part.run(block, replace(batch, hidden=states))
 
-    return sums.reduce(sum(batch.tokens for batch in batches), pass_all)
+    return sums.reduce(run.positions, pass_all)
 
 
 def go_back(part: Part, block: nn.Module, batch: Batch, hidden: torch.Tensor, after: torch.Tensor) -> torch.Tensor:

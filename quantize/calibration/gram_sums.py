@@ -47,7 +47,7 @@ class LayerSums:
         hessian: of its input; its owner alone holds the tensors.
         outputs: float32 [b, b] each, diagonal blocks of the sum of g g^T; experts may share these tensors.
         share: by how much `outputs` counts for this linear.
-        total: number of tokens that passed the part.
+        total: number of positions whose loss is taken.
         owner: the process that holds the Hessian; None if all do.
     """
 
@@ -138,11 +138,11 @@ class GramSums:
             for handle in handles:
                 handle.remove()
 
-    def reduce(self, tokens: int, run: Callable[[], None] | None = None) -> dict[str, LayerSums]:
+    def reduce(self, positions: int, run: Callable[[], None] | None = None) -> dict[str, LayerSums]:
         """Sum over the processes, and complete experts with fewer tokens than channels.
 
         Args:
-            tokens: number of tokens that this process saw.
+            positions: number of positions of this process whose loss is taken.
             run: passes all its tokens through the part; None for a part without experts.
 
         Raises:
@@ -154,7 +154,7 @@ class GramSums:
         self.outputs = {}
         for (name, _), part in self.world.sum(parts).items():
             self.outputs.setdefault(name, []).append(part)
-        total = sum(self.world.gather(lambda: tokens))
+        total = sum(self.world.gather(lambda: positions))
         routed = self._tokens()
         if run is not None:
             with torch.no_grad():
@@ -188,7 +188,7 @@ class GramSums:
         return shares
 
     def _checked(self, shares: Mapping[str, float], total: int) -> dict[str, LayerSums]:
-        """Return linear -> sums, over `total` tokens; experts with their shares."""
+        """Return linear -> sums, for `total` positions; experts with their shares."""
         found = {}
         for hessian in self.inputs.hessians:
             for name in hessian.shared.names:

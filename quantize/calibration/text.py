@@ -1,6 +1,7 @@
 """Text for calibration and evaluation, by name.
 
 A name is that of a UTF-8 file, of a dataset (of the Hugging Face hub, a folder or file), or of the bundled text.
+Sources of conversations are read by `chats`.
 
 Invariant: what is returned is never empty, and depends only on the source, the split, the seed and, for calibration,
 on how many characters are wanted. For calibration a bounded part of a source is read, however large the source is:
@@ -13,10 +14,12 @@ on how many characters are wanted. For calibration a bounded part of a source is
 
 import codecs
 import glob
+import io
+import json
 import logging
 import lzma
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -99,7 +102,7 @@ def calibration_text(source: str, max_chars: int, seed: int = 0) -> Excerpt:
     """
     if source == BUNDLED:
         return Excerpt(lzma.decompress(_BUNDLED_FILE.read_bytes()).decode("utf-8"), True)
-    dataset, bound = _resolve(source), max(max_chars, READ_WHOLE)
+    dataset, bound = resolve(source), max(max_chars, READ_WHOLE)
     if dataset is None:
         return _excerpt(Path(source), bound)
     kept: list[str] = []
@@ -122,9 +125,9 @@ def evaluation_text(source: str) -> str:
     """
     if source == BUNDLED:
         raise CalibrationError(f"text source {source!r}", "text for evaluation", "the bundled text for calibration")
-    dataset = _resolve(source)
+    dataset = resolve(source)
     if dataset is None:
-        return _read_file(Path(source))
+        return read_text_file(Path(source))
     kept: list[str] = []
     for document in _documents(source, dataset, dataset.evaluation_split, None):
         kept.append(document)
@@ -133,13 +136,19 @@ def evaluation_text(source: str) -> str:
     return _not_blank(dataset.separator.join(kept), f"{source} (split {dataset.evaluation_split})")
 
 
+def evaluation_split(source: str) -> str:
+    """Return the split of a dataset that is for evaluation; a file is one split, by any name."""
+    dataset = resolve(source) if source != BUNDLED else None
+    return "test" if dataset is None else dataset.evaluation_split
+
+
 def evaluation_windows(source: str) -> int | None:
     """The number of windows the papers evaluate of this source, None for all."""
     known = KNOWN_DATASETS.get(source)
     return known.evaluation_windows if known is not None else None
 
 
-def _resolve(source: str) -> Dataset | None:
+def resolve(source: str) -> Dataset | None:
     """The dataset `source` names, or None if it is a file."""
     path = Path(source)
     # Path("") is the current folder, which nobody meant.
@@ -162,7 +171,8 @@ def _resolve(source: str) -> Dataset | None:
     )
 
 
-def _read_file(path: Path) -> str:
+def read_text_file(path: Path) -> str:
+    """Return the text of a file; CalibrationError if it cannot be read or is blank."""
     where = f"text file {path}"
     try:
         # utf-8-sig: a byte order mark at the front is no text.
@@ -170,9 +180,7 @@ def _read_file(path: Path) -> str:
     except UnicodeDecodeError as error:
         raise _not_utf8(error, where) from error
     except OSError as error:
-        raise CalibrationError(
-            where, "a readable file", str(error.strerror or error), "Check its permissions."
-        ) from error
+        raise _unreadable(error, where) from error
     return _not_blank(text, where)
 
 
@@ -181,16 +189,14 @@ def _excerpt(path: Path, bound: int) -> Excerpt:
     where, pieces = f"text file {path}", []
     try:
         if (size := path.stat().st_size) <= bound:
-            return Excerpt(_read_file(path), True)
+            return Excerpt(read_text_file(path), True)
         length = bound // EXCERPTS
         with path.open("rb") as file:
             for index in range(EXCERPTS):
                 start = file.seek((size - length) * index // (EXCERPTS - 1))
                 pieces.append(_piece(file.read(length), start, where))
     except OSError as error:
-        raise CalibrationError(
-            where, "a readable file", str(error.strerror or error), "Check its permissions."
-        ) from error
+        raise _unreadable(error, where) from error
     return Excerpt(_not_blank("\n".join(pieces), f"{where}, {EXCERPTS} pieces of it"), False)
 
 
@@ -207,6 +213,11 @@ def _piece(data: bytes, start: int, where: str) -> str:
     return text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
 
 
+def _unreadable(error: OSError, where: str) -> CalibrationError:
+    """Return the error of a file that the system does not open or read."""
+    return CalibrationError(where, "a readable file", str(error.strerror or error), "Check its permissions.")
+
+
 def _not_utf8(error: UnicodeDecodeError, where: str, start: int = 0) -> CalibrationError:
     """Return the error of bytes that begin at byte `start` of a file."""
     found, hint = f"{error.reason} at byte {start + error.start}", "Unpack it, or convert it to UTF-8, e.g. with iconv."
@@ -216,9 +227,16 @@ def _not_utf8(error: UnicodeDecodeError, where: str, start: int = 0) -> Calibrat
 def _documents(
     source: str, dataset: Dataset, split: str, seed: int | None, longest: int | None = None
 ) -> Iterator[str]:
-    """Yield the `text` fields of a split, streamed; drawn in a seeded random order unless `seed` is None.
+    """Yield the `text` fields of a split, in the order of `dataset_rows`, cut to `longest` characters."""
+    rows = dataset_rows(source, dataset, split, seed)
+    yield from (text[:longest] for text in _texts(rows, f"dataset {source} (split {split})"))
 
-    Documents are cut to `longest` characters.
+
+def dataset_rows(source: str, dataset: Dataset, split: str, seed: int | None) -> Iterator[Mapping[str, Any]]:
+    """Yield the rows of a split, streamed; drawn in a seeded random order unless `seed` is None.
+
+    Raises:
+        CalibrationError: the `datasets` library is missing, or cannot read the dataset.
     """
     where = f"dataset {source} (split {split})"
     try:
@@ -239,12 +257,10 @@ def _documents(
             dataset.path, dataset.config, split=split, data_files=dataset.data_files, streaming=True
         )
         if seed is not None:
-            first = [len(text) for text in islice(_texts(rows, where), DOCUMENTS_MEASURED)]
+            first = [_characters(row) for row in islice(rows, DOCUMENTS_MEASURED)]
             fitting = SHUFFLE_BUFFER_CHARS * len(first) // max(1, sum(first))
             rows = rows.shuffle(seed=seed, buffer_size=max(1, min(SHUFFLE_BUFFER, fitting)))
-        yield from (text[:longest] for text in _texts(rows, where))
-    except CalibrationError:
-        raise
+        yield from rows
     except (OSError, ValueError, RecursionError, StopIteration, datasets.exceptions.DatasetsError) as error:
         raise CalibrationError(
             where,
@@ -256,11 +272,49 @@ def _documents(
         readers.setLevel(level)
 
 
+def _characters(row: Mapping[str, Any]) -> int:
+    """Return how many characters a row has."""
+    text = row.get("text")
+    return len(text) if isinstance(text, str) else len(str(row))
+
+
+def read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield the place and the value of each record of a file of JSON lines, or of one JSON array.
+
+    Tools of a record differ from those of the next, so no common type is sought for the columns, as `datasets` does.
+    A file that does not begin with a JSON value has no records.
+    """
+    where = f"text file {path}"
+    begun, number = False, 0
+    try:
+        with path.open(encoding="utf-8-sig") as file:
+            lines: Iterable[str] = file
+            if path.suffix.lower() == ".json":
+                text = file.read()
+                lines = io.StringIO(text)
+                if text.lstrip().startswith("["):
+                    yield from ((f"{where}, record {number}", one) for number, one in enumerate(json.loads(text), 1))
+                    return
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield f"{where}, line {number}", json.loads(line)
+                    begun = True
+    except UnicodeDecodeError as error:
+        raise _not_utf8(error, where) from error
+    except (ValueError, RecursionError) as error:
+        if begun:
+            where = f"{where}, line {number}"
+            raise CalibrationError(where, "a JSON object", summary(error), "Mend the line.") from error
+    except OSError as error:
+        raise _unreadable(error, where) from error
+
+
 def _texts(rows: Iterable[Any], where: str) -> Iterator[str]:
     """Yield the text of each row."""
     for row in rows:
         if "text" not in row:
-            raise CalibrationError(where, "a column `text` of strings", f"the columns {', '.join(row)}")
+            hint = "Conversations are in columns `messages`, `conversations`, or `instruction` and `output`."
+            raise CalibrationError(where, "a column `text` of strings", f"the columns {', '.join(row)}", hint)
         if not isinstance(row["text"], str):
             found = f"a row whose text is {row['text']!r:.60}"
             raise CalibrationError(where, "a column `text` of strings", found, "Remove the row, or mend it.")

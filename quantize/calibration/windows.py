@@ -1,10 +1,14 @@
 """Calibration samples: equally long windows of token ids, the activations of which make the Hessians.
 
+Conversations are drawn in a random order and rendered, and their tokens follow each other as those of one long text. A
+window is cut from this text, so it may begin or end within a conversation, and no token of an answer is left out.
+
 Invariant: the windows do not overlap and are the same for the same text, tokenizer, sizes and seed.
 """
 
 import hashlib
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,6 +16,7 @@ import torch
 from torch import Tensor
 
 from vllm_latq.errors import CalibrationError, ConfigError
+from vllm_latq.quantize.calibration.chats import CALIBRATION, Conversation, conversations, render, require_template
 from vllm_latq.quantize.calibration.text import BUNDLED, calibration_text
 from vllm_latq.quantize.model.decoder import Decoder
 from vllm_latq.quantize.model.loading import load_tokenizer
@@ -31,17 +36,42 @@ class Samples(NamedTuple):
     Attributes:
         tokens: token ids, int64 [n, seq_len].
         name: of the text: its file without folders, or the name of its dataset.
-        sha256: hex digest of the text that was read, in UTF-8.
+        sha256: hex digest of the text that was read, in UTF-8; conversations are rendered.
+        counted: whether the token after each token belongs to an answer, bool [n, seq_len]: the positions of which the
+            loss is taken. None for plain text, where all are.
     """
 
     tokens: Tensor
     name: str
     sha256: str
+    counted: Tensor | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the description that events and the report hold, as plain JSON values."""
         count, length = self.tokens.shape
-        return {"name": self.name, "sha256": self.sha256, "samples": count, "seq_len": length}
+        answers = {} if self.counted is None else {"answer_tokens": int(self.counted.sum())}
+        return {"name": self.name, "sha256": self.sha256, "samples": count, "seq_len": length, **answers}
+
+    def digest(self) -> str:
+        """Return a digest of the tokens, and of which of them are counted."""
+        found = hashlib.sha256(self.tokens.numpy().tobytes())
+        if self.counted is not None:
+            found.update(self.counted.numpy().tobytes())
+        return found.hexdigest()
+
+
+class _Stream(NamedTuple):
+    """Tokens that windows are cut from.
+
+    Attributes:
+        tokens: token ids, int64 [n].
+        counted: whether the token after each token belongs to an answer, bool [n]; None for plain text.
+        text: the text that was read.
+    """
+
+    tokens: Tensor
+    counted: Tensor | None
+    text: str
 
 
 def tokenize(tokenizer: "PreTrainedTokenizerBase", text: str) -> Tensor:
@@ -62,7 +92,7 @@ def load_samples(
 
     The text is tokenized as one string and cut into non-overlapping windows, of which `num_samples` are drawn without
     replacement. A large source is not read whole, see `calibration_text`. A shorter text gives all the windows that it
-    has, with a warning that states both numbers.
+    has, with a warning that states both numbers. Conversations (see `chats`) are drawn until they have enough tokens.
 
     Args:
         tokenizer: the tokenizer of the model to be quantized.
@@ -77,7 +107,8 @@ def load_samples(
         n windows with 1 <= n <= num_samples.
 
     Raises:
-        CalibrationError: a size below 1, a source that cannot be read, or a text shorter than one window.
+        CalibrationError: a size below 1, a source that cannot be read, a text shorter than one window, or
+            conversations that the tokenizer's chat template does not take.
     """
     for name, value in (("num_samples", num_samples), ("seq_len", seq_len)):
         if value < 1:
@@ -87,15 +118,14 @@ def load_samples(
     inner = seq_len - len(before) - len(after)
     if inner < 1:
         raise CalibrationError("seq_len", "room for text between the special tokens", str(seq_len))
-    chars = num_samples * seq_len * CHARS_READ_PER_TOKEN
-    while True:
-        text, whole = calibration_text(source, chars, seed)
-        ids = tokenize(tokenizer, text)
-        ids = ids[len(before) : len(ids) - len(after)]
-        available = ids.numel() // inner
-        if whole or available >= num_samples:
-            break
-        chars = 2 * max(chars, len(text))
+    talks = conversations(source, "train", CALIBRATION, seed)
+    if talks is None:
+        stream = _plain(tokenizer, source, (num_samples, seq_len), seed, (len(before), len(after)))
+    else:
+        require_template(tokenizer, source)
+        stream = _packed(tokenizer, talks, num_samples * inner + 1)
+    ids = stream.tokens
+    available = ids.numel() // inner
     if available == 0:
         raise CalibrationError(
             f"calibration text {source}",
@@ -113,8 +143,50 @@ def load_samples(
     drawn = torch.randperm(available, generator=generator)[:num_samples]
     windows = ids[: available * inner].view(available, inner)[drawn]
     tokens = torch.cat([before.expand(len(drawn), -1), windows, after.expand(len(drawn), -1)], dim=1)
+    counted = None if stream.counted is None else stream.counted[: available * inner].view(available, inner)[drawn]
+    if counted is not None and not counted.any():
+        hint = "Use more or longer windows, or more text."
+        raise CalibrationError(f"calibration text {source}", "windows with tokens of answers", "none", hint)
     name = Path(source).name if source != BUNDLED and Path(source).exists() else source
-    return Samples(tokens, name, hashlib.sha256(text.encode()).hexdigest())
+    return Samples(tokens, name, hashlib.sha256(stream.text.encode()).hexdigest(), counted)
+
+
+def _plain(
+    tokenizer: "PreTrainedTokenizerBase", source: str, sizes: tuple[int, int], seed: int, around: tuple[int, int]
+) -> _Stream:
+    """Return the tokens of enough text for windows, or of the whole text of a smaller source.
+
+    Args:
+        tokenizer, source, seed: as in `load_samples`.
+        sizes: number of windows, and tokens of each.
+        around: how many special tokens stand before and after the text; they are left out.
+    """
+    num_samples, seq_len = sizes
+    before, after = around
+    chars = num_samples * seq_len * CHARS_READ_PER_TOKEN
+    while True:
+        text, whole = calibration_text(source, chars, seed)
+        ids = tokenize(tokenizer, text)
+        ids = ids[before : len(ids) - after]
+        if whole or ids.numel() // (seq_len - before - after) >= num_samples:
+            return _Stream(ids, None, text)
+        chars = 2 * max(chars, len(text))
+
+
+def _packed(tokenizer: "PreTrainedTokenizerBase", talks: Iterable[Conversation], wanted: int) -> _Stream:
+    """Return the tokens of conversations one after the other: at least as many as wanted, or all that there are."""
+    texts, tokens, answers = [], [], []
+    total = 0
+    for talk in talks:
+        for rendered in render(tokenizer, talk):
+            texts.append(rendered.text)
+            tokens.append(rendered.tokens)
+            answers.append(rendered.answers)
+            total += len(rendered.tokens)
+        if total >= wanted:
+            break
+    following = torch.cat([*answers, torch.zeros(1, dtype=torch.bool)])[1:]
+    return _Stream(torch.cat(tokens), following, "".join(texts))
 
 
 def _around(tokenizer: "PreTrainedTokenizerBase") -> tuple[Tensor, Tensor]:

@@ -82,7 +82,7 @@ def verify_certificate(
     certificate.require_same_linears()
     yield from certificate.foreign_parts()
     yield from certificate.calibration(samples)
-    yield from certificate.layers(samples.tokens)
+    yield from certificate.layers(samples)
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class _Certificate:
             where = f"{self._report}: calibration"
             yield CheckpointError(where, f"{found}, what the text gives", repr(claimed), "Use the same text.")
 
-    def layers(self, samples: torch.Tensor) -> Iterator[LatqError]:
+    def layers(self, samples: Samples) -> Iterator[LatqError]:
         """The claims of each linear, in the order of the model, and their totals."""
         claims = {claim.name: claim for claim in self.reader.measured()}
         everything: list[dict[str, Any]] = []
@@ -164,10 +164,10 @@ class _Certificate:
             everything.append(asdict(found) | {"shape": self.reader.shapes[found.name]})
         yield from self._totals(totals(everything))
 
-    def _recomputed(self, samples: torch.Tensor) -> Iterator[LayerReport]:
+    def _recomputed(self, samples: Samples) -> Iterator[LayerReport]:
         if self.recipe.method == "latq":
             return whole_model(self.reader, self.decoder, self.recipe, samples, self.stages)
-        return layer_by_layer(self.reader, self.decoder, self.recipe, samples)
+        return layer_by_layer(self.reader, self.decoder, self.recipe, samples.tokens)
 
     def _compare(self, claim: LayerReport, found: LayerReport) -> Iterator[LatqError]:
         where = f"{self._report}: {claim.name}"

@@ -29,6 +29,7 @@ from vllm_latq.quantize.allocation.model_lattice import ALLOCATION, ModelLattice
 from vllm_latq.quantize.calibration.fisher import Stages, ignore_stages
 from vllm_latq.quantize.calibration.hessian import InputHessian
 from vllm_latq.quantize.calibration.stream import Stream, hessians_of, walk
+from vllm_latq.quantize.calibration.windows import Samples
 from vllm_latq.quantize.lattice import stochastic
 from vllm_latq.quantize.lattice.coordinate_descent import ROWS
 from vllm_latq.quantize.lattice.factor import Factor
@@ -148,7 +149,7 @@ def whole_model(
     reader: CheckpointReader,
     decoder: Decoder,
     recipe: Recipe,
-    samples: torch.Tensor,
+    samples: Samples,
     stages: Stages = ignore_stages,
 ) -> Iterator[LayerReport]:
     """The records of every linear of a latq checkpoint, in the order of the model.
@@ -157,14 +158,15 @@ def whole_model(
 
     Args:
         reader, decoder, recipe: the checkpoint, the model it was made from, and how.
-        samples: int64 [n, tokens].
+        samples: the calibration windows.
         stages: gives the progress of each stage.
     """
     with tempfile.TemporaryDirectory(prefix="latq-certificate-") as folder:
-        model = ModelLattice(decoder, quantized_linears(decoder, recipe), recipe, Path(folder))
-        model.collect(samples, placer("disk", Path(folder)), stages)
+        quantized = quantized_linears(decoder, recipe)
+        model = ModelLattice(decoder, quantized, recipe, Path(folder), counted=samples.counted)
+        model.collect(samples.tokens, placer("disk", Path(folder)), stages)
         step = model.allocation(stages(ALLOCATION)).step
-        stream = Stream(decoder, None if recipe.target == "quantized" else samples, recipe.target)
+        stream = Stream(decoder, None if recipe.target == "quantized" else samples.tokens, recipe.target)
         for part, module, _ in walk(model_parts(decoder, reader.shapes), stream):
             if module is None:
                 continue

@@ -1,34 +1,46 @@
 """How good a model is: perplexity by GPTQ's protocol and divergence from a baseline.
 
-Invariant: perplexity, KL divergence and agreement are means over the same predicted positions, and only one batch of
-windows of logits is held at a time.
+Invariant: perplexity, KL divergence and agreement are of the same predicted positions, and only one batch of windows of
+logits is held at a time.
 """
 
 import dataclasses
+import gc
 import math
 import time
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import repeat
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from vllm_latq.errors import CalibrationError, CheckpointError, ConfigError, NumericalError
-from vllm_latq.events import Listener, Progress, ignore_event, stage_progress
-from vllm_latq.quantize.calibration.text import evaluation_text, evaluation_windows
-from vllm_latq.quantize.calibration.windows import tokenize
-from vllm_latq.quantize.model.loading import load_model, model_directory
+from vllm_latq.errors import CheckpointError, ConfigError
+from vllm_latq.events import Listener, ignore_event, stage_progress
+from vllm_latq.quantize.evaluation.predictions import Compared, Predictions, compare, joined
+from vllm_latq.quantize.evaluation.predictors import EngineMaker, Kept, Loaded, Predictor, Served, asked
+from vllm_latq.quantize.evaluation.reference import read_reference, save_reference
+from vllm_latq.quantize.evaluation.results import described_text
+from vllm_latq.quantize.evaluation.windows import Windows, read_windows
+from vllm_latq.quantize.model.loading import (
+    load_configuration,
+    load_model,
+    load_tokenizer,
+    model_directory,
+    torch_device,
+)
+from vllm_latq.quantize.recipe import DTYPES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-# Log-softmax is taken in float64 for this many positions at a time: 256 MiB for a vocabulary of 128k.
-ROWS_AT_ONCE = 256
-# Tokens of a prompt, and of its answer.
+# Tokens of a prompt of plain text, and of its answer.
 PROMPT_TOKENS = ANSWER_TOKENS = 32
+# Windows that vLLM gets at a time, at least: it makes batches of its own.
+SERVED_WINDOWS = 16
 
 
 @dataclass(frozen=True)
@@ -37,16 +49,23 @@ class Evaluation:
 
     Attributes:
         perplexity: exp of the mean negative log-likelihood (nats) of the predicted tokens.
-        tokens: tokens in the evaluated windows; each window of n tokens has n - 1 predictions.
+        tokens: tokens in the evaluated windows, without padding.
         windows: number of windows.
-        seq_len: tokens per window, after clamping.
+        seq_len: tokens of the longest window, after clamping.
         seconds: time in the model's forward passes, the baseline's not counted.
         tokens_per_second: tokens / seconds.
+        positions: number of predictions.
+        on_answers: whether only tokens of answers are predicted, as in conversations.
+        through: the program that ran the model, "transformers" or "vllm".
+        baseline: name of the original model; None without a baseline.
         kl: mean KL(baseline || model) of the next-token distributions, nats; None without a baseline.
+        kl_median, kl_p99, kl_max: median, 99th percentile and largest KL of a position.
+        kl_unseen: mean probability, by the baseline, of tokens that one of the two predictions does not list: `kl` then
+            is a lower bound. None where both list all tokens, so that `kl` is exact.
         top1_agreement: fraction of positions where both rank the same token first; None without a baseline.
         baseline_perplexity: perplexity of the baseline; None without one.
-        answers: what both models continue the beginnings of some windows with, as objects of `prompt`, `baseline` and
-            `model`; None without a baseline.
+        answers: what both models continue some prompts with, as objects of `prompt`, `baseline` and `model`; None
+            without a baseline.
     """
 
     perplexity: float
@@ -55,7 +74,15 @@ class Evaluation:
     seq_len: int
     seconds: float
     tokens_per_second: float
+    positions: int = 0
+    on_answers: bool = False
+    through: str = "transformers"
+    baseline: str | None = None
     kl: float | None = None
+    kl_median: float | None = None
+    kl_p99: float | None = None
+    kl_max: float | None = None
+    kl_unseen: float | None = None
     top1_agreement: float | None = None
     baseline_perplexity: float | None = None
     answers: list[dict[str, str]] | None = None
@@ -76,6 +103,8 @@ class Options:
         answers: number of windows whose beginnings both models continue; 0 without a baseline.
         device: torch device; by default CUDA where there is one, else the CPU.
         dtype: of both models, see `load_model`.
+        save_reference: file for the top predictions of the baseline or, without one, of the model.
+        reference: file of `save_reference` that stands for the baseline.
     """
 
     seq_len: int = 2048
@@ -84,54 +113,35 @@ class Options:
     answers: int = 0
     device: str | None = None
     dtype: str = "auto"
+    save_reference: str | Path | None = None
+    reference: str | Path | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("seq_len", 2), ("batch_size", 1), ("max_windows", 1), ("answers", 0)):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ConfigError(name, f"at least {least}", str(value))
+        if self.dtype not in DTYPES:
+            raise ConfigError("dtype", "auto, float32, bfloat16 or float16", repr(self.dtype))
+        torch_device(self.device)
+        if self.save_reference is not None and self.reference is not None:
+            raise ConfigError("save_reference", "none beside a reference", str(self.save_reference), "Leave out one.")
 
 
-@dataclass(frozen=True)
-class WindowStatistics:
-    """Sums over predicted positions; sums of several windows add up."""
+class _Described(NamedTuple):
+    """A model before its weights are read.
 
-    positions: int = 0
-    nll: float = 0.0
-    kl: float = 0.0
-    agreeing: int = 0
-    baseline_nll: float = 0.0
-
-    def __add__(self, other: "WindowStatistics") -> "WindowStatistics":
-        return WindowStatistics(
-            self.positions + other.positions,
-            self.nll + other.nll,
-            self.kl + other.kl,
-            self.agreeing + other.agreeing,
-            self.baseline_nll + other.baseline_nll,
-        )
-
-
-def window_statistics(logits: Tensor, targets: Tensor, baseline: Tensor | None = None) -> WindowStatistics:
-    """Sums of negative log-likelihood, KL(baseline || model) and agreement, computed in float64.
-
-    Args:
-        logits: next-token logits, any float dtype [n, vocabulary].
-        targets: the tokens that came next, int64 [n].
-        baseline: the original model's logits at the same positions [n, vocabulary], or None.
+    Attributes:
+        name: as given.
+        tokenizer: its tokenizer.
+        vocabulary: number of tokens that it predicts.
+        positions: tokens that it can take, None for any number.
     """
-    nll = kl = baseline_nll = 0.0
-    agreeing = 0
-    for start in range(0, len(targets), ROWS_AT_ONCE):
-        rows = slice(start, start + ROWS_AT_ONCE)
-        log_q = logits[rows].double().log_softmax(-1)
-        nll -= log_q.gather(-1, targets[rows, None]).sum().item()
-        if baseline is not None:
-            log_p = baseline[rows].double().log_softmax(-1)
-            baseline_nll -= log_p.gather(-1, targets[rows, None]).sum().item()
-            kl += (log_p.exp() * (log_p - log_q)).sum().item()
-            agreeing += int((log_p.argmax(-1) == log_q.argmax(-1)).sum())
-    return WindowStatistics(len(targets), nll, kl, agreeing, baseline_nll)
+
+    name: str
+    tokenizer: "PreTrainedTokenizerBase"
+    vocabulary: int
+    positions: int | None
 
 
 def evaluate(
@@ -140,175 +150,232 @@ def evaluate(
     seq_len: int = Options.seq_len,
     baseline: str | Path | None = None,
     on_event: Listener = ignore_event,
+    engine: EngineMaker | None = None,
     **options: Any,
 ) -> Evaluation:
     """Perplexity of a model or checkpoint on a text and, given a baseline, how far its predictions moved.
 
     The protocol is GPTQ's (Frantar et al. 2022, and the papers that follow it): the text is tokenized as one string
     and cut into non-overlapping windows; within each, every token but the first is predicted from those before it.
-    The incomplete window at the end is left out; a text shorter than one window makes one short window.
+    The incomplete window at the end is left out; a text shorter than one window makes one short window. In
+    conversations only tokens of answers are predicted, see `windows`.
 
     Args:
         model_path: a Hugging Face directory or hub name; a checkpoint of this package too.
-        source: a text file, `wikitext2`, `c4`, a hub dataset `org/name[:config]`, or a dataset folder.
+        source: a text file, `wikitext2`, `c4`, a hub dataset `org/name[:config]`, a dataset folder, or conversations.
         seq_len: as in `Options`.
         baseline: the original model, to compare the next-token distributions with.
         on_event: called with "stage" events, see `vllm_latq.events`.
+        engine: makes an engine that runs the model in place of transformers. The baseline is run before, by
+            transformers, and its top predictions are kept.
         options: the other fields of `Options`.
 
     Raises:
         CalibrationError: a text that cannot be read or has fewer than two tokens.
-        CheckpointError: a model that cannot be loaded, or a baseline with another tokenizer or vocabulary.
+        CheckpointError: a model that cannot be loaded, or a baseline or reference of another tokenizer, vocabulary or
+            text.
         ConfigError: an option out of range.
         NumericalError: logits that are not finite.
     """
     how = Options(seq_len, **options)
+    if baseline is not None and how.reference is not None:
+        raise ConfigError("reference", "none beside a baseline", str(how.reference), "Leave out one of them.")
     # A wrong name is found before anything large is read.
     for named in (model_path, baseline):
         if named is not None:
             model_directory(named)
-    text = evaluation_text(source)
-    model, tokenizer = load_model(model_path, how.device, how.dtype)
-    ids = tokenize(tokenizer, text)
-    models = {str(model_path): model}
-    if baseline is not None:
-        reference, reference_tokenizer = load_model(baseline, how.device, how.dtype)
+    model, *others = (_described(named) for named in (model_path, baseline) if named is not None)
+    for one in (model, *others):
+        seq_len = _clamp(seq_len, one, 0 if engine is None else 1)
+    windows = read_windows(model.tokenizer, source, seq_len, how.max_windows)
+    for other in others:
+        _check_same_vocabulary(model, windows, other, read_windows(other.tokenizer, source, seq_len, how.max_windows))
+    _check_tokens_in_vocabulary(model, windows)
+    text = described_text(source)
+    run = _Run(windows, model.vocabulary, how.batch_size, on_event)
+    original = None if baseline is None else str(baseline)
+    theirs: Predictor | None = None
+    if how.reference is not None:
+        original, predictions = read_reference(how.reference, text, windows, model.vocabulary)
+        theirs = Kept(predictions)
+    elif baseline is not None:
         # Under its name, unless it is the same model.
-        models |= {f"{baseline} (baseline)" if str(baseline) in models else str(baseline): reference}
-        _check_same_vocabulary(model_path, model, ids, baseline, reference, tokenize(reference_tokenizer, text))
-    for path, loaded in models.items():
-        seq_len = _clamp(seq_len, path, loaded)
-    windows = _windows(ids, seq_len, source, how.max_windows or evaluation_windows(source))
-    _check_tokens_in_vocabulary(model_path, model, windows)
-    found = _measure(models, windows, how.batch_size, stage_progress(on_event, "evaluating"))
-    if baseline is None or not how.answers:
+        name = f"{baseline} (baseline)" if str(baseline) == model.name else str(baseline)
+        theirs = Loaded(name, load_model(baseline, how.device, how.dtype)[0])
+        if engine is not None:
+            theirs = Kept(run.record(theirs))
+            free_memory()
+    ours: Predictor = (
+        Loaded(model.name, load_model(model_path, how.device, how.dtype)[0])
+        if engine is None
+        else Served(engine(windows.tokens.shape[1], asked(model.vocabulary)), asked(model.vocabulary))
+    )
+    found = replace(run.measure(ours, theirs, how.save_reference is not None), baseline=original)
+    if how.save_reference is not None:
+        save_reference(how.save_reference, joined(run.kept), original or model.name, text, windows)
+    if not how.answers or not isinstance(ours, Loaded) or not isinstance(theirs, Loaded):
         return found
-    distant = windows[:: -(-len(windows) // how.answers)]
-    return replace(found, answers=_answers(models, tokenizer, distant, stage_progress(on_event, "answering")))
+    models = (ours.model, theirs.model)
+    return replace(found, answers=_answers(models, model.tokenizer, windows, how.answers, on_event))
+
+
+@dataclass
+class _Run:
+    """An evaluation at work.
+
+    Attributes:
+        windows: to predict.
+        vocabulary: number of tokens that the models know.
+        batch: windows per forward pass.
+        on_event: called with "stage" events.
+        kept: top predictions of the original model, where they are wanted.
+    """
+
+    windows: Windows
+    vocabulary: int
+    batch: int
+    on_event: Listener
+    kept: list[Predictions] = field(default_factory=list)
+
+    def record(self, model: Predictor) -> Predictions:
+        """Run the baseline alone, and return its top predictions."""
+        for batch, start in self._batches("evaluating the baseline", self.batch):
+            self.kept += [part.top() for part in model.predict(batch, start)]
+        return joined(self.kept)
+
+    def measure(self, model: Predictor, baseline: Predictor | None, keep: bool) -> Evaluation:
+        """Run the windows through the model and, where there is one, the baseline after it."""
+        parts: list[Compared] = []
+        seconds = 0.0
+        keep = keep and not self.kept
+        served = isinstance(model, Served)
+        for batch, start in self._batches("evaluating", max(self.batch, SERVED_WINDOWS) if served else self.batch):
+            began = time.perf_counter()
+            ours = model.predict(batch, start)
+            seconds += time.perf_counter() - began
+            theirs = repeat(None) if baseline is None else baseline.predict(batch, start)
+            for prediction, expected in zip(ours, theirs, strict=False):
+                parts.append(compare(prediction, expected, self.vocabulary))
+                if keep:
+                    self.kept.append((expected or prediction).top())
+        total, tokens = joined(parts), sum(self.windows.lengths)
+        return Evaluation(
+            perplexity=_exp(total.nll),
+            tokens=tokens,
+            windows=len(self.windows),
+            seq_len=self.windows.tokens.shape[1],
+            seconds=seconds,
+            tokens_per_second=tokens / seconds,
+            positions=self.windows.positions,
+            on_answers=self.windows.of_answers,
+            through="vllm" if served else "transformers",
+            **_divergence(total),
+        )
+
+    def _batches(self, stage: str, size: int) -> Iterator[tuple[Windows, int]]:
+        """Yield windows, with the number of the first of them, and report the progress of a stage."""
+        progress = stage_progress(self.on_event, stage)
+        progress(0, len(self.windows))
+        for number, batch in enumerate(self.windows.batches(size)):
+            yield batch, number * size
+            progress(min((number + 1) * size, len(self.windows)), len(self.windows))
+
+
+def _divergence(total: Compared) -> dict[str, Any]:
+    """Return the measurements against a baseline; empty without one."""
+    if total.kl is None or total.agreeing is None or total.baseline_nll is None or total.unseen is None:
+        return {}
+    in_order = total.kl.sort().values
+    median, p99 = (float(in_order[math.ceil(share * len(in_order)) - 1]) for share in (0.5, 0.99))
+    return {
+        "kl": float(total.kl.mean()),
+        "kl_median": median,
+        "kl_p99": p99,
+        "kl_max": float(in_order[-1]),
+        "kl_unseen": float(total.unseen.mean()) if total.unseen.any() else None,
+        "top1_agreement": float(total.agreeing.double().mean()),
+        "baseline_perplexity": _exp(total.baseline_nll),
+    }
 
 
 def _answers(
-    models: Mapping[str, "PreTrainedModel"], tokenizer: "PreTrainedTokenizerBase", windows: Tensor, progress: Progress
+    models: Sequence["PreTrainedModel"],
+    tokenizer: "PreTrainedTokenizerBase",
+    windows: Windows,
+    count: int,
+    on_event: Listener,
 ) -> list[dict[str, str]]:
-    """Return the beginning of each window, and what the model and the baseline greedily continue it with."""
-    prompts = windows[:, :PROMPT_TOKENS]
-    texts = [tokenizer.batch_decode(prompts)]
-    for done, model in enumerate(models.values()):
+    """Return prompts, and what the model and the baseline greedily continue them with.
+
+    The prompts are beginnings of windows: PROMPT_TOKENS of plain text, and all before the first answer of a
+    conversation.
+    """
+    distant = range(0, len(windows), -(-len(windows) // count))
+    ends = [int(windows.counted[index].nonzero()[0]) + 1 if windows.of_answers else PROMPT_TOKENS for index in distant]
+    prompts = [windows.tokens[index, :end] for index, end in zip(distant, ends, strict=True)]
+    texts = [[tokenizer.decode(prompt) for prompt in prompts]]
+    progress = stage_progress(on_event, "answering")
+    limit = {"max_new_tokens": ANSWER_TOKENS, "do_sample": False, "pad_token_id": tokenizer.eos_token_id or 0}
+    for done, model in enumerate(models):
         progress(done, len(models))
-        ids, generator = prompts.to(model.device), cast(Any, model)
-        limit = {"max_new_tokens": ANSWER_TOKENS, "do_sample": False, "pad_token_id": tokenizer.eos_token_id or 0}
-        found = generator.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **limit)
-        texts.append(tokenizer.batch_decode(found[:, ids.shape[1] :], skip_special_tokens=True))
+        generator, answers = cast(Any, model), []
+        for prompt in prompts:
+            ids = prompt[None].to(model.device)
+            found = generator.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **limit)
+            answers.append(tokenizer.decode(found[0, ids.shape[1] :], skip_special_tokens=True))
+        texts.append(answers)
     return [{"prompt": prompt, "model": ours, "baseline": theirs} for prompt, ours, theirs in zip(*texts, strict=True)]
 
 
-def _measure(models: Mapping[str, "PreTrainedModel"], windows: Tensor, batch: int, progress: Progress) -> Evaluation:
-    """Run the windows, int64 [n, seq_len], through the model and, where there is one, the baseline after it."""
-    (name, model), *others = models.items()
-    total = WindowStatistics()
-    seconds = 0.0
-    progress(0, len(windows))
-    for start in range(0, len(windows), batch):
-        tokens = windows[start : start + batch].to(model.device)
-        began = time.perf_counter()
-        logits = _next_token_logits(model, tokens, name, start)
-        seconds += time.perf_counter() - began
-        expected = [_next_token_logits(reference, tokens, path, start) for path, reference in others]
-        total += window_statistics(logits, tokens[:, 1:].flatten(), *expected)
-        progress(min(start + batch, len(windows)), len(windows))
-    compared = bool(others)
-    return Evaluation(
-        perplexity=_exp(total.nll / total.positions),
-        tokens=windows.numel(),
-        windows=windows.shape[0],
-        seq_len=windows.shape[1],
-        seconds=seconds,
-        tokens_per_second=windows.numel() / seconds,
-        kl=total.kl / total.positions if compared else None,
-        top1_agreement=total.agreeing / total.positions if compared else None,
-        baseline_perplexity=_exp(total.baseline_nll / total.positions) if compared else None,
-    )
+def free_memory() -> None:
+    """Give back the memory of models that are no longer needed."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
-def _exp(mean_nll: float) -> float:
-    """exp, infinite where float64 overflows: a model that bad still has a report."""
+def _exp(nll: Tensor) -> float:
+    """Return exp of the mean, infinite where float64 overflows: a model that bad still has a report."""
     try:
-        return math.exp(mean_nll)
+        return math.exp(float(nll.mean()))
     except OverflowError:
         return math.inf
 
 
-@torch.inference_mode()
-def _next_token_logits(model: "PreTrainedModel", tokens: Tensor, name: str, first_window: int) -> Tensor:
-    """Logits [batch * (seq_len - 1), vocabulary] that predict tokens[:, 1:]; the check also waits for CUDA."""
-    logits = model(input_ids=tokens, use_cache=False).logits[:, :-1]
-    finite = torch.isfinite(logits).flatten(1).all(1)
-    if not finite.all():
-        window = first_window + int(finite.logical_not().nonzero()[0])
-        count = int(torch.isfinite(logits[window - first_window]).logical_not().sum())
-        raise NumericalError(
-            f"{name}, window {window}",
-            "finite logits",
-            f"{count} NaN or infinite ones",
-            "Check the checkpoint with `latq verify`, or evaluate with dtype float32.",
-        )
-    return logits.flatten(0, 1)
+def _described(path: str | Path) -> _Described:
+    """Return what is known of a model before its weights are read."""
+    text = load_configuration(path).get_text_config()
+    positions = getattr(text, "max_position_embeddings", None)
+    return _Described(str(path), load_tokenizer(model_directory(path)), int(text.vocab_size), positions)
 
 
-def _clamp(seq_len: int, path: str, model: "PreTrainedModel") -> int:
-    """seq_len, or fewer tokens if the model has not that many positions."""
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if limit is None or seq_len <= limit:
+def _clamp(seq_len: int, model: _Described, room: int) -> int:
+    """Return seq_len, or fewer tokens if the model has not that many positions, with room for some more."""
+    if model.positions is None or seq_len <= model.positions - room:
         return seq_len
-    warnings.warn(f"{path} has {limit} positions: evaluating with seq_len {limit}, not {seq_len}.", stacklevel=3)
-    return int(limit)
+    fitting = model.positions - room
+    warnings.warn(
+        f"{model.name} has {model.positions} positions: evaluating with seq_len {fitting}, not {seq_len}.", stacklevel=3
+    )
+    return fitting
 
 
-def _windows(ids: Tensor, seq_len: int, source: str, limit: int | None) -> Tensor:
-    """Non-overlapping windows [n, seq_len] of the token ids, or one short window [1, tokens]."""
-    if ids.numel() < 2:
-        raise CalibrationError(f"evaluation text {source}", "at least 2 tokens", str(ids.numel()), "Use more text.")
-    if ids.numel() < seq_len:
-        warnings.warn(
-            f"evaluation text {source} has {ids.numel()} tokens, fewer than one window of {seq_len}: "
-            "evaluating one short window.",
-            stacklevel=3,
-        )
-        return ids[None]
-    count = ids.numel() // seq_len
-    return ids[: count * seq_len].view(count, seq_len)[:limit]
-
-
-def _vocabulary(model: "PreTrainedModel") -> int:
-    return int(model.config.get_text_config().vocab_size)
-
-
-def _check_same_vocabulary(
-    path: str | Path,
-    model: "PreTrainedModel",
-    ids: Tensor,
-    baseline: str | Path,
-    reference: "PreTrainedModel",
-    want: Tensor,
-) -> None:
-    where = f"model {path} against baseline {baseline}"
+def _check_same_vocabulary(model: _Described, windows: Windows, baseline: _Described, theirs: Windows) -> None:
+    where = f"model {model.name} against baseline {baseline.name}"
     hint = "Compare a quantized checkpoint with the model it was made from."
-    if _vocabulary(model) != _vocabulary(reference):
-        raise CheckpointError(
-            where, f"the baseline's vocabulary of {_vocabulary(reference)} tokens", str(_vocabulary(model)), hint
-        )
-    if not torch.equal(ids, want):
-        raise CheckpointError(
-            where, "the same tokens for the same text", f"{ids.numel()} tokens, the baseline's {want.numel()}", hint
-        )
+    if model.vocabulary != baseline.vocabulary:
+        expected = f"the baseline's vocabulary of {baseline.vocabulary} tokens"
+        raise CheckpointError(where, expected, str(model.vocabulary), hint)
+    if windows.digest() != theirs.digest():
+        found = f"{sum(windows.lengths)} tokens, the baseline's {sum(theirs.lengths)}"
+        raise CheckpointError(where, "the same tokens for the same text", found, hint)
 
 
-def _check_tokens_in_vocabulary(path: str | Path, model: "PreTrainedModel", windows: Tensor) -> None:
-    highest = int(windows.max())
-    if highest >= _vocabulary(model):
+def _check_tokens_in_vocabulary(model: _Described, windows: Windows) -> None:
+    if (highest := int(windows.tokens.max())) >= model.vocabulary:
         raise CheckpointError(
-            f"model {path}",
-            f"a tokenizer of at most {_vocabulary(model)} tokens",
+            f"model {model.name}",
+            f"a tokenizer of at most {model.vocabulary} tokens",
             f"token id {highest}",
             "The tokenizer belongs to another model.",
         )

@@ -7,7 +7,7 @@ checkpoints of this package comes from importing `vllm_latq`.
 import re
 from glob import escape
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -104,6 +104,19 @@ def config_directory(name: str | Path) -> Path:
     except (OSError, ValueError) as error:
         expected, hint = "a model directory or a hub name that can be reached", "Check the name and the connection."
         raise CheckpointError(f"model {name}", expected, summary(error), hint) from error
+
+
+def load_configuration(path: str | Path) -> Any:
+    """Return the configuration of a model or checkpoint, by its directory or hub name.
+
+    Raises:
+        CheckpointError: there is none that transformers can read, or no such model.
+    """
+    directory = model_directory(path)
+    try:
+        return read_config(directory)
+    except (AttributeError, KeyError, OSError, TypeError, ValueError, StrictDataclassError) as error:
+        raise CheckpointError(f"model {path}", "a model that transformers can load", summary(error)) from error
 
 
 def load_tokenizer(directory: str | Path) -> "PreTrainedTokenizerBase":

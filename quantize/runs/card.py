@@ -179,11 +179,15 @@ def _accuracy(runs: Iterable[EvaluationRun], command: str) -> str:
     for run in runs:
         if run.windows is not None:
             share = "-" if run.top1_agreement is None else f"{100 * run.top1_agreement:.1f}%"
-            numbers = (number(value) for value in (run.perplexity, run.baseline_perplexity, run.kl))
-            rows.append(" | ".join(["", _code(run.text), f"{run.windows:g} x {run.seq_len:g}", *numbers, share, ""]))
+            measured = (run.perplexity, run.baseline_perplexity, run.kl, run.kl_p99, run.kl_max)
+            numbers = (number(value) for value in measured)
+            rows.append(
+                " | ".join(["", _code(run.described), f"{run.windows:g} x {run.seq_len:g}", *numbers, share, ""])
+            )
         for task, metrics in (run.tasks or {}).items():
             tasks += [f" | {_code(task)} | {_code(name)} | {number(value)} |" for name, value in metrics.items()]
-    head = " | text | windows | perplexity | of the base model | KL divergence, nats per token | top-1 agreement | "
+    kl = "KL divergence, nats per token | 99th percentile | largest"
+    head = f" | text | windows | perplexity | of the base model | {kl} | top-1 agreement | "
     tables = [
         "\n".join(line.strip() for line in (title, re.sub(r"[^|]+", "---", title.strip()), *found))
         for title, found in ((head, rows), (" | task | metric | value |", tasks))

@@ -47,6 +47,7 @@ class Session:
         writer: of the checkpoint; only the first process writes with it.
         emit: called with an event, a plain dict.
         world: the processes that share the run.
+        counted: positions of the samples whose loss is taken, bool [n, tokens], of all processes; None for all.
     """
 
     recipe: Recipe
@@ -55,6 +56,7 @@ class Session:
     writer: CheckpointWriter
     emit: Listener
     world: World
+    counted: torch.Tensor | None = None
 
     def stream(self, samples: torch.Tensor | None, place: Place) -> Stream:
         """Return the stream of this process's share of the samples (of all processes), or an empty one without."""

@@ -75,7 +75,8 @@ def plan_whole_model(session: Session, samples: torch.Tensor, place: Place) -> "
         place: moves hidden states to where they wait.
     """
     folder = session.writer.scratch
-    lattice = ModelLattice(session.decoder, session.quantized, session.recipe, folder, session.world)
+    own = (session.decoder, session.quantized, session.recipe, folder, session.world, session.counted)
+    lattice = ModelLattice(*own)
     stages = partial(stage_progress, session.emit)
     lattice.collect(samples, place, stages)
     allocation = lattice.allocation(stages(ALLOCATION))

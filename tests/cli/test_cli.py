@@ -162,6 +162,21 @@ def test_head_is_quantized_on_request(
         (["eval", "MODEL", "--text", "x", "--limit", "3"], "--limit requires --tasks."),
         (["eval", "MODEL", "--tasks", "x", "--max-windows", "3"], "--max-windows requires --text or --dataset."),
         (["eval", "MODEL", "--text", "x", "--answers", "3"], "--answers requires --baseline."),
+        (["eval", "MODEL", "--tasks", "x", "--reference", "y"], "--reference requires --text or --dataset."),
+        (
+            ["eval", "MODEL", "--text", "x", "--reference", "y", "--baseline", "MODEL"],
+            "--reference and --baseline exclude each other: give one of them.",
+        ),
+        (
+            ["eval", "MODEL", "--text", "x", "--reference", "y", "--save-reference", "z"],
+            "--reference and --save-reference exclude each other: give one of them.",
+        ),
+        (["eval", "MODEL", "--text", "x", "--engine-args", "{}"], "--engine-args requires --through vllm."),
+        (
+            ["eval", "MODEL", "--text", "x", "--through", "vllm", "--device", "cpu"],
+            "--device does not apply to --through vllm; leave it out.",
+        ),
+        (["trace", "MODEL", "-o", "x", "--num", "0"], "--num: expected at least 1, found 0"),
         (["eval", "MODEL", "--text", __file__, "--max-windows", "0"], "--max-windows: expected at least 1, found 0"),
         (
             ["eval", "MODEL", "--tasks", "arc_easy", "--seq-len", "64"],

@@ -14,10 +14,12 @@ QUANTIZE = ["quantize", "MODEL", "OUT"]
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["quantise"], "'quantise' is not a command. Did you mean quantize? Commands: plan, quantize, eval, inspect, "),
+        (["quantise"], "'quantise' is not a command. Did you mean quantize? Commands: plan, trace, quantize, eval, "),
         (["--versoin"], "--versoin is not an option of latq. Did you mean --version?"),
         ([*QUANTIZE, "--bitz", "4"], "--bitz is not an option of latq quantize. Did you mean --bits?"),
         ([*QUANTIZE, "--bitz=4"], "--bitz is not an option of latq quantize. Did you mean --bits?"),
+        (["eval", "M", "--engine-args", "[1]"], "--engine-args: expected a JSON object, found '[1]'."),
+        (["trace", "M"], "the following arguments are required: -o/--output."),
         ([*QUANTIZE, "--xyzzy"], "--xyzzy is not an option of latq quantize."),
         ([*QUANTIZE, "--wbits", "4"], "--wbits is not an option of latq quantize; its name here is --bits."),
         (["quantize", "--dataset", "c4", "M", "O"], "--dataset is not an option of latq quantize; its name here"),

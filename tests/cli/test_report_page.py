@@ -31,6 +31,11 @@ RUN = {
     "perplexity": 20.5,
     "baseline_perplexity": 20.25,
     "kl": 0.0123,
+    "kl_median": 0.0011,
+    "kl_p99": 0.123,
+    "kl_max": 1.75,
+    "on_answers": True,
+    "through": "vllm",
     "top1_agreement": 0.875,
     "answers": [{"prompt": "Two and two", "baseline": "is four", "model": "is five"}],
     "tasks": {"arc_easy": {"acc,none": 0.5, "alias": "arc"}},
@@ -154,7 +159,20 @@ def test_evaluation_is_shown_beside_the_answers(tmp_path: Path) -> None:
     (path / "latq_evaluation.json").write_text(json.dumps({"runs": [RUN, {"kl": None, "tasks": None}]}))
     edit_json(path / "latq_report.json", lambda report: report.update(calibration={"name": "a", "sha256": "ab"}))
     text = Page(ReportPage(path).render()).text
-    for shown in ("0.0123", "87.5%", "20.25", "Two and two", "is four", "is five", "acc,none 0.5", "noticeably"):
+    for shown in (
+        "0.0123",
+        "0.0011",
+        "0.123",
+        "1.75",
+        "held_out.txt, answers, through vLLM",
+        "87.5%",
+        "20.25",
+        "Two and two",
+        "is four",
+        "is five",
+        "acc,none 0.5",
+        "noticeably",
+    ):
         assert shown in text
     assert "on the text of the calibration" in text
     for broken in ({"runs": 3}, {"runs": [{"kl": "low"}]}, {"runs": [{"answers": [3]}]}, {"runs": [{"text": "a"}]}):

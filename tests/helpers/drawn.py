@@ -17,10 +17,12 @@ def drawn_labels(logits: torch.Tensor, seed: int) -> torch.Tensor:
     return torch.cat(labels).squeeze(1)
 
 
-def one_backward_pass(model: Any, samples: torch.Tensor, seed: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+def one_backward_pass(
+    model: Any, samples: torch.Tensor, seed: int, counted: torch.Tensor | None = None
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Return linear -> (inputs, gradients of its outputs) of all tokens, by one backward pass of the whole model.
 
-    Linears that no gradient reaches are left out.
+    Linears that no gradient reaches are left out. The loss is that of the `counted` positions, or of all.
     """
     seen: dict[str, tuple[torch.Tensor, Any]] = {}
 
@@ -37,5 +39,6 @@ def one_backward_pass(model: Any, samples: torch.Tensor, seed: int) -> dict[str,
             watch(name, module)
     logits = model(samples).logits
     labels = drawn_labels(logits.detach(), seed)
-    nn.functional.cross_entropy(logits.flatten(0, 1), labels, reduction="sum").backward()
+    losses = nn.functional.cross_entropy(logits.flatten(0, 1), labels, reduction="none")
+    (losses if counted is None else losses[counted.flatten()]).sum().backward()
     return {name: (x.detach().flatten(0, -2), y.grad.flatten(0, -2)) for name, (x, y) in seen.items()}

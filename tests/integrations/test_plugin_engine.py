@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from helpers import engine_probe
+from helpers.chat import with_template
 from helpers.checkpoints import without_tensors
 from helpers.engine_probe import OLD_VLLM, assert_plausible, probe
 from helpers.lora_adapter import RANK, write_adapter
@@ -50,6 +51,12 @@ def generations(request: pytest.FixtureRequest) -> dict[str, Any]:
     jobs["two-models"] = {"model": with_other_weights(ssqr, pairs["other_ssqr"].latq), "fails": True}
     jobs["incomplete"] = {"model": without_tensors(ssqr, MISSING), "fails": True}
     jobs["incomplete-dense"] = {"model": without_tensors(ssqr, *MISSING_DENSE), "fails": True}
+    folder, template = (
+        request.getfixturevalue("tmp_path_factory").mktemp("trace"),
+        request.getfixturevalue("mini_model"),
+    )
+    measured = {"original": with_template(template, folder / "original"), "output": folder / "trace.jsonl"}
+    jobs["measured"] = {"model": with_template(pairs["mixed"].latq, folder / "mixed"), "measure": measured}
     jobs["sharded"] = {"model": ssqr, "engine": {"load_format": "sharded_state"}, "fails": True}
     return dict(zip(jobs, probe(list(jobs.values())), strict=True))
 
@@ -138,6 +145,20 @@ def test_missing_unquantized_tensors_stop_the_engine(generations: dict[str, Any]
 def test_sharded_states_are_refused(generations: dict[str, Any]) -> None:
     assert "ConfigError: --load-format: expected" in generations["sharded"]
     assert "found sharded_state" in generations["sharded"]
+
+
+def test_a_trace_of_the_original_measures_what_is_served(generations: dict[str, Any]) -> None:
+    """The engine gives the predictions that transformers gives; the baseline lists a part of the vocabulary."""
+    found = generations["measured"]
+    assert found["traced"][0] == len(found["records"]) > 0
+    assert {record["split"] for record in found["records"]} == {"calibration", "evaluation"}
+    exact, served = found["exact"], found["served"]
+    assert (exact["through"], served["through"]) == ("transformers", "vllm")
+    assert served["on_answers"]
+    assert served["positions"] == exact["positions"] > 0
+    assert served["perplexity"] == pytest.approx(exact["perplexity"], rel=1e-4)
+    assert served["top1_agreement"] == exact["top1_agreement"]
+    assert 0.8 * exact["kl"] < served["kl"] < exact["kl"]
 
 
 def test_tensor_parallel_equals_one_process(

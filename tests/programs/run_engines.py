@@ -2,7 +2,7 @@
 
     python run_engines.py '[{"model": ..., "engine": {LLM arguments}, "reload": [checkpoints], "adapter": path,
                             "images": [...], "fails": bool, "layouts": bool, "pooling": bool, "tokens": n,
-                            "alone": bool, "environment": {...}}, ...]'
+                            "alone": bool, "measure": {...}, "environment": {...}}, ...]'
 
 A process of its own keeps thread binding, distributed state and compilation caches out of the tests, which start it by
 `helpers.engine_probe.probe`.
@@ -75,6 +75,20 @@ def pictures(prompts: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
+def measure(model: str, job: dict[str, str]) -> dict[str, Any]:
+    """Return what `latq trace` wrote of an original, and how far the engine's predictions of a model are from it."""
+    import vllm_latq
+
+    options: dict[str, Any] = {"engine_args": ENGINE, "on_event": lambda _: None}
+    traced = vllm_latq.trace(job["original"], job["output"], num=6, max_tokens=8, **options)
+    with open(job["output"], encoding="utf-8") as file:
+        records = [json.loads(line) for line in file]
+    text = {"source": job["output"], "dtype": "float32", "on_event": options["on_event"]}
+    exact = vllm_latq.evaluate(model, baseline=job["original"], **text)
+    served = vllm_latq.evaluate(model, baseline=job["original"], through="vllm", engine_args=ENGINE, **text)
+    return {"traced": traced, "records": records, "exact": exact.to_dict(), "served": served.to_dict()}
+
+
 def run(job: dict[str, Any]) -> Any:
     """Return what a model generates, and what each checkpoint generates when it is loaded after it.
 
@@ -82,12 +96,14 @@ def run(job: dict[str, Any]) -> Any:
     A `pooling` job returns hidden states instead. A job that names a LoRA adapter returns first what the model
     generates with the adapter. Generations of prompts with images, and the layouts of the engine, follow if the job
     asks for them. So do generations of each prompt `alone`, and of all prompts in a crowded batch. A job that `fails`
-    may return its error.
+    may return its error. A job that `measure`s returns the results of `measure` alone.
     """
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 
     try:
+        if "measure" in job:
+            return measure(job["model"], job["measure"])
         pooling = {"runner": "pooling", "pooler_config": {"task": "token_embed"}} if job.get("pooling") else {}
         answer = embed if pooling else partial(generate, tokens=job.get("tokens", TOKENS))
         llm = LLM(job["model"], **(ENGINE | pooling | job.get("engine", {})))

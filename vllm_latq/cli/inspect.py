@@ -182,7 +182,7 @@ def _measured(run: Mapping[str, Any]) -> str:
         against = "" if baseline is None else f" (baseline {console.number(baseline, 5)})"
         parts.append(f"perplexity {console.number(found.perplexity, 5)}{against}")
     if found.text:
-        parts.append(f"on {found.text}")
+        parts.append(f"on {found.described}")
     if found.tasks:
         parts.append(f"tasks {', '.join(found.tasks)}")
     return ", ".join(parts) or "-"

@@ -1,4 +1,4 @@
-"""The `latq` command: plan, quantize, eval, inspect, report, verify.
+"""The `latq` command: plan, trace, quantize, eval, inspect, report, verify.
 
 Exit status: 0 success, 1 an error that was reported, 2 wrong usage, 130 interrupted.
 """
@@ -19,6 +19,7 @@ from vllm_latq.cli import evaluate as cli_evaluate
 from vllm_latq.cli import inspect as cli_inspect
 from vllm_latq.cli import plan as cli_plan
 from vllm_latq.cli import quantize as cli_quantize
+from vllm_latq.cli import trace as cli_trace
 from vllm_latq.cli.parser import FILES, FOLDERS, Parser, PrintCompletion, complete
 from vllm_latq.errors import CalibrationError, ConfigError, LatqError, RankError, UsageError
 
@@ -95,6 +96,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(metavar="COMMAND")
     cli_plan.add_command(commands)
+    cli_trace.add_command(commands)
     cli_quantize.add_command(commands)
     cli_evaluate.add_command(commands)
     cli_inspect.add_command(commands)

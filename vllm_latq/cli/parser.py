@@ -1,6 +1,7 @@
 """The parser of `latq`: errors in one line, with the nearest name for a typo and our name for a peer's option."""
 
 import argparse
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
@@ -25,7 +26,17 @@ PEER_OPTIONS = {
     **dict.fromkeys(("output", "output-dir", "out-dir", "save", "save-dir", "export-dir", "save-path"), "OUT"),
     **dict.fromkeys(("model-args", "pretrained"), "MODEL_OR_CKPT"),
 }
-_VALUES: dict[Any, str] = {int: "a whole number", float: "a number"}
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """Return a JSON object; ValueError for any other text."""
+    found = json.loads(text)
+    if not isinstance(found, dict):
+        raise ValueError(text)
+    return found
+
+
+_VALUES: dict[Any, str] = {int: "a whole number", float: "a number", json_object: "a JSON object"}
 # Files and folders for the completion of shells, in the form that shtab reads.
 FILES = {"bash": "_shtab_compgen_files", "zsh": "_files", "tcsh": "f"}
 FOLDERS = {"bash": "_shtab_compgen_dirs", "zsh": "_files -/", "tcsh": "d"}
@@ -34,6 +45,15 @@ FOLDERS = {"bash": "_shtab_compgen_dirs", "zsh": "_files -/", "tcsh": "d"}
 def complete(action: argparse.Action, kind: Mapping[str, str]) -> None:
     """Let shells complete the values of an option or argument with FILES or FOLDERS."""
     vars(action)["complete"] = kind
+
+
+def add_engine_args(command: argparse.ArgumentParser) -> None:
+    """Add the option for vLLM's engine arguments."""
+    command.add_argument(
+        "--engine-args",
+        type=json_object,
+        help="vLLM's engine arguments as a JSON object, such as '{\"tensor_parallel_size\": 2}'",
+    )
 
 
 class Parser(argparse.ArgumentParser):

@@ -89,9 +89,10 @@ def add_command(commands: Any) -> None:
     add_load(command)
     calibration = command.add_argument(
         "--calibration",
-        help="text file; documents in .jsonl, .csv or .parquet; wikitext2; c4; hub dataset org/name[:config]; folder."
-        " Default: bundled, 2.4 million characters of English prose, Python documentation and Python code (rtn, hrtn:"
-        " none). Give text of your own for other languages, other code, mathematics or chats",
+        help="text file; documents or conversations in .jsonl, .csv or .parquet; wikitext2; c4; hub dataset"
+        " org/name[:config]; folder. Default: bundled, 2.4 million characters of English prose, Python documentation"
+        " and Python code (rtn, hrtn: none). Give text of your own for other languages, other code, mathematics, or"
+        " chats (`latq trace`)",
     )
     complete(calibration, FILES)
     command.add_argument("--device", help="torch device (default: cuda if available, otherwise cpu)")

@@ -14,7 +14,10 @@ from vllm_latq.format.reader import EVALUATION_FILE
 from vllm_latq.format.report import finite_number
 
 # The numbers of a run.
-NUMBERS = ("windows", "seq_len", "perplexity", "baseline_perplexity", "kl", "top1_agreement")
+NUMBERS = (
+    "windows", "seq_len", "positions", "perplexity", "baseline_perplexity", "kl", "kl_median", "kl_p99", "kl_max",
+    "kl_unseen", "top1_agreement",
+)  # fmt: skip
 _ANSWER = ("prompt", "baseline", "model")
 _HINT = "Remove the file: it only holds results of earlier `latq eval`."
 
@@ -28,8 +31,13 @@ class EvaluationRun:
         text: name of the text.
         text_sha256: SHA-256 of its file.
         windows, seq_len: number of windows, and tokens of each.
+        positions: number of predictions.
+        on_answers: whether only tokens of answers in conversations are predicted.
+        through: the program that ran the checkpoint, "transformers" or "vllm".
         perplexity, baseline_perplexity: of the checkpoint and of the original model.
         kl: mean KL(original || checkpoint) of the next-token distributions, nats.
+        kl_median, kl_p99, kl_max: median, 99th percentile and largest KL of a position.
+        kl_unseen: mean probability of tokens that were not compared one by one, so that `kl` is a lower bound.
         top1_agreement: share of positions where both rank the same token first.
         answers: (prompt, answer of the original, answer of the checkpoint) of some prompts.
         tasks: metric -> value of each lm-eval task.
@@ -40,9 +48,16 @@ class EvaluationRun:
     text_sha256: str = ""
     windows: float | None = None
     seq_len: float | None = None
+    positions: float | None = None
+    on_answers: bool = False
+    through: str = ""
     perplexity: float | None = None
     baseline_perplexity: float | None = None
     kl: float | None = None
+    kl_median: float | None = None
+    kl_p99: float | None = None
+    kl_max: float | None = None
+    kl_unseen: float | None = None
     top1_agreement: float | None = None
     answers: tuple[tuple[str, str, str], ...] = ()
     tasks: Mapping[str, Mapping[str, float]] | None = None
@@ -59,6 +74,8 @@ class EvaluationRun:
             _text(run.get("date"), f"{where}.date"),
             _text(text.get("name"), f"{where}.text.name"),
             _text(text.get("sha256"), f"{where}.text.sha256"),
+            on_answers=run.get("on_answers") is True,
+            through=_text(run.get("through"), f"{where}.through"),
             **{key: finite_number(run.get(key), f"{where}.{key}", _HINT) for key in NUMBERS},
             answers=tuple(
                 (*(_text(answer.get(key), f"{where}.answers.{key}") for key in _ANSWER),)  # type: ignore[misc]
@@ -66,6 +83,12 @@ class EvaluationRun:
             ),
             tasks=_tasks(run.get("tasks"), f"{where}.tasks"),
         )
+
+    @property
+    def described(self) -> str:
+        """The text, with what was predicted of it and the program that ran the checkpoint."""
+        answers, through = ", answers" if self.on_answers else "", ", through vLLM" if self.through == "vllm" else ""
+        return f"{self.text}{answers}{through}"
 
 
 def kept_runs(checkpoint: str | Path) -> list[dict[str, Any]]:

@@ -90,3 +90,21 @@ def test_another_seed_draws_other_labels(
         found, expected = files.read(3)[name], collected.read(3)[name]
         assert torch.equal(found.inputs, expected.inputs)
         assert torch.allclose(found.outputs[0], expected.outputs[0], rtol=1e-3) is same
+
+
+def test_the_loss_of_counted_positions_alone(mini_model: Path, samples: torch.Tensor, tmp_path: Path) -> None:
+    """Gradients are those of the counted labels, and the mean is over these; inputs are those of all tokens."""
+    counted = torch.rand(SAMPLES, TOKENS, generator=torch.Generator().manual_seed(1)) < 0.3
+    decoder, files = Decoder(mini_model, "cpu"), StatisticsFiles(tmp_path)
+    name = "model.layers.2.self_attn.o_proj"
+    wanted = {name: decoder.linears(2)[name]}
+    collect_statistics(Backpropagation(decoder, samples, wanted | decoder.head_linears, SEED, counted=counted), files)
+    model = AutoModelForCausalLM.from_pretrained(mini_model, dtype=torch.float32)
+    passed = one_backward_pass(model, samples, SEED, counted)
+    for part, linear in ((2, name), (4, "lm_head")):
+        inputs, gradients = passed[linear]
+        layer = files.read(part)[linear]
+        (gram,) = layer.outputs
+        torch.testing.assert_close(layer.inputs, inputs.T @ inputs / counted.numel(), rtol=1e-3, atol=1e-5)
+        reference = gradients.T @ gradients / counted.sum()
+        assert float((gram - reference).norm()) < 1e-3 * float(reference.norm())

@@ -17,12 +17,9 @@ from vllm_latq.quantize.calibration.text import evaluation_text as read_evaluati
 from vllm_latq.quantize.evaluation.evaluate import (
     ANSWER_TOKENS,
     PROMPT_TOKENS,
-    ROWS_AT_ONCE,
     Evaluation,
     Options,
-    WindowStatistics,
     evaluate,
-    window_statistics,
 )
 
 # Sums over some hundred positions in float32 here, float64 there.
@@ -52,32 +49,6 @@ def _copy_with(model: Path, folder: Path, noise: float) -> Path:
     tensors[name] = tensors[name] + (noise * torch.randn(tensors[name].shape, generator=generator)).to(torch.bfloat16)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
-
-
-@pytest.mark.parametrize("positions", [1, 33, ROWS_AT_ONCE + 1])
-def test_window_statistics_against_torch(positions: int) -> None:
-    generator = torch.Generator().manual_seed(positions)
-    logits, baseline = torch.randn(2, positions, 63, generator=generator).unbind()
-    targets = torch.randint(63, (positions,), generator=generator)
-    got = window_statistics(logits, targets, baseline)
-    log_q, log_p = logits.log_softmax(-1), baseline.log_softmax(-1)
-    expected_kl = torch.nn.functional.kl_div(log_q, log_p, reduction="sum", log_target=True)
-    assert got.positions == positions
-    assert got.nll == pytest.approx(
-        torch.nn.functional.nll_loss(log_q, targets, reduction="sum").item(), FLOAT32_TOLERANCE
-    )
-    assert got.kl == pytest.approx(expected_kl.item(), FLOAT32_TOLERANCE)
-    assert got.agreeing == (logits.argmax(-1) == baseline.argmax(-1)).sum()
-
-
-def test_window_statistics_of_equal_logits() -> None:
-    logits = torch.randn(5, 17).to(torch.bfloat16)
-    assert window_statistics(logits, torch.zeros(5, dtype=torch.int64), logits).kl == 0.0
-    assert window_statistics(logits, torch.zeros(5, dtype=torch.int64), logits).agreeing == 5
-
-
-def test_window_statistics_add_up() -> None:
-    assert WindowStatistics(1, 0.5, 0.25, 1) + WindowStatistics(2, 1.5, 0.5, 0) == WindowStatistics(3, 2.0, 0.75, 1)
 
 
 def test_perplexity_is_the_models_own_loss(mini_model: Path, short_text: str) -> None:
@@ -191,7 +162,7 @@ def test_seq_len_is_clamped_to_the_positions(mini_model: Path, evaluation_text: 
 
 
 def test_to_dict_has_the_promised_keys() -> None:
-    result = Evaluation(40.0, 512, 2, 256, 0.5, 1024.0, 0.01, 0.98).to_dict()
+    result = Evaluation(40.0, 512, 2, 256, 0.5, 1024.0, kl=0.01, top1_agreement=0.98).to_dict()
     assert {"perplexity", "kl", "top1_agreement", "tokens", "tokens_per_second"} <= result.keys()
     assert result["kl"] == 0.01
 

@@ -110,13 +110,14 @@ def test_evaluations_are_written_into_the_card(model: Path) -> None:
     card = written(model)
     assert "Not measured yet" in card
     run = {"text": {"name": "held|out`.txt"}, "windows": 4, "seq_len": 128, "perplexity": 20.5, "kl": 0.0123}
+    run |= {"kl_p99": 0.25, "kl_max": 1.5, "on_answers": True, "through": "vllm"}
     for tasks in (None, {"arc_easy": {"acc": 0.75}}):
         (out / "README.md").write_text(card)
         (out / "latq_evaluation.json").write_text(json.dumps({"runs": [run | {"tasks": tasks}]}))
         for _ in range(2):  # the second time replaces the table of the first
             assert update_card(out)
             found = (out / "README.md").read_text()
-            assert "| `heldout.txt` | 4 x 128 | 20.5 | - | 0.0123 | - |" in found
+            assert "| `heldout.txt, answers, through vLLM` | 4 x 128 | 20.5 | - | 0.0123 | 0.25 | 1.5 | - |" in found
             assert "Not measured yet" not in found
             assert ("| `arc_easy` | `acc` | 0.75 |" in found) == bool(tasks)
             assert found.split("## Serve")[1] == card.split("## Serve")[1]

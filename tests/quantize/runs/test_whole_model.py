@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
+from helpers.chat import talk, with_template, write_lines
 from vllm_latq.errors import ConfigError
 from vllm_latq.format.reader import CheckpointReader
 from vllm_latq.format.verify import verify
+from vllm_latq.quantize.certificate.certificate import verify_certificate
 from vllm_latq.quantize.evaluation.evaluate import evaluate
 from vllm_latq.quantize.pipeline import quantize_checkpoint
 from vllm_latq.quantize.recipe import Recipe
@@ -142,3 +144,14 @@ def test_an_interrupted_run_resumes_to_the_same_bytes(two_blocks: Path, calibrat
     for shard in sorted(checkpoint.glob("*.safetensors")):
         assert (tmp_path / "again" / shard.name).read_bytes() == shard.read_bytes()
     assert {path.name for path in checkpoint.iterdir()} == {path.name for path in (tmp_path / "again").iterdir()}
+
+
+def test_conversations_are_judged_on_their_answers(two_blocks: Path, tmp_path: Path) -> None:
+    """The certificate takes the loss at the same tokens; a resumed run would notice other answers."""
+    model = with_template(two_blocks, tmp_path / "chat")
+    talks = [talk(f"What does function {n} return?", f"A list of {n} names, or None.") for n in range(120)]
+    source = write_lines(tmp_path / "talks.jsonl", talks)
+    report = quantize_checkpoint(Recipe("latq", bits=TARGET, **ATTENTION), model, tmp_path / "out", calibration=source)
+    described = report["calibration"]
+    assert 0 < described["answer_tokens"] < described["samples"] * described["seq_len"] / 2
+    assert list(verify_certificate(tmp_path / "out", model, source)) == []
