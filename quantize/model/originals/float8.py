@@ -24,6 +24,8 @@ SCALES = "_scale_inv"
 # How the names of scales end, and instead those of what they belong to: scales of weights, and of inputs.
 SCALE_NAMES = {SCALES: "", "_activation_scale": "", ".activation_scale": ".weight"}
 FLOAT8, BYTES = ("F8_E4M3", "F8_E5M2"), (torch.int8, torch.uint8)
+# Rows that are multiplied at a time: the scale of each of their elements is in memory meanwhile.
+BAND = 128
 SCALE_FORMATS = (None, "float", "ue8m0")
 
 
@@ -46,10 +48,11 @@ class Float8:
     def dequantize(self, stored: list[Tensor]) -> Tensor:
         """Return one matrix, as `Packed`, in bfloat16."""
         codes, scales = stored
-        height, width = self.block
+        (height, width), columns = self.block, codes.shape[1]
         grid = finite_scales(scales, self.where).reshape(_grid(codes.shape, self.block))
-        bands = zip(codes.split(height), grid, strict=True)
-        factors = ((band, row.repeat_interleave(width)[: codes.shape[1]]) for band, row in bands)
+        grids = grid.repeat_interleave(width, 1)[:, :columns].split(max(1, BAND // height))
+        bands = zip(codes.split(height * max(1, BAND // height)), grids, strict=True)
+        factors = ((band, rows.repeat_interleave(height, 0)[: len(band)]) for band, rows in bands)
         return torch.cat([(band.float() * factor).bfloat16() for band, factor in factors])
 
 
@@ -60,7 +63,7 @@ def find(published: Published) -> Found:
         UnsupportedModelError: such floats that are no matrix, scales that are missing or are not one for each block, or
             a `quantization_config` that is not understood.
     """
-    blocks = _blocks(published)
+    block = _block(published)
     found = Found()
     for name, header in published.headers.items():
         stem = name.removesuffix("weight")
@@ -69,13 +72,20 @@ def find(published: Published) -> Found:
             found.hidden.add(name)
         elif header.dtype in FLOAT8 or (header.dtype in BYTES and name.endswith(".weight")):
             own = f"{stem}scale" if stem != name and f"{stem}scale" in published.headers else f"{name}{SCALES}"
-            found.packed[name] = _packed(published, name, own, blocks)
-            found.hidden.add(own)
+            found.packed[name] = packed(published, name, own, block)
     return found
 
 
-def _packed(published: Published, name: str, scales: str, blocks: tuple[int, int] | None) -> Float8 | Float4:
-    """Return how a tensor is stored, after a check of its shape and scales."""
+def packed(published: Published, name: str, scales: str, block: tuple[int | None, int | None]) -> Float8 | Float4:
+    """Return how a tensor is stored, after a check of its shape and scales.
+
+    Args:
+        name, scales: stored tensors.
+        block: rows and columns that have one scale; None stands for all of them.
+
+    Raises:
+        UnsupportedModelError: floats that are no matrix, scales that are missing or are not one for each block.
+    """
     dtype, shape = published.headers[name]
     if len(shape) not in (2, 3):
         raise UnsupportedModelError(published.where(name), "8-bit floats in matrices alone", f"shape {shape}")
@@ -92,18 +102,17 @@ def _packed(published: Published, name: str, scales: str, blocks: tuple[int, int
         return Float4(where, names, shape)
     if not prod(shape):
         return Float8(where, names, shape, (1, 1))
-    height, width = map(min, blocks or shape[-2:], shape[-2:])
-    block = height, width
-    expected = *shape[:-2], *_grid(shape[-2:], block)
+    height, width = (min(edge or size, size) for edge, size in zip(block, shape[-2:], strict=True))
+    expected = *shape[:-2], *_grid(shape[-2:], (height, width))
 
     def fits(scale: Header) -> bool:
-        one_each = (
-            blocks is None and prod(scale.shape) == prod(expected) and scale.shape[: len(shape) - 2] == shape[:-2]
-        )
+        # One scale of a matrix has any shape.
+        single = block == (None, None) and prod(scale.shape) == prod(expected)
+        one_each = single and scale.shape[: len(shape) - 2] == shape[:-2]
         return (scale.shape == expected or one_each) and _are_scales(published, scale)
 
     published.require(scales, name, f"scales, shape {expected}, as floats", fits)
-    return Float8(where, names, shape, block)
+    return Float8(where, names, shape, (height, width))
 
 
 def _are_scales(published: Published, header: Header) -> bool:
@@ -119,13 +128,13 @@ def _grid(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, int]:
     return rows, columns
 
 
-def _blocks(published: Published) -> tuple[int, int] | None:
-    """Return rows and columns of a block that has one scale; None if all of a matrix has one."""
+def _block(published: Published) -> tuple[int | None, int | None]:
+    """Return rows and columns of a block that has one scale; None twice if all of a matrix has one."""
     if published.quantization.get("scale_fmt") not in SCALE_FORMATS:
         raise published.refuse("scale_fmt", "float, ue8m0 or none")
     blocks = published.quantization.get("weight_block_size")
     if blocks is None:
-        return None
+        return None, None
     if not (isinstance(blocks, list) and len(blocks) == 2 and all(type(size) is int and size > 0 for size in blocks)):
         raise published.refuse("weight_block_size", "rows and columns of a block, or null")
     return blocks[0], blocks[1]

@@ -24,8 +24,7 @@ def find(published: Published) -> Found:
     for blocks in published.headers:
         if blocks.endswith(BLOCKS):
             stem = blocks.removesuffix(BLOCKS)
-            found.packed[stem] = experts = _experts(published, blocks, f"{stem}{SCALES}")
-            found.hidden.update(experts.names)
+            found.packed[stem] = _experts(published, blocks, f"{stem}{SCALES}")
     return found
 
 

@@ -87,7 +87,7 @@ class Found:
 
     Attributes:
         packed: name of a tensor of the model -> how it is stored.
-        hidden: stored tensors that are no tensors of the model: scales, and whatever else `packed` is made from.
+        hidden: stored tensors that are no tensors of the model, besides those that `packed` is made from.
     """
 
     packed: dict[str, Packed] = field(default_factory=dict)

@@ -13,14 +13,16 @@ from torch import Tensor
 
 from vllm_latq.errors import UnsupportedModelError
 from vllm_latq.format.files import TensorStore, read_json
-from vllm_latq.quantize.model.originals import float8, mxfp4, pack_quantized
+from vllm_latq.quantize.model.originals import compressed_tensors, float8, mxfp4
 from vllm_latq.quantize.model.originals.published import Found, Packed, Published
 
 # Stored forms by `form_of` their `quantization_config`.
 FORMS: Mapping[str, Callable[[Published], Found]] = {
     "fp8": float8.find,
     "mxfp4": mxfp4.find,
-    "compressed-tensors pack-quantized": pack_quantized.find,
+    "compressed-tensors pack-quantized": compressed_tensors.find,
+    "compressed-tensors float-quantized": compressed_tensors.find,
+    "compressed-tensors mixed-precision": compressed_tensors.find,
 }
 
 
@@ -103,4 +105,5 @@ class OriginalStore(TensorStore):
             if name in self.files and name not in packed.names:
                 expected, hint = "each tensor stored once", "Remove one of them from the model."
                 raise UnsupportedModelError(published.where(name), expected, f"also {packed.names[0]}", hint)
+            found.hidden.update(part for part in packed.names if part != name)
         return found

@@ -1,4 +1,4 @@
-"""Integers packed by compressed-tensors, as Kimi K2 is published: read as that package decompresses them."""
+"""Models quantized by compressed-tensors, as Kimi K2 is published: read as that package decompresses them."""
 
 import json
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from compressed_tensors.compressors import PackedQuantizationCompressor
+from compressed_tensors.compressors import NaiveQuantizationCompressor, PackedQuantizationCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from safetensors.torch import save_file
 
@@ -85,6 +85,49 @@ def test_as_compressed_tensors_decompresses_them(bits: int, kind: str, dtype: to
     assert torch.equal(store.part("a.b.weight", (slice(2, 5), 1)), plain[2:5, 1])
 
 
+FLOAT8: dict[str, Any] = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
+# Strategy, other keys, shape of the scales.
+STRATEGIES: list[tuple[str, dict[str, Any], tuple[int, ...]]] = [
+    ("tensor", {}, (1,)),
+    ("channel", {}, (300, 1)),
+    ("group", {"group_size": 16}, (300, 4)),
+    ("block", {"block_structure": [20, 16]}, (15, 4)),
+    ("block", {"block_structure": [150, 32]}, (2, 2)),
+]
+
+
+@pytest.mark.parametrize(("strategy", "keys", "shape"), STRATEGIES, ids=[str(shape) for *_, shape in STRATEGIES])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_8_bit_floats(
+    strategy: str, keys: dict[str, Any], shape: tuple[int, ...], dtype: torch.dtype, tmp_path: Path
+) -> None:
+    weights = FLOAT8 | {"strategy": strategy} | keys
+    codes, scales = torch.randn(300, 64).to(torch.float8_e4m3fn), (0.01 + torch.rand(shape)).to(dtype)
+    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**weights))
+    plain = NaiveQuantizationCompressor.decompress({"weight": codes, "weight_scale": scales}, scheme)["weight"]
+    stored = {"a.weight": codes, "a.weight_scale": scales, "a.input_scale": torch.ones(1), "norm.weight": torch.ones(3)}
+    quantization = _quantization(x=(["Linear"], weights)) | {"format": "float-quantized"}
+    store = _single(tmp_path, stored, quantization)
+    assert sorted(store.names()) == ["a.weight", "norm.weight"]
+    assert torch.equal(store.get("a.weight"), plain.bfloat16())
+    change(tmp_path, lambda tensors, _: tensors.update({"a.weight_scale": torch.ones(3, 2)}))
+    with pytest.raises(UnsupportedModelError, match=r"a\.weight_scale: expected scales, shape .*found shape \(3, 2\)"):
+        OriginalStore(tmp_path).names()
+
+
+def test_modules_of_both_formats(tmp_path: Path) -> None:
+    stored, plain = _packed("experts.0.up", torch.randn(4, 32), INT4)
+    codes, scales = torch.randn(4, 32).to(torch.float8_e4m3fn), torch.rand(4, 1)
+    stored |= {"attention.weight": codes, "attention.weight_scale": scales}
+    groups = _quantization(int4=(["re:.*experts.*"], INT4), float8=(["Linear"], FLOAT8))
+    store = _single(tmp_path, stored, groups | {"format": "mixed-precision"})
+    assert torch.equal(store.get("experts.0.up.weight"), plain)
+    assert torch.equal(store.get("attention.weight"), (codes.float() * scales).bfloat16())
+    change(tmp_path, lambda _, config: config["quantization_config"]["config_groups"].pop("float8"))
+    with pytest.raises(UnsupportedModelError, match="expected one scheme for attention, found 0"):
+        OriginalStore(tmp_path).names()
+
+
 def test_no_order_of_columns_was_chosen(tmp_path: Path) -> None:
     """compressed-tensors writes groups of -1 then."""
     stored, plain = _packed("a", torch.randn(4, 32), INT4)
@@ -158,6 +201,9 @@ REFUSED: list[tuple[Callable[[Any, Any], Any], str]] = [
     (_group(strategy="tensor"), "config_groups.x.weights: .*by group or channel"),
     (_group(strategy=["group"]), "config_groups.x.weights: .*by group or channel"),
     (_group(group_size=-1), "config_groups.x.weights: .*by group or channel"),
+    (_group(type="float", num_bits=8), "8-bit floats, with their block sizes"),
+    (_group(strategy="block", block_structure=[0, 2]), "8-bit floats, with their block sizes"),
+    (_group(strategy="block", block_structure=[2]), "8-bit floats, with their block sizes"),
     (_config(config_groups={}), "config_groups: expected groups of modules"),
     (_config(config_groups={"x": {"targets": "Linear"}}), "config_groups.x: expected targets"),
     (
@@ -187,6 +233,6 @@ def test_other_formats_are_refused(random_model: Any, tmp_path: Path) -> None:
     plain, _ = random_model("llama")
     quantization = _quantization(x=(["Linear"], INT4)) | {"format": "nvfp4-pack-quantized"}
     publish(plain, tmp_path / "other", lambda *_: None, quantization)
-    message = "pack-quantized, found compressed-tensors nvfp4-pack-quantized"
+    message = "mixed-precision, found compressed-tensors nvfp4-pack-quantized"
     with pytest.raises(UnsupportedModelError, match=message):
         Decoder(tmp_path / "other", "cpu")
