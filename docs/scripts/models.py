@@ -58,14 +58,33 @@ compares the two.
 - **Encoders** (BERT, RoBERTa, ModernBERT, below any head) are quantized by the methods that need no loss. Quantize with
   `latq quantize MODEL OUT --method ssqr --seq-len 512 --calibration wikitext2`, then serve with
   `vllm serve OUT --runner pooling`. Poolers and heads stay unquantized.
-- **Published in 8-bit floats** (`quant_method: fp8` with `weight_scale_inv`: DeepSeek-V3, MiniMax-M2, Ministral 3): the
-  weights are multiplied by their scales first, then quantized.
+- **Published in 8 or 4 bits**: the weights are dequantized first, then quantized. See below.
 - **Refused**, by name: experts with biases (gpt-oss), GPT-2 (its layers are not linears), T5, models that need code of
   their own, and checkpoints that are already quantized otherwise.
 - **Not served by vLLM**: BLOOM, whose fused q/k/v vLLM permutes. Load such a checkpoint with transformers.
 
 Single tests cover further families: Falcon-H1, Nemotron-H, OLMo-Hybrid, Jamba, Qwen2-MoE, the experts and the grouped
 projection of DeepSeek-V4, and latent attention in 8-bit floats. Kimi Linear and others of these kinds are not tested.
+
+## Originals as they are published
+Some makers publish a model in 8 or 4 bits only. `latq quantize` and `latq eval` read the forms of this table. The
+numbers equal those of the maker's own conversion. `latq quantize` dequantizes one matrix at a time, `latq eval` the
+whole model. The `config.json` of a quantized checkpoint loses the old `quantization_config` and `expert_dtype`.
+
+| form | in `quantization_config` | stored tensors | published so |
+|---|---|---|---|
+| 8-bit floats | `quant_method: fp8` | `weight`, `weight_scale_inv` | DeepSeek-V3, MiniMax-M2, Ministral 3 |
+| the same, scales are powers of two | `scale_fmt: ue8m0` | `weight`, `scale` | DeepSeek-V4 |
+| experts in 4-bit floats beside it | `quant_method: fp8` | `weight` (int8), `scale` | DeepSeek-V4 |
+| MXFP4 | `quant_method: mxfp4` | `*_blocks`, `*_scales` | gpt-oss |
+| packed integers, 1 to 8 bits | `format: pack-quantized` | `weight_packed`, `weight_scale`, `weight_shape` | Kimi K2 |
+| 8-bit floats of compressed-tensors | `format: float-quantized` | `weight`, `weight_scale` | |
+
+- The last two are formats of `quant_method: compressed-tensors`. `format: mixed-precision` holds modules of both.
+- Packed integers have scales by group or by channel. Zero points and `weight_g_idx` are read too.
+- The tests make small models of each form. Their oracles are the functions of transformers and compressed-tensors.
+- Refused before a weight is read: any other form, a missing scale, and shapes that do not fit. A scale that is NaN or
+  infinite is refused when its matrix is read. Quantize the 16-bit original instead.
 
 ## Families in the tests
 A small random model of each family is quantized, loaded again, and compared with its dequantized weights. The families

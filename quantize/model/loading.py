@@ -16,8 +16,8 @@ from safetensors import SafetensorError
 from vllm_latq.errors import CheckpointError, ConfigError, LatqError, summary
 from vllm_latq.format.files import shard_names
 from vllm_latq.quantize.model.companion_files import CODE, OTHER_WEIGHTS
-from vllm_latq.quantize.model.float8_store import Float8Store
 from vllm_latq.quantize.model.meta_model import auto_class, is_encoder, load_config, meta_model, read_config
+from vllm_latq.quantize.model.originals.store import OriginalStore
 from vllm_latq.quantize.recipe import DTYPES
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ def load_model(
 ) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     """Loads a causal language model, in evaluation mode, and its tokenizer.
 
-    One in 8-bit floats is in memory twice meanwhile: as their products, and as the model.
+    An original that is dequantized is in memory twice meanwhile: its tensors, and the model.
 
     Args:
         path: a Hugging Face directory or hub name; a checkpoint of this package too.
@@ -203,9 +203,10 @@ def load_model(
             raise CheckpointError(where, expected, "an encoder", "Compare its embeddings on your own task.")
         tokenizer = load_tokenizer(directory)
         options = {"dtype": dtype, "output_loading_info": True}
-        store = Float8Store(directory)
-        if store.multiplies:
-            # transformers multiplies 8-bit floats with rounded inputs on some GPUs, and wants whole blocks elsewhere.
+        store = OriginalStore(directory)
+        if store.dequantizes:
+            # transformers computes with rounded inputs on some GPUs, needs other packages for some forms, and wants
+            # whole blocks.
             config = load_config(directory)
             weights = {name: store.get(name) for name in store.names()}
             made = type(meta_model(directory, config, torch.bfloat16))

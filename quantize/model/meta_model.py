@@ -19,7 +19,7 @@ from transformers.models.auto.modeling_auto import (
 from vllm_latq.errors import UnsupportedModelError, summary
 from vllm_latq.format.config import NEEDS_IMPORT, REDIRECTING_KEYS, redirections
 from vllm_latq.format.files import read_json
-from vllm_latq.quantize.model.float8_store import is_float8
+from vllm_latq.quantize.model.originals.store import FORMS, form_of
 
 # Values that a run needs. Trainers leave other values of these keys in config.json; None lets transformers choose.
 NEEDED = {
@@ -27,6 +27,8 @@ NEEDED = {
     **{"output_attentions": False, "output_hidden_states": False, "output_router_logits": False},
     **{"_attn_implementation": None, "_experts_implementation": None},
 }
+# Keys of config.json that say how the weights of a published model are stored.
+STORED_FORM = ("quantization_config", "expert_dtype")
 # The linear with which encoders sum up a text in its first token's state.
 POOLER = "pooler.dense"
 
@@ -53,7 +55,7 @@ def load_config(source: Path) -> Any:
     """The transformers configuration of a model directory, as if nothing were quantized.
 
     Raises:
-        UnsupportedModelError: no configuration of a model, or of one that is quantized to anything but 8-bit floats.
+        UnsupportedModelError: no configuration of a model, or of one that is quantized and in none of FORMS.
     """
     try:
         config = read_config(source)
@@ -62,11 +64,10 @@ def load_config(source: Path) -> Any:
     # In a multimodal model the language model's configuration may say so.
     for part in (config, config.get_text_config()):
         quantization = vars(part).pop("quantization_config", None)
-        if quantization is not None and not is_float8(quantization):
-            expected = "a model that is not quantized, or is published in 8-bit floats (quant_method fp8)"
-            found = f"quant_method {quantization.get('quant_method')}" if isinstance(quantization, dict) else "another"
+        if quantization is not None and (form := form_of(quantization)) not in FORMS:
+            expected = f"a model that is not quantized, or is published as one of {', '.join(FORMS)}"
             hint = "Quantize the original model instead."
-            raise UnsupportedModelError(f"{source}/config.json: quantization_config", expected, found, hint)
+            raise UnsupportedModelError(f"{source}/config.json: quantization_config", expected, form, hint)
     return config
 
 
@@ -123,7 +124,8 @@ def model_config(source: Path, untied: bool) -> dict[str, Any]:
         del place[key]
     for part in (config, config.get("text_config")):
         if isinstance(part, dict):
-            part.pop("quantization_config", None)
+            for key in STORED_FORM:
+                part.pop(key, None)
             part.update(dict.fromkeys(REDIRECTING_KEYS, NEEDS_IMPORT))
     if untied:
         own_head = {"tie_word_embeddings": False}

@@ -19,7 +19,7 @@ import torch
 from vllm_latq.errors import UnsupportedModelError
 from vllm_latq.models.experts import BIAS, FUSED, is_interleaved, is_transposed, matrices_shape
 from vllm_latq.models.stored_names import fused_tensors, joined_tensors
-from vllm_latq.quantize.model.float8_store import Float8Store
+from vllm_latq.quantize.model.originals.store import OriginalStore
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class _Matrix:
         return (count,) if self.columns is None else (count, self.columns)
 
 
-class ModelStore(Float8Store):
+class ModelStore(OriginalStore):
     """The safetensors files of a Hugging Face model directory, with experts one by one, and what its model joins.
 
     Args:

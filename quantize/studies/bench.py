@@ -32,7 +32,7 @@ from vllm_latq.quantize.calibration.windows import calibration_samples
 from vllm_latq.quantize.evaluation.evaluate import evaluate
 from vllm_latq.quantize.lattice.targets import output_energy, output_error
 from vllm_latq.quantize.model.decoder import Decoder
-from vllm_latq.quantize.model.float8_store import is_float8
+from vllm_latq.quantize.model.originals.store import OriginalStore
 from vllm_latq.quantize.recipe import HEAD, Recipe
 from vllm_latq.quantize.studies.peers import PEERS, Job, PeerWeight, Timing, check_witness, install, read_witness, run
 
@@ -142,8 +142,8 @@ class Bench:
         # The model that the quantizers get.
         self.source = model
         if dtype == "float32":
-            if is_float8(json.loads((model / "config.json").read_text()).get("quantization_config")):
-                raise ConfigError("--dtype", "bfloat16 for a model of 8-bit floats", dtype)
+            if OriginalStore(model).dequantizes:
+                raise ConfigError("--dtype", "bfloat16 for a model that is published quantized", dtype)
             self.source = folder / dtype
             write_dense(model, {}, self.source)
         # Linear -> X^T X of its inputs, all in memory.

@@ -16,6 +16,15 @@ SMALL: dict[str, Any] = {
     **{"head_dim": 8, "vocab_size": 2048, "sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1},
     **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
 }
+# A DeepSeek-V4 with each kind of attention and of expert layer.
+SMALL_V4: dict[str, Any] = {
+    **{"num_hidden_layers": 3, "num_key_value_heads": 1, "q_lora_rank": 16, "o_groups": 2, "o_lora_rank": 8},
+    **{"n_routed_experts": 2, "num_experts_per_tok": 2, "hc_mult": 2, "qk_rope_head_dim": 4},
+    **{"index_n_heads": 2, "index_head_dim": 8, "index_topk": 2, "swiglu_limit": 0.1},
+    "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+    "mlp_layer_types": ["hash_moe", "moe", "moe"],
+    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+}
 
 
 class RandomModels:

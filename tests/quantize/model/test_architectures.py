@@ -19,6 +19,7 @@ from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1Model, Falc
 from transformers.models.llama.modeling_llama import LlamaAttention
 from transformers.models.llama4.modeling_llama4 import Llama4Router
 
+from helpers.random_models import SMALL_V4
 from helpers.walk import walk
 from vllm_latq.cli.main import main
 from vllm_latq.errors import CheckpointError, LatqError, UnsupportedModelError
@@ -231,16 +232,6 @@ def test_mixers_of_mamba_1_stay_as_they_are(random_model: Any, tmp_path: Path) -
     whole, _ = random_model("mamba", state_size=8, time_step_rank=8)
     with pytest.raises(LatqError, match="expected"):
         quantize_checkpoint(Recipe("rtn", 4, group_size=-1), whole, tmp_path / "mamba")
-
-
-SMALL_V4 = {
-    **{"num_hidden_layers": 3, "num_key_value_heads": 1, "q_lora_rank": 16, "o_groups": 2, "o_lora_rank": 8},
-    **{"n_routed_experts": 2, "num_experts_per_tok": 2, "hc_mult": 2, "qk_rope_head_dim": 4},
-    **{"index_n_heads": 2, "index_head_dim": 8, "index_topk": 2, "swiglu_limit": 0.1},
-    "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
-    "mlp_layer_types": ["hash_moe", "moe", "moe"],
-    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
-}
 
 
 @pytest.mark.skipif("deepseek_v4" not in CONFIG_MAPPING_NAMES, reason="this transformers does not know DeepSeek-V4")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers.float8 import in_float8
+from helpers.originals import in_float8
 from vllm_latq.errors import ConfigError
 from vllm_latq.format.files import TensorStore
 from vllm_latq.quantize.evaluation.evaluate import evaluate
@@ -79,6 +79,6 @@ def test_layer_error_is_that_of_the_outputs(mini_model: Path, calibration_text: 
 
 def test_a_float32_copy_of_8_bit_floats_is_refused(mini_model: Path, calibration_text: Path, tmp_path: Path) -> None:
     in_float8(mini_model, tmp_path / "float8", (128, 128))
-    with pytest.raises(ConfigError, match="8-bit floats"):
+    with pytest.raises(ConfigError, match="published quantized"):
         bench.Bench(tmp_path / "float8", str(calibration_text), "", 2, 32, tmp_path, tmp_path, dtype="float32")
     assert not (tmp_path / "float32").exists()
