@@ -17,6 +17,7 @@ from wrapt import when_imported
 
 if TYPE_CHECKING:
     from vllm_latq.api import evaluate as evaluate
+    from vllm_latq.api import export as export
     from vllm_latq.api import quantize as quantize
 
 __version__ = "0.1.0"
@@ -51,9 +52,7 @@ import_module("vllm_latq.quantize").__class__ = _CallablePackage
 
 
 def __getattr__(name: str) -> Any:
-    """Import the function `evaluate` when it is used."""
-    if name != "evaluate":
+    """Import the functions `evaluate` and `export` when they are used."""
+    if name not in ("evaluate", "export"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from vllm_latq.api import evaluate
-
-    return evaluate
+    return getattr(import_module("vllm_latq.api"), name)
