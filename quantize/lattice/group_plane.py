@@ -98,7 +98,7 @@ class _Tiles:
         for diagonal in range(2 * TILE - 1):
             i = torch.arange(max(0, diagonal - TILE + 1), min(TILE, diagonal + 1))
             j = diagonal - i
-            # What is not rounded yet is still zero in `error` and `carried`.
+            # Weights that are not rounded yet are still zero in `error` and `carried`.
             left = (error[:, i] * beside[:, j]).sum(2)
             over = (carried.transpose(1, 2)[:, j] * above[:, i]).sum(2)
             wanted = outside[:, i, j] + left + over

@@ -28,7 +28,7 @@ from vllm_latq.quantize.recipe import Recipe
 IDS = torch.arange(3, 43).reshape(2, 20)
 DOWN, QUERY = "model.layers.1.mlp.down_proj", "model.layers.0.self_attn.q_proj"
 PACKED = LayerScheme("packed", 4, 64)
-# What each leaf of the model is merged into by vLLM.
+# Leaf of the model -> the linear that vLLM merges it into.
 MERGED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj"}
 MERGED["up_proj"] = "gate_up_proj"
 MAPPING = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
