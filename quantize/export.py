@@ -28,7 +28,7 @@ import torch
 from safetensors.torch import save_file
 
 from vllm_latq.coding.packing import WORD_BITS
-from vllm_latq.errors import CheckpointError, ConfigError
+from vllm_latq.errors import CheckpointError, ConfigError, UnsupportedModelError
 from vllm_latq.events import Progress, ignore_progress
 from vllm_latq.format.config import without_note
 from vllm_latq.format.encodings.packed import PackedWeight
@@ -40,6 +40,7 @@ from vllm_latq.models.experts import EXPERT
 from vllm_latq.quantize.machine.durable_files import named_failures, rename_durably, sync
 from vllm_latq.quantize.model.companion_files import copy_companions
 from vllm_latq.quantize.model.loading import require_loadable
+from vllm_latq.quantize.model.meta_model import is_encoder, read_config
 from vllm_latq.quantize.model.selection import merged_with
 from vllm_latq.quantize.runs.card import CARD_FILE, front_matter
 from vllm_latq.quantize.runs.writer import CHOOSE, free_destination, partial_of
@@ -75,6 +76,9 @@ def export_checkpoint(
     if to not in EXPORT_FORMATS:
         raise ConfigError("to", f"one of {', '.join(EXPORT_FORMATS)}", repr(to))
     reader = CheckpointReader(checkpoint)
+    if is_encoder(read_config(reader.directory)):
+        expected, hint = "a language model", "Serve it with the plugin: vLLM gives its linears other names."
+        raise UnsupportedModelError(str(reader.directory), expected, "an encoder", hint)
     schemes = {name: _expressible(reader, name) for name in reader.shapes}
     _check_merged(reader, schemes)
     target = free_destination(destination, resume=True)
@@ -224,11 +228,11 @@ def quantization_config(schemes: Mapping[str, LayerScheme]) -> dict[str, Any]:
 def target_of(names: Collection[str]) -> str:
     """Return the target that names linears, and no others, in vLLM's models and in those of transformers.
 
-    Both put the prefixes `model.` and `language_model.` in different places. The numbers of experts are left out,
-    because the experts of a layer are quantized all or not at all.
+    Both put the prefixes `model.`, `language_model.` and `transformer.` in different places. The numbers of experts are
+    left out, because the experts of a layer are quantized all or not at all.
     """
     inner = {re.sub(r"(\.experts)\.\d+\.", r"\1.0.", name) for name in names}
-    inner = {re.sub(r"^((model|language_model)\.)+", "", name) for name in inner}
+    inner = {re.sub(r"^((model|language_model|transformer)\.)+", "", name) for name in inner}
     by_module: dict[str, set[str]] = defaultdict(set)
     for name in inner:
         module, _, leaf = name.rpartition(".")
@@ -238,7 +242,7 @@ def target_of(names: Collection[str]) -> str:
         prefix = f"{module}." if module else ""
         pattern = re.escape(prefix).replace(r"\.experts\.0\.", r"\.experts\.\d+\.")
         alternatives.append(f"{pattern}({'|'.join(map(re.escape, sorted(leaves)))})")
-    return rf"re:(.*\blanguage_model\.)?(model\.)?({'|'.join(alternatives)})$"
+    return rf"re:(.*\blanguage_model\.)?((model|transformer)\.)*({'|'.join(alternatives)})$"
 
 
 def _card(reader: CheckpointReader, schemes: Mapping[str, LayerScheme], name: str) -> str:
@@ -256,6 +260,8 @@ def _card(reader: CheckpointReader, schemes: Mapping[str, LayerScheme], name: st
     ]
     if by_bits.keys() & {2, 3}:
         needs.append("vLLM multiplies codes of 2 and 3 bits with its Humming kernels, on NVIDIA GPUs.")
+    if len({scheme for linear, scheme in schemes.items() if EXPERT.match(linear)}) > 1:
+        needs.append("Experts have several widths, which transformers cannot load; vLLM can.")
     return (
         f"""{front_matter(reader.directory, (COMPRESSED_TENSORS, "quantized"))}# {name}
 A checkpoint of the method {method} of vllm-latq, exported to the format pack-quantized of compressed-tensors. Its codes

@@ -18,10 +18,10 @@ from vllm_latq.quantize.lattice.choices import ORDERS, REDUCTIONS, ROUNDINGS, SC
 _RECURSION = ("order", "damping", "block_size", "rounding", "target", "correction", "beam", "sweeps")
 _OUTLIERS = ("outlier_rate", "outliers")
 _GRID = ("group_size", "scales", "grid", *_OUTLIERS)
-UNUSED = {
+UNUSED: Mapping[str, tuple[str, ...]] = {
     "rtn": (*_OUTLIERS, "reduction", *_RECURSION),
     "gptq": (*_OUTLIERS, "reduction"),
-    "ssqr": ("reduction"),
+    "ssqr": ("reduction",),
     "hptq": ("sweeps", *_GRID),
     "hrtn": ("reduction", *_GRID, *_RECURSION),
     "latq": ("order", "block_size", "rounding", "beam", "sweeps", "reduction", "scales", *_OUTLIERS),

@@ -79,7 +79,7 @@ def width_costs(
             steps = _per_weight(scales, weight)
             errors = (weight / steps).round_().clamp_(grid.low, grid.high).mul_(steps).sub_(weight).square_()
             losses[width] = float(rows @ (errors.double() @ columns)) / 2
-            specs = tensor_specs(LayerScheme("packed", width, group_size), *weight.shape, where=name)
+            specs = tensor_specs(LayerScheme("packed", width, group_size), weight.shape[0], weight.shape[1], name)
             bits[width] = sum(spec.bits() for spec in specs.values())
         costs[name] = WidthCosts(losses, bits, weight.numel())
     return costs

@@ -13,9 +13,10 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from helpers.checkpoints import CheckpointMaker, CheckpointPair
+from helpers.encoders import random_encoder
 from helpers.random_models import RandomModels
 from vllm_latq.cli.main import main
-from vllm_latq.errors import CheckpointError, ConfigError, LatqError
+from vllm_latq.errors import CheckpointError, ConfigError, LatqError, UnsupportedModelError
 from vllm_latq.format.config import CheckpointConfig
 from vllm_latq.format.encodings.registry import tensor_specs
 from vllm_latq.format.reader import CheckpointReader
@@ -112,6 +113,7 @@ def test_vllm_finds_the_scheme_of_every_linear(several: CheckpointPair) -> None:
     ).CompressedTensorsConfig
     reader = CheckpointReader(several.latq)
     schemes = {name: reader.config.scheme_for(name) for name in reader.shapes}
+    schemes["model.layers.7.mlp.experts.0.down_proj"] = PACKED  # vLLM asks for the first expert
     config = config_of.from_config(quantization_config(schemes))
     config.packed_modules_mapping = MAPPING
     for name, scheme in schemes.items():
@@ -182,6 +184,13 @@ def test_directory_in_use_is_refused(several: CheckpointPair, tmp_path: Path) ->
         export_checkpoint(several.dense, tmp_path / "dense")
 
 
+def test_encoder_is_refused(calibration_text: Path, tmp_path: Path) -> None:
+    random_encoder(tmp_path / "source", "bert", calibration_text)
+    quantize_checkpoint(Recipe("rtn", 4, group_size=32), tmp_path / "source", tmp_path / "latq")
+    with pytest.raises(UnsupportedModelError, match="found an encoder"):
+        export_checkpoint(tmp_path / "latq", tmp_path / "out")
+
+
 def test_failed_export_leaves_nothing(several: CheckpointPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -210,6 +219,7 @@ def test_target_names_its_linears_only() -> None:
     for name in ("lm_head", "model.language_model.layers.11.mlp.up_proj", "language_model.model.layers.11.mlp.up_proj"):
         assert inside(name)
     assert inside("model.layers.1.mlp.experts.27.up_proj")
+    assert matches(target_of(["h.3.mlp.dense"]))("transformer.h.3.mlp.dense")
     for name in ("model.layers.1.mlp.up_proj", "model.layers.111.mlp.up_proj", "layers.11.mlp.up_proj.x"):
         assert not inside(name)
     assert not inside("model.visual.layers.11.mlp.up_proj")
