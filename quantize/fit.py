@@ -30,6 +30,7 @@ from torch import nn
 from vllm_latq.coding.trellis.code import RATES
 from vllm_latq.console import size
 from vllm_latq.errors import ConfigError, UnsupportedModelError
+from vllm_latq.format.encodings.registry import tensor_specs
 from vllm_latq.format.scheme import SUPPORTED_BITS
 from vllm_latq.models.experts import CHOSEN_EXPERTS, EXPERT, FUSED, check_fused, fused_experts, matrices_shape
 from vllm_latq.quantize.gpus import GIB, GPU_UTILIZATION, GPUS
@@ -39,7 +40,7 @@ from vllm_latq.quantize.model.loading import config_directory
 from vllm_latq.quantize.model.meta_model import is_encoder, load_config, meta_model
 from vllm_latq.quantize.model.selection import MAMBA, ROUTERS, SPECIAL, dividing_group
 from vllm_latq.quantize.plan import planned_bits
-from vllm_latq.quantize.recipe import HEAD, HUFFMAN_METHODS, Recipe
+from vllm_latq.quantize.recipe import GROUP, HEAD, HUFFMAN_METHODS, Recipe
 
 UNITS = {"GiB": GIB, "GB": 10**9, "MiB": 1 << 20, "MB": 10**6}
 RUNTIME_BYTES = GIB
@@ -254,23 +255,36 @@ def fitting(recipe: Recipe, shapes: Shapes, given: Load) -> Recipe:
     if recipe.method in HUFFMAN_METHODS:
         hint = "Choose latq, or give --bits."
         raise ConfigError("fit", "a method that takes the same bits in files and in memory", recipe.method, hint)
-    if "group_size" in recipe.free and recipe.method != "latq":
+    if "group_size" in recipe.free and "group_size" not in recipe.unused:
         recipe = replace(recipe, group_size=dividing_group({matrix.columns for matrix in shapes.matrices}))
     beside = spent(shapes, given)
     room = given.memory - sum(beside.values())
+    least = float(min(SUPPORTED_BITS))
     if recipe.method == "latq":
+        least, most = _range(recipe, shapes)
         bits = math.floor(800 * room / shapes.weights) / 100
-        choices = [replace(recipe, bits=min(bits, MOST_BITS))] if bits >= LEAST_BITS else []
+        choices = [replace(recipe, bits=min(bits, most))] if bits >= least else []
     else:
         wide = [replace(recipe, bits=width) for width in sorted(SUPPORTED_BITS, reverse=True)]
         choices = [choice for choice in wide if weight_bytes(shapes, choice) <= room]
     if not choices:
-        least = LEAST_BITS if recipe.method == "latq" else min(SUPPORTED_BITS)
         expected = f"room for {least:g} bits per weight, {size(least * shapes.weights / 8)}, beside all else"
         parts = ", ".join(f"{name} {size(taken)}" for name, taken in beside.items())
         found = f"{size(given.memory)}, of which {size(sum(beside.values()))} are taken: {parts}"
         raise ConfigError("memory", expected, found, "Lower --context or --concurrency, or take a larger GPU.")
     return choices[0]
+
+
+def _range(recipe: Recipe, shapes: Shapes) -> tuple[float, float]:
+    """Return the fewest and the most bits per weight that latq takes."""
+    if recipe.grid != GROUP:
+        return LEAST_BITS, MOST_BITS
+    bits = 0.0
+    for matrix, count in shapes.matrices.items():
+        specs = tensor_specs(recipe.scheme, matrix.rows, matrix.columns)
+        bits += count * sum(spec.bits() for spec in specs.values())
+    least = bits / shapes.weights
+    return least, least + SUPPORTED_BITS[-1] - SUPPORTED_BITS[0]
 
 
 def speeds(shapes: Shapes, recipe: Recipe, given: Load) -> list[dict[str, Any]]:

@@ -16,7 +16,6 @@ import vllm_latq
 from vllm_latq.console import size
 from vllm_latq.errors import CheckpointError
 from vllm_latq.events import Listener, ignore_event
-from vllm_latq.format.config import CheckpointConfig
 from vllm_latq.format.files import read_json
 from vllm_latq.format.reader import REPORT_FILE
 from vllm_latq.quantize.calibration.windows import Samples, calibration_samples, chosen_text
@@ -142,7 +141,7 @@ def _run(session: Session, samples: Samples | None, offload: str, started: float
     run = _planned(session, tokens, placer(offload, writer.partial))
     run.parts()
     report = run.report(calibration, time.perf_counter() - started)
-    config = CheckpointConfig(recipe.scheme, ignored_modules(decoder, recipe), recipe=recipe.to_dict())
+    config = run.config(ignored_modules(decoder, recipe))
     card = model_card(decoder.source, recipe, report, writer.destination.name)
     untied = decoder.unties(session.quantized)
     world.from_first(lambda: writer.finish(decoder.source, config, report, card, untied))
@@ -176,4 +175,4 @@ def _planned(session: Session, samples: torch.Tensor | None, place: Place) -> Ru
     quantizer = plan_whole_model(session, samples, place)
     # With its own targets, nothing passes through the quantized blocks.
     passing = None if session.recipe.target == "quantized" else samples
-    return Run(session, quantizer, session.stream(passing, place))
+    return Run(session, quantizer, session.stream(passing, place), quantizer.schemes)

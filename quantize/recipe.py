@@ -8,25 +8,27 @@ import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import Any
 
 from vllm_latq.errors import ConfigError
-from vllm_latq.format.scheme import GRIDS, SUPPORTED_BITS, WHOLE_ROW, LayerScheme
+from vllm_latq.format.scheme import GRIDS, SUPPORTED_BITS, WHOLE_ROW, LayerScheme, grid_name
 from vllm_latq.quantize.lattice.choices import ORDERS, REDUCTIONS, ROUNDINGS, SCALE_METHODS, TARGETS
 
 # Fields that a method does not read. Setting one would suggest an effect it does not have, so it is refused.
 _RECURSION = ("order", "damping", "block_size", "rounding", "target", "correction", "beam", "sweeps")
 _OUTLIERS = ("outlier_rate", "outliers")
 _GRID = ("group_size", "scales", "grid", *_OUTLIERS)
-UNUSED = {
+UNUSED: Mapping[str, tuple[str, ...]] = {
     "rtn": (*_OUTLIERS, "reduction", *_RECURSION),
     "gptq": (*_OUTLIERS, "reduction"),
-    "ssqr": ("reduction"),
+    "ssqr": ("reduction",),
     "hptq": ("sweeps", *_GRID),
     "hrtn": ("reduction", *_GRID, *_RECURSION),
-    "latq": ("order", "block_size", "rounding", "beam", "sweeps", "reduction", *_GRID),
+    "latq": ("order", "block_size", "rounding", "beam", "sweeps", "reduction", "scales", *_OUTLIERS),
 }
 METHODS = tuple(UNUSED)
+# Grids of latq: the trellis code, or packed integers on group scales, of a width for each linear.
+TRELLIS, GROUP = LATQ_GRIDS = ("trellis", "group")
 HUFFMAN_METHODS = ("hptq", "hrtn")
 # Methods whose bits are an average that may be any number.
 AVERAGE_METHODS = (*HUFFMAN_METHODS, "latq")
@@ -38,7 +40,7 @@ CHOICES: Mapping[str, tuple[Any, ...]] = {
     "rounding": ROUNDINGS,
     "reduction": REDUCTIONS,
     "scales": (*SCALE_METHODS, "fitted"),
-    "grid": GRIDS,
+    "grid": (*GRIDS, *LATQ_GRIDS),
     "target": TARGETS,
     "outliers": ("saving", "overflow"),
     "dtype": DTYPES,
@@ -82,7 +84,9 @@ class Recipe:
             fitted: signed, and for gptq fitted to the errors that the recursion makes with them, for ssqr together
             with the outliers that are chosen by saving. None chooses: fitted for those outliers, otherwise mse.
         grid: grid of packed weights: midtread (multiples of the scale, zero among them) or midrise (shifted by half a
-            scale, symmetric around zero: better for dense weights in 2 bits).
+            scale, symmetric around zero: better for dense weights in 2 bits). For latq trellis, or group: packed
+            weights on a mid-tread grid, with 2, 3, 4 or 8 bits for each linear. None chooses midtread, and trellis for
+            latq.
         target: the output that a quantized layer should match: quantized (its own weights on the inputs that the
             quantized prefix gives it), original (the original model's), or residual (as original; the last linear of
             a block also cancels the error in the residual stream).
@@ -123,13 +127,17 @@ class Recipe:
     outliers: str = "saving"
     beam: int = 1
     sweeps: int = 0
-    grid: Literal["midtread", "midrise"] = "midtread"
+    grid: str | None = None
     free: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
         for name, choices in CHOICES.items():
-            if name != "scales":
+            if name not in ("scales", "grid"):
                 _check_choice(name, getattr(self, name), choices)
+        if "grid" not in UNUSED[self.method]:
+            grids = LATQ_GRIDS if self.method == "latq" else GRIDS
+            object.__setattr__(self, "grid", grids[0] if self.grid is None else self.grid)
+            _check_choice("grid", self.grid, grids)
         if "scales" not in UNUSED[self.method]:
             self._settle_scales()
         self._check_numbers()
@@ -168,15 +176,19 @@ class Recipe:
         _check_number("correction", self.correction, 0.0, 1.0)
 
     def _check_bits(self) -> None:
-        if self.method in AVERAGE_METHODS:
+        if self.grid == GROUP:
+            _check_number("bits", self.bits, SUPPORTED_BITS[0], MAX_AVERAGE_BITS)
+        elif self.method in AVERAGE_METHODS:
             _check_number("bits", self.bits, 1.0, MAX_AVERAGE_BITS)
         else:
             _check_choice("bits", self.bits, SUPPORTED_BITS)
 
     def _check_unused(self) -> None:
         for own in fields(self):
-            if own.name in UNUSED[self.method] and getattr(self, own.name) != own.default:
+            if own.name in self.unused and getattr(self, own.name) != own.default:
                 hint = f"{self.method} does not use {own.name}: leave it out."
+                if own.name not in UNUSED[self.method]:
+                    hint = f"The trellis code has no groups: leave {own.name} out, or choose grid group."
                 raise _error(own.name, f"the default {own.default!r}", getattr(self, own.name), hint)
 
     def _check_rounding(self) -> None:
@@ -216,12 +228,20 @@ class Recipe:
 
     @property
     def scheme(self) -> LayerScheme:
-        """How the layers are stored."""
-        if self.method == "latq":
+        """How the layers are stored; with grid group, how one of the least bits is: each layer has its own."""
+        if self.grid == TRELLIS:
             return LayerScheme("trellis")
+        if self.grid == GROUP:
+            return LayerScheme("packed", SUPPORTED_BITS[0], self.group_size)
         if self.method in HUFFMAN_METHODS:
             return LayerScheme("huffman")
-        return LayerScheme("packed", self.width, self.group_size, self.method == "ssqr", grid=self.grid)
+        grid = grid_name(self.grid == "midrise")
+        return LayerScheme("packed", self.width, self.group_size, self.method == "ssqr", grid=grid)
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """Fields that the recipe does not read."""
+        return unused(self.method, self.grid)
 
     @property
     def scale_method(self) -> str:
@@ -278,7 +298,7 @@ class Recipe:
     def to_dict(self) -> dict[str, Any]:
         """Return the fields that the method reads, as plain JSON values."""
         values = {**asdict(self), "ignore": list(self.ignored)}
-        return {name: value for name, value in values.items() if name not in (*UNUSED[self.method], "free")}
+        return {name: value for name, value in values.items() if name not in (*self.unused, "free")}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Recipe":
@@ -292,6 +312,11 @@ class Recipe:
         if "method" not in values:
             raise _error("method", f"one of {', '.join(METHODS)}", None)
         return cls(**values)
+
+
+def unused(method: str, grid: str | None) -> tuple[str, ...]:
+    """Return the fields that a method does not read on a grid; None is the method's default."""
+    return UNUSED[method] if method != "latq" or grid == GROUP else (*UNUSED[method], "group_size")
 
 
 def _error(field: str, expected: str, found: Any, hint: str = "") -> ConfigError:

@@ -48,6 +48,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "hptq-lll": {"method": "hptq", "bits": 2.5, "reduction": "lll"},
     "hrtn": {"method": "hrtn", "bits": 3.125},
     "latq": {"method": "latq", "bits": 3.6},
+    "latq-group": {"method": "latq", "bits": 3.2, "grid": "group", "group_size": 64},
     "latq-head": {"method": "latq", "bits": 3.5, "ignore": [], "target": "residual"},
 }
 SERVED = ("gptq", "ssqr", "ssqr-midrise", "hptq", "latq", "latq-head")

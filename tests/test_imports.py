@@ -15,7 +15,7 @@ from helpers.modules import MODULES, OURS, ROOT
 KERNELS = ("errors", "layout", "configs", "device", "decode", "experts", "entropy", "bench", "dev")
 QUANTIZE = (
     "machine", "lattice", "recipe", "model", "calibration", "methods", "allocation", "evaluation", "runs",
-    "certificate", "plan", "gpus", "kv_cache", "fit", "pipeline", "studies",
+    "certificate", "plan", "gpus", "kv_cache", "fit", "pipeline", "export", "studies",
 )  # fmt: skip
 RUNTIME = (
     "__init__", "plugin", "errors", "memory", "events", "console", "coding", "format", "models", "serving",

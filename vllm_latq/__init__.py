@@ -17,6 +17,7 @@ from wrapt import when_imported
 
 if TYPE_CHECKING:
     from vllm_latq.api import evaluate as evaluate
+    from vllm_latq.api import export as export
     from vllm_latq.api import quantize as quantize
     from vllm_latq.api import trace as trace
 
@@ -52,7 +53,7 @@ import_module("vllm_latq.quantize").__class__ = _CallablePackage
 
 
 def __getattr__(name: str) -> Any:
-    """Import the functions `evaluate` and `trace` when they are used."""
-    if name not in ("evaluate", "trace"):
+    """Import the functions `evaluate`, `export` and `trace` when they are used."""
+    if name not in ("evaluate", "export", "trace"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module("vllm_latq.api"), name)

@@ -1,4 +1,4 @@
-"""The functions `vllm_latq.quantize`, `evaluate` and `trace`: the commands `latq quantize`, `eval` and `trace`."""
+"""The functions of `vllm_latq`: `quantize`, `evaluate`, `trace` and `export`, each a command of the same name."""
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -138,6 +138,24 @@ def trace(
     shown = console.ProgressDisplay(header=header) if on_event is None else nullcontext(on_event)
     with shown as listener, engine:
         return generate(model, output, engine.for_answers, on_event=listener, **options)
+
+
+def export(checkpoint: str | Path, output: str | Path, *, to: str = "compressed-tensors") -> None:
+    """Write a checkpoint in a format that vLLM and transformers read without this package.
+
+        vllm_latq.export("out", "out-compressed-tensors")
+
+    Args:
+        checkpoint: directory of a checkpoint of rtn, gptq, or latq with grid "group", without outliers.
+        output: directory to create. It appears complete or not at all.
+        to: format, one of `vllm_latq.format.scheme.EXPORT_FORMATS`.
+
+    Raises:
+        LatqError: the format does not express the checkpoint, or anything is wrong with checkpoint or output.
+    """
+    from vllm_latq.quantize.export import export_checkpoint
+
+    export_checkpoint(checkpoint, output, to)
 
 
 class _Engines:

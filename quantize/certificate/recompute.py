@@ -39,13 +39,14 @@ from vllm_latq.quantize.lattice.reduction import reduce_lattice
 from vllm_latq.quantize.lattice.targets import corrected_target, measure_errors
 from vllm_latq.quantize.lattice.trellis_plane import LIMIT
 from vllm_latq.quantize.machine.offload import placer
+from vllm_latq.quantize.methods.group_grid import loss_bound
 from vllm_latq.quantize.methods.latq import InputLattice, OutputLattice, Target, stored_terms, targeted
 from vllm_latq.quantize.methods.layer import layer_factor
 from vllm_latq.quantize.methods.record import bound_holds, expected_error, half_loss
 from vllm_latq.quantize.model.decoder import Decoder
 from vllm_latq.quantize.model.parts import model_parts
 from vllm_latq.quantize.model.selection import quantized_linears
-from vllm_latq.quantize.recipe import Recipe
+from vllm_latq.quantize.recipe import GROUP, Recipe
 
 # The recursion adds up targets in float32, the certificate in float64.
 TERM_SLACK = 1e-3
@@ -165,7 +166,8 @@ def whole_model(
         quantized = quantized_linears(decoder, recipe)
         model = ModelLattice(decoder, quantized, recipe, Path(folder), counted=samples.counted)
         model.collect(samples.tokens, placer("disk", Path(folder)), stages)
-        step = model.allocation(stages(ALLOCATION)).step
+        on_groups = recipe.grid == GROUP
+        step = None if on_groups else model.allocation(stages(ALLOCATION)).step
         stream = Stream(decoder, None if recipe.target == "quantized" else samples.tokens, recipe.target)
         for part, module, _ in walk(model_parts(decoder, reader.shapes), stream):
             if module is None:
@@ -178,8 +180,9 @@ def whole_model(
                 inputs, outputs = model.lattices(weights, members, step)
                 for name, weight in weights.items():
                     stored = reader.weight(name)
-                    if not isinstance(stored, TrellisWeight):
-                        raise CheckpointError(f"{reader.directory}: {name}", "encoding trellis", stored.scheme.encoding)
+                    if not isinstance(stored, PackedWeight if on_groups else TrellisWeight):
+                        expected = f"encoding {recipe.scheme.encoding}"
+                        raise CheckpointError(f"{reader.directory}: {name}", expected, stored.scheme.encoding)
                     target = targeted(weight, inputs, drift, recipe)
                     yield _measured_on_loss(name, target, stored, members[name], inputs, outputs[name])
                     if stream:
@@ -189,21 +192,27 @@ def whole_model(
 def _measured_on_loss(
     name: str,
     target: Target,
-    stored: TrellisWeight,
+    stored: Weight,
     statistics: LayerStatistics,
     inputs: InputLattice,
     outputs: OutputLattice,
 ) -> LayerReport:
-    """As `methods.record.layer_record` states it, from what is stored; the bound holds if it does in every tile."""
+    """As `methods.record.layer_record` states it, from what is stored; the bound of a trellis holds if it does in every
+    tile."""
     weight = target.weight
     quantized = stored.dequantize().to(weight.device)
     with naming(name):
         errors = measure_errors(quantized, weight, target.corrected, statistics.inputs, target.drift)
-    terms, plans = stored_terms(stored, quantized, target.corrected, inputs, outputs)
-    loss, loss_bound = (
-        half_loss(quantized.double() - target.corrected.double(), statistics),
-        LIMIT / 2 * float(plans.sum()),
-    )
+    moved = quantized - target.corrected
+    loss = half_loss(moved.double(), statistics)
+    if isinstance(stored, TrellisWeight):
+        terms, plans = stored_terms(stored, quantized, target.corrected, inputs, outputs)
+        limit = LIMIT / 2 * float(plans.sum())
+        holds: bool | None = bool((terms <= LIMIT * plans * (1 + TERM_SLACK)).all())
+    else:
+        assert isinstance(stored, PackedWeight)
+        limit = loss_bound(stored, moved, inputs, outputs)
+        holds = bound_holds(loss, limit)
     return LayerReport(
         name,
         bits=stored.storage_bits() / weight.numel(),
@@ -212,9 +221,9 @@ def _measured_on_loss(
         error=errors.total * statistics.tokens,
         relative_error=errors.relative,
         rounding_error=errors.rounding * statistics.tokens,
-        bound=2 * loss_bound / outputs.ridge * statistics.tokens,
+        bound=2 * limit / outputs.ridge * statistics.tokens,
         damping=inputs.factor.damping,
-        bound_holds=bool((terms <= LIMIT * plans * (1 + TERM_SLACK)).all()),
+        bound_holds=holds,
         loss=loss,
-        loss_bound=loss_bound,
+        loss_bound=limit,
     )

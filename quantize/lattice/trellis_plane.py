@@ -160,7 +160,6 @@ def trellis_plane(weight: torch.Tensor, plan: Plan) -> TrellisPass:
     """Round a weight whose rows and columns are in rounding order, float32 [r, c], padded to whole tiles."""
     rows, columns = plan.rows, plan.columns
     row_tiles, column_tiles = (size // TILE for size in weight.shape)
-    feed_back = _feed_back_at_once if weight.is_cuda else _feed_back_by_tile
     error, carried = torch.zeros_like(weight), torch.zeros_like(weight)  # E, and F = E V_H
     targets, quantized = torch.zeros_like(weight), torch.zeros_like(weight)
     kept = torch.zeros(weight.shape, dtype=torch.bfloat16, device=weight.device)
@@ -170,20 +169,24 @@ def trellis_plane(weight: torch.Tensor, plan: Plan) -> TrellisPass:
         i = torch.arange(max(0, wave - column_tiles + 1), min(row_tiles, wave + 1))
         j = wave - i
         beside, above = feed_back(error, columns.triangle, carried, rows.triangle, i, j)
-        before = _blocks(weight)[i, j]
+        before = tile_blocks(weight)[i, j]
         wanted = before + beside + above
         planned[i, j] = plan.losses(wanted, i, j)
         done = _round(wanted, i, j, plan, LIMIT * planned[i, j])
-        _blocks(targets)[i, j], _blocks(quantized)[i, j], _blocks(kept)[i, j] = wanted, done.values, done.kept
-        _blocks(error)[i, j] = before - done.values
-        _blocks(carried)[i, j] = before - done.values + beside
+        tile_blocks(targets)[i, j], tile_blocks(quantized)[i, j], tile_blocks(kept)[i, j] = (
+            wanted,
+            done.values,
+            done.kept,
+        )
+        tile_blocks(error)[i, j] = before - done.values
+        tile_blocks(carried)[i, j] = before - done.values + beside
         losses[i, j] = done.losses
         for n, ring in zip((i * column_tiles + j).tolist(), done.rings, strict=True):
             rings[n] = ring
     return TrellisPass(rings, targets, quantized, kept, losses, planned)
 
 
-def _feed_back_by_tile(
+def feed_back(
     error: torch.Tensor,
     right: torch.Tensor,
     carried: torch.Tensor,
@@ -198,6 +201,8 @@ def _feed_back_by_tile(
         right, down: V_H and V_G.
         i, j: rows and columns of tiles.
     """
+    if error.is_cuda:
+        return _feed_back_at_once(error, right, carried, down, i, j)
     spans = [(_span(row), _span(column)) for row, column in zip(i.tolist(), j.tolist(), strict=True)]
     beside = torch.stack([error[row, : column.start] @ right[: column.start, column] for row, column in spans])
     above = torch.stack([down[: row.start, row].T @ carried[: row.start, column] for row, column in spans])
@@ -318,7 +323,7 @@ def tile_terms(quantized: torch.Tensor, error: torch.Tensor, plan: Plan) -> tupl
     rows, columns = plan.rows, plan.columns
     residual = rows.triangle.double().T @ error.double() @ columns.triangle.double()
     i, j = (index.flatten() for index in torch.meshgrid(*map(torch.arange, plan.rates.shape), indexing="ij"))
-    tiles, targets = (_blocks(matrix)[i, j] for matrix in (residual, quantized.double() + residual))
+    tiles, targets = (tile_blocks(matrix)[i, j] for matrix in (residual, quantized.double() + residual))
     terms, planned = _terms(tiles, rows.blocks[i], columns.blocks[j]), plan.losses(targets, i, j)
     return terms.view(plan.rates.shape), planned.view(plan.rates.shape)
 
@@ -328,6 +333,6 @@ def _columns(matrix: torch.Tensor) -> torch.Tensor:
     return matrix.unflatten(1, (-1, TILE)).transpose(0, 1)
 
 
-def _blocks(matrix: torch.Tensor) -> torch.Tensor:
+def tile_blocks(matrix: torch.Tensor) -> torch.Tensor:
     """View the tiles of a matrix, [row tiles, column tiles, TILE, TILE]."""
     return matrix.unflatten(1, (-1, TILE)).unflatten(0, (-1, TILE)).transpose(1, 2)

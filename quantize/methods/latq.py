@@ -38,6 +38,7 @@ from vllm_latq.quantize.lattice.targets import Drift, corrected_target
 from vllm_latq.quantize.lattice.trellis_plane import (
     DISTORTION,
     FURTHEST,
+    LIMIT,
     BlockFactor,
     Plan,
     TrellisPass,
@@ -199,6 +200,11 @@ class LatqResult:
     dequantized: torch.Tensor
     planned: float
     loss: float
+
+    @property
+    def loss_bound(self) -> float:
+        """Limit of the loss that is enforced, nats per token."""
+        return LIMIT * self.planned / 2
 
 
 def output_lattice(statistics: LayerStatistics, where: str) -> OutputLattice:

@@ -10,7 +10,7 @@ from vllm_latq.format.report import LayerReport
 from vllm_latq.quantize.lattice import stochastic
 from vllm_latq.quantize.lattice.grams import LayerStatistics
 from vllm_latq.quantize.lattice.targets import measure_errors
-from vllm_latq.quantize.lattice.trellis_plane import LIMIT
+from vllm_latq.quantize.methods.group_grid import GroupResult
 from vllm_latq.quantize.methods.latq import InputLattice, LatqResult, OutputLattice, Target
 
 # The recursion runs in float32: a bound met with equality may be missed by its rounding.
@@ -45,14 +45,14 @@ def expected_error(bound: float, excess: float, rounding: str) -> float:
 def layer_record(
     name: str,
     target: Target,
-    result: LatqResult,
+    result: LatqResult | GroupResult,
     inputs: InputLattice,
     outputs: OutputLattice,
     statistics: LayerStatistics,
 ) -> LayerRecord:
     """Measure a linear as it is stored, with the undamped grams, and return its record.
 
-    `loss_bound` is what `latq` enforces: LIMIT / 2 times the sum of the plans of the tiles. `bound` is twice that,
+    `loss_bound` is the result's: what the trellis code enforces, or Babai's bound on groups. `bound` is twice that,
     divided by the smallest eigenvalue that the damped G can have: with E H E^T >= 0, tr(E H E^T) <= tr(G E H E^T) /
     min eig(G).
     """
@@ -60,7 +60,7 @@ def layer_record(
     with naming(name):
         errors = measure_errors(result.dequantized, weight, target.corrected, statistics.inputs, target.drift)
     loss = half_loss(result.dequantized.double() - target.corrected.double(), statistics)
-    loss_bound = LIMIT * result.planned / 2
+    loss_bound = result.loss_bound
     return LayerRecord(
         name=name,
         shape=(weight.shape[0], weight.shape[1]),

@@ -119,6 +119,15 @@ The recipe in full:
 """
 
 
+def front_matter(checkpoint: Path, tags: Iterable[str]) -> str:
+    """Return the front matter of a checkpoint's card with other tags; nothing if there is no such card."""
+    path = checkpoint / CARD_FILE
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    front = re.match(r"(---\n.*?\n)tags:\n(?:- .*\n)*---\n", text, flags=re.DOTALL)
+    listed = "".join(f"- {tag}\n" for tag in tags)
+    return f"{front[1]}tags:\n{listed}---\n" if front else ""
+
+
 def update_card(checkpoint: str | Path) -> bool:
     """Write the kept results of `latq eval` into a checkpoint's card.
 

@@ -32,7 +32,7 @@ def _quantize(recipe: Recipe, model: str, output: str, calibration: Mapping[str,
     values, default = recipe.to_dict(), Recipe(recipe.method).to_dict()
     yield from ("latq", "quantize", model, output, "--method", recipe.method, "--bits", str(recipe.bits))
     for name, value in values.items():
-        if name not in ("method", "bits", "ignore") and value != default[name]:
+        if name not in ("method", "bits", "ignore") and value != default.get(name):
             yield from (f"--{name.replace('_', '-')}", str(value))
     if calibration is not None:
         yield from ("--calibration", str(calibration.get("name") or "TEXT"))

@@ -8,6 +8,7 @@ back, continues exactly where an uninterrupted one would be.
 """
 
 import time
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -18,8 +19,10 @@ from torch import nn
 
 import vllm_latq
 from vllm_latq.events import Listener, seconds_left
+from vllm_latq.format.config import CheckpointConfig
 from vllm_latq.format.encodings.registry import tensor_specs
 from vllm_latq.format.reader import fingerprint_of
+from vllm_latq.format.scheme import LayerScheme
 from vllm_latq.memory import peak_memory
 from vllm_latq.quantize.calibration.stream import Stream, Visit, walk
 from vllm_latq.quantize.machine.distributed import World
@@ -106,6 +109,7 @@ class Run:
         session: what it works with.
         quantizer: quantizes the linears of each part.
         stream: the calibration text on its way through the blocks.
+        schemes: linear -> its scheme, where that is not the recipe's.
         layers: records of the linears so far.
         source: digest of the tensors of the model that embed the text, and of all parts so far.
     """
@@ -113,6 +117,7 @@ class Run:
     session: Session
     quantizer: Quantizer[Any]
     stream: Stream
+    schemes: Mapping[str, LayerScheme] = field(default_factory=dict)
     layers: list[Record] = field(default_factory=list)
     source: str = ""
 
@@ -186,20 +191,34 @@ class Run:
         for name, record in found.records.items():
             if self.stream:
                 linear = part.linears[name]
-                linear.weight.copy_(dense_weight(found.tensors, self.session.recipe.scheme, name, linear))
+                linear.weight.copy_(dense_weight(found.tensors, self._scheme(name), name, linear))
             self.session.emit({"event": "layer", **record})
 
     def _read_back(self, part: Part, digests: Collection[str]) -> None:
         """Put the weights that an earlier run wrote into the part."""
-        writer, scheme = self.session.writer, self.session.recipe.scheme
+        writer = self.session.writer
         path = writer.partial / writer.shard_name(part.index)
         wanted = {
-            name: tensor_specs(scheme, linear.out_features, linear.in_features, name)
+            name: tensor_specs(self._scheme(name), linear.out_features, linear.in_features, name)
             for name, linear in part.linears.items()
         }
         stored = self.session.world.from_first(lambda: stored_tensors(path, wanted, digests))
         for name, linear in part.linears.items():
-            linear.weight.copy_(dense_weight(stored, scheme, name, linear))
+            linear.weight.copy_(dense_weight(stored, self._scheme(name), name, linear))
+
+    def _scheme(self, name: str) -> LayerScheme:
+        return self.schemes.get(name, self.session.recipe.scheme)
+
+    def config(self, ignored: tuple[str, ...]) -> CheckpointConfig:
+        """Return the `quantization_config` of the checkpoint: the most common scheme, and the others as overrides.
+
+        Args:
+            ignored: modules that stay unquantized.
+        """
+        recipe, schemes = self.session.recipe, {name: self._scheme(name) for name in self.session.quantized}
+        most = Counter(schemes.values()).most_common(1)[0][0]
+        overrides = {name: scheme for name, scheme in schemes.items() if scheme != most}
+        return CheckpointConfig(most, ignored, overrides, recipe=recipe.to_dict())
 
     def report(self, calibration: Mapping[str, Any] | None, seconds: float) -> dict[str, Any]:
         """Return everything that was measured, as stored in the checkpoint.

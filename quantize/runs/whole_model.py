@@ -5,6 +5,8 @@
     allocate            one price of a bit for the model   -> width of every unit of weights
     latq                each linear, from its statistics   -> shard on disk, records; then what is left is shared anew
 
+On grid "group", `allocate_widths` chooses a width for each linear, and `latq_on_groups` rounds.
+
 With corrected targets the text then passes through the quantized blocks, as in `run`: inputs and targets are those
 after the quantized prefix; gradients, step and bits stay those of the original model.
 
@@ -14,7 +16,7 @@ corrected targets, its weights; so an interrupted run continues with the next bl
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,6 +25,7 @@ import torch
 from torch import nn
 
 from vllm_latq.events import QUANTIZING, stage_progress
+from vllm_latq.format.scheme import LayerScheme
 from vllm_latq.quantize.allocation.model_lattice import (
     ALLOCATION,
     ALLOCATIONS,
@@ -34,14 +37,17 @@ from vllm_latq.quantize.allocation.model_lattice import (
     owner,
 )
 from vllm_latq.quantize.allocation.rates import Allocation
+from vllm_latq.quantize.allocation.widths import WidthAllocation, allocate_widths, require_bits
 from vllm_latq.quantize.calibration.fisher import STAGES
 from vllm_latq.quantize.calibration.hessian import InputHessian
 from vllm_latq.quantize.calibration.recomputed import made_again
 from vllm_latq.quantize.calibration.stream import Stream, hessians_of
 from vllm_latq.quantize.machine.offload import Place
-from vllm_latq.quantize.methods.latq import Share, latq, targeted
+from vllm_latq.quantize.methods.group_grid import latq_on_groups
+from vllm_latq.quantize.methods.latq import latq, targeted
 from vllm_latq.quantize.methods.record import layer_record
 from vllm_latq.quantize.model.parts import Part, model_parts
+from vllm_latq.quantize.recipe import GROUP
 from vllm_latq.quantize.runs.run import Quantized, Records, Session
 
 # Expected time of the stages, as multiples of the time of one token in the two passes over a model of the same size:
@@ -60,8 +66,9 @@ def expected_stages(session: Session, samples: torch.Tensor | None) -> list[dict
         statistics = {stage: (count, samples.numel() * cost) for stage, count, cost in passes}
         # One pass more for each round of the allocation, and one while quantizing.
         again = samples.numel() * sum(PASS_COSTS) * made_again(session.decoder, session.quantized)
+        rounds = 1 if session.recipe.grid == GROUP else ALLOCATIONS
         costs = {QUANTIZING: (len(session.quantized), SEARCH_COST + again)}
-        costs = statistics | {ALLOCATION: (ALLOCATIONS * parts, ALLOCATION_COST + ALLOCATIONS * again)} | costs
+        costs = statistics | {ALLOCATION: (rounds * parts, ALLOCATION_COST + rounds * again)} | costs
     total = sum(cost for _, cost in costs.values())
     return [{"stage": stage, "parts": count, "share": cost / total} for stage, (count, cost) in costs.items()]
 
@@ -78,8 +85,12 @@ def plan_whole_model(session: Session, samples: torch.Tensor, place: Place) -> "
     own = (session.decoder, session.quantized, session.recipe, folder, session.world, session.counted)
     lattice = ModelLattice(*own)
     stages = partial(stage_progress, session.emit)
+    on_groups = session.recipe.grid == GROUP
+    if on_groups:
+        require_bits(session.quantized, session.recipe)
     lattice.collect(samples, place, stages)
-    allocation = lattice.allocation(stages(ALLOCATION))
+    allocate = partial(allocate_widths, lattice) if on_groups else lattice.allocation
+    allocation = allocate(stages(ALLOCATION))
     session.emit({"event": "plan", "bits": allocation.planned()})
     return WholeModelQuantizer(session, lattice, allocation)
 
@@ -90,12 +101,12 @@ class LatqInput(NamedTuple):
     Attributes:
         members: linear -> its statistics.
         seen: the Hessian of the input after the quantized prefix; None where nothing passes through the blocks.
-        shares: linear -> its share of the bits.
+        shares: linear -> its share of the bits, or its scheme.
     """
 
     members: Members
     seen: InputHessian | None
-    shares: Mapping[str, Share]
+    shares: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -110,7 +121,12 @@ class WholeModelQuantizer:
 
     session: Session
     lattice: ModelLattice
-    allocation: Allocation
+    allocation: Allocation | WidthAllocation
+
+    @property
+    def schemes(self) -> Mapping[str, LayerScheme]:
+        """Linear -> its scheme, where that is not the recipe's."""
+        return self.allocation.schemes if isinstance(self.allocation, WidthAllocation) else {}
 
     def inputs(self, part: Part, module: nn.Module, stream: Stream, earlier: Records) -> Sequence[LatqInput]:
         """Return the statistics of each input of the part, its Hessian after the quantized prefix, and its bits."""
@@ -137,7 +153,8 @@ class WholeModelQuantizer:
         targets = {name: targeted(weight, inputs, drift, recipe) for name, weight in weights.items()}
         corrected = {name: target.corrected for name, target in targets.items()}
         records, tensors = {}, {}
-        for name, result in latq(corrected, inputs, outputs, one.shares):
+        rounding: Callable[..., Iterator[tuple[str, Any]]] = latq_on_groups if recipe.grid == GROUP else latq
+        for name, result in rounding(corrected, inputs, outputs, one.shares):
             record = layer_record(name, targets[name], result, inputs, outputs[name], members[name])
             records[name] = asdict(record) | {"seconds": time.perf_counter() - started}
             tensors.update({f"{name}.{suffix}": tensor.cpu() for suffix, tensor in result.weight.to_tensors().items()})

@@ -11,9 +11,12 @@ import pytest
 
 from helpers import engine_probe
 from helpers.chat import with_template
-from helpers.checkpoints import without_tensors
+from helpers.checkpoints import CheckpointPair, without_tensors
 from helpers.engine_probe import OLD_VLLM, assert_plausible, probe
 from helpers.lora_adapter import RANK, write_adapter
+from vllm_latq.format.config import CheckpointConfig
+from vllm_latq.format.scheme import LayerScheme
+from vllm_latq.quantize.export import export_checkpoint
 
 # Both sides multiply by the same float32 numbers; vLLM packs the dense ones for another matmul.
 LOGPROB_TOLERANCE = 2e-4
@@ -48,6 +51,8 @@ def generations(request: pytest.FixtureRequest) -> dict[str, Any]:
     jobs["biased"] = {"model": pairs["biased"].latq, "reload": [pairs["biased"].latq]}
     jobs["dummy-hptq"] = {"model": pairs["hptq"].latq, "engine": {"load_format": "dummy"}}
     jobs["dummy-biased"] = {"model": pairs["biased"].latq, "engine": {"load_format": "dummy"}}
+    jobs["exported"] = {"model": request.getfixturevalue("exported"), "engine": {"dtype": "bfloat16"}}
+    jobs["exported-dense"] = {"model": request.getfixturevalue("unexported_pair").dense}
     jobs["two-models"] = {"model": with_other_weights(ssqr, pairs["other_ssqr"].latq), "fails": True}
     jobs["incomplete"] = {"model": without_tensors(ssqr, MISSING), "fails": True}
     jobs["incomplete-dense"] = {"model": without_tensors(ssqr, *MISSING_DENSE), "fails": True}
@@ -66,6 +71,19 @@ def ssqr_dense_twin(ssqr_checkpoint: Path, make_dense_twin: Any, tmp_path_factor
     return make_dense_twin(ssqr_checkpoint, tmp_path_factory.mktemp("twin") / "dense")
 
 
+@pytest.fixture(scope="module")
+def unexported_pair(make_checkpoint: Any) -> CheckpointPair:
+    return make_checkpoint("unexported", CheckpointConfig(LayerScheme("packed", 4, 64), ("lm_head",)))
+
+
+@pytest.fixture(scope="module")
+def exported(unexported_pair: CheckpointPair, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint for vLLM's own compressed-tensors; of these the CPU build multiplies codes of 4 bits only."""
+    target = tmp_path_factory.mktemp("exported") / "compressed-tensors"
+    export_checkpoint(unexported_pair.latq, target)
+    return target
+
+
 def with_other_weights(source: Path, other: Path) -> Path:
     """Return a copy of a checkpoint with other weights beside its own, in the file that vLLM prefers."""
     target = source.with_name("two-models")
@@ -79,9 +97,10 @@ def test_engine_equals_the_dequantized_model(name: str, generations: dict[str, A
     assert_same(generations[name][0], generations[f"{name}-dense"][0])
 
 
-def test_bfloat16_probabilities_match_the_dequantized_model(generations: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", ["bfloat16", "exported"])
+def test_bfloat16_probabilities_match_the_dequantized_model(name: str, generations: dict[str, Any]) -> None:
     """Only the first tokens are compared: later ones depend on the tokens chosen before."""
-    for ours, theirs in zip(generations["bfloat16"][0], generations["bfloat16-dense"][0], strict=True):
+    for ours, theirs in zip(generations[name][0], generations[f"{name}-dense"][0], strict=True):
         got, expected = ours["logprobs"][0], theirs["logprobs"][0]
         common = got.keys() & expected.keys()
         assert len(common) >= 3

@@ -1,4 +1,4 @@
-"""The `latq` command: plan, trace, quantize, eval, inspect, report, verify.
+"""The `latq` command: plan, trace, quantize, eval, inspect, report, verify, export.
 
 Exit status: 0 success, 1 an error that was reported, 2 wrong usage, 130 interrupted.
 """
@@ -16,6 +16,7 @@ from typing import Any
 import vllm_latq
 from vllm_latq import console
 from vllm_latq.cli import evaluate as cli_evaluate
+from vllm_latq.cli import export as cli_export
 from vllm_latq.cli import inspect as cli_inspect
 from vllm_latq.cli import plan as cli_plan
 from vllm_latq.cli import quantize as cli_quantize
@@ -102,6 +103,7 @@ def build_parser() -> argparse.ArgumentParser:
     cli_inspect.add_command(commands)
     _add_report(commands)
     _add_verify(commands)
+    cli_export.add_command(commands)
     return parser
 
 

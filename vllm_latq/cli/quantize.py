@@ -16,7 +16,7 @@ from vllm_latq.cli.parser import FILES, FOLDERS, complete
 from vllm_latq.cli.plan import add_load
 from vllm_latq.errors import ConfigError, UsageError
 from vllm_latq.format.scheme import SUPPORTED_BITS
-from vllm_latq.quantize.recipe import CHOICES, DEFAULT_METHOD, HEAD, METHODS, PRESETS, UNUSED, Recipe
+from vllm_latq.quantize.recipe import CHOICES, DEFAULT_METHOD, GROUP, HEAD, METHODS, PRESETS, UNUSED, Recipe, unused
 
 EXAMPLES = """examples:
   latq quantize MODEL OUT
@@ -29,7 +29,7 @@ EXAMPLES = """examples:
 HELP = {
     "bits": f"bits per weight; rtn, gptq, ssqr: {', '.join(map(str, SUPPORTED_BITS))}; others: any number, on average,"
     " and for latq in files and in memory, everything counted",
-    "group_size": "input channels per scale; -1: one scale per row",
+    "group_size": "input channels per scale; -1: one scale per row; for latq with --grid group",
     "outlier_rate": "fraction of the weights to keep as outliers",
     "order": "order in which columns are rounded",
     "damping": "Hessian damping, as a fraction of its mean diagonal",
@@ -39,7 +39,9 @@ HELP = {
     "reduction": "basis reduction before rounding",
     "scales": "how group scales are chosen (default: fitted for ssqr with --outliers saving, otherwise mse);"
     " signed cannot be combined with --grid midrise",
-    "grid": "midtread: the grid contains zero; midrise: it is shifted by half a step (better at 2 bits)",
+    "grid": "rtn, gptq, ssqr: midtread: the grid contains zero; midrise: it is shifted by half a step (better at 2"
+    " bits). latq: trellis; group: integers on group scales, 2, 3, 4 or 8 bits for each linear, as other servers read"
+    " them (default: midtread; latq: trellis)",
     "target": "layer output to match; quantized: of its weights on quantized inputs; original: of the original model;"
     " residual: as original, and the last linear of a block also corrects the residual stream",
     "correction": "fraction of the correction that --target applies",
@@ -158,9 +160,10 @@ def _recipe(options: argparse.Namespace) -> Recipe:
         raise UsageError("--preset sets the method: give either --preset or --method.")
     method = PRESETS[options.preset]["method"] if options.preset else given.get("method", DEFAULT_METHOD)
     for name in given:
-        if name in UNUSED[method]:
+        if name in unused(method, given.get("grid")):
             problem = f"{_option(name)} does not apply to --method {method}"
-            raise UsageError(f"{problem}; leave it out ({_option(name)} is for {', '.join(_takers(name))}).")
+            takers = (f"{taker} --grid {GROUP}" if name in unused(taker, None) else taker for taker in _takers(name))
+            raise UsageError(f"{problem}; leave it out ({_option(name)} is for {', '.join(takers)}).")
     return Recipe.of(options.preset, given | {"ignore": _ignored(options, method, given.get("ignore", []))})
 
 

@@ -3,6 +3,7 @@
 Invariant: an instance made by `from_dict` is valid; unknown keys, versions and values are refused.
 """
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -107,6 +108,15 @@ def redirections(config: Any) -> list[tuple[dict[str, Any], str]]:
         for key in REDIRECTING_KEYS
         if part.get(key, NEEDS_IMPORT) != NEEDS_IMPORT
     ]
+
+
+def without_note(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config.json without the keys that make transformers ask for this package."""
+    values = json.loads(json.dumps(config))
+    for part in _objects(values):
+        for key in REDIRECTING_KEYS:
+            part.pop(key, None)
+    return dict(values)
 
 
 def _objects(value: Any) -> Iterator[dict[str, Any]]:

@@ -13,6 +13,8 @@ CONFIG_KEY = "quantization_config"
 SUPPORTED_BITS = (2, 3, 4, 8)
 GRIDS = ("midtread", "midrise")
 WHOLE_ROW = -1
+# Formats of other projects that a checkpoint can be written in.
+EXPORT_FORMATS = ("compressed-tensors",)
 SCHEME_KEYS = ("encoding", "bits", "group_size", "outliers", "grid")
 
 Grid = Literal["midtread", "midrise"]

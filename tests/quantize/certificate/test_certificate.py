@@ -43,6 +43,7 @@ RECIPES = {
     "gptq": Recipe("gptq", 3, order="min-pivot", scales="fitted", dtype="bfloat16", **FEW),
     "latq": Recipe("latq", bits=3.0, **FEWER),
     "latq-residual": Recipe("latq", bits=3.0, target="residual", correction=0.5, **FEWER),
+    "latq-group": Recipe("latq", bits=3.0, grid="group", target="residual", correction=0.5, **FEW),
     "midrise": Recipe("ssqr", 2, outliers="overflow", grid="midrise", target="residual", **FEW),
 }
 # Relative difference of float32 sums where the certificate takes another way than the quantizer.

@@ -121,7 +121,7 @@ def test_rings_decode_to_the_weights() -> None:
 
 def test_feedback_in_two_launches_is_the_feedback_tile_by_tile(monkeypatch: pytest.MonkeyPatch) -> None:
     """The feedback of a GPU runs on any device; only the order of its sums is another."""
-    by_tile, waves = module._feed_back_by_tile, []
+    by_tile, waves = module.feed_back, []
 
     def both(*arguments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         expected = by_tile(*arguments)
@@ -129,6 +129,6 @@ def test_feedback_in_two_launches_is_the_feedback_tile_by_tile(monkeypatch: pyte
         waves.append(arguments)
         return expected
 
-    monkeypatch.setattr(module, "_feed_back_by_tile", both)
+    monkeypatch.setattr(module, "feed_back", both)
     rounded()
     assert len(waves) == ROWS // TILE + COLUMNS // TILE - 1
