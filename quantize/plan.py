@@ -69,7 +69,7 @@ def plan(
     recipe = suited(recipe, decoder)
     layers = []
     quantized = quantized_linears(decoder, recipe)
-    reads_text = recipe.needs_calibration or calibrated
+    reads_text = recipe.needs_text or calibrated
     if reads_text:
         check_seq_len(decoder, recipe)
     for name, linear in quantized.items():

@@ -42,6 +42,7 @@ CHOICES: Mapping[str, tuple[Any, ...]] = {
     "target": TARGETS,
     "outliers": ("saving", "overflow"),
     "dtype": DTYPES,
+    "kv_cache_scheme": ("none", "fp8"),
 }
 DEFAULT_METHOD = "latq"
 # Name -> fields of a recipe, the cheapest first.
@@ -100,6 +101,8 @@ class Recipe:
             clipped and their errors fed back), or all that overflow the grid ("overflow", the paper's).
         beam: roundings per row that nearest plane keeps (K-best); for ssqr only where outliers are chosen by saving.
         sweeps: maximum coordinate-descent sweeps after nearest plane (gptq, ssqr).
+        kv_cache_scheme: none, or fp8: also store scales of keys and values for a KV cache in 8-bit floats, measured on
+            the calibration text in the quantized model.
         free: fields, some of SUITABLE, that a run may change to suit the model; no part of what is stored.
     """
 
@@ -124,6 +127,7 @@ class Recipe:
     beam: int = 1
     sweeps: int = 0
     grid: Literal["midtread", "midrise"] = "midtread"
+    kv_cache_scheme: str = "none"
     free: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -249,6 +253,16 @@ class Recipe:
     def needs_calibration(self) -> bool:
         """Return whether the method reads a Hessian; the others only use one to measure their error."""
         return self.method not in ("rtn", "hrtn")
+
+    @property
+    def needs_text(self) -> bool:
+        """Return whether a run needs a calibration text: for Hessians, or for the scales of a KV cache."""
+        return self.needs_calibration or self.kv_cache_scheme != "none"
+
+    @property
+    def passes_text(self) -> bool:
+        """Return whether the text passes through the quantized blocks although method latq does not need that."""
+        return self.target != "quantized" or self.kv_cache_scheme != "none"
 
     @property
     def clips_by_price(self) -> bool:

@@ -144,6 +144,8 @@ class Run:
             found = self._quantize(part, module)
             tensors |= found.tensors
             records = [found.records[name] for name in part.linears]
+        if part.is_head and self.stream.key_values is not None:
+            tensors |= self.stream.key_values.tensors(world)
         source = self._noted_source(part)
         world.from_first(lambda: writer.add(part.index, tensors, {"layers": records, "source": source}))
         self.layers.extend(records)

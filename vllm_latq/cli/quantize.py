@@ -47,6 +47,7 @@ HELP = {
     "num_samples": "number of calibration windows",
     "seq_len": "tokens per calibration window",
     "dtype": "compute dtype while quantizing; auto: float32 on a CPU, otherwise the model's own",
+    "kv_cache_scheme": "fp8: also store scales for a KV cache in 8-bit floats, for vLLM's --kv-cache-dtype fp8",
     "seed": "random seed for calibration windows, stochastic rounding and latq's sampled labels",
 }
 # Contents and costs of the presets. The seconds of latq's search are from docs/trellis-code.md.
@@ -208,7 +209,7 @@ def run(options: argparse.Namespace) -> int:
         recipe = _fitted(recipe, options)
     if options.dry_run:
         return _dry_run(recipe, options)
-    if options.calibration is None and recipe.needs_calibration:
+    if options.calibration is None and recipe.needs_text:
         _say("calibrating on the bundled text, English prose and Python; --calibration takes your own")
     config = Path(options.destination) / "config.json"  # appears when the checkpoint is complete
     existed = os.path.exists(config)  # False for a name that is too long, which the run refuses

@@ -19,7 +19,11 @@ REDIRECTING_KEYS = ("transformers_weights",)
 # The one value of such a key that a checkpoint may have. Without the quantizer of this package, transformers only warns
 # of an unknown quantization and makes random weights. With this value it raises ValueError, and prints the value.
 NEEDS_IMPORT = "none. The model is quantized by vllm-latq: run `import vllm_latq` before transformers loads it"
-_CONFIG_KEYS = ("quant_method", "format_version", *SCHEME_KEYS, "ignore", "overrides", "fingerprint", "recipe")
+# The one value that `kv_cache_scheme` may have, in the words of compressed-tensors: float8_e4m3, a scale per layer.
+KV_CACHE_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+_CONFIG_KEYS = (
+    "quant_method", "format_version", *SCHEME_KEYS, "ignore", "overrides", "kv_cache_scheme", "fingerprint", "recipe",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,7 @@ class CheckpointConfig:
         overrides: full module name -> the module's own scheme.
         fingerprint: "sha256:" + hex digest over `reading` and all tensors (FORMAT.md section 5); "" before it is known.
         recipe: the recipe that made the checkpoint, as plain JSON values; informative.
+        has_kv_scales: whether the checkpoint has scales for a KV cache in 8-bit floats.
     """
 
     scheme: LayerScheme
@@ -40,6 +45,7 @@ class CheckpointConfig:
     overrides: Mapping[str, LayerScheme] = field(default_factory=dict)
     fingerprint: str = ""
     recipe: Mapping[str, Any] = field(default_factory=dict)
+    has_kv_scales: bool = False
 
     def is_ignored(self, module: str) -> bool:
         """Return whether a module, or a module that contains it, stays unquantized."""
@@ -57,6 +63,7 @@ class CheckpointConfig:
             **self.scheme.to_dict(),
             "ignore": list(self.ignore),
             "overrides": {name: scheme.to_dict() for name, scheme in self.overrides.items()},
+            **({"kv_cache_scheme": KV_CACHE_SCHEME} if self.has_kv_scales else {}),
         }
 
     def to_dict(self) -> dict[str, Any]:
@@ -85,12 +92,15 @@ class CheckpointConfig:
             raise ConfigError(f"{where}.fingerprint", "a string", repr(fingerprint))
         if not isinstance(recipe, Mapping):
             raise ConfigError(f"{where}.recipe", "an object", repr(recipe))
+        if config.get("kv_cache_scheme", KV_CACHE_SCHEME) != KV_CACHE_SCHEME:
+            raise ConfigError(f"{where}.kv_cache_scheme", str(KV_CACHE_SCHEME), repr(config["kv_cache_scheme"]))
         return cls(
             scheme=_parse_scheme({key: config[key] for key in SCHEME_KEYS if key in config}, where),
             ignore=tuple(ignore),
             overrides={name: _parse_scheme(value, f"{where}.overrides[{name!r}]") for name, value in overrides.items()},
             fingerprint=fingerprint,
             recipe=dict(recipe),
+            has_kv_scales="kv_cache_scheme" in config,
         )
 
 

@@ -31,7 +31,7 @@ from vllm_latq.format.reader import CheckpointReader
 from vllm_latq.format.scheme import LayerScheme
 from vllm_latq.format.tensors import SHAPE
 from vllm_latq.format.validate import weight_from_tensors
-from vllm_latq.format.verify import check_headers
+from vllm_latq.format.verify import KV_SCALES, check_headers
 from vllm_latq.models.experts import Experts
 from vllm_latq.models.stored_names import stored_names, unmerged
 from vllm_latq.serving.decode import decode_on_device
@@ -198,6 +198,10 @@ class LatqQuantizer(HfQuantizer):
         store = self._check(Path(checkpoint_files[0]).parent).store if checkpoint_files else None
         shapes = {} if store is None else {name: store.shape(name) for name in store.names()}
         stored = _stored_linears(model, shapes, checkpoint_files)
+        if self.quantization_config.checkpoint.has_kv_scales:
+            # transformers' cache has no scales.
+            known = model._keys_to_ignore_on_load_unexpected or ()
+            model._keys_to_ignore_on_load_unexpected = {*known, *(rf"\{ending}$" for ending in KV_SCALES)}
         self.unfused = any(isinstance(module, Experts) for module in model.modules())
         for name, module in list(model.named_modules()):
             where = stored.get(f"{name}.weight", f"{name}.weight").removesuffix(".weight")

@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 from vllm.config import get_current_vllm_config
+from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from vllm_latq.errors import ConfigError, UnsupportedModelError
@@ -88,7 +90,9 @@ class LatqConfig(QuantizationConfig):
         )
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """Return the method of a layer; None leaves attention and embeddings as they are."""
+        """Return the method of a layer; None leaves embeddings, and attention without scales, as they are."""
+        if isinstance(layer, Attention):
+            return BaseKVCacheMethod(self) if self.checkpoint.has_kv_scales else None
         if isinstance(layer, LinearBase):
             shards = self._shard_names(prefix)
             scheme = self._common_scheme(prefix, shards)

@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 # Attributes of vLLM's ModelConfig that say where weights are; `reload_weights` sets them before it reads any.
 SOURCE = ("model", "model_weights", "revision")
+# Scales that an attention layer may have, and no checkpoint has: vLLM then takes the scale of keys, and 1.
+OPTIONAL = (".q_scale", ".prob_scale")
 # Every attention layer has the whole KV cache as an attribute; it is no weight.
 NO_WEIGHTS = ("kv_cache",)
 
@@ -138,6 +140,7 @@ class CheckedLoad:
             name
             for name, parameter in model.named_parameters()
             if not isinstance(parameter, CheckpointTensor) and not parameter.is_meta
+            if not name.endswith(OPTIONAL)
         }
         linears = (f"{name}." for name, module in model.named_modules() if isinstance(module, LinearBase))
         self.linears = tuple(linears)
