@@ -30,6 +30,7 @@ from vllm_latq.quantize.model.loading import compute_dtype, torch_device
 from vllm_latq.quantize.model.selection import (
     ignored_modules,
     quantized_linears,
+    rounded_matrices,
     suited,
 )
 from vllm_latq.quantize.plan import disk_bytes
@@ -78,6 +79,7 @@ def quantize_checkpoint(
         decoder = Decoder(source, world.device, compute_dtype(recipe.dtype))
         recipe = suited(recipe, decoder)
         quantized = quantized_linears(decoder, recipe)
+        rounded = rounded_matrices(decoder, recipe, quantized)
         if recipe.kv_cache_scheme != "none":
             _attending(decoder)
         if os.path.realpath(destination) == os.path.realpath(decoder.source):
@@ -96,7 +98,7 @@ def quantize_checkpoint(
         # The other ranks get a copy, which they do not write with.
         writer = world.from_first(lambda: CheckpointWriter(Path(destination), len(decoder) + 1, identity, resume))
         try:
-            return _run(Session(recipe, decoder, quantized, writer, emit, world), samples, offload, started)
+            return _run(Session(recipe, decoder, quantized, rounded, writer, emit, world), samples, offload, started)
         finally:
             writer.close()
     finally:
@@ -147,6 +149,7 @@ def _run(session: Session, samples: Samples | None, offload: str, started: float
     config = CheckpointConfig(
         recipe.scheme,
         ignored_modules(decoder, recipe),
+        beside=session.rounded,
         recipe=recipe.to_dict(),
         has_kv_scales=recipe.kv_cache_scheme != "none",
     )

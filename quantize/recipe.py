@@ -31,6 +31,7 @@ HUFFMAN_METHODS = ("hptq", "hrtn")
 # Methods whose bits are an average that may be any number.
 AVERAGE_METHODS = (*HUFFMAN_METHODS, "latq")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+UNQUANTIZED = 16
 # Allowed values of each field that is a choice.
 CHOICES: Mapping[str, tuple[Any, ...]] = {
     "method": METHODS,
@@ -43,6 +44,7 @@ CHOICES: Mapping[str, tuple[Any, ...]] = {
     "outliers": ("saving", "overflow"),
     "dtype": DTYPES,
     "kv_cache_scheme": ("none", "fp8"),
+    "embedding_bits": (4, 8, UNQUANTIZED),
 }
 DEFAULT_METHOD = "latq"
 # Name -> fields of a recipe, the cheapest first.
@@ -103,6 +105,7 @@ class Recipe:
         sweeps: maximum coordinate-descent sweeps after nearest plane (gptq, ssqr).
         kv_cache_scheme: none, or fp8: also store scales of keys and values for a KV cache in 8-bit floats, measured on
             the calibration text in the quantized model.
+        embedding_bits: width of the codes of the input embedding, which is rounded to nearest: 4 or 8; 16 leaves it.
         free: fields, some of SUITABLE, that a run may change to suit the model; no part of what is stored.
     """
 
@@ -128,6 +131,7 @@ class Recipe:
     sweeps: int = 0
     grid: Literal["midtread", "midrise"] = "midtread"
     kv_cache_scheme: str = "none"
+    embedding_bits: int = UNQUANTIZED
     free: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -55,7 +55,7 @@ def layer_by_layer(
 ) -> Iterator[LayerReport]:
     """The records of every linear, in the order of the model; `samples` int64 [n, tokens]."""
     stream = Stream(decoder, samples, recipe.target)
-    for part, module, _ in walk(model_parts(decoder, reader.shapes), stream):
+    for part, module, _ in walk(model_parts(decoder, reader.linears), stream):
         if module is None:
             continue
         for hessian in stream.inputs(part, module):
@@ -165,7 +165,7 @@ def whole_model(
         model.collect(samples, placer("disk", Path(folder)), stages)
         step = model.allocation(stages(ALLOCATION)).step
         stream = Stream(decoder, None if recipe.target == "quantized" else samples, recipe.target)
-        for part, module, _ in walk(model_parts(decoder, reader.shapes), stream):
+        for part, module, _ in walk(model_parts(decoder, reader.linears), stream):
             if module is None:
                 continue
             seen = hessians_of(stream, part, module)

@@ -50,8 +50,14 @@ def install() -> None:
     def initialize_model(*, vllm_config: Any, **options: Any) -> Any:
         model: Any = initialize(vllm_config=vllm_config, **options)
         described = options.get("model_config") or vllm_config.model_config
+        if not isinstance(vllm_config.quant_config, LatqConfig):
+            return model
+        drafts = described.runner_type == "draft"
+        # Layers that predict further tokens get the embedding of the model whose checkpoint they are in.
+        if not drafts or described.model != vllm_config.speculative_config.target_model_config.model:
+            vllm_config.quant_config.install_embeddings(model)
         # A draft changes no answer, and may get its embedding and head from the model that it drafts for.
-        if isinstance(vllm_config.quant_config, LatqConfig) and described.runner_type != "draft":
+        if not drafts:
             _install_reload()
             model.load_weights = CheckedLoad(model)
         return model
