@@ -203,11 +203,14 @@ def test_tensor_parallel_equals_one_process(
     split = {"tensor_parallel_size": 2}
     damaged = without_tensors(mixed_pair[0], "lm_head.rates")
     jobs = [{"model": pair[0], "engine": split} for pair in (mixed_pair, biased_pair)]
-    mixed, biased = probe([jobs[0] | {"reload": [damaged]}, jobs[1]])
+    two_nodes = [{"model": mixed_pair[0], "nodes": True}]
+    mixed, biased, *nodes = probe([jobs[0] | {"reload": [damaged]}, jobs[1], *([] if OLD_VLLM else two_nodes)])
     assert_same(mixed[0], generations["mixed"][0])
     assert "lm_head.rates" in mixed[1]
     assert mixed[2] == mixed[0], "a failed reload leaves both ranks as they were"
     assert_same(biased[0], generations["biased"][0])
+    for answers in nodes:  # `vllm serve --nnodes 2 --node-rank 1 --headless` is the other one
+        assert_same(answers[0], generations["mixed"][0])
 
 
 def test_pipeline_parallel_equals_one_process(mixed_pair: tuple[Path, Path], generations: dict[str, Any]) -> None:
