@@ -77,6 +77,20 @@ def layer_caches(config: Any, where: str) -> list[LayerCache]:
     return layers
 
 
+def attending_layers(config: Any, where: str) -> list[bool]:
+    """Return for each layer of a language model whether it keeps keys and values that scales of a KV cache are for.
+
+    Raises:
+        UnsupportedModelError: an encoder, attention that keeps one latent vector (MLA), or no layer with a KV cache.
+    """
+    text, expected = config.get_text_config(), "attention layers that cache keys and values"
+    kept = [kind in ATTENDS for kind in _kinds(text)]
+    found = "latent attention (MLA), which caches one vector" if getattr(text, "kv_lora_rank", None) else ""
+    if found or not any(kept):
+        raise UnsupportedModelError(f"{where}: KV cache", expected, found or "none", "Leave out --kv-cache-scheme.")
+    return kept
+
+
 def _kinds(text: Any) -> list[str]:
     """Return the kind of each layer. Without a list of them, all attend to everything, or to a sliding window."""
     kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None)

@@ -14,11 +14,13 @@ import torch
 
 import vllm_latq
 from vllm_latq.console import size
-from vllm_latq.errors import CheckpointError
+from vllm_latq.errors import CheckpointError, UnsupportedModelError
 from vllm_latq.events import Listener, ignore_event
 from vllm_latq.format.files import read_json
 from vllm_latq.format.reader import REPORT_FILE
+from vllm_latq.quantize.calibration.kv_scales import KeyValueRanges
 from vllm_latq.quantize.calibration.windows import Samples, calibration_samples, chosen_text
+from vllm_latq.quantize.kv_cache import attending_layers
 from vllm_latq.quantize.machine.distributed import World
 from vllm_latq.quantize.machine.offload import Place, placer
 from vllm_latq.quantize.model.companion_files import companion_files
@@ -27,13 +29,14 @@ from vllm_latq.quantize.model.loading import compute_dtype, torch_device
 from vllm_latq.quantize.model.selection import (
     ignored_modules,
     quantized_linears,
+    rounded_matrices,
     suited,
 )
 from vllm_latq.quantize.plan import disk_bytes
 from vllm_latq.quantize.recipe import Recipe
 from vllm_latq.quantize.runs.card import model_card
 from vllm_latq.quantize.runs.layerwise import LayerwiseQuantizer
-from vllm_latq.quantize.runs.run import Run, Session
+from vllm_latq.quantize.runs.run import Quantizer, Run, Session
 from vllm_latq.quantize.runs.whole_model import expected_stages, plan_whole_model
 from vllm_latq.quantize.runs.writer import CheckpointWriter, free_destination, partial_of
 
@@ -75,6 +78,9 @@ def quantize_checkpoint(
         decoder = Decoder(source, world.device, compute_dtype(recipe.dtype))
         recipe = suited(recipe, decoder)
         quantized = quantized_linears(decoder, recipe)
+        rounded = rounded_matrices(decoder, recipe, quantized)
+        if recipe.kv_cache_scheme != "none":
+            _attending(decoder)
         if os.path.realpath(destination) == os.path.realpath(decoder.source):
             hint = "Choose another directory: the model is read, never written."
             raise CheckpointError(str(destination), "a directory to create", "the model itself", hint)
@@ -92,7 +98,7 @@ def quantize_checkpoint(
         writer = world.from_first(lambda: CheckpointWriter(Path(destination), len(decoder) + 1, identity, resume))
         try:
             counted = None if samples is None else samples.counted
-            session = Session(recipe, decoder, quantized, writer, emit, world, counted)
+            session = Session(recipe, decoder, quantized, rounded, writer, emit, world, counted)
             return _run(session, samples, offload, started)
         finally:
             writer.close()
@@ -170,9 +176,22 @@ def _weight_bytes(directory: Path) -> int:
 
 def _planned(session: Session, samples: torch.Tensor | None, place: Place) -> Run:
     """Return the run, with everything that comes before the first part done."""
-    if session.recipe.method != "latq" or samples is None:
-        return Run(session, LayerwiseQuantizer(session), session.stream(samples, place))
-    quantizer = plan_whole_model(session, samples, place)
-    # With its own targets, nothing passes through the quantized blocks.
-    passing = None if session.recipe.target == "quantized" else samples
-    return Run(session, quantizer, session.stream(passing, place), quantizer.schemes)
+    recipe, passing, schemes = session.recipe, samples, {}
+    quantizer: Quantizer[Any] = LayerwiseQuantizer(session)
+    if recipe.method == "latq" and samples is not None:
+        quantizer = plan_whole_model(session, samples, place)
+        schemes = quantizer.schemes
+        # With its own targets, nothing has to pass through the quantized blocks.
+        passing = samples if recipe.passes_text else None
+    stream = session.stream(passing, place)
+    if recipe.kv_cache_scheme != "none":
+        stream.key_values = KeyValueRanges(session.decoder, _attending(session.decoder))
+    return Run(session, quantizer, stream, schemes)
+
+
+def _attending(decoder: Decoder) -> list[bool]:
+    """Return for each block whether it has a KV cache; raise UnsupportedModelError where scales make no sense."""
+    if decoder.encoder:
+        hint = "Leave out --kv-cache-scheme."
+        raise UnsupportedModelError(str(decoder.source), "a language model, which has a KV cache", "an encoder", hint)
+    return attending_layers(decoder.config, str(decoder.source))

@@ -29,7 +29,7 @@ The block of `hessians` and `gradients` is the one whose sum is largest; the hea
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ from vllm_latq.quantize.model.anatomy import parts_outside
 from vllm_latq.quantize.model.decoder import Decoder
 from vllm_latq.quantize.model.loading import compute_dtype, torch_device
 from vllm_latq.quantize.model.parts import model_parts
-from vllm_latq.quantize.model.selection import beside, matrices, quantized_linears, suited
+from vllm_latq.quantize.model.selection import beside, matrices, quantized_linears, rounded_matrices, suited
 from vllm_latq.quantize.recipe import AVERAGE_METHODS, Recipe
 
 # Passes of latq over the weights: forward, backward, two rounds of the allocation, rounding.
@@ -65,8 +65,9 @@ def plan(
 ) -> dict[str, Any]:
     """Return name, shape, expected stored bits per weight and bytes of each linear, their totals, and what a run needs.
 
-    `unquantized` lists all other matrices of the model except embeddings; `beside` the modules beside the language
-    model; `needs` the bytes in memory and on disk, see above.
+    `rounded` has the bytes of the matrices beside these linears that are rounded to nearest; `unquantized` lists all
+    other matrices of the model except embeddings; `beside` the modules beside the language model; `needs` the bytes in
+    memory and on disk, see above.
 
     Args:
         recipe: what to do.
@@ -82,7 +83,7 @@ def plan(
     recipe = suited(recipe, decoder)
     layers = []
     quantized = quantized_linears(decoder, recipe)
-    reads_text = recipe.needs_calibration or calibrated
+    reads_text = recipe.needs_text or calibrated
     if reads_text:
         check_seq_len(decoder, recipe)
     for name, linear in quantized.items():
@@ -102,12 +103,14 @@ def plan(
     needs = _needs(decoder, recipe, quantized, reads_text)
     activations = needs["memory"].pop("activations")
     needs["disk" if offload == "disk" else "memory"]["activations"] = activations
+    rounded = rounded_bytes(decoder, recipe, quantized)
     needs["memory"]["peak"] = peak(needs["memory"])
-    needs["disk"]["checkpoint"] = summary["bytes"] + _untouched_bytes(decoder, quantized)
+    needs["disk"]["checkpoint"] = summary["bytes"] + _untouched_bytes(decoder, quantized, rounded)
     return {
         "recipe": recipe.to_dict(),
         "totals": summary,
         "layers": layers,
+        "rounded": rounded,
         "unquantized": left,
         "beside": others,
         "needs": needs,
@@ -135,7 +138,8 @@ def disk_bytes(
     needs = _needs(decoder, recipe, quantized, reads_text)
     waiting = needs["memory"]["activations"] if offload == "disk" else 0
     bits = sum(planned_bits(recipe, linear.out_features, linear.in_features) for linear in quantized.values())
-    return round(bits / 8) + _untouched_bytes(decoder, quantized) + needs["disk"]["statistics"] + waiting
+    rounded = rounded_bytes(decoder, recipe, quantized)
+    return round(bits / 8) + _untouched_bytes(decoder, quantized, rounded) + needs["disk"]["statistics"] + waiting
 
 
 def planned_bits(recipe: Recipe, rows: int, cols: int) -> float:
@@ -193,10 +197,19 @@ def _nbytes(modules: Iterable[nn.Module]) -> int:
     return sum({id(tensor): tensor.nbytes for tensor in own}.values())
 
 
-def _untouched_bytes(decoder: Decoder, quantized: Mapping[str, nn.Linear]) -> int:
-    """Return the bytes of the tensors that a checkpoint takes over as they are."""
-    size = 0
+def rounded_bytes(decoder: Decoder, recipe: Recipe, quantized: Collection[str]) -> dict[str, int]:
+    """Return name -> stored bytes of each matrix beside the linears that is rounded to nearest."""
+    found = {}
+    for name, scheme in rounded_matrices(decoder, recipe, quantized).items():
+        rows, cols = decoder.store.shape(f"{name}.weight")
+        found[name] = round(sum(spec.bits() for spec in tensor_specs(scheme, rows, cols).values()) / 8)
+    return found
+
+
+def _untouched_bytes(decoder: Decoder, quantized: Mapping[str, nn.Linear], rounded: Mapping[str, int]) -> int:
+    """Return the bytes of the tensors that are no linears: as they are, or rounded to nearest."""
+    size, left = sum(rounded.values()), {f"{name}.weight" for name in rounded}
     for part in model_parts(decoder, quantized):
-        size += sum(decoder.store.get(name).nbytes for name in part.untouched_names())
+        size += sum(decoder.store.get(name).nbytes for name in part.untouched_names() if name not in left)
         decoder.store.close()
     return size

@@ -33,6 +33,7 @@ HUFFMAN_METHODS = ("hptq", "hrtn")
 # Methods whose bits are an average that may be any number.
 AVERAGE_METHODS = (*HUFFMAN_METHODS, "latq")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+UNQUANTIZED = 16
 # Allowed values of each field that is a choice.
 CHOICES: Mapping[str, tuple[Any, ...]] = {
     "method": METHODS,
@@ -44,6 +45,8 @@ CHOICES: Mapping[str, tuple[Any, ...]] = {
     "target": TARGETS,
     "outliers": ("saving", "overflow"),
     "dtype": DTYPES,
+    "kv_cache_scheme": ("none", "fp8"),
+    "embedding_bits": (4, 8, UNQUANTIZED),
 }
 DEFAULT_METHOD = "latq"
 # Name -> fields of a recipe, the cheapest first.
@@ -104,6 +107,9 @@ class Recipe:
             clipped and their errors fed back), or all that overflow the grid ("overflow", the paper's).
         beam: roundings per row that nearest plane keeps (K-best); for ssqr only where outliers are chosen by saving.
         sweeps: maximum coordinate-descent sweeps after nearest plane (gptq, ssqr).
+        kv_cache_scheme: none, or fp8: also store scales of keys and values for a KV cache in 8-bit floats, measured on
+            the calibration text in the quantized model.
+        embedding_bits: width of the codes of the input embedding, which is rounded to nearest: 4 or 8; 16 leaves it.
         free: fields, some of SUITABLE, that a run may change to suit the model; no part of what is stored.
     """
 
@@ -128,6 +134,8 @@ class Recipe:
     beam: int = 1
     sweeps: int = 0
     grid: str | None = None
+    kv_cache_scheme: str = "none"
+    embedding_bits: int = UNQUANTIZED
     free: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -269,6 +277,16 @@ class Recipe:
     def needs_calibration(self) -> bool:
         """Return whether the method reads a Hessian; the others only use one to measure their error."""
         return self.method not in ("rtn", "hrtn")
+
+    @property
+    def needs_text(self) -> bool:
+        """Return whether a run needs a calibration text: for Hessians, or for the scales of a KV cache."""
+        return self.needs_calibration or self.kv_cache_scheme != "none"
+
+    @property
+    def passes_text(self) -> bool:
+        """Return whether the text passes through the quantized blocks although method latq does not need that."""
+        return self.target != "quantized" or self.kv_cache_scheme != "none"
 
     @property
     def clips_by_price(self) -> bool:

@@ -141,13 +141,14 @@ def hptq_pair(make_checkpoint: CheckpointMaker) -> CheckpointPair:
 
 @pytest.fixture(scope="session")
 def mixed_pair(make_checkpoint: CheckpointMaker) -> CheckpointPair:
-    """4 bits without outliers, a Huffman-coded layer, one mid-rise on whole rows with outliers, a trellis as head."""
+    """4 bits without outliers, other encodings of two layers, of the head and of the embedding."""
     overrides = {
         "model.layers.1.mlp.down_proj": LayerScheme("huffman"),
         "model.layers.2.self_attn.o_proj": LayerScheme("packed", 2, -1, True, "midrise"),
         "lm_head": LayerScheme("trellis"),
     }
-    return make_checkpoint("mixed", CheckpointConfig(LayerScheme("packed", 4, 64, False), (), overrides))
+    beside = {"model.embed_tokens": LayerScheme("packed", 8, 64)}
+    return make_checkpoint("mixed", CheckpointConfig(LayerScheme("packed", 4, 64, False), (), overrides, beside=beside))
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -65,6 +66,70 @@ def test_manifest_follows_the_schema_of_kubernetes() -> None:
     assert verifier["image"] == server["image"]
 
 
+# The fields of a LeaderWorkerSet that the manifest may have, as its resource definition types them; pods are checked by
+# the schema of Kubernetes.
+LEADER_WORKER_SET: dict[str, Any] = {
+    "type": "object",
+    "required": ["apiVersion", "kind", "metadata", "spec"],
+    "additionalProperties": False,
+    "properties": {
+        "apiVersion": {"const": "leaderworkerset.x-k8s.io/v1"},
+        "kind": {"const": "LeaderWorkerSet"},
+        "metadata": {"type": "object"},
+        "spec": {
+            "type": "object",
+            "required": ["leaderWorkerTemplate"],
+            "additionalProperties": False,
+            "properties": {
+                "replicas": {"type": "integer"},
+                "startupPolicy": {"enum": ["LeaderCreated", "LeaderReady"]},
+                "leaderWorkerTemplate": {
+                    "type": "object",
+                    "required": ["workerTemplate"],
+                    "additionalProperties": False,
+                    "properties": {
+                        "size": {"type": "integer", "minimum": 1},
+                        "restartPolicy": {
+                            "enum": ["Default", "RecreateGroupOnPodRestart", "RecreateGroupAfterStart", "None"]
+                        },
+                        "leaderTemplate": {"type": "object"},
+                        "workerTemplate": {"type": "object"},
+                    },
+                },
+            },
+        },
+    },
+}
+
+
+def option(command: list[str], name: str) -> str:
+    return command[command.index(name) + 1]
+
+
+def test_manifest_of_several_nodes_follows_its_schemas() -> None:
+    """Leader and workers run one command, with the ranks that the controller gives them."""
+    jsonschema, kubernetes_validate = (pytest.importorskip(name) for name in ("jsonschema", "kubernetes_validate"))
+    group, service = yaml.safe_load_all((EXAMPLES / "leaderworkerset.yaml").read_text())
+    jsonschema.validate(group, LEADER_WORKER_SET)
+    kubernetes_validate.validate(service, "1.31", strict=True)
+    template = group["spec"]["leaderWorkerTemplate"]
+    for name in ("leaderTemplate", "workerTemplate"):
+        pod = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": name}, "template": template[name]}
+        kubernetes_validate.validate(pod, "1.31", strict=True)
+    leader, worker = (template[name]["spec"] for name in ("leaderTemplate", "workerTemplate"))
+    (first,), (second,) = leader["containers"], worker["containers"]
+    started, joined = first["command"], second["command"]
+    assert set(SERVE) < set(started) & set(joined)
+    assert (option(started, "--node-rank"), option(joined, "--node-rank")) == ("0", "$(LWS_WORKER_INDEX)")
+    for name in ("--nnodes", "--master-addr", "--tensor-parallel-size", "--pipeline-parallel-size"):
+        assert option(started, name) == option(joined, name)
+    ranks = int(option(started, "--tensor-parallel-size")) * int(option(started, "--pipeline-parallel-size"))
+    assert ranks == template["size"] * first["resources"]["limits"]["nvidia.com/gpu"]
+    assert joined[-1] == "--headless"
+    assert leader["initContainers"][0]["command"] == ["latq", "verify", started[2]]
+    assert service["spec"]["selector"].items() <= template["leaderTemplate"]["metadata"]["labels"].items()
+
+
 def dockerfile() -> list[str]:
     """Return the instructions of the Dockerfile."""
     lines = (EXAMPLES / "Dockerfile").read_text().splitlines()
@@ -83,6 +148,7 @@ def test_image_is_built_as_documented_and_run_by_the_manifest() -> None:
     assert " ".join(built) in (ROOT / "Makefile").read_text()
     assert tag == f"vllm-latq:{vllm_latq.__version__}"
     assert set(re.findall(r"image: .*/(\S+)", (EXAMPLES / "kubernetes.yaml").read_text())) == {tag}
+    assert set(re.findall(r"image: .*/(\S+)", (EXAMPLES / "leaderworkerset.yaml").read_text())) == {tag}
 
 
 def test_image_starts_the_documented_command_with_a_supported_vllm() -> None:

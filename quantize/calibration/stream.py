@@ -7,6 +7,7 @@ Invariant: inputs are always seen with the block's own weights in place; `advanc
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -18,6 +19,7 @@ from vllm_latq.errors import CalibrationError
 from vllm_latq.models.experts import Experts
 from vllm_latq.quantize.calibration.experts import complete_experts
 from vllm_latq.quantize.calibration.hessian import HessianCollector, InputHessian, recording, reduce_hessians
+from vllm_latq.quantize.calibration.kv_scales import KeyValueRanges
 from vllm_latq.quantize.calibration.last_writer import LastWriter, last_writer
 from vllm_latq.quantize.lattice.grams import SharedInput
 from vllm_latq.quantize.machine.distributed import ALONE, World
@@ -41,7 +43,12 @@ class Stream:
         target: of the recipe; but for "quantized", the original model's hidden states are carried along.
         world: the processes that share the run; `samples` are this one's.
         place: moves hidden states to where they wait between two blocks.
+
+    Attributes:
+        key_values: records the keys and values of the quantized blocks; None where nobody asks for them.
     """
+
+    key_values: KeyValueRanges | None = None
 
     def __init__(
         self,
@@ -98,9 +105,10 @@ class Stream:
 
     def advance(self, part: Part, module: nn.Module) -> None:
         """Carry the quantized stream past a block that holds its quantized weights."""
-        for batch in self.batches:
-            batch.hidden.copy_(part.run(module, batch))
-            batch.arguments[part.index] = {}
+        with nullcontext() if self.key_values is None else self.key_values.watching(part.index):
+            for batch in self.batches:
+                batch.hidden.copy_(part.run(module, batch))
+                batch.arguments[part.index] = {}
         for batch in (*self.batches, *(self.originals or ())):
             batch.handed_on.forget(part.index)
 
@@ -143,11 +151,14 @@ class Visit(NamedTuple):
 def walk(parts: Sequence[Part], stream: Stream) -> Iterator[Visit]:
     """Visit every part in order, and carry the stream past a part if a later one has linears.
 
+    A stream that records keys and values passes all blocks.
+
     The weights of a module are in memory until the next part is asked for, and the stream passes the weights that the
     module has then.
     """
     for part in parts:
-        advances = bool(stream) and any(later.linears for later in parts[part.index + 1 :])
+        wanted = stream.key_values is not None and not part.is_head
+        advances = bool(stream) and (wanted or any(later.linears for later in parts[part.index + 1 :]))
         if not (part.linears or advances):
             yield Visit(part, None, False)
             continue

@@ -199,7 +199,7 @@ def _around(tokenizer: "PreTrainedTokenizerBase") -> tuple[Tensor, Tensor]:
 
 def chosen_text(recipe: Recipe, calibration: str | None) -> str | None:
     """Return the name of the text to calibrate on: the bundled text if none is given and the method needs one."""
-    return BUNDLED if calibration is None and recipe.needs_calibration else calibration
+    return BUNDLED if calibration is None and recipe.needs_text else calibration
 
 
 def calibration_samples(decoder: Decoder, recipe: Recipe, calibration: str) -> Samples:

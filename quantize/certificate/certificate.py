@@ -21,17 +21,21 @@ from vllm_latq.errors import CheckpointError, ConfigError, LatqError
 from vllm_latq.format.files import read_json
 from vllm_latq.format.reader import REPORT_FILE, CheckpointReader
 from vllm_latq.format.report import NUMBERS, LayerReport, finite_number
+from vllm_latq.format.scheme import LayerScheme
+from vllm_latq.format.validate import weight_from_tensors
+from vllm_latq.format.verify import KV_SCALES
 from vllm_latq.quantize.calibration.fisher import Stages, ignore_stages
 from vllm_latq.quantize.calibration.text import BUNDLED
 from vllm_latq.quantize.calibration.windows import Samples, calibration_samples
 from vllm_latq.quantize.certificate.recompute import layer_by_layer, whole_model
 from vllm_latq.quantize.lattice.trellis_plane import LIMIT
 from vllm_latq.quantize.methods.record import totals
+from vllm_latq.quantize.methods.rounding import round_matrix
 from vllm_latq.quantize.model.decoder import Decoder
 from vllm_latq.quantize.model.loading import compute_dtype, torch_device
 from vllm_latq.quantize.model.meta_model import model_config
 from vllm_latq.quantize.model.parts import model_parts
-from vllm_latq.quantize.model.selection import quantized_linears
+from vllm_latq.quantize.model.selection import quantized_linears, rounded_matrices
 from vllm_latq.quantize.recipe import GROUP, Recipe
 
 # Relative. On one machine the numbers agree to the last digits; another device adds up activations in another order,
@@ -97,8 +101,8 @@ class _Certificate:
         """Raise unless the quantized linears are those that the recipe takes from the model, and stored as it says."""
         quantized = quantized_linears(self.decoder, self.recipe)
         wanted = {name: (linear.out_features, linear.in_features) for name, linear in quantized.items()}
-        if wanted != dict(self.reader.shapes):
-            differing = sorted(set(wanted.items()) ^ set(self.reader.shapes.items()))
+        if wanted != (stored := dict(self.reader.linears)):
+            differing = sorted(set(wanted.items()) ^ set(stored.items()))
             found = f"a difference at {differing[0][0]}"
             raise CheckpointError(
                 str(self.reader.directory), "the model's linears", found, "Is it made from this model?"
@@ -120,7 +124,7 @@ class _Certificate:
     def foreign_parts(self) -> Iterator[LatqError]:
         """Where config.json and the unquantized tensors are not the model's own."""
         config = self.reader.directory / "config.json"
-        ours = model_config(self.decoder.source, self.decoder.unties(self.reader.shapes))
+        ours = model_config(self.decoder.source, self.decoder.unties(self.reader.linears))
         theirs = read_json(config)
         theirs.pop("quantization_config", None)
         for key in sorted(ours.keys() | theirs.keys()):
@@ -128,10 +132,14 @@ class _Certificate:
                 yield CheckpointError(
                     f"{config}: {key}", f"the model's {ours.get(key)!r}", repr(theirs.get(key)), _HINT
                 )
-        quantized = self.reader.shapes
+        quantized, rounded = self.reader.linears, self.reader.config.beside
+        wanted = rounded_matrices(self.decoder, self.recipe, quantized)
         untouched = {name for part in model_parts(self.decoder, quantized) for name in part.untouched_names()}
+        untouched -= {f"{name}.weight" for name in rounded}
         stored = set(self.reader.store.names())
-        for name in quantized:
+        if self.reader.config.has_kv_scales:
+            stored = {name for name in stored if name in untouched or not name.endswith(KV_SCALES)}
+        for name in self.reader.shapes:
             stored -= {f"{name}.{suffix}" for suffix in self.reader.weight(name).to_tensors()}
         for name in sorted(untouched ^ stored):
             found = "no such tensor" if name in untouched else "a tensor that the model does not have"
@@ -142,6 +150,22 @@ class _Certificate:
                 yield CheckpointError(
                     f"{self.reader.directory}: {name}", "the model's own tensor", "another one", _HINT
                 )
+        for name, scheme in rounded.items():
+            expected = "the model's own matrix, rounded to nearest"
+            if scheme != wanted.get(name) or not self._is_rounded(name, scheme):
+                yield CheckpointError(f"{self.reader.directory}: {name}", expected, "another one", _HINT)
+        for name in sorted(wanted.keys() - rounded.keys()):
+            yield CheckpointError(
+                f"{self.reader.directory}: {name}", "rounded as the recipe says", "unquantized", _HINT
+            )
+
+    def _is_rounded(self, name: str, scheme: LayerScheme) -> bool:
+        """Return whether a stored matrix is the model's, rounded to nearest, up to the tolerance."""
+        tensors, _ = round_matrix(self.decoder.store.get(f"{name}.weight"), scheme, name, self.decoder.device)
+        expected = weight_from_tensors(tensors, scheme, self.reader.shapes[name], name).dequantize()
+        return float((self.reader.weight(name).dequantize() - expected).norm()) <= self.tolerance * float(
+            expected.norm()
+        )
 
     def calibration(self, samples: Samples) -> Iterator[LatqError]:
         """Yield the problem of another calibration text, or of another number of windows; the name may differ."""
@@ -154,7 +178,7 @@ class _Certificate:
         """The claims of each linear, in the order of the model, and their totals."""
         claims = {claim.name: claim for claim in self.reader.measured()}
         everything: list[dict[str, Any]] = []
-        progress, linears = self.stages("recomputing"), len(self.reader.shapes)
+        progress, linears = self.stages("recomputing"), len(self.reader.linears)
         progress(0, linears)
         for found in self._recomputed(samples):
             progress(len(everything), linears)

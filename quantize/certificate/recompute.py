@@ -57,7 +57,7 @@ def layer_by_layer(
 ) -> Iterator[LayerReport]:
     """The records of every linear, in the order of the model; `samples` int64 [n, tokens]."""
     stream = Stream(decoder, samples, recipe.target)
-    for part, module, _ in walk(model_parts(decoder, reader.shapes), stream):
+    for part, module, _ in walk(model_parts(decoder, reader.linears), stream):
         if module is None:
             continue
         for hessian in stream.inputs(part, module):
@@ -169,7 +169,7 @@ def whole_model(
         on_groups = recipe.grid == GROUP
         step = None if on_groups else model.allocation(stages(ALLOCATION)).step
         stream = Stream(decoder, None if recipe.target == "quantized" else samples.tokens, recipe.target)
-        for part, module, _ in walk(model_parts(decoder, reader.shapes), stream):
+        for part, module, _ in walk(model_parts(decoder, reader.linears), stream):
             if module is None:
                 continue
             groups = model.groups(part, module)

@@ -13,12 +13,12 @@ from torch import nn
 from vllm_latq.errors import ConfigError, NumericalError, UnsupportedModelError, nearest
 from vllm_latq.format.config import CheckpointConfig, covers
 from vllm_latq.format.encodings.registry import tensor_specs
-from vllm_latq.format.scheme import WHOLE_ROW
+from vllm_latq.format.scheme import WHOLE_ROW, LayerScheme
 from vllm_latq.models.experts import Experts
 from vllm_latq.quantize.model.anatomy import is_linear, outermost
 from vllm_latq.quantize.model.decoder import Decoder
 from vllm_latq.quantize.model.meta_model import POOLER
-from vllm_latq.quantize.recipe import Recipe
+from vllm_latq.quantize.recipe import UNQUANTIZED, Recipe
 
 # Modules beside the experts that weigh them: small, and no other layer can make good a wrong choice of expert.
 ROUTERS = ("gate", "router", "shared_expert_gate")
@@ -155,6 +155,34 @@ def quantized_linears(decoder: Decoder, recipe: Recipe) -> dict[str, nn.Linear]:
         tensor_specs(recipe.scheme, linear.out_features, linear.in_features, where=name)
     _warn_of_parts(chosen, linears)
     return chosen
+
+
+def rounded_matrices(decoder: Decoder, recipe: Recipe, quantized: Collection[str]) -> dict[str, LayerScheme]:
+    """Return module name in the checkpoint -> scheme of each matrix beside the linears that is rounded to nearest.
+
+    Args:
+        decoder: the model.
+        recipe: what to do.
+        quantized: names of the linears that the recipe quantizes.
+
+    Raises:
+        ConfigError: an embedding that is also the head, or of a model whose group size does not divide it.
+    """
+    if recipe.embedding_bits == UNQUANTIZED:
+        return {}
+    if decoder.tied and not decoder.unties(quantized):
+        hint = "Quantize the head, too (--lm-head), which gives it a matrix of its own; or leave out --embedding-bits."
+        raise ConfigError("recipe.embedding_bits", "an embedding that is not also the head", "one that is", hint)
+    name = decoder.stored_module(decoder.anatomy.embedding)
+    return {name: _rounded_scheme(decoder, recipe, name, recipe.embedding_bits)}
+
+
+def _rounded_scheme(decoder: Decoder, recipe: Recipe, name: str, bits: int) -> LayerScheme:
+    """Return the scheme of a matrix that is rounded to nearest, with the group size of the recipe if it divides it."""
+    channels, size = decoder.store.shape(f"{name}.weight")[1], recipe.group_size
+    if size != WHOLE_ROW and channels % size:
+        size = dividing_group([channels])
+    return LayerScheme("packed", bits, size)
 
 
 def dividing_group(channels: Collection[int]) -> int:

@@ -28,6 +28,7 @@ from vllm_latq.quantize.calibration.stream import Stream, Visit, walk
 from vllm_latq.quantize.machine.distributed import World
 from vllm_latq.quantize.machine.offload import Place, return_freed_memory
 from vllm_latq.quantize.methods.record import totals
+from vllm_latq.quantize.methods.rounding import round_matrix
 from vllm_latq.quantize.model.decoder import Decoder
 from vllm_latq.quantize.model.parts import Part, dense_weight, model_parts, stored_tensors
 from vllm_latq.quantize.recipe import Recipe
@@ -47,6 +48,7 @@ class Session:
         recipe: what to do.
         decoder: the model.
         quantized: full name -> linear of everything that the recipe quantizes.
+        rounded: full name -> scheme of the matrices beside these linears that are rounded to nearest.
         writer: of the checkpoint; only the first process writes with it.
         emit: called with an event, a plain dict.
         world: the processes that share the run.
@@ -56,6 +58,7 @@ class Session:
     recipe: Recipe
     decoder: Decoder
     quantized: Mapping[str, nn.Linear]
+    rounded: Mapping[str, LayerScheme]
     writer: CheckpointWriter
     emit: Listener
     world: World
@@ -111,6 +114,7 @@ class Run:
         stream: the calibration text on its way through the blocks.
         schemes: linear -> its scheme, where that is not the recipe's.
         layers: records of the linears so far.
+        beside: records of the matrices beside them.
         source: digest of the tensors of the model that embed the text, and of all parts so far.
     """
 
@@ -119,6 +123,7 @@ class Run:
     stream: Stream
     schemes: Mapping[str, LayerScheme] = field(default_factory=dict)
     layers: list[Record] = field(default_factory=list)
+    beside: list[Record] = field(default_factory=list)
     source: str = ""
 
     def parts(self) -> None:
@@ -148,16 +153,32 @@ class Run:
                 self.stream.skip(part, module)
             self._read_back(part, earlier["digests"])
             self.layers.extend(earlier["layers"])
+            self.beside.extend(earlier.get("beside", ()))
             return True
         tensors, records = part.untouched_tensors(), []
         if module is not None:
             found = self._quantize(part, module)
             tensors |= found.tensors
             records = [found.records[name] for name in part.linears]
+        if part.is_head:
+            if self.stream.key_values is not None:
+                tensors |= self.stream.key_values.tensors(world)
+            self.beside.extend(world.from_first(lambda: self._round_beside(tensors)))
         source = self._noted_source(part)
-        world.from_first(lambda: writer.add(part.index, tensors, {"layers": records, "source": source}))
+        noted = {"layers": records, "beside": self.beside, "source": source}
+        world.from_first(lambda: writer.add(part.index, tensors, noted))
         self.layers.extend(records)
         return False
+
+    def _round_beside(self, tensors: dict[str, torch.Tensor]) -> list[Record]:
+        """Replace the matrices of the last shard that are rounded to nearest by their tensors; return the records."""
+        records = []
+        for name, scheme in self.session.rounded.items():
+            weight = tensors.pop(f"{name}.weight")
+            stored, record = round_matrix(weight, scheme, name, self.session.decoder.device)
+            tensors |= {f"{name}.{suffix}": tensor for suffix, tensor in stored.items()}
+            records.append(record)
+        return records
 
     def _noted_source(self, part: Part) -> str:
         """Add a part to the digest of everything that was read so far, and return the digest.
@@ -218,7 +239,14 @@ class Run:
         recipe, schemes = self.session.recipe, {name: self._scheme(name) for name in self.session.quantized}
         most = Counter(schemes.values()).most_common(1)[0][0]
         overrides = {name: scheme for name, scheme in schemes.items() if scheme != most}
-        return CheckpointConfig(most, ignored, overrides, recipe=recipe.to_dict())
+        return CheckpointConfig(
+            most,
+            ignored,
+            overrides,
+            beside=self.session.rounded,
+            recipe=recipe.to_dict(),
+            has_kv_scales=recipe.kv_cache_scheme != "none",
+        )
 
     def report(self, calibration: Mapping[str, Any] | None, seconds: float) -> dict[str, Any]:
         """Return everything that was measured, as stored in the checkpoint.
@@ -241,4 +269,5 @@ class Run:
             "peak_memory": peak_memory(),
             "totals": totals(self.layers),
             "layers": self.layers,
+            "beside": self.beside,
         }

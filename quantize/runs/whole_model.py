@@ -131,7 +131,7 @@ class WholeModelQuantizer:
     def inputs(self, part: Part, module: nn.Module, stream: Stream, earlier: Records) -> Sequence[LatqInput]:
         """Return the statistics of each input of the part, its Hessian after the quantized prefix, and its bits."""
         groups = self.lattice.groups(part, module)
-        seen = hessians_of(stream, part, module)
+        seen = hessians_of(stream, part, module) if self.session.recipe.target != "quantized" else {}
         spent = {layer["name"]: layer["bits"] * math.prod(layer["shape"]) for layer in earlier}
         shares = self.allocation.shares(part.linears, spent)
         return [LatqInput(members, seen.get(next(iter(members))), shares) for members in groups]
@@ -158,7 +158,7 @@ class WholeModelQuantizer:
             record = layer_record(name, targets[name], result, inputs, outputs[name], members[name])
             records[name] = asdict(record) | {"seconds": time.perf_counter() - started}
             tensors.update({f"{name}.{suffix}": tensor.cpu() for suffix, tensor in result.weight.to_tensors().items()})
-            if recipe.target != "quantized":
+            if recipe.passes_text:
                 part.linears[name].weight.copy_(result.dequantized)
             self.session.emit({"event": "layer", **records[name]})
             started = time.perf_counter()

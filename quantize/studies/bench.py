@@ -157,7 +157,7 @@ class Bench:
         timing = run(sys.executable, "peer_latq.py", job, {})
         reader = CheckpointReader(job.output)
         weights = {}
-        for name in reader.shapes:
+        for name in reader.linears:
             weight = reader.weight(name)
             weights[name] = PeerWeight(weight.dequantize(), weight.storage_bits())
         return self._measure(OURS, setting, bits, weights, timing, recipe.to_dict())

@@ -10,7 +10,13 @@ from vllm_latq.format.scheme import LayerScheme
 
 PACKED = LayerScheme("packed", 3, 128, True)
 GOOD = CheckpointConfig(
-    PACKED, ("lm_head",), {"model.layers.0.mlp.up_proj": LayerScheme("huffman")}, "sha256:0", {"a": 1}
+    PACKED,
+    ("lm_head",),
+    {"model.layers.0.mlp.up_proj": LayerScheme("huffman")},
+    "sha256:0",
+    {"a": 1},
+    has_kv_scales=True,
+    beside={"model.embed_tokens": LayerScheme("packed", 8, 64)},
 )
 
 
@@ -52,6 +58,9 @@ def test_config_round_trip() -> None:
             changed(overrides={"a": {"encoding": "huffman", "grid": "midrise"}}),
             "quantization_config.overrides['a']: expected no bits, group_size, outliers or grid with encoding",
         ),
+        (changed(beside={"a": {"encoding": "huffman"}}), "beside['a']: expected encoding packed, without outliers"),
+        (changed(beside=[]), "quantization_config.beside: expected an object"),
+        (changed(kv_cache_scheme="fp8"), "kv_cache_scheme: expected {'num_bits': 8"),
         (changed(fingerprint=3), "quantization_config.fingerprint: expected a string, found 3"),
         (changed(recipe=["ssqr"]), "quantization_config.recipe: expected an object, found ['ssqr']"),
         (changed(ignore=[""]), "quantization_config.ignore: expected a list of module names, none of them empty"),

@@ -133,7 +133,7 @@ class CheckpointMaker:
             scheme = config.scheme_for(module)
             if generator is not None and tensor.ndim == 2:
                 original += 0.1 * original.std() * torch.randn(original.shape, generator=generator)
-            if scheme is None or tensor.ndim != 2 or module.endswith("embed_tokens"):
+            if scheme is None or tensor.ndim != 2 or (module.endswith("embed_tokens") and module not in config.beside):
                 stored[key], dense[key] = tensor, tensor.float()
                 continue
             weight = round_to_nearest(original, scheme)

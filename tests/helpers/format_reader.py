@@ -70,7 +70,7 @@ def fingerprint(directory: Path) -> str:
     """Return the fingerprint of section 5."""
     document = json.loads((directory / "config.json").read_text())
     config = document["quantization_config"]
-    schemes = [config, *config.setdefault("overrides", {}).values()]
+    schemes = [config, *config.setdefault("overrides", {}).values(), *config.get("beside", {}).values()]
     config.setdefault("ignore", [])
     for scheme in schemes:
         scheme.setdefault("outliers", False)
@@ -100,7 +100,7 @@ def matrices(directory: Path) -> dict[str, Matrix]:
     stored, found = read_tensors(directory), {}
     for name in [name.removesuffix(".weight_shape") for name in stored if name.endswith(".weight_shape")]:
         own = {key.removeprefix(f"{name}."): tensor for key, tensor in stored.items() if key.startswith(f"{name}.")}
-        found[name] = matrix(own, config.get("overrides", {}).get(name, config))
+        found[name] = matrix(own, (config.get("overrides", {}) | config.get("beside", {})).get(name, config))
     return found
 
 

@@ -8,20 +8,32 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+import vllm_latq  # noqa: F401 - registers the quantizer
 from helpers import engine_probe
 from helpers.chat import with_template
 from helpers.checkpoints import CheckpointPair, without_tensors
 from helpers.engine_probe import OLD_VLLM, assert_plausible, probe
+from helpers.logprobs import assert_agrees
 from helpers.lora_adapter import RANK, write_adapter
 from vllm_latq.format.config import CheckpointConfig
+from vllm_latq.format.reader import CheckpointReader
 from vllm_latq.format.scheme import LayerScheme
 from vllm_latq.quantize.export import export_checkpoint
+from vllm_latq.quantize.pipeline import quantize_checkpoint
+from vllm_latq.quantize.recipe import Recipe
 
 # Both sides multiply by the same float32 numbers; vLLM packs the dense ones for another matmul.
 LOGPROB_TOLERANCE = 2e-4
 # bfloat16 has 8 bits of mantissa.
 PROBABILITY_TOLERANCE = 0.02
+# Both sides read the same 8-bit cache; they add in another order.
+CACHE_TOLERANCE = 1e-4
+# vLLM's CPU build reads 8-bit caches on CPUs with AVX512 alone, and 0.25 on none.
+READS_FLOAT8 = torch.cpu._is_avx512_supported() and not OLD_VLLM
 MISSING = "model.layers.2.mlp.gate_proj.outlier_col_idx"
 MISSING_DENSE = ["model.embed_tokens.weight", "model.layers.2.input_layernorm.weight"]
 
@@ -49,6 +61,9 @@ def generations(request: pytest.FixtureRequest) -> dict[str, Any]:
     jobs["hptq"] = {"model": pairs["hptq"].latq, "engine": {"quantization": "latq"}, "reload": [pairs["hptq"].latq]}
     jobs["mixed"] = {"model": pairs["mixed"].latq}
     jobs["biased"] = {"model": pairs["biased"].latq, "reload": [pairs["biased"].latq]}
+    if READS_FLOAT8:
+        cached = request.getfixturevalue("kv_scales_checkpoint")
+        jobs["float8-cache"] = {"model": cached, "engine": {"kv_cache_dtype": "fp8"}, "reload": [cached]}
     jobs["dummy-hptq"] = {"model": pairs["hptq"].latq, "engine": {"load_format": "dummy"}}
     jobs["dummy-biased"] = {"model": pairs["biased"].latq, "engine": {"load_format": "dummy"}}
     jobs["exported"] = {"model": request.getfixturevalue("exported"), "engine": {"dtype": "bfloat16"}}
@@ -82,6 +97,33 @@ def exported(unexported_pair: CheckpointPair, tmp_path_factory: pytest.TempPathF
     target = tmp_path_factory.mktemp("exported") / "compressed-tensors"
     export_checkpoint(unexported_pair.latq, target)
     return target
+
+
+@pytest.fixture(scope="module")
+def kv_scales_checkpoint(two_blocks: Path, calibration_text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two blocks in 4 bits with scales for a KV cache in 8-bit floats."""
+    destination = tmp_path_factory.mktemp("cached") / "checkpoint"
+    recipe = Recipe("rtn", 4, num_samples=4, seq_len=64, kv_cache_scheme="fp8")
+    quantize_checkpoint(recipe, two_blocks, destination, calibration=str(calibration_text))
+    return destination
+
+
+def cached_in_float8(checkpoint: Path) -> Any:
+    """Return an attention function of transformers that rounds keys and values as vLLM's 8-bit cache on a CPU does."""
+    reader, attend = CheckpointReader(checkpoint), ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def rounded(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """Round towards zero: vLLM's kernel cuts the last bits of the mantissa off."""
+        exact = (values / scale).clamp(-448, 448)
+        nearest = exact.to(torch.float8_e4m3fn)
+        below = (nearest.view(torch.uint8) - 1).view(torch.float8_e4m3fn).float()
+        return torch.where(nearest.float().abs() > exact.abs(), below, nearest.float()) * scale
+
+    def function(module: Any, query: Any, key: Any, value: Any, *args: Any, **options: Any) -> Any:
+        scales = [reader.store.get(f"model.layers.{module.layer_idx}.self_attn.{leaf}_scale") for leaf in "kv"]
+        return attend(module, query, rounded(key, scales[0]), rounded(value, scales[1]), *args, **options)
+
+    return function
 
 
 def with_other_weights(source: Path, other: Path) -> Path:
@@ -141,6 +183,20 @@ def test_reloading_the_same_weights(name: str, generations: dict[str, Any]) -> N
     assert again == first
 
 
+@pytest.mark.skipif(not READS_FLOAT8, reason="this vLLM has no 8-bit KV cache on this CPU")
+def test_float8_cache_has_the_scales_of_the_checkpoint(
+    kv_scales_checkpoint: Path, generations: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, again = generations["float8-cache"]
+    assert again == first
+    model = AutoModelForCausalLM.from_pretrained(kv_scales_checkpoint, dtype=torch.float32)
+    with pytest.raises(AssertionError):
+        assert_agrees(model, first[0]["prompt"], first[0], 10 * CACHE_TOLERANCE)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", cached_in_float8(kv_scales_checkpoint))
+    for answer in first:
+        assert_agrees(model, answer["prompt"], answer, CACHE_TOLERANCE)
+
+
 @pytest.mark.parametrize("name", ["dummy-hptq", "dummy-biased"])
 def test_dummy_weights_generate_plausible_tokens(name: str, generations: dict[str, Any]) -> None:
     assert_plausible(generations[name][0])
@@ -187,11 +243,14 @@ def test_tensor_parallel_equals_one_process(
     split = {"tensor_parallel_size": 2}
     damaged = without_tensors(mixed_pair[0], "lm_head.rates")
     jobs = [{"model": pair[0], "engine": split} for pair in (mixed_pair, biased_pair)]
-    mixed, biased = probe([jobs[0] | {"reload": [damaged]}, jobs[1]])
+    two_nodes = [{"model": mixed_pair[0], "nodes": True}]
+    mixed, biased, *nodes = probe([jobs[0] | {"reload": [damaged]}, jobs[1], *([] if OLD_VLLM else two_nodes)])
     assert_same(mixed[0], generations["mixed"][0])
     assert "lm_head.rates" in mixed[1]
     assert mixed[2] == mixed[0], "a failed reload leaves both ranks as they were"
     assert_same(biased[0], generations["biased"][0])
+    for answers in nodes:  # `vllm serve --nnodes 2 --node-rank 1 --headless` is the other one
+        assert_same(answers[0], generations["mixed"][0])
 
 
 def test_pipeline_parallel_equals_one_process(mixed_pair: tuple[Path, Path], generations: dict[str, Any]) -> None:

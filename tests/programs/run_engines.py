@@ -2,7 +2,7 @@
 
     python run_engines.py '[{"model": ..., "engine": {LLM arguments}, "reload": [checkpoints], "adapter": path,
                             "images": [...], "fails": bool, "layouts": bool, "pooling": bool, "tokens": n,
-                            "alone": bool, "measure": {...}, "environment": {...}}, ...]'
+                             "alone": bool, "measure": {...}, "nodes": bool, "environment": {...}}, ...]'
 
 A process of its own keeps thread binding, distributed state and compilation caches out of the tests, which start it by
 `helpers.engine_probe.probe`.
@@ -10,6 +10,8 @@ A process of its own keeps thread binding, distributed state and compilation cac
 
 import json
 import os
+import signal
+import socket
 import sys
 from functools import partial
 from typing import Any
@@ -75,6 +77,32 @@ def pictures(prompts: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
+def start_second_node(model: str, options: dict[str, Any]) -> int:
+    """Run `vllm serve --node-rank 1 --headless` in a process forked from this one; return the process's number."""
+    from vllm.entrypoints.cli.main import main
+
+    if number := os.fork():
+        return number
+    flags = {name.replace("_", "-"): value for name, value in options.items() if name != "node_rank"}
+    sys.argv = ["vllm", "serve", model, "--node-rank", "1", "--headless"]
+    for name, value in flags.items():
+        sys.argv += [f"--{name}" if value else f"--no-{name}"] if isinstance(value, bool) else [f"--{name}", str(value)]
+    try:
+        main()
+    finally:
+        os._exit(0)
+
+
+def nodes(job: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of the first of two nodes on this machine, which a job asks for; start the second one."""
+    if not job.get("nodes"):
+        return {}
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    group = {"tensor_parallel_size": 2, "nnodes": 2, "node_rank": 0, "master_addr": "127.0.0.1", "master_port": port}
+    job["second"] = start_second_node(job["model"], ENGINE | group)
+    return group
 def measure(model: str, job: dict[str, str]) -> dict[str, Any]:
     """Return what `latq trace` wrote of an original, and how far the engine's predictions of a model are from it."""
     import vllm_latq
@@ -96,7 +124,8 @@ def run(job: dict[str, Any]) -> Any:
     A `pooling` job returns hidden states instead. A job that names a LoRA adapter returns first what the model
     generates with the adapter. Generations of prompts with images, and the layouts of the engine, follow if the job
     asks for them. So do generations of each prompt `alone`, and of all prompts in a crowded batch. A job that `fails`
-    may return its error. A job that `measure`s returns the results of `measure` alone.
+    may return its error. A job that `measure`s returns the results of `measure` alone. A job of `nodes` runs on two
+    nodes, which are two processes of this machine.
     """
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
@@ -106,7 +135,7 @@ def run(job: dict[str, Any]) -> Any:
             return measure(job["model"], job["measure"])
         pooling = {"runner": "pooling", "pooler_config": {"task": "token_embed"}} if job.get("pooling") else {}
         answer = embed if pooling else partial(generate, tokens=job.get("tokens", TOKENS))
-        llm = LLM(job["model"], **(ENGINE | pooling | job.get("engine", {})))
+        llm = LLM(job["model"], **(ENGINE | pooling | nodes(job) | job.get("engine", {})))
         if job.get("engine", {}).get("pipeline_parallel_size"):
             llm.collective_rpc(make_room)
         adapter = job.get("adapter")
@@ -132,6 +161,9 @@ def run(job: dict[str, Any]) -> Any:
         return f"{type(error).__name__}: {error}"
     finally:
         cleanup_dist_env_and_memory()
+        if "second" in job:
+            os.kill(job["second"], signal.SIGKILL)
+            os.waitpid(job["second"], 0)
     return results
 
 

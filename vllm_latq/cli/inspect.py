@@ -80,6 +80,8 @@ def inspect_checkpoint(directory: str | Path, progress: "Progress | None" = None
         recipe, fingerprint, model: from the checkpoint's config; `model` is the first of its architectures.
         calibration, seconds, device, torch, vllm_latq: from its report.
         evaluation: the last run of `latq eval`, or None.
+        beside: name and shape of each quantized matrix that is no linear of a block and no head: embeddings, and
+            layers that predict further tokens. `beside_bytes` are theirs.
         layers: for each linear, name, shape, encoding, bits (stored per weight) and outlier_density; and from the
             report served_bits, error, relative_error, bound, expected_error, bound_holds, damping, seconds, loss and
             note, each None if the report does not have it.
@@ -95,9 +97,9 @@ def inspect_checkpoint(directory: str | Path, progress: "Progress | None" = None
     report = reader.report()
     evaluation_runs(directory)  # refuses what `kept_runs` returns as it is
     measured = {record.name: record for record in reader.measured()}
-    records = [measured.get(name, LayerReport(name)) for name in reader.shapes]
-    layers, total_bits, sizes = [], 0, [rows * cols for rows, cols in reader.shapes.values()]
-    for record, (name, (rows, cols)) in zip(records, reader.shapes.items(), strict=True):
+    records = [measured.get(name, LayerReport(name)) for name in reader.linears]
+    layers, total_bits, sizes = [], 0, [rows * cols for rows, cols in reader.linears.values()]
+    for record, (name, (rows, cols)) in zip(records, reader.linears.items(), strict=True):
         weight = reader.weight(name)
         facts = weight.describe()
         total_bits += facts.stored_bits
@@ -127,6 +129,8 @@ def inspect_checkpoint(directory: str | Path, progress: "Progress | None" = None
         "model": architectures[0] if isinstance(architectures, list) and architectures else None,
         **{key: report.get(key) for key in ("calibration", "seconds", "device", "torch", "vllm_latq")},
         "evaluation": next(reversed(kept_runs(directory)), None),
+        "beside": [{"name": name, "shape": list(reader.shapes[name])} for name in reader.config.beside],
+        "beside_bytes": reader.beside_bytes,
         "layers": layers,
     }
 
@@ -146,9 +150,12 @@ def _facts(checkpoint: str, found: Mapping[str, Any]) -> dict[str, str]:
         "model": f"{found['model'] or '-'}, {len(layers)} linears with {found['weights']:,} weights quantized",
         "method": f"{recipe.get('method', '-')}, stored as {', '.join(sorted({one['encoding'] for one in layers}))}",
         "size": f"{console.size(found['bytes'])} in quantized linears, {console.size(max(others, 0))} in all else",
+        "beside": _beside(found),
         "bits": f"{stored:.3f} per quantized weight{memory}",
         "error": _errors(layers),
     }
+    if not found["beside"]:
+        del facts["beside"]
     if found["loss"] is not None:
         limit = "" if found["loss_bound"] is None else f", at most {console.number(found['loss_bound'], 3)}"
         facts["predicted"] = f"KL divergence {console.number(found['loss'], 3)} nats per token{limit}"
@@ -158,6 +165,17 @@ def _facts(checkpoint: str, found: Mapping[str, Any]) -> dict[str, str]:
     facts["made with"] = _maker(found)
     facts["fingerprint"] = (found["fingerprint"] or "-").removeprefix(FINGERPRINT_PREFIX)
     return facts
+
+
+def _beside(found: Mapping[str, Any]) -> str:
+    """Return the quantized matrices beside the linears in words."""
+    if not found["beside"]:
+        return "nothing quantized"
+    weights = sum(rows * cols for rows, cols in (one["shape"] for one in found["beside"]))
+    names = [one["name"] for one in found["beside"]]
+    kinds = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+    bits = 8 * found["beside_bytes"] / weights
+    return f"{kinds}, {console.size(found['beside_bytes'])} at {bits:.3f} bits; a token reads rows of them, or nothing"
 
 
 def _errors(layers: Sequence[Layer]) -> str:

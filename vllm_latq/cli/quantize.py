@@ -49,6 +49,8 @@ HELP = {
     "num_samples": "number of calibration windows",
     "seq_len": "tokens per calibration window",
     "dtype": "compute dtype while quantizing; auto: float32 on a CPU, otherwise the model's own",
+    "kv_cache_scheme": "fp8: also store scales for a KV cache in 8-bit floats, for vLLM's --kv-cache-dtype fp8",
+    "embedding_bits": "bits of the input embedding, rounded to nearest with group scales; 16: leave it unquantized",
     "seed": "random seed for calibration windows, stochastic rounding and latq's sampled labels",
 }
 # Contents and costs of the presets. The seconds of latq's search are from docs/trellis-code.md.
@@ -214,7 +216,7 @@ def run(options: argparse.Namespace) -> int:
         recipe = _fitted(recipe, options)
     if options.dry_run:
         return _dry_run(recipe, options)
-    if options.calibration is None and recipe.needs_calibration:
+    if options.calibration is None and recipe.needs_text:
         _say("calibrating on the bundled text, English prose and Python; --calibration takes your own")
     config = Path(options.destination) / "config.json"  # appears when the checkpoint is complete
     existed = os.path.exists(config)  # False for a name that is too long, which the run refuses
@@ -263,6 +265,8 @@ def _show(planned: Mapping[str, Any]) -> None:
     rows.append(("total", f"{total['weights']:,}", f"{total['bits_per_weight']:.3f}", f"{total['bytes']:,}"))
     title = f"{planned['recipe']['method']}: linears to quantize"
     console.print_table(title, ("linear", "shape", "bits", "bytes"), rows)
+    for name, nbytes in planned["rounded"].items():
+        print(f"rounded to nearest: {name}  {nbytes:,} bytes")
     for left in planned["unquantized"]:
         print(f"unquantized: {left['name']}  {'x'.join(map(str, left['shape']))}")
     for module in planned["beside"]:

@@ -13,7 +13,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
@@ -76,7 +75,7 @@ class ReportPage:
                 self._stored_bits(name) / max(1, shape[0] * shape[1]),
                 measured.get(name, LayerReport(name)),
             )
-            for name, shape in self.reader.shapes.items()
+            for name, shape in self.reader.linears.items()
         ]
         self.cells = cells(self.linears)
         records = [linear.record for linear in self.linears]
@@ -97,6 +96,15 @@ class ReportPage:
         return sum(linear.weights for linear in self.linears)
 
     @property
+    def beside(self) -> str:
+        """The quantized matrices beside the linears, in words; empty without any."""
+        names, shapes = self.reader.config.beside, self.reader.shapes
+        if not names:
+            return ""
+        kinds = f"{len(names)} matrices" if len(names) > 1 else next(iter(names))
+        return f"{kinds}, {sum(math.prod(shapes[name]) for name in names):,} weights, {size(self.reader.beside_bytes)}"
+
+    @property
     def bits(self) -> float:
         """Stored bits per quantized weight."""
         return sum(linear.bits * linear.weights for linear in self.linears) / max(1, self.weights)
@@ -109,7 +117,7 @@ class ReportPage:
     @cached_property
     def bytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(_bytes(self.reader.store.header(name)) for name in self.reader.store.names())
+        return sum(self.reader.store.header(name).nbytes for name in self.reader.store.names())
 
     @property
     def method(self) -> str:
@@ -277,7 +285,7 @@ class ReportPage:
         return {name: _plain(value) for name, value in found.items() if value is not None}
 
     def _stored_bits(self, name: str) -> int:
-        return 8 * sum(_bytes(header) for header in self.reader.headers(name).values())
+        return 8 * sum(header.nbytes for header in self.reader.headers(name).values())
 
 
 def write_report_page(directory: str | Path, output: str | Path) -> None:
@@ -300,12 +308,6 @@ def _remarks(linear: Linear) -> Iterator[tuple[bool, str]]:
         yield False, "no error was measured (no calibration text)"
     if record.note:
         yield False, record.note.rstrip(".")
-
-
-def _bytes(header: Any) -> int:
-    """Return the bytes of a tensor by its header. A dtype that torch lacks is one of 8 bits."""
-    width = header.dtype.itemsize if isinstance(header.dtype, torch.dtype) else 1
-    return int(width * math.prod(header.shape))
 
 
 def _dots(name: str) -> Markup:

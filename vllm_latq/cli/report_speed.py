@@ -1,7 +1,7 @@
 """Bounds of the decoding speed: memory bandwidth of a GPU over the bytes that a token reads.
 
 A token reads the quantized weights, of routed experts as many as it is sent to, and all other tensors except embeddings
-and what belongs to images or sound. The KV cache is not counted.
+and what belongs to images or sound, nor quantized layers that predict further tokens. The KV cache is not counted.
 """
 
 import math
@@ -30,13 +30,18 @@ def decode_speeds(linears: Iterable[Linear], reader: CheckpointReader) -> list[d
     linears, store = list(linears), reader.store
     share = _read_share(linears, reader.document)
     quantized = {linear.name for linear in linears}
-    others = {name: math.prod(store.shape(name)) for name in store.names() if name.rpartition(".")[0] not in quantized}
+    shapes, beside = reader.shapes, reader.config.beside
+    others = {
+        name: math.prod(store.shape(name))
+        for name in store.names()
+        if name.rpartition(".")[0] not in quantized.union(beside)
+    }
     head = any(HEAD.search(name) for name in [*quantized, *others])
     unread = re.compile(f"{TOWER}|{EMBEDDING}" if head else TOWER)
     read = sum(size for name, size in others.items() if not unread.search(name))
     held = 2 * sum(others.values())
-    latq = held + sum(linear.served_bits * linear.weights for linear in linears) / 8
-    plain = held + 2 * sum(linear.weights for linear in linears)
+    latq = held + sum(linear.served_bits * linear.weights for linear in linears) / 8 + reader.beside_bytes
+    plain = held + 2 * sum(linear.weights for linear in linears) + 2 * sum(math.prod(shapes[name]) for name in beside)
     latq_read = 2 * read + sum(linear.served_bits * linear.weights * share[linear.name] for linear in linears) / 8
     plain_read = 2 * read + 2 * sum(linear.weights * share[linear.name] for linear in linears)
     return [

@@ -20,7 +20,12 @@ REDIRECTING_KEYS = ("transformers_weights",)
 # The one value of such a key that a checkpoint may have. Without the quantizer of this package, transformers only warns
 # of an unknown quantization and makes random weights. With this value it raises ValueError, and prints the value.
 NEEDS_IMPORT = "none. The model is quantized by vllm-latq: run `import vllm_latq` before transformers loads it"
-_CONFIG_KEYS = ("quant_method", "format_version", *SCHEME_KEYS, "ignore", "overrides", "fingerprint", "recipe")
+# The one value that `kv_cache_scheme` may have, in the words of compressed-tensors: float8_e4m3, a scale per layer.
+KV_CACHE_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+_CONFIG_KEYS = (
+    "quant_method", "format_version", *SCHEME_KEYS, "ignore", "overrides", "beside", "kv_cache_scheme", "fingerprint",
+    "recipe",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,9 @@ class CheckpointConfig:
         overrides: full module name -> the module's own scheme.
         fingerprint: "sha256:" + hex digest over `reading` and all tensors (FORMAT.md section 5); "" before it is known.
         recipe: the recipe that made the checkpoint, as plain JSON values; informative.
+        has_kv_scales: whether the checkpoint has scales for a KV cache in 8-bit floats.
+        beside: full module name -> scheme of each quantized matrix that is no linear of a block and no head: an
+            embedding, or a linear of layers that predict further tokens. What `ignore` says does not count for them.
     """
 
     scheme: LayerScheme
@@ -41,13 +49,20 @@ class CheckpointConfig:
     overrides: Mapping[str, LayerScheme] = field(default_factory=dict)
     fingerprint: str = ""
     recipe: Mapping[str, Any] = field(default_factory=dict)
+    has_kv_scales: bool = False
+    beside: Mapping[str, LayerScheme] = field(default_factory=dict)
 
     def is_ignored(self, module: str) -> bool:
         """Return whether a module, or a module that contains it, stays unquantized."""
         return any(covers(entry, module) for entry in self.ignore)
 
     def scheme_for(self, module: str) -> LayerScheme | None:
-        """Return the scheme of a linear by its full module name; None if the linear stays unquantized."""
+        """Return the scheme of a matrix by its full module name; None if it stays unquantized.
+
+        Embeddings stay unquantized unless `beside` names them, which this does not know of other modules.
+        """
+        if module in self.beside:
+            return self.beside[module]
         return None if self.is_ignored(module) else self.overrides.get(module, self.scheme)
 
     def reading(self) -> dict[str, Any]:
@@ -58,6 +73,8 @@ class CheckpointConfig:
             **self.scheme.to_dict(),
             "ignore": list(self.ignore),
             "overrides": {name: scheme.to_dict() for name, scheme in self.overrides.items()},
+            **({"beside": {name: scheme.to_dict() for name, scheme in self.beside.items()}} if self.beside else {}),
+            **({"kv_cache_scheme": KV_CACHE_SCHEME} if self.has_kv_scales else {}),
         }
 
     def to_dict(self) -> dict[str, Any]:
@@ -76,22 +93,24 @@ class CheckpointConfig:
             hint = "Use the release of vllm-latq that wrote this checkpoint, or quantize again."
             raise ConfigError(f"{where}.format_version", str(FORMAT_VERSION), repr(version), hint)
         _refuse_unknown(config, _CONFIG_KEYS, where)
-        ignore, overrides = config.get("ignore", []), config.get("overrides", {})
+        ignore = config.get("ignore", [])
         if not isinstance(ignore, list | tuple) or not all(isinstance(entry, str) and entry for entry in ignore):
             raise ConfigError(f"{where}.ignore", "a list of module names, none of them empty", repr(ignore))
-        if not isinstance(overrides, Mapping):
-            raise ConfigError(f"{where}.overrides", "an object", type(overrides).__name__)
         fingerprint, recipe = config.get("fingerprint", ""), config.get("recipe", {})
         if not isinstance(fingerprint, str):
             raise ConfigError(f"{where}.fingerprint", "a string", repr(fingerprint))
         if not isinstance(recipe, Mapping):
             raise ConfigError(f"{where}.recipe", "an object", repr(recipe))
+        if config.get("kv_cache_scheme", KV_CACHE_SCHEME) != KV_CACHE_SCHEME:
+            raise ConfigError(f"{where}.kv_cache_scheme", str(KV_CACHE_SCHEME), repr(config["kv_cache_scheme"]))
         return cls(
             scheme=_parse_scheme({key: config[key] for key in SCHEME_KEYS if key in config}, where),
             ignore=tuple(ignore),
-            overrides={name: _parse_scheme(value, f"{where}.overrides[{name!r}]") for name, value in overrides.items()},
+            overrides=_parse_schemes(config.get("overrides", {}), f"{where}.overrides"),
+            beside=_rounded_schemes(config.get("beside", {}), f"{where}.beside"),
             fingerprint=fingerprint,
             recipe=dict(recipe),
+            has_kv_scales="kv_cache_scheme" in config,
         )
 
 
@@ -126,6 +145,22 @@ def _objects(value: Any) -> Iterator[dict[str, Any]]:
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     for part in inner:
         yield from _objects(part)
+
+
+def _rounded_schemes(value: Any, where: str) -> dict[str, LayerScheme]:
+    """Parse and validate the schemes of `beside`."""
+    schemes = _parse_schemes(value, where)
+    for name, scheme in schemes.items():
+        if scheme.encoding != "packed" or scheme.outliers:
+            raise ConfigError(f"{where}[{name!r}]", "encoding packed, without outliers", str(scheme))
+    return schemes
+
+
+def _parse_schemes(value: Any, where: str) -> dict[str, LayerScheme]:
+    """Parse and validate an object of schemes."""
+    if not isinstance(value, Mapping):
+        raise ConfigError(where, "an object", type(value).__name__)
+    return {name: _parse_scheme(scheme, f"{where}[{name!r}]") for name, scheme in value.items()}
 
 
 def _parse_scheme(value: Any, where: str) -> LayerScheme:

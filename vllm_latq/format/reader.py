@@ -54,13 +54,23 @@ class CheckpointReader:
 
     @cached_property
     def shapes(self) -> Mapping[str, tuple[int, int]]:
-        """(rows, cols) of each quantized linear, by name, in stored order."""
+        """(rows, cols) of each quantized matrix, by name, in stored order."""
         found = {}
         for name in self.store.names():
             module, _, suffix = name.rpartition(".")
             if suffix == SHAPE:
                 found[module] = validate.declared_shape(self.store.get(name), f"{self.directory}: {module}")
         return found
+
+    @property
+    def linears(self) -> Mapping[str, tuple[int, int]]:
+        """(rows, cols) of each quantized linear of the blocks and of the head, by name, in stored order."""
+        return {name: shape for name, shape in self.shapes.items() if name not in self.config.beside}
+
+    @property
+    def beside_bytes(self) -> int:
+        """Bytes of the quantized matrices beside the linears; a token reads a few rows of an embedding, or nothing."""
+        return sum(header.nbytes for name in self.config.beside for header in self.headers(name).values())
 
     def tensors(self, module: str) -> dict[str, torch.Tensor]:
         """Return suffix -> tensor of one quantized linear, without its bias; the tensors are not validated."""

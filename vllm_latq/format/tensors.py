@@ -20,6 +20,11 @@ class Header(NamedTuple):
     dtype: torch.dtype | str  # safetensors' name of a dtype that no tensor of a quantized linear has
     shape: tuple[int, ...]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor; a dtype that torch lacks is one of 8 bits."""
+        return (self.dtype.itemsize if isinstance(self.dtype, torch.dtype) else 1) * math.prod(self.shape)
+
 
 @dataclass(frozen=True)
 class TensorSpec:

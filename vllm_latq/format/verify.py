@@ -1,7 +1,10 @@
 """Check a checkpoint against every invariant of FORMAT.md, and against its fingerprint."""
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
+
+import torch
 
 from vllm_latq.errors import CheckpointError, LatqError
 from vllm_latq.events import Progress, ignore_progress
@@ -11,6 +14,9 @@ from vllm_latq.format.files import INDEX_FILE
 from vllm_latq.format.reader import REPORT_FILE, CheckpointReader, checkpoint_fingerprint
 from vllm_latq.format.tensors import SHAPE
 from vllm_latq.format.validate import weight_from_tensors
+
+# Endings of the names of the scales of a KV cache.
+KV_SCALES = (".k_scale", ".v_scale")
 
 
 def verify(directory: str | Path, progress: Progress = ignore_progress) -> Iterator[LatqError]:
@@ -81,6 +87,27 @@ def _directory_problems(reader: CheckpointReader) -> Iterator[LatqError]:
     for module in reader.shapeless():
         hint = "The checkpoint is incomplete."
         yield CheckpointError(f"{reader.directory}: {module}", f"a tensor {SHAPE}", "none", hint)
+    yield from _kv_scale_problems(reader)
+
+
+def _kv_scale_problems(reader: CheckpointReader) -> Iterator[LatqError]:
+    """Yield the problems of the scales of the KV cache, if config.json says that there are any."""
+    if not reader.config.has_kv_scales:
+        return
+    names, hint = set(reader.store.names()), "The checkpoint is incomplete or damaged: copy it again."
+    layers = {name.rpartition(".")[0] for name in names if name.endswith(KV_SCALES)}
+    if not layers:
+        yield CheckpointError(str(reader.directory), "scales of keys and values (`kv_cache_scheme`)", "none", hint)
+    for name in sorted(f"{layer}{leaf}" for layer in layers for leaf in KV_SCALES):
+        where, expected = f"{reader.directory}: {name}", "a positive number, float32 [1]"
+        if name not in names:
+            yield CheckpointError(where, expected, "no such tensor", hint)
+            continue
+        header = reader.store.header(name)
+        if (header.dtype, tuple(header.shape)) != (torch.float32, (1,)):
+            yield CheckpointError(where, expected, f"{header.dtype} {tuple(header.shape)}", hint)
+        elif not 0 < (scale := float(reader.store.get(name))) < math.inf:
+            yield CheckpointError(where, expected, repr(scale), hint)
 
 
 def _header_problems(reader: CheckpointReader, module: str) -> Iterator[LatqError]:

@@ -11,6 +11,7 @@ Invariant: a model that `from_pretrained` returns holds validated weights, and n
 and saving through transformers are refused.
 """
 
+import copy
 import re
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -23,6 +24,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from vllm_latq.errors import REPAIR, CheckpointError
 from vllm_latq.format.config import NEEDS_IMPORT, QUANT_METHOD, REDIRECTING_KEYS, CheckpointConfig
+from vllm_latq.format.encodings.packed import PackedWeight
 from vllm_latq.format.encodings.registry import tensor_specs
 from vllm_latq.format.encodings.trellis import TrellisWeight
 from vllm_latq.format.encodings.weight import IntegerWeight, Weight
@@ -31,7 +33,7 @@ from vllm_latq.format.reader import CheckpointReader
 from vllm_latq.format.scheme import LayerScheme
 from vllm_latq.format.tensors import SHAPE
 from vllm_latq.format.validate import weight_from_tensors
-from vllm_latq.format.verify import check_headers
+from vllm_latq.format.verify import KV_SCALES, check_headers
 from vllm_latq.models.experts import Experts
 from vllm_latq.models.joined import JoinedLinears
 from vllm_latq.models.stored_names import stored_names, unmerged
@@ -132,6 +134,46 @@ class LatqLinear(nn.Module):
         return [getattr(self, name) for name in self.names]
 
 
+class LatqEmbedding(LatqLinear):
+    """A quantized embedding: the rows of the tokens are dequantized.
+
+    Args:
+        embedding: the embedding to replace. Its own forward is kept: some families scale what they look up.
+        scheme: how the weight is stored.
+        name: of the module in the checkpoint.
+        shapes: of all stored tensors, by name.
+    """
+
+    def __init__(
+        self, embedding: nn.Embedding, scheme: LayerScheme, name: str, shapes: Mapping[str, tuple[int, ...]]
+    ) -> None:
+        dtype = embedding.weight.dtype
+        linear = nn.Linear(embedding.embedding_dim, embedding.num_embeddings, bias=False, dtype=dtype)
+        super().__init__(linear, scheme, name, shapes)
+        self.num_embeddings, self.embedding_dim = embedding.num_embeddings, embedding.embedding_dim
+        del embedding.weight
+        embedding.weight = self.weight  # no parameter of the model
+        self.lookup = embedding
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map token ids [..] to their embeddings [.., embedding_dim]."""
+        operands = LAYOUTS[self.layout].from_lists(self._tensors(), self.constants, "")
+        assert isinstance(operands, CheckpointOperands)
+        assert operands.scales is not None
+        ids, places = x.unique(return_inverse=True)
+        layout = (*self.scheme.code_layout(), operands.cols)
+        # The family's own forward runs on a table of the rows that the tokens need.
+        table = copy.copy(self.lookup)
+        table.weight = PackedWeight(operands.qweight[ids], *layout, operands.scales[ids]).dequantize(self.dtype)  # type: ignore[assignment]
+        table.padding_idx = None
+        return table.forward(places)
+
+    def restore(self, dtype: torch.dtype) -> nn.Embedding:
+        """Return the embedding that was replaced, with the dequantized weight."""
+        self.lookup.weight = nn.Parameter(self.dense_weight(dtype), requires_grad=False)
+        return self.lookup
+
+
 @register_quantization_config(QUANT_METHOD)
 class LatqQuantizationConfig(QuantizationConfigMixin):
     """A checkpoint's `quantization_config` as transformers wants it; FORMAT.md section 2 lists its keys.
@@ -200,6 +242,10 @@ class LatqQuantizer(HfQuantizer):
         store = self._check(Path(checkpoint_files[0]).parent).store if checkpoint_files else None
         shapes = {} if store is None else {name: store.shape(name) for name in store.names()}
         stored = _stored_linears(model, shapes, checkpoint_files)
+        if self.quantization_config.checkpoint.has_kv_scales:
+            # transformers' cache has no scales.
+            known = model._keys_to_ignore_on_load_unexpected or ()
+            model._keys_to_ignore_on_load_unexpected = {*known, *(rf"\{ending}$" for ending in KV_SCALES)}
         self.unfused = any(isinstance(module, Experts) for module in model.modules())
         joined = {name: module for name, module in model.named_modules() if isinstance(module, JoinedLinears)}
         self.joined = [f"{name}.{leaf}" for name, module in joined.items() for leaf, _ in module.named_children()]
@@ -207,6 +253,10 @@ class LatqQuantizer(HfQuantizer):
             where = stored.get(f"{name}.weight", f"{name}.weight").removesuffix(".weight")
             checkpoint = self.quantization_config.checkpoint
             scheme = None if checkpoint.is_ignored(name) or module is tied_head else checkpoint.scheme_for(where)
+            if isinstance(module, nn.Embedding) and where in checkpoint.beside:
+                with torch.device("meta"):
+                    embedding = LatqEmbedding(module, checkpoint.beside[where], where, shapes)
+                model.set_submodule(name, embedding)
             if not isinstance(module, nn.Linear):
                 continue
             if scheme is None:
@@ -233,7 +283,9 @@ class LatqQuantizer(HfQuantizer):
     def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype or torch.bfloat16
         for name, module in list(model.named_modules()):
-            if isinstance(module, LatqLinear):
+            if isinstance(module, LatqEmbedding):
+                model.set_submodule(name, module.restore(dtype))
+            elif isinstance(module, LatqLinear):
                 with torch.device("meta"):
                     linear = nn.Linear(module.in_features, module.out_features, bias=module.bias is not None)
                 linear.weight = nn.Parameter(module.dense_weight(dtype), requires_grad=False)

@@ -7,16 +7,19 @@ from typing import Any
 
 import torch
 from vllm.config import get_current_vllm_config
+from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from vllm_latq.errors import ConfigError, UnsupportedModelError
 from vllm_latq.format.config import QUANT_METHOD, CheckpointConfig
 from vllm_latq.format.scheme import LayerScheme
 from vllm_latq.integrations.vllm.checkpoint_files import check_files
+from vllm_latq.integrations.vllm.embedding import install_embedding
 from vllm_latq.integrations.vllm.linear import LatqLinearMethod
 from vllm_latq.integrations.vllm.moe import LatqMoEMethod, expert_leaves
 from vllm_latq.integrations.vllm.row_order import stored_order
@@ -76,19 +79,22 @@ class LatqConfig(QuantizationConfig):
         # Newer mappers also stack names (q_proj -> qkv_proj). The names kept here must stay unstacked.
         rename = getattr(hf_to_vllm_mapper, "get_rename_mapper", None)
         mapper = rename() if rename else hf_to_vllm_mapper
-        ignore, overrides = self.checkpoint.ignore, self.checkpoint.overrides
+        ignore, overrides, beside = self.checkpoint.ignore, self.checkpoint.overrides, self.checkpoint.beside
         # Mappers map prefixes that end with a dot; names of modules have none, so one is added and removed.
-        names = {name: mapper.apply_list([f"{name}."]) for name in (*ignore, *overrides)}
+        names = {name: mapper.apply_list([f"{name}."]) for name in (*ignore, *overrides, *beside)}
         mapped = {name: found[0].removesuffix(".") for name, found in names.items() if found}
         # Some of vLLM's models name their heads by the old name, others by the new name: keep both.
         self.checkpoint = replace(
             self.checkpoint,
             ignore=tuple(dict.fromkeys((*ignore, *(mapped[name] for name in ignore if name in mapped)))),
             overrides={**overrides, **{mapped[name]: overrides[name] for name in overrides if name in mapped}},
+            beside={**beside, **{mapped[name]: beside[name] for name in beside if name in mapped}},
         )
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """Return the method of a layer; None leaves attention and embeddings as they are."""
+        """Return the method of a layer; None leaves embeddings, and attention without scales, as they are."""
+        if isinstance(layer, Attention):
+            return BaseKVCacheMethod(self) if self.checkpoint.has_kv_scales else None
         if isinstance(layer, LinearBase):
             shards = self._shard_names(prefix)
             scheme = self._common_scheme(prefix, shards)
@@ -102,6 +108,16 @@ class LatqConfig(QuantizationConfig):
             schemes = self._expert_schemes(layer, prefix)
             return LatqMoEMethod(layer.moe_config, schemes, prefix, self._recipe()) if schemes else None
         return None
+
+    def install_embeddings(self, model: torch.nn.Module) -> None:
+        """Give the quantized embeddings of a model that vLLM has made their method.
+
+        Many of vLLM's models do not ask for the method of their embedding, or do not name the embedding.
+        """
+        for name, module in model.named_modules():
+            scheme = self.checkpoint.beside.get(name)
+            if scheme and isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead):
+                install_embedding(module, scheme, name, self._recipe())
 
     def _linear_method(self, scheme: LayerScheme, prefix: str, shards: list[str]) -> LatqLinearMethod:
         current = get_current_vllm_config().model_config
@@ -128,7 +144,9 @@ class LatqConfig(QuantizationConfig):
 
     def _expert_schemes(self, layer: RoutedExperts, prefix: str) -> dict[str, LayerScheme]:
         """Return the scheme of each matrix, the same for all experts; empty if they are not quantized."""
-        if self.checkpoint.is_ignored(prefix):
+        if self.checkpoint.is_ignored(prefix) and not any(
+            name.startswith(f"{prefix}.") for name in self.checkpoint.beside
+        ):
             return {}
         leaves = {matrix: list(shards.values()) for matrix, shards in expert_leaves(layer).items()}
         schemes = {}

@@ -137,7 +137,7 @@ class LatqLinearMethod(LinearMethodBase):
     """
 
     supports_pre_processed_weights = True
-    DESCRIBED = ("parameters", "constants", "layout", "arch", "bits", "capacity")
+    DESCRIBED: tuple[str, ...] = ("parameters", "constants", "layout", "arch", "bits", "capacity")
 
     def __init__(
         self,

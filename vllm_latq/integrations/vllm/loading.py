@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 # Attributes of vLLM's ModelConfig that say where weights are; `reload_weights` sets them before it reads any.
 SOURCE = ("model", "model_weights", "revision")
+# Scales that an attention layer may have, and no checkpoint has: vLLM then takes the scale of keys, and 1.
+OPTIONAL = (".q_scale", ".prob_scale")
 # Every attention layer has the whole KV cache as an attribute; it is no weight.
 NO_WEIGHTS = ("kv_cache",)
 
@@ -48,8 +50,14 @@ def install() -> None:
     def initialize_model(*, vllm_config: Any, **options: Any) -> Any:
         model: Any = initialize(vllm_config=vllm_config, **options)
         described = options.get("model_config") or vllm_config.model_config
+        if not isinstance(vllm_config.quant_config, LatqConfig):
+            return model
+        drafts = described.runner_type == "draft"
+        # Layers that predict further tokens get the embedding of the model whose checkpoint they are in.
+        if not drafts or described.model != vllm_config.speculative_config.target_model_config.model:
+            vllm_config.quant_config.install_embeddings(model)
         # A draft changes no answer, and may get its embedding and head from the model that it drafts for.
-        if isinstance(vllm_config.quant_config, LatqConfig) and described.runner_type != "draft":
+        if not drafts:
             _install_reload()
             model.load_weights = CheckedLoad(model)
         return model
@@ -138,6 +146,7 @@ class CheckedLoad:
             name
             for name, parameter in model.named_parameters()
             if not isinstance(parameter, CheckpointTensor) and not parameter.is_meta
+            if not name.endswith(OPTIONAL)
         }
         linears = (f"{name}." for name, module in model.named_modules() if isinstance(module, LinearBase))
         self.linears = tuple(linears)

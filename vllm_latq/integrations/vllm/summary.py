@@ -9,6 +9,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 
 from vllm_latq.console import size
 from vllm_latq.format.config import QUANT_METHOD
+from vllm_latq.integrations.vllm.embedding import LatqEmbeddingMethod
 from vllm_latq.integrations.vllm.linear import LatqLinearMethod
 from vllm_latq.integrations.vllm.moe import LatqMoEMethod
 
@@ -37,7 +38,7 @@ def summary(model: torch.nn.Module, model_config: Any) -> str:
     weights = stored = 0.0
     for layer in model.modules():
         method = getattr(layer, "quant_method", None)
-        if isinstance(method, LatqMethod):
+        if isinstance(method, LatqMethod) and not isinstance(method, LatqEmbeddingMethod):
             methods[str(method.recipe.get("method", QUANT_METHOD))] = None
             products.update(PRODUCTS[layout] for layout in _layouts(method))
             weights += _weights(method)
