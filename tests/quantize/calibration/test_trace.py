@@ -1,6 +1,7 @@
 """Traces: halves without a common prompt, a file that is complete or not there, and an error for each fault."""
 
 import json
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,8 +9,10 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+import vllm_latq
 from helpers.chat import talk, with_template, write_lines
 from vllm_latq.errors import CalibrationError, CheckpointError, ConfigError
+from vllm_latq.events import ignore_event
 from vllm_latq.quantize.calibration.trace import BUNDLED_PROMPTS, Engine, Traced, read_prompts, trace
 from vllm_latq.quantize.calibration.windows import load_samples
 from vllm_latq.quantize.evaluation.windows import read_windows
@@ -116,3 +119,15 @@ def test_what_cannot_be_traced_is_an_error(model: Path, mini_model: Path, tmp_pa
             run(model, output, tmp_path / name)
     with pytest.raises(CalibrationError, match="expected answers, found empty ones only"):
         run(model, output, num=1, seed=4)
+
+
+def test_without_vllm_there_is_one_error(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    source = write_lines(tmp_path / "talks.jsonl", [talk("Why?", "So.")])
+    for call in (
+        lambda: vllm_latq.trace(model, tmp_path / "trace.jsonl", on_event=ignore_event),
+        lambda: vllm_latq.evaluate(model, source, through="vllm", seq_len=64, on_event=ignore_event),
+    ):
+        with pytest.raises(ConfigError, match=r"vLLM: expected vLLM's offline engine, found it is not installed .*pip"):
+            call()
+    assert [path.name for path in tmp_path.iterdir()] == ["talks.jsonl"]

@@ -3,6 +3,7 @@
 Invariant: vLLM is imported when an engine is made, and an engine that cannot be made is one error.
 """
 
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ class OfflineEngine:
     """
 
     def __init__(self, model: str | Path, **arguments: Any) -> None:
+        # vLLM reads it when it is imported; its log must not be among what a command prints.
+        os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
         try:
             from vllm import LLM
         except ImportError as error:
