@@ -54,7 +54,7 @@ class Mixture:
         sizes = (first, HIDDEN) if biased else ()
         # Of numbers that float16 holds.
         biases = [torch.randint(-8, 9, (EXPERTS, size), generator=generator) / 16 for size in sizes]
-        self.dense_biases = biases or [[None] * EXPERTS] * 2
+        self.dense_biases: list[Any] = biases or [[None] * EXPERTS] * 2
         self.biases = [bias.to(device, dtype) for bias in biases]
 
     @staticmethod
