@@ -34,7 +34,7 @@ LATENT = {
     "mlp_layer_types": ["dense", "sparse"],
 }
 # Changes to the configuration of a tiny model, and how it is quantized.
-FAMILIES: dict[str, tuple[dict[str, Any], Recipe]] = {
+FAMILIES = {
     "gpt_oss": (
         {"num_hidden_layers": 1, "num_local_experts": 4, **EXPERTS},
         Recipe("latq", bits=5.0, **SAMPLES),
