@@ -7,6 +7,7 @@ import hashlib
 import os
 import shutil
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from vllm_latq.errors import CheckpointError, UnsupportedModelError
 from vllm_latq.events import Listener, ignore_event
 from vllm_latq.format.files import read_json
 from vllm_latq.format.reader import REPORT_FILE
+from vllm_latq.format.scheme import LayerScheme
 from vllm_latq.quantize.calibration.kv_scales import KeyValueRanges
 from vllm_latq.quantize.calibration.windows import Samples, calibration_samples, chosen_text
 from vllm_latq.quantize.kv_cache import attending_layers
@@ -176,11 +178,12 @@ def _weight_bytes(directory: Path) -> int:
 
 def _planned(session: Session, samples: torch.Tensor | None, place: Place) -> Run:
     """Return the run, with everything that comes before the first part done."""
-    recipe, passing, schemes = session.recipe, samples, {}
+    recipe, passing = session.recipe, samples
+    schemes: Mapping[str, LayerScheme] = {}
     quantizer: Quantizer[Any] = LayerwiseQuantizer(session)
     if recipe.method == "latq" and samples is not None:
-        quantizer = plan_whole_model(session, samples, place)
-        schemes = quantizer.schemes
+        quantizer = whole = plan_whole_model(session, samples, place)
+        schemes = whole.schemes
         # With its own targets, nothing has to pass through the quantized blocks.
         passing = samples if recipe.passes_text else None
     stream = session.stream(passing, place)

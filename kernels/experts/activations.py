@@ -48,6 +48,7 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "swiglu": _swiglu,
     "swiglustep": _swiglustep,
 }
-# Names of the constants that an activation takes. `limit` bounds the gate from above, and up from both sides; swiglu
-# bounds the gate before its sigmoid, which sees alpha times the gate, and adds beta to up; swiglustep bounds silu(gate).
+# Names of the constants that an activation takes. `limit` bounds up from both sides, and the gate from above: swiglu
+# bounds the gate itself, multiplies the gate by alpha inside the sigmoid, and adds beta to up; swiglustep bounds
+# silu(gate).
 CONSTANTS: Mapping[str, tuple[str, ...]] = {"swiglu": ("limit", "alpha", "beta"), "swiglustep": ("limit",)}

@@ -70,7 +70,9 @@ def activate_rows(
             hidden = tl.maximum(gate, 0.0, propagate_nan=tl.PropagateNan.ALL)
             hidden *= hidden
         else:  # tanh(z) is 2 * sigmoid(2 * z) - 1
-            inner = gate if ACTIVATION != "gelu_tanh" else gate * (1.5957691216057308 + 0.07135481627159706 * gate * gate)
+            inner = (
+                gate if ACTIVATION != "gelu_tanh" else gate * (1.5957691216057308 + 0.07135481627159706 * gate * gate)
+            )
             hidden = gate / (1.0 + tl.exp(-inner))
         if ACTIVATION == "swiglustep":
             hidden = tl.minimum(hidden, LIMIT, propagate_nan=tl.PropagateNan.ALL)
@@ -170,9 +172,7 @@ def activate(
     return out
 
 
-def combine(
-    y: torch.Tensor, weights: torch.Tensor, routing: Routing, bias: torch.Tensor | None = None
-) -> torch.Tensor:
+def combine(y: torch.Tensor, weights: torch.Tensor, routing: Routing, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Return the sum of each token's rows of y [pairs, rows] times weights [tokens, k]: [tokens, rows].
 
     Sums are in float32, rounded once to the dtype of y; pairs without a place add nothing. `bias` [experts, rows],

@@ -96,7 +96,8 @@ class ModelLattice:
 
     def collect(self, samples: torch.Tensor, place: Place, stages: Stages = ignore_stages) -> None:
         """Collect the statistics, unless an interrupted run left them all; ConfigError if it left another model's."""
-        run = Backpropagation(self.decoder, samples, self.quantized, self.recipe.seed, place, self.world, self.counted)
+        own = (self.decoder, samples, self.quantized, self.recipe.seed, place, self.world)
+        run = Backpropagation(*own, counted=self.counted)
         if made_again(self.decoder, self.quantized):
             self._again = RecomputedStatistics(replace(run, scattered=True), stages)
             return

@@ -3,10 +3,12 @@
     experts.gate_up_proj [experts, 2 * intermediate, hidden]  ->  experts.0.gate_proj.weight, experts.0.up_proj.weight
     experts.down_proj    [experts, hidden, intermediate]      ->  experts.0.down_proj.weight
     experts.down_proj_bias [experts, hidden]                  ->  experts.0.down_proj.bias
+    moe.gate_proj.weight [experts, intermediate, hidden]      ->  moe.experts.0.gate_proj.weight
     q_conv1d.weight, k_conv1d.weight, v_conv1d.weight         ->  conv1d.weight
 
 Some families store experts with their last two dimensions exchanged, or the rows of gate and up alternating. Invariant:
-the matrices of one expert are read at a time, never the tensor that holds them all. What is joined can be read, but `names` has its parts: they are written.
+the matrices of one expert are read at a time, never the tensor that holds them all. What is joined can be read, but
+`names` has its parts: they are written.
 """
 
 from collections.abc import Iterable, Mapping
@@ -124,26 +126,35 @@ class ModelStore(OriginalStore):
 
     def _split(self, tensors: Mapping[str, str], name: str, fused: Any) -> None:
         """Name the matrices and biases of a layer's experts, the module `name`, by its stored `tensors`."""
-        stems = {tensor.removesuffix(f".{leaf}") for leaf, tensor in tensors.items()}
+        # Tensors named as those of a linear are a level above those of single experts.
+        linears = {leaf: tensor.removesuffix(f".{leaf}.weight") + ".experts" for leaf, tensor in tensors.items()}
+        stems = {
+            linears[leaf] if tensor.endswith(".weight") else tensor.removesuffix(f".{leaf}")
+            for leaf, tensor in tensors.items()
+        }
         stem = stems.pop() if len(stems) == 1 else name
         for leaf in tensors:
             kind, matrix = ("bias", leaf.removesuffix(BIAS)) if leaf.endswith(BIAS) else ("weight", leaf)
-            count, rows, columns = matrices_shape(fused, matrix)
-            expected, found = tuple(fused.get_parameter(leaf).shape), super().shape(tensors[leaf])
+            single = not hasattr(fused, matrix)  # gate or up, which are not in one tensor
+            count, rows, columns = matrices_shape(fused, "gate_up_proj" if single else matrix)
+            rows = rows // 2 if single else rows
+            expected = (count, rows, columns) if single else tuple(fused.get_parameter(leaf).shape)
+            found = super().shape(tensors[leaf])
             if found not in ([(count, rows)] if kind == "bias" else [(count, rows, columns), (count, columns, rows)]):
                 where = f"{self.directory}: {tensors[leaf]}"
                 raise UnsupportedModelError(where, f"shape {expected}", f"{found}", "Is config.json its own?")
             # Stored as its model holds it, or the other way round.
             transposed = kind == "weight" and is_transposed(fused) == (found == expected)
-            for part, projection in enumerate(FUSED[matrix]):
-                own = _rows(part, len(FUSED[matrix]), rows, is_interleaved(fused))
+            parts = (matrix,) if single else FUSED[matrix]
+            for part, projection in enumerate(parts):
+                own = _rows(part, len(parts), rows, is_interleaved(fused))
                 for expert in range(count):
                     at = _Matrix(tensors[leaf], expert, own, columns if kind == "weight" else None, transposed)
                     self._matrices[f"{stem}.{expert}.{projection}.{kind}"] = at
 
 
 def _rows(part: int, parts: int, rows: int, interleaved: bool) -> slice:
-    """Return which of `rows` belong to one of the linears that a matrix holds, which follow one another or alternate."""
+    """Return which of `rows` belong to one of the linears of a matrix, which follow one another or alternate."""
     if interleaved and parts > 1:
         return slice(part, rows, parts)
     size = rows // parts

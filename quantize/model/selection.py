@@ -29,8 +29,8 @@ ROUTERS = ("gate", "router", "shared_expert_gate")
 #                              reaches it
 #   compressor                 averages the keys of several tokens into one (DeepSeek-V4)
 SPECIAL = ("altup", "hyper_connection", "indexer", "compressor")
-# Modules of a family, by its `model_type`, to which vLLM's model gives no quantization: it would not load a checkpoint in
-# which their linears are quantized.
+# Modules of a family, by its `model_type`, to which vLLM's model gives no quantization. vLLM would not load a
+# checkpoint in which their linears are quantized.
 FLOATS_IN_VLLM = {"glm5_next_text": "self_attn"}
 # Linears that only the first generation of Mamba mixers has: vLLM has no quantized linears for them.
 MAMBA = ("x_proj", "dt_proj")

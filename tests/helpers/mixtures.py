@@ -52,9 +52,9 @@ class Mixture:
         self.activation = lambda y: ACTIVATIONS[activation](y, *constants)
         generator = torch.Generator().manual_seed(7)
         sizes = (first, HIDDEN) if biased else ()
-        # Of numbers that float16 holds.
+        # Numbers that float16 holds exactly.
         biases = [torch.randint(-8, 9, (EXPERTS, size), generator=generator) / 16 for size in sizes]
-        self.dense_biases = biases or [[None] * EXPERTS] * 2
+        self.dense_biases: list[Any] = biases or [[None] * EXPERTS] * 2
         self.biases = [bias.to(device, dtype) for bias in biases]
 
     @staticmethod

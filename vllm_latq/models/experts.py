@@ -15,7 +15,7 @@ from torch import nn
 
 from vllm_latq.errors import UnsupportedModelError
 
-# Tensor of a fused module -> linears of an expert whose rows the tensor holds, one linear above the other or interleaved.
+# Tensor of a fused module -> linears of an expert whose rows the tensor holds, one above the other or interleaved.
 FUSED: Mapping[str, tuple[str, ...]] = {
     "gate_up_proj": ("gate_proj", "up_proj"),
     "up_proj": ("up_proj",),
@@ -159,8 +159,8 @@ def check_fused(fused: Any, name: str) -> None:
     weights = {"gate_up_proj" if gated else "up_proj", "down_proj"}
     expected = weights | ({f"{leaf}{BIAS}" for leaf in weights} if biased else set())
     parameters = {leaf for leaf, _ in fused.named_parameters()}
-    # The flags say how transformers' own kernels read the tensors: a module without them may do anything.
-    known = is_llama4(fused) or all(hasattr(fused, flag) for flag in ("has_bias", "is_transposed", "is_concatenated"))
+    # A module without this method may do anything between its products.
+    known = is_llama4(fused) or hasattr(fused, "_apply_gate")
     if not known or parameters != expected:
         found = f"{type(fused).__name__} with parameters {', '.join(sorted(parameters))}"
         raise UnsupportedModelError(name, "experts that consist of linears, with or without a gate and biases", found)

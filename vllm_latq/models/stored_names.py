@@ -6,7 +6,7 @@ the names of the original, and other readers of such checkpoints, vLLM among the
 """
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -117,14 +117,30 @@ def _joined_linears(model: Any, sources: Mapping[str, _Source]) -> dict[str, dic
     return found
 
 
-def _joins(model: Any) -> set[tuple[str, ...]]:
-    """Return the patterns of each rule by which transformers concatenates tensors, row below row."""
+def _joins(model: Any, dim: int = 0) -> set[tuple[str, ...]]:
+    """Return the patterns of each rule by which transformers concatenates tensors in a dimension: 0 for rows."""
     return {
         tuple(rule.source_patterns)
         for rule in get_model_conversion_mapping(model)
         if isinstance(rule, WeightConverter)
-        and [(type(step), vars(step).get("dim")) for step in rule.operations] == _JOIN
+        and [(type(step), vars(step).get("dim")) for step in rule.operations] == [(Concatenate, dim)]
     }
+
+
+def _single_experts(conversions: Sequence[Any]) -> list[WeightRenaming]:
+    """Return rules for single experts of families whose stacks are stored a level above them.
+
+    transformers has a rule for the stack alone: `.moe.down_proj.weight` -> `.mlp.experts.down_proj`.
+    """
+    found = []
+    for rule in conversions:
+        if isinstance(rule, WeightRenaming) and rule.target_patterns[0].endswith(".experts.down_proj"):
+            above = re.fullmatch(r"\\\.(\w+)\\\.down_proj\\\.weight\$", rule.source_patterns[0])
+            if above:
+                found.append(
+                    WeightRenaming(rf"\.{above[1]}\.experts\.", rule.target_patterns[0].removesuffix("down_proj"))
+                )
+    return found
 
 
 def _expert_layers(model: Any, sources: Mapping[str, _Source]) -> list[_ExpertLayer]:
@@ -159,6 +175,8 @@ def _check_stored_once(layer: _ExpertLayer, sources: Mapping[str, _Source], wher
 def fused_tensors(model: Any, stored: Collection[str]) -> dict[str, dict[str, str]]:
     """Map each module whose experts the checkpoint also holds fused: module -> its tensor -> the stored tensor.
 
+    Where gate and up are in two stored tensors, as Step-3.5's, they stand in place of the module's one.
+
     Args:
         model: a transformers model on the meta device.
         stored: names of all tensors in the checkpoint; one may hold the matrices of its experts transposed.
@@ -181,6 +199,10 @@ def fused_tensors(model: Any, stored: Collection[str]) -> dict[str, dict[str, st
             leaf: [*source.plain, *(tensor for rule in transposes for tensor in source.converted.get(rule, []))]
             for leaf, source in own.items()
         }
+        halves = list(own["gate_up_proj"].converted.items()) if "gate_up_proj" in own else []
+        if [len(names) for _, names in halves] == [1, 1] and tuple(rule for rule, _ in halves) in _joins(model, 1):
+            del tensors["gate_up_proj"]
+            tensors |= {leaf: names for leaf, (_, names) in zip(FUSED["gate_up_proj"], halves, strict=True)}
         if all(len(names) == 1 for names in tensors.values()):
             found[name] = {leaf: names[0] for leaf, names in tensors.items()}
     return found
@@ -207,7 +229,10 @@ def joined_tensors(model: Any, stored: Collection[str]) -> dict[str, list[str]]:
     }
 
 
-_JOIN = [(Concatenate, 0)]
+def split_endings(model: Any) -> tuple[str, ...]:
+    """Return how the names of tensors end that transformers cuts out of a stored one."""
+    rules = (rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightConverter))
+    return tuple(target for rule in rules if len(rule.target_patterns) > 1 for target in rule.target_patterns)
 
 
 def unmerged(conversions: list[Any], joined: Collection[str]) -> list[Any]:
@@ -233,7 +258,7 @@ def unmerged(conversions: list[Any], joined: Collection[str]) -> list[Any]:
                 kept.append(WeightRenaming(rf"\.experts\.(\d+)\.{own[1]}\.", rf".experts.\1.{leaf}."))
     for parent, leaf, part in sorted({tuple(name.split(".")[-3:]) for name in joined}):
         kept.append(WeightRenaming(rf"\.{parent}\.{part}\.", f".{parent}.{leaf}.{part}."))
-    return kept
+    return kept + _single_experts(conversions)
 
 
 _LEAVES = {f"experts.{leaf}": linears for leaf, linears in FUSED.items()}
@@ -243,6 +268,7 @@ def _sources(model: Any, stored: Collection[str]) -> dict[str, _Source]:
     """Run transformers' rules on the stored names: name of a tensor of the model -> its source."""
     transforms = get_model_conversion_mapping(model)
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+    renamings += _single_experts(transforms)
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
     expected = model.state_dict()
     order = [pattern for converter in converters for pattern in converter.source_patterns]

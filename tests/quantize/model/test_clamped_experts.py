@@ -34,7 +34,7 @@ LATENT = {
     "mlp_layer_types": ["dense", "sparse"],
 }
 # Changes to the configuration of a tiny model, and how it is quantized.
-FAMILIES: dict[str, tuple[dict[str, Any], Recipe]] = {
+FAMILIES = {
     "gpt_oss": (
         {"num_hidden_layers": 1, "num_local_experts": 4, **EXPERTS},
         Recipe("latq", bits=5.0, **SAMPLES),
@@ -49,6 +49,15 @@ FAMILIES: dict[str, tuple[dict[str, Any], Recipe]] = {
         },
         GPTQ,
     ),
+    # It stores gates, ups and downs of all experts in three tensors, and clamps after the activation.
+    "step3p7": (
+        {
+            **{"num_experts_per_tok": 2, "n_routed_experts": 4, "moe_intermediate_size": 48, "share_expert_dim": 48},
+            **{"mlp_layer_types": ["dense", "sparse"]},
+            **{"swiglu_limits": [None, LIMIT], "swiglu_limits_shared": [None, LIMIT]},
+        },
+        GPTQ,
+    ),
     "glm5_next": (
         {
             **{"qk_rope_head_dim": 0, "moe_intermediate_size": 48, "index_kpool": 4},
@@ -59,8 +68,8 @@ FAMILIES: dict[str, tuple[dict[str, Any], Recipe]] = {
         Recipe("ssqr", 3, group_size=16, outlier_rate=0.02, **SAMPLES),
     ),
 }
-FUSED = ("gpt_oss", "hy_v4")  # families that transformers stores with one tensor for a layer's experts
-MULTIMODAL = ("minimax_m3_vl", "glm5_next")
+FUSED = ("gpt_oss", "hy_v4", "step3p7")  # families that transformers stores with one tensor for a layer's experts
+MULTIMODAL = ("minimax_m3_vl", "step3p7", "glm5_next")
 # Largest difference of logits: transformers multiplies by these families' matrices in other pieces.
 TOLERANCES = {"gpt_oss": 2e-6, "minimax_m3_vl": 2e-6}
 TOKENS = torch.randint(3, 2048, (3, 20), generator=torch.Generator().manual_seed(1))

@@ -198,9 +198,10 @@ def _without_experts(
 
     The model's own loader drops tensors of single experts without a word.
     """
+    layers: list[Any] = list(model.modules())
     fused = {
         layer.quant_method.prefix: layer
-        for layer in model.modules()
+        for layer in layers
         if isinstance(getattr(layer, "quant_method", None), LatqMoEMethod) and layer.activation.value == INTERLEAVED
     }
     for name, tensor in weights:
