@@ -30,9 +30,10 @@ def tensor_sources(model: Any, stored: dict[str, str], embedding: str, store: Te
 
 def check_sources(model: Any, sources: Mapping[str, str], store: TensorStore) -> None:
     """Raise CheckpointError for a missing tensor, UnsupportedModelError for one of another shape than the model's."""
-    for name, tensor in model.state_dict().items():
-        if (found := store.shape(sources[name])) != tuple(tensor.shape):
-            where, expected = f"{store.directory}: {sources[name]}", f"shape {tuple(tensor.shape)}"
+    tensors = model.state_dict()
+    for name, source in sources.items():
+        if (found := store.shape(source)) != tuple(tensors[name].shape):
+            where, expected = f"{store.directory}: {source}", f"shape {tuple(tensors[name].shape)}"
             raise UnsupportedModelError(where, expected, f"{found}", "Is config.json its own?")
 
 

@@ -20,7 +20,7 @@ SMALL: dict[str, Any] = {
 SMALL_V4: dict[str, Any] = {
     **{"num_hidden_layers": 3, "num_key_value_heads": 1, "q_lora_rank": 16, "o_groups": 2, "o_lora_rank": 8},
     **{"n_routed_experts": 2, "num_experts_per_tok": 2, "hc_mult": 2, "qk_rope_head_dim": 4},
-    **{"index_n_heads": 2, "index_head_dim": 8, "index_topk": 2},
+    **{"index_n_heads": 2, "index_head_dim": 8, "index_topk": 2, "swiglu_limit": 0.1},
     "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
     "mlp_layer_types": ["hash_moe", "moe", "moe"],
     "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},

@@ -181,6 +181,13 @@ def joined_tensors(model: Any, stored: Collection[str]) -> dict[str, list[str]]:
     }
 
 
+def split_tensors(model: Any) -> set[str]:
+    """Return the names of a model's tensors that transformers cuts out of larger stored ones, as q out of qkv."""
+    rules = (rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightConverter))
+    targets = [target for rule in rules if len(rule.target_patterns) > 1 for target in rule.target_patterns]
+    return {name for name in model.state_dict() if any(re.search(target, name) for target in targets)}
+
+
 _JOIN = [(Concatenate, 0)]
 
 
