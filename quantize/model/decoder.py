@@ -19,7 +19,7 @@ from torch import nn
 
 from vllm_latq.errors import CheckpointError, LatqError, NumericalError, UnsupportedModelError, summary
 from vllm_latq.format.reader import fingerprint_of, tensor_digest
-from vllm_latq.models.stored_names import split_endings, stored_names
+from vllm_latq.models.stored_names import split_tensors, stored_names
 from vllm_latq.quantize.machine.offload import Place
 from vllm_latq.quantize.model.anatomy import Anatomy, fill_computed_buffers, initialized, is_linear, parts_outside
 from vllm_latq.quantize.model.carried_state import Batch, HandedOn
@@ -62,9 +62,8 @@ class Decoder:
         self._digests: dict[str, str] = {}  # of each tensor that was read, by its name in the checkpoint
         self._sources = tensor_sources(self.model, self.stored, table, self.store)
         # Towers are copied as they are stored.
-        split, in_tower = split_endings(self.model), self.anatomy.in_tower
-        read = {name: at for name, at in self._sources.items() if not (in_tower(name) and name.endswith(split))}
-        check_sources(self.model, read, self.store)
+        split = {name for name in split_tensors(self.model) if self.anatomy.in_tower(name)}
+        check_sources(self.model, {name: at for name, at in self._sources.items() if name not in split}, self.store)
         check_tied(tied, self.stored[table], self.store)
 
     def __len__(self) -> int:

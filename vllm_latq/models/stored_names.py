@@ -229,10 +229,12 @@ def joined_tensors(model: Any, stored: Collection[str]) -> dict[str, list[str]]:
     }
 
 
-def split_endings(model: Any) -> tuple[str, ...]:
-    """Return how the names of tensors end that transformers cuts out of a stored one."""
+def split_tensors(model: Any) -> set[str]:
+    """Return the names of a model's tensors that transformers cuts out of larger stored ones, as q out of qkv."""
     rules = (rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightConverter))
-    return tuple(target for rule in rules if len(rule.target_patterns) > 1 for target in rule.target_patterns)
+    targets = [target for rule in rules if len(rule.target_patterns) > 1 for target in rule.target_patterns]
+    return {name for name in model.state_dict() if any(re.search(target, name) for target in targets)}
+
 
 
 def unmerged(conversions: list[Any], joined: Collection[str]) -> list[Any]:

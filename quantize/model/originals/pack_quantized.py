@@ -1,4 +1,4 @@
-"""Integers packed into int32 (compressed-tensors, format pack-quantized), as Kimi K2 stores its experts.
+"""Integers packed into int32 (compressed-tensors, format pack-quantized), as Kimi K2.5 stores its experts.
 
     proj.weight_packed int32 [m, ceil(n / p)]      p = 32 // bits integers per word, the first in the lowest bits
     proj.weight_scale [m, groups]                  groups of columns; one for all of a row with strategy `channel`

@@ -1,6 +1,7 @@
-"""Models quantized by compressed-tensors, as Kimi K2 is published: read as that package decompresses them."""
+"""Models quantized by compressed-tensors, as Kimi K2.5 is published: read as that package decompresses them."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,14 @@ import pytest
 import torch
 from compressed_tensors.compressors import NaiveQuantizationCompressor, PackedQuantizationCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForMultimodalLM
 
 from helpers.originals import change, check_quantized_alike, publish
-from vllm_latq.errors import LatqError, UnsupportedModelError
+from helpers.random_models import SMALL
+from vllm_latq.errors import CheckpointError, LatqError, UnsupportedModelError
+from vllm_latq.format.files import TensorStore
+from vllm_latq.format.reader import CheckpointReader
 from vllm_latq.quantize.model.decoder import Decoder
 from vllm_latq.quantize.model.originals.store import OriginalStore
 from vllm_latq.quantize.recipe import Recipe
@@ -47,15 +52,51 @@ def _quantization(**groups: tuple[list[str], dict[str, Any]]) -> dict[str, Any]:
     return {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": entries}
 
 
-def test_quantized_as_what_they_stand_for(random_model: Any, calibration_text: Path, tmp_path: Path) -> None:
-    plain, _ = random_model("deepseek_v3", "plain-kimi", **LATENT)
+@pytest.fixture
+def kimi(mini_model: Path, tmp_path: Path) -> Path:
+    """A Kimi K2.5 with the names of the published one: its tower's q, k and v are one tensor."""
+    config = AutoConfig.for_model(
+        "kimi_k25",
+        text_config={"model_type": "deepseek_v3"} | SMALL | LATENT,
+        vision_config={"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4},
+        projection_hidden_size=32,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    model = AutoModelForMultimodalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(tmp_path / "kimi")
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(mini_model / file, tmp_path / "kimi")
+    # transformers' way back renames the language model's layers, too.
+    tensors = load_file(tmp_path / "kimi/model.safetensors")
+    tensors = {name.replace("_model.model.blocks.", "_model.model.layers."): tensor for name, tensor in tensors.items()}
+    save_file(tensors, tmp_path / "kimi/model.safetensors", metadata={"format": "pt"})
+    return tmp_path / "kimi"
 
+
+def test_quantized_as_what_they_stand_for(kimi: Path, calibration_text: Path, tmp_path: Path) -> None:
     def pack(name: str, tensor: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor] | None:
         return _packed(name.removesuffix(".weight"), tensor, INT4) if ".experts." in name else None
 
-    twin = publish(plain, tmp_path / "int4", pack, _quantization(group_0=(["Linear"], INT4)))
+    source = tmp_path / "int4"
+    twin = publish(kimi, source, pack, _quantization(group_0=(["Linear"], INT4)))
+    change(
+        source, lambda _, config: config["text_config"].update(quantization_config=config.pop("quantization_config"))
+    )
     recipe = Recipe("gptq", 4, group_size=8, num_samples=4, seq_len=32)
-    check_quantized_alike(tmp_path / "int4", twin, recipe, calibration_text)
+    check_quantized_alike(source, twin, recipe, calibration_text)
+    expert = "language_model.model.layers.1.mlp.experts.3.down_proj"
+    assert expert in CheckpointReader(source / "out").shapes
+    assert "wqkv" in " ".join(TensorStore(source / "out").names())
+
+
+def test_a_tensor_of_the_language_model_is_missed(kimi: Path) -> None:
+    change(kimi, lambda tensors, _: tensors.pop("language_model.model.layers.1.self_attn.o_proj.weight"))
+    with pytest.raises(CheckpointError, match=r"layers\.1\.self_attn\.o_proj\.weight, found no such tensor"):
+        Decoder(kimi, "cpu")
 
 
 def _single(tmp_path: Path, stored: dict[str, torch.Tensor], quantization: dict[str, Any]) -> OriginalStore:
