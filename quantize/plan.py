@@ -11,13 +11,19 @@ more sum [c, r] per block.
                          targets are corrected; latq then keeps X^T X of the original model, too. q, k and v share one
                          input, and so do gate and up; all other linears count as if each had its own
             gradients    float32 [r, r] per linear of that block (latq): the gram G of its
-                         output gradients, in diagonal blocks of at most LARGEST_BLOCK outputs
-            activations  num_samples * seq_len * hidden_size in the compute dtype, for each copy that waits: one; two
-                         where targets are corrected; the inputs of all blocks and the outputs of the last where
-                         gradients are needed. With --offload disk they wait on disk
-    disk    statistics   the tensors of all statistics files: one X^T X per input, and every G; none where they are
-                         made again
+                         output gradients, in diagonal blocks of at most LARGEST_BLOCK outputs. The experts of a layer
+                         share theirs
+            activations  num_samples * seq_len * hidden_size * streams in the compute dtype, for each copy that waits:
+                         one; two where targets are corrected; the inputs of all blocks and the outputs of the last
+                         where gradients are needed, and two more where targets are corrected and statistics made
+                         again. With --offload disk they wait on disk
+            peak         the largest sum of these at one time: of the weights outside the blocks and activations, or of
+                         everything else
+    disk    statistics   the tensors of all statistics files, which are removed at the end: one X^T X per input, and
+                         every G; none where they are made again
             checkpoint   the tensors of the checkpoint: the quantized linears, as planned, and all that stays as it is
+    reads   model        the files of the model as often as a run reads them, about: READS times for latq, else once
+            statistics   the statistics files, once for each round of the allocation and once while rounding
 
 The block of `hessians` and `gradients` is the one whose sum is largest; the head is one more, if it is quantized.
 """
@@ -30,7 +36,9 @@ from typing import Any
 from torch import nn
 
 from vllm_latq.format.encodings.registry import tensor_specs
-from vllm_latq.quantize.calibration.recomputed import gram_bytes, made_again
+from vllm_latq.quantize.allocation.model_lattice import ALLOCATIONS
+from vllm_latq.quantize.calibration.gram_sums import gram_bytes
+from vllm_latq.quantize.calibration.recomputed import made_again, statistics_bytes
 from vllm_latq.quantize.calibration.windows import check_seq_len
 from vllm_latq.quantize.methods.record import totals
 from vllm_latq.quantize.model.anatomy import parts_outside
@@ -40,6 +48,10 @@ from vllm_latq.quantize.model.parts import model_parts
 from vllm_latq.quantize.model.selection import beside, matrices, quantized_linears, suited
 from vllm_latq.quantize.recipe import AVERAGE_METHODS, Recipe
 
+# Passes of latq over the weights: forward, backward, two rounds of the allocation, rounding.
+READS = 3 + ALLOCATIONS
+# Names under which configurations have the number of streams of hidden states (DeepSeek-V4, GLM-5-Next; Gemma 3n).
+STREAMS = ("hc_mult", "altup_num_inputs")
 # Keys of the totals that only a run can measure.
 NOT_PLANNED = ("served_bits_per_weight", "error", "bound", "loss", "loss_bound")
 
@@ -90,6 +102,7 @@ def plan(
     needs = _needs(decoder, recipe, quantized, reads_text)
     activations = needs["memory"].pop("activations")
     needs["disk" if offload == "disk" else "memory"]["activations"] = activations
+    needs["memory"]["peak"] = peak(needs["memory"])
     needs["disk"]["checkpoint"] = summary["bytes"] + _untouched_bytes(decoder, quantized)
     return {
         "recipe": recipe.to_dict(),
@@ -99,6 +112,12 @@ def plan(
         "beside": others,
         "needs": needs,
     }
+
+
+def peak(memory: Mapping[str, int]) -> int:
+    """Return the most bytes in memory at one time; `memory` as in `needs`."""
+    at_work = memory["block"] + memory["hessians"] + memory["gradients"]
+    return max(memory["outside"], at_work) + memory.get("activations", 0)
 
 
 def disk_bytes(
@@ -140,9 +159,13 @@ def _needs(
     corrected = recipe.target != "quantized"
     grams = [gram_bytes(part.linears) for part in model_parts(decoder, quantized)]
     sums = 3 * corrected + (recipe.method == "latq" or not corrected)  # of each input
-    hessians, gradients = max(((sums * inputs, sees_loss * outputs) for inputs, outputs in grams), key=sum)
-    copies = len(decoder) + 1 if sees_loss else 1 + corrected
-    hidden = recipe.num_samples * recipe.seq_len * decoder.config.get_text_config().hidden_size
+    hessians, gradients = max(((sums * inputs, sees_loss * outputs) for inputs, _, outputs in grams), key=sum)
+    again = sees_loss and made_again(decoder, quantized)
+    copies = len(decoder) + 1 + 2 * (corrected and again) if sees_loss else 1 + corrected
+    statistics = 0 if again or not sees_loss else statistics_bytes(decoder, quantized)
+    files = set(decoder.store.files.values())
+    text = decoder.config.get_text_config()
+    hidden = recipe.num_samples * recipe.seq_len * text.hidden_size * streams(text)
     return {
         "memory": {
             "block": max(_nbytes(block.modules()) for block in blocks),
@@ -151,8 +174,17 @@ def _needs(
             "gradients": gradients,
             "activations": reads_text * copies * hidden * decoder.dtype.itemsize,
         },
-        "disk": {"statistics": sees_loss * (not made_again(decoder, quantized)) * sum(map(sum, grams))},
+        "disk": {"statistics": statistics},
+        "reads": {
+            "model": (READS if sees_loss else 1) * sum((decoder.source / file).stat().st_size for file in files),
+            "statistics": (1 + ALLOCATIONS) * statistics,
+        },
     }
+
+
+def streams(text: Any) -> int:
+    """Return the number of streams of hidden states of a model, from the configuration of its language model."""
+    return next((getattr(text, name) for name in STREAMS if getattr(text, name, None)), 1)
 
 
 def _nbytes(modules: Iterable[nn.Module]) -> int:

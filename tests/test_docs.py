@@ -74,7 +74,7 @@ def test_site_is_built_without_a_warning(tmp_path: Path) -> None:
     assert (tmp_path / "site" / "figures" / "kl_over_bits.svg").exists()
 
 
-@pytest.mark.parametrize("name", ["options", "models"])
+@pytest.mark.parametrize("name", ["options", "models", "mixtures"])
 def test_generated_page_is_current(name: str) -> None:
     script = DOCS / "scripts" / f"{name}.py"
     assert runpy.run_path(str(script))["page"]() == (DOCS / f"{name}.md").read_text(), f"run python {relative(script)}"

@@ -20,9 +20,12 @@ from torch import nn
 
 from vllm_latq.errors import ConfigError, naming
 from vllm_latq.events import Progress, ignore_progress
+from vllm_latq.quantize.allocation.kept_losses import FILE as LOSSES_FILE
+from vllm_latq.quantize.allocation.kept_losses import read_losses, write_losses
 from vllm_latq.quantize.allocation.rates import Allocation
 from vllm_latq.quantize.calibration.fisher import Backpropagation, Stages, collect_statistics, ignore_stages
 from vllm_latq.quantize.calibration.fisher_files import StatisticsFiles
+from vllm_latq.quantize.calibration.gram_sums import LayerSums
 from vllm_latq.quantize.calibration.hessian import InputHessian
 from vllm_latq.quantize.calibration.recomputed import RecomputedStatistics, made_again
 from vllm_latq.quantize.lattice.factor import require_finite
@@ -49,6 +52,8 @@ ALLOCATIONS = 2
 # Name of the stage.
 ALLOCATION = "allocation"
 
+# Statistics of the linears of one input; `on_device` makes them ready.
+Members = Mapping[str, LayerStatistics | LayerSums]
 T = TypeVar("T")
 
 
@@ -91,9 +96,10 @@ class ModelLattice:
 
     def collect(self, samples: torch.Tensor, place: Place, stages: Stages = ignore_stages) -> None:
         """Collect the statistics, unless an interrupted run left them all; ConfigError if it left another model's."""
-        run = Backpropagation(self.decoder, samples, self.quantized, self.recipe.seed, place, self.world, self.counted)
+        own = (self.decoder, samples, self.quantized, self.recipe.seed, place, self.world)
+        run = Backpropagation(*own, counted=self.counted)
         if made_again(self.decoder, self.quantized):
-            self._again = RecomputedStatistics(run, stages)
+            self._again = RecomputedStatistics(replace(run, scattered=True), stages)
             return
         files, parts = StatisticsFiles(self.folder), [part.index for part in self.parts]
         self._require_everywhere(self.folder.parent.is_dir)
@@ -119,7 +125,7 @@ class ModelLattice:
         """Raise ConfigError unless a part has the tensors of which statistics note the digests."""
         part.require_same(noted[part.index], self.decoder.digest(part.own_tensors()), self.folder)
 
-    def groups(self, part: Part, module: nn.Module) -> list[dict[str, LayerStatistics]]:
+    def groups(self, part: Part, module: nn.Module) -> list[Members]:
         """Return the statistics of a part's linears, with the linears of one input together.
 
         Args:
@@ -128,7 +134,7 @@ class ModelLattice:
         """
         if not part.linears:
             return []
-        statistics = self._again.of(part, module) if self._again else self._stored(part)
+        statistics: Members = self._again.of(part, module) if self._again else self._stored(part)
         leaders = dict.fromkeys(statistics[name].leader for name in part.linears)
         return [
             {name: statistics[name] for name in part.linears if statistics[name].leader == leader} for leader in leaders
@@ -141,9 +147,13 @@ class ModelLattice:
         self._require_same(part, files.noted[part.index])
         return statistics
 
-    def on_device(self, members: Mapping[str, LayerStatistics]) -> dict[str, LayerStatistics]:
-        """Return statistics on the device of the model."""
-        return {name: layer.to(self.decoder.device) for name, layer in members.items()}
+    def on_device(self, members: Members) -> dict[str, LayerStatistics]:
+        """Return the statistics of the linears of one input on the device of the model."""
+        found: dict[str, LayerStatistics] = {}
+        for name, layer in members.items():
+            found[name] = layer.to(self.decoder.device)
+            found[name] = replace(found[name], inputs=next(iter(found.values())).inputs)
+        return found
 
     def of_inputs(
         self,
@@ -166,7 +176,7 @@ class ModelLattice:
     def _of_part(
         self,
         part: Part,
-        groups: list[dict[str, LayerStatistics]],
+        groups: list[Members],
         make: Callable[[dict[str, torch.Tensor], dict[str, LayerStatistics]], T],
     ) -> list[T]:
         """Return `make(weights, statistics)` of every input of a part, in the order of `groups`."""
@@ -176,7 +186,7 @@ class ModelLattice:
                 next(iter(members)): make(
                     {name: full_weight(part.linears[name]) for name in members}, self.on_device(members)
                 )
-                for members in self.world.mine(groups, effort)
+                for members in self.world.mine(groups, effort, owner)
             }
 
         made = {leader: one for share in self.world.gather(make_mine) for leader, one in share.items()}
@@ -184,6 +194,9 @@ class ModelLattice:
 
     def allocation(self, progress: Progress = ignore_progress) -> Allocation:
         """Return the allocation of the model's bits; ConfigError if the lowest rates take more."""
+        path = self.folder / LOSSES_FILE
+        if self._again and self.world.from_first(path.exists):
+            return self._allocated(self.world.from_first(lambda: self._kept_losses(path)))
         step = None
         for round_ in range(ALLOCATIONS):
 
@@ -194,10 +207,29 @@ class ModelLattice:
             if names := [name for one in priced for name in one.unreached]:
                 raise unreached(names, self.quantized, "activations and gradients of the loss")
             losses = {name: one for part in priced for name, one in part.losses.items()}
-            allocation = Allocation(losses, self.recipe.bits * sum(one.weights for one in losses.values()))
-            allocation.require_possible()
+            allocation = self._allocated(losses)
             step = allocation.step
+        if self._again:
+            self.world.from_first(lambda: write_losses(path, losses, self._digests()))
         return allocation
+
+    def _allocated(self, losses: Mapping[str, UnitLosses]) -> Allocation:
+        """Return the allocation of the bits at these losses; ConfigError if the lowest rates take more."""
+        allocation = Allocation(losses, self.recipe.bits * sum(one.weights for one in losses.values()))
+        allocation.require_possible()
+        return allocation
+
+    def _kept_losses(self, path: Path) -> dict[str, UnitLosses]:
+        """Return the losses that an interrupted run wrote; ConfigError if it quantized another model."""
+        losses, source = read_losses(path)
+        parts = model_parts(self.decoder, self.quantized)
+        for part, noted, digest in zip(parts, source, self._digests(), strict=True):
+            part.require_same(noted, digest, self.folder)
+        return losses
+
+    def _digests(self) -> list[str]:
+        """Return the digests of the tensors of each part; all of them were read before."""
+        return [self.decoder.digest(part.own_tensors()) for part in model_parts(self.decoder, ())]
 
     def _priced(
         self, weights: Mapping[str, torch.Tensor], members: Mapping[str, LayerStatistics], step: float | None
@@ -236,16 +268,21 @@ def after_prefix(
     return {name: replace(layer, inputs=inputs) for name, layer in members.items()}, drift
 
 
-def effort(members: Mapping[str, LayerStatistics]) -> int:
+def effort(members: Members) -> int:
     """Return the work of an input: outputs * channels * (outputs + channels), summed over its linears.
 
     The outputs are those whose gradients are correlated.
     """
     efforts = []
     for layer in members.values():
-        channels = len(layer.inputs)
+        channels = layer.channels
         efforts += [len(gram) * channels * (len(gram) + channels) for gram in layer.outputs]
     return sum(efforts)
+
+
+def owner(members: Members) -> int | None:
+    """Return the process that alone has the statistics of an input; None if all have them."""
+    return next(iter(members.values())).owner
 
 
 def full_weight(linear: nn.Linear) -> torch.Tensor:

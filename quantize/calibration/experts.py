@@ -28,6 +28,7 @@ def complete_experts(
     hessians: list[InputHessian],
     run: Callable[[], None],
     reduce: Callable[[list[InputHessian]], list[InputHessian]] = list,
+    in_rows: bool = False,
 ) -> list[InputHessian]:
     """Add to the Hessians of experts with fewer tokens than input channels.
 
@@ -37,6 +38,7 @@ def complete_experts(
         hessians: from routed tokens; those to be completed are changed.
         run: passes all calibration tokens through the block.
         reduce: sums Hessians over the processes that share the run; `hessians` are such sums.
+        in_rows: whether experts may hold rows in place of matrices, see `InputHessian`.
 
     Returns:
         The Hessians, with those of experts that no token reached.
@@ -55,7 +57,8 @@ def complete_experts(
         for shared in inputs:
             routed, full = known.get(shared.leader), everything[shared.leader]
             if routed is None:
-                routed = InputHessian(shared, torch.zeros_like(full.matrix))
+                empty = full.matrix.to("meta") if in_rows else torch.zeros_like(full.matrix)
+                routed = InputHessian(shared, empty, rows=[] if in_rows else None)
                 added.append(routed)
             _complete(routed, full)
     return hessians + added
@@ -89,9 +92,25 @@ def _experts_of(block: nn.Module) -> Iterator[Expert]:
             yield expert
 
 
+def alike_experts(module: nn.Module, linears: Mapping[str, nn.Linear]) -> dict[str, tuple[str, int]]:
+    """Return linear of a routed expert -> the first linear in the same place of its layer's experts, and its expert.
+
+    Args:
+        module: a part of a model.
+        linears: name -> linear of everything in it that is quantized.
+    """
+    names: dict[nn.Module, str] = {linear: name for name, linear in linears.items()}
+    found: dict[str, tuple[str, int]] = {}
+    for layer in (one for one in module.modules() if isinstance(one, Experts)):
+        for leaf, _ in layer[0].named_children():
+            places = [(names.get(expert.get_submodule(leaf)), number) for number, expert in enumerate(layer)]
+            alike = [(name, number) for name, number in places if name is not None]
+            found.update({name: (alike[0][0], number) for name, number in alike})
+    return found
+
+
 def complete_gradients(
-    block: nn.Module,
-    linears: Mapping[str, nn.Linear],
+    experts: Mapping[str, tuple[str, int]],
     grams: dict[str, list[torch.Tensor]],
     routed: Mapping[str, int],
     counted: Mapping[str, int],
@@ -99,38 +118,38 @@ def complete_gradients(
     """Add to the gradients of experts with fewer tokens than input channels what their stand-ins bring.
 
     Args:
-        block: a decoder block.
-        linears: name -> linear of everything in it that is quantized.
+        experts: see `alike_experts`.
         grams: name -> diagonal blocks of the sum of g g^T over routed tokens; changed, also for experts that had none.
         routed: name -> tokens that reached it, if any did.
         counted: name -> tokens that its Hessian counts, those that stand in included.
     """
-    names = {linear: name for name, linear in linears.items()}
-    for layer in (module for module in block.modules() if isinstance(module, Experts)):
-        for leaf, _ in layer[0].named_children():
-            alike = [names[linear] for expert in layer if (linear := expert.get_submodule(leaf)) in names]
-            _complete_alike(alike, grams, routed, counted)
+    for alike in alike_names(experts):
+        reached = [name for name in alike if name in routed]
+        if not reached:
+            continue
+        tokens = sum(routed[name] for name in reached)
+        mean = [sum(parts[1:], parts[0]) / tokens for parts in zip(*(grams[name] for name in reached), strict=True)]
+        for name in alike:
+            if missing := counted[name] - routed.get(name, 0):
+                own = grams.get(name) or [torch.zeros_like(part) for part in mean]
+                grams[name] = [one + missing * part for one, part in zip(own, mean, strict=True)]
 
 
-def _complete_alike(
-    alike: list[str], grams: dict[str, list[torch.Tensor]], routed: Mapping[str, int], counted: Mapping[str, int]
-) -> None:
-    """Do what `complete_gradients` does for one linear of every expert of a layer, by their names."""
-    reached = [name for name in alike if name in routed]
-    if not reached:
-        return
-    tokens = sum(routed[name] for name in reached)
-    mean = [sum(parts[1:], parts[0]) / tokens for parts in zip(*(grams[name] for name in reached), strict=True)]
-    for name in alike:
-        if missing := counted[name] - routed.get(name, 0):
-            own = grams.get(name) or [torch.zeros_like(part) for part in mean]
-            grams[name] = [one + missing * part for one, part in zip(own, mean, strict=True)]
+def alike_names(experts: Mapping[str, tuple[str, int]]) -> list[list[str]]:
+    """Return the linears in the same place of all experts of a layer, for each place; see `alike_experts`."""
+    alike: dict[str, list[str]] = {}
+    for name, (first, _) in experts.items():
+        alike.setdefault(first, []).append(name)
+    return list(alike.values())
 
 
 def _complete(routed: InputHessian, full: InputHessian) -> None:
     channels = routed.matrix.shape[0]
     missing = channels - routed.tokens
-    routed.matrix.add_(full.matrix, alpha=missing / full.tokens)
+    if routed.rows is not None:
+        routed.stands_in = full.matrix, missing / full.tokens
+    elif not routed.matrix.is_meta:  # where another process does not hold it
+        routed.matrix.add_(full.matrix, alpha=missing / full.tokens)
     routed.note = (
         f"{routed.tokens} routed tokens for {channels} input channels: "
         f"the layer's {full.tokens} tokens stand in for the missing {missing}"

@@ -11,8 +11,8 @@ Several processes have a share of the tokens each, and the grams of all.
 The log-likelihood is that of the counted positions: all of plain text, and in conversations those before a token of an
 answer. G is the sum of g g^T over all tokens, divided by the number of counted positions, so that
 (1/2) tr(G E H E^T) is nats per counted position for every linear. H is a mean over all tokens. An expert's H is a mean
-over the tokens that are routed to it, and g = 0 for the others in its G. Experts that few tokens reach are completed,
-see `experts`.
+over the tokens that are routed to it, and g = 0 for the others in its G. The experts of a layer may share one G up to
+a factor, see `gram_sums`. Experts that few tokens reach are completed, see `experts`.
 
 With labels from the model itself, G (x) H is the Kronecker-factored Fisher matrix, whose half is the curvature of the
 KL divergence from the original model (Martens and Grosse, 2015). Everything refers to the unquantized model.
@@ -21,28 +21,21 @@ Invariant: one block is in memory at a time, and its grams; they go to disk, a f
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import nn
 
-from vllm_latq.errors import NumericalError
 from vllm_latq.events import Progress, ignore_progress
-from vllm_latq.quantize.calibration.experts import complete_experts, complete_gradients
 from vllm_latq.quantize.calibration.fisher_files import StatisticsFiles
-from vllm_latq.quantize.calibration.hessian import HessianCollector, reduce_hessians
-from vllm_latq.quantize.lattice.grams import LayerStatistics
+from vllm_latq.quantize.calibration.gram_sums import GramSums, LayerSums
 from vllm_latq.quantize.machine.distributed import ALONE, World
 from vllm_latq.quantize.machine.offload import Place, return_freed_memory
 from vllm_latq.quantize.model.carried_state import Batch
 from vllm_latq.quantize.model.decoder import Decoder
 from vllm_latq.quantize.model.parts import Part, model_parts
 
-# Outputs whose gradients are correlated with each other; wider layers get a block-diagonal G. 64 MB per block.
-LARGEST_BLOCK = 4096
 # Tokens that pass forward and backward at a time. The head makes float32 logits of them and as large a gradient: 1.2 GB
 # each of a vocabulary of 150,000.
 TOKENS_PER_GRADIENT = 2048
@@ -71,6 +64,7 @@ class Backpropagation:
         place: moves hidden states to where they wait, the inputs of all blocks and the last one's outputs at once;
             gradients take the place of hidden states.
         world: the processes that share the run.
+        scattered: whether each expert has a process that alone holds its Hessian.
         counted: positions whose next token has a label, bool [n, tokens], of all processes; None for all.
     """
 
@@ -80,6 +74,7 @@ class Backpropagation:
     seed: int
     place: Place = lambda hidden: hidden
     world: World = ALONE
+    scattered: bool = False
     counted: torch.Tensor | None = None
 
     @property
@@ -156,7 +151,7 @@ def label_seeds(seed: int, windows: Iterable[int]) -> list[int]:
 
 def head_statistics(
     run: Backpropagation, part: Part, head: nn.Module, hidden: list[torch.Tensor]
-) -> dict[str, LayerStatistics]:
+) -> dict[str, LayerSums]:
     """Turn the last hidden states into the gradients of labels' log-likelihood, drawn with a seed for each window.
 
     Returns:
@@ -165,7 +160,8 @@ def head_statistics(
     device = part.decoder.device
     own, windows = run.windows, 0
     seeds = label_seeds(run.seed, own.tolist())
-    with torch.enable_grad(), _watching(part.linears, run.world) as grams:
+    sums = GramSums(part, head, run.world)
+    with torch.enable_grad(), sums.watching():
         for waiting in hidden:
             states = waiting.to(device).detach().requires_grad_(True)
             logits = head(states).float()
@@ -178,7 +174,7 @@ def head_statistics(
             ).backward()
             waiting.copy_(_gradient(states))
             windows += len(logits)
-    return _means(part, grams, grams.reduce(run.positions))
+    return sums.reduce(run.positions)
 
 
 def _draw(logits: torch.Tensor, seed: int) -> torch.Tensor:
@@ -195,7 +191,7 @@ def block_statistics(
     hidden: list[torch.Tensor],
     after: list[torch.Tensor],
     before: list[torch.Tensor] | None = None,
-) -> dict[str, LayerStatistics]:
+) -> dict[str, LayerSums]:
     """Return the statistics of the wanted linears of a block.
 
     Args:
@@ -206,7 +202,8 @@ def block_statistics(
         after: gradients of the hidden states after the block.
         before: takes the gradients of the hidden states before the block, if given; may be `after`.
     """
-    with _watching(part.linears, run.world) as grams:
+    sums = GramSums(part, block, run.world, run.scattered)
+    with sums.watching():
         for index, (batch, states) in enumerate(zip(batches, hidden, strict=True)):
             gradient = go_back(part, block, batch, states, after[index])
             if before is not None:
@@ -216,10 +213,7 @@ def block_statistics(
         for batch, states in zip(batches, hidden, strict=True):
             part.run(block, replace(batch, hidden=states))
 
-    total = grams.reduce(run.positions)
-    with torch.no_grad():
-        grams.complete(block, part.linears, pass_all)
-    return _means(part, grams, total)
+    return sums.reduce(run.positions, pass_all)
 
 
 def go_back(part: Part, block: nn.Module, batch: Batch, hidden: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
@@ -237,87 +231,7 @@ def _gradient(states: torch.Tensor) -> torch.Tensor:
     return states.grad.to("cpu")
 
 
-class _Grams:
-    """Sums of a block's grams while it runs.
-
-    Attributes:
-        inputs: of each input, over the tokens that reach it.
-        outputs: linear -> diagonal blocks, over the same tokens.
-        world: whose processes have a part of the sums each, until `reduce`.
-    """
-
-    def __init__(self, world: World) -> None:
-        self.inputs = HessianCollector()
-        self.outputs: dict[str, list[torch.Tensor]] = {}
-        self.world = world
-
-    def reduce(self, positions: int) -> int:
-        """Sum over the processes; `positions` is the number of this one's labels. Return how many all have."""
-        self.inputs.hessians = reduce_hessians(self.world, self.inputs.hessians)
-        parts = {(name, index): part for name, parts in self.outputs.items() for index, part in enumerate(parts)}
-        self.outputs = {}
-        for (name, _), part in self.world.sum(parts).items():
-            self.outputs.setdefault(name, []).append(part)
-        return sum(self.world.gather(lambda: positions))
-
-    def complete(self, block: nn.Module, linears: Mapping[str, nn.Linear], run: Callable[[], None]) -> None:
-        """Complete experts with fewer tokens than channels; `run` passes all tokens through the block."""
-        routed = {name: hessian.tokens for hessian in self.inputs.hessians for name in hessian.shared.names}
-        reduce = partial(reduce_hessians, self.world)
-        self.inputs.hessians = complete_experts(block, linears, self.inputs.hessians, run, reduce)
-        counted = {name: hessian.tokens for hessian in self.inputs.hessians for name in hessian.shared.names}
-        complete_gradients(block, linears, self.outputs, routed, counted)
-
-    def hook(self, name: str) -> Callable[[nn.Module, object, torch.Tensor], None]:
-        """Return a forward hook that adds the gradients at the output of a linear to its grams."""
-
-        def add(gradient: torch.Tensor) -> None:
-            rows = gradient.reshape(-1, gradient.shape[-1]).to(torch.float32)
-            blocks = rows.split(LARGEST_BLOCK, 1)
-            if name not in self.outputs:
-                self.outputs[name] = [rows.new_zeros(part.shape[1], part.shape[1]) for part in blocks]
-            for gram, part in zip(self.outputs[name], blocks, strict=True):
-                gram.addmm_(part.T, part)
-
-        def see(_module: nn.Module, _inputs: object, output: torch.Tensor) -> None:
-            if output.requires_grad:  # not of constants, as Zaya has them before the first token
-                output.register_hook(add)
-
-        return see
-
-
-@contextmanager
-def _watching(linears: Mapping[str, nn.Linear], world: World) -> Iterator[_Grams]:
-    grams = _Grams(world)
-    handles = [linear.register_forward_hook(grams.hook(name)) for name, linear in linears.items()]
-    try:
-        with grams.inputs.watching(linears):
-            yield grams
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _means(part: Part, grams: _Grams, total: int) -> dict[str, LayerStatistics]:
-    """Turn the sums into means over tokens, of which there are `total`, and check them."""
-    called = [name for hessian in grams.inputs.hessians for name in hessian.shared.names]
-    if unmoved := [name for name in called if name not in grams.outputs]:
-        hint = f"Leave it out, with --ignore {unmoved[0]}"
-        raise NumericalError(unmoved[0], "a linear that the loss depends on", "no gradient", hint)
-    statistics = {}
-    for hessian in grams.inputs.hessians:
-        for name in hessian.shared.names:
-            outputs = [gram / total for gram in grams.outputs[name]]
-            mean, leader = hessian.matrix / hessian.tokens, hessian.shared.leader
-            statistics[name] = LayerStatistics(mean, outputs, hessian.tokens, leader, hessian.note)
-            _require_finite(name, statistics[name])
-    if missing := sorted(part.linears.keys() - statistics.keys()):
-        hint = f"Its block does not call it on this text: leave it out, with --ignore {missing[0]}"
-        raise NumericalError(missing[0], "a linear that is called while the model runs", "no call", hint)
-    return statistics
-
-
-def _write(files: StatisticsFiles, part: Part, statistics: Mapping[str, LayerStatistics], world: World) -> None:
+def _write(files: StatisticsFiles, part: Part, statistics: Mapping[str, LayerSums], world: World) -> None:
     """Write the statistics of a part.
 
     A file that an interrupted run wrote is kept, if it wrote the file for the same model.
@@ -328,18 +242,10 @@ def _write(files: StatisticsFiles, part: Part, statistics: Mapping[str, LayerSta
 
     def write() -> None:
         if not files.path(part.index).exists():
-            return files.write(part.index, statistics)
+            return files.write(part.index, {name: layer.to(torch.device("cpu")) for name, layer in statistics.items()})
         files.read(part.index)
         for one, digest in zip(parts, files.noted[part.index], strict=True):
             one.require_same(digest, part.decoder.digest(one.own_tensors()), files.directory)
 
     if statistics:
         world.from_first(write)
-
-
-def _require_finite(name: str, statistics: LayerStatistics) -> None:
-    """Raise NumericalError if activations or gradients of a linear are not finite."""
-    for what, gram in (("activations", statistics.inputs), *(("gradients", gram) for gram in statistics.outputs)):
-        if not torch.isfinite(gram).all():
-            hint = "The model overflows on this text, or its weights are damaged."
-            raise NumericalError(name, f"finite calibration {what}", "NaN or infinity", hint)

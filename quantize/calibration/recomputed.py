@@ -11,7 +11,7 @@ one more pass forward and backward, and the grams of one part in memory.
 Invariant: hidden states and gradients take the room of those that `collect_statistics` keeps.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -19,12 +19,11 @@ from torch import nn
 
 from vllm_latq.quantize.calibration import fisher
 from vllm_latq.quantize.calibration.fisher import Backpropagation, Stages, block_statistics, go_back, head_statistics
-from vllm_latq.quantize.lattice.grams import LayerStatistics
+from vllm_latq.quantize.calibration.gram_sums import LayerSums, gram_bytes
 from vllm_latq.quantize.machine.offload import return_freed_memory
 from vllm_latq.quantize.model.carried_state import Batch
 from vllm_latq.quantize.model.decoder import Decoder
 from vllm_latq.quantize.model.parts import Part, model_parts
-from vllm_latq.quantize.model.selection import merged_with
 
 # Bytes of statistics above which they are made again rather than kept on disk. A run that makes them again passes the
 # tokens through the model three times more, which is little beside the search for codes.
@@ -33,17 +32,12 @@ MOST_ON_DISK = 64 * 10**9
 
 def made_again(decoder: Decoder, quantized: Collection[str]) -> bool:
     """Return whether the statistics of a model's linears are made again, because they would not fit a disk."""
-    return sum(sum(gram_bytes(part.linears)) for part in model_parts(decoder, quantized)) > MOST_ON_DISK
+    return statistics_bytes(decoder, quantized) > MOST_ON_DISK
 
 
-def gram_bytes(linears: Mapping[str, nn.Linear]) -> tuple[int, int]:
-    """Return the bytes of the means of x x^T of the inputs of a part's linears, and of g g^T of their outputs."""
-    channels = {min([name, *merged_with(name, linears)]): linear.in_features for name, linear in linears.items()}
-    outputs = 0
-    for linear in linears.values():
-        whole, rest = divmod(linear.out_features, fisher.LARGEST_BLOCK)
-        outputs += whole * fisher.LARGEST_BLOCK**2 + rest**2
-    return 4 * sum(size**2 for size in channels.values()), 4 * outputs
+def statistics_bytes(decoder: Decoder, quantized: Collection[str]) -> int:
+    """Return the bytes of the tensors of all statistics: X^T X of every input, and G of every output."""
+    return sum(sum(gram_bytes(part.linears)[:2]) for part in model_parts(decoder, quantized))
 
 
 class _After(NamedTuple):
@@ -72,7 +66,7 @@ class RecomputedStatistics:
         self._batches: list[Batch] = []
         self._next = len(self._after) + 1  # the part that the tokens of the sweep have reached
 
-    def of(self, part: Part, module: nn.Module) -> dict[str, LayerStatistics]:
+    def of(self, part: Part, module: nn.Module) -> dict[str, LayerSums]:
         """Return linear -> statistics of a part.
 
         Args:

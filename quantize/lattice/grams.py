@@ -1,6 +1,7 @@
 """The Gram matrices of linears: of their inputs (H) and of the gradients at their outputs (G)."""
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 
@@ -41,6 +42,12 @@ class LayerStatistics:
     tokens: int
     leader: str
     note: str = ""
+    owner: ClassVar[None] = None  # every process may have them
+
+    @property
+    def channels(self) -> int:
+        """Number of input channels."""
+        return len(self.inputs)
 
     @property
     def reached(self) -> bool:

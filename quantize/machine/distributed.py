@@ -98,14 +98,20 @@ class World:
         assert files[0] is not None
         return _outcome(files[0])
 
-    def mine(self, work: Sequence[T], effort: Callable[[T], int]) -> list[T]:
-        """This rank's share of some work: each piece in turn to the rank with the least to do, biggest first."""
+    def mine(
+        self, work: Sequence[T], effort: Callable[[T], int], owner: Callable[[T], int | None] = lambda _: None
+    ) -> list[T]:
+        """This rank's share of some work.
+
+        A piece goes to its owner; the others, biggest first, each in turn to the rank with the least to do.
+        """
         efforts = [effort(piece) for piece in work]
+        owners = [owner(piece) for piece in work]
         loads = [0] * self.size
-        owners = [0] * len(work)
-        for index in sorted(range(len(work)), key=lambda index: -efforts[index]):
-            owners[index] = loads.index(min(loads))
-            loads[owners[index]] += efforts[index]
+        for index in sorted(range(len(work)), key=lambda index: (owners[index] is None, -efforts[index])):
+            rank = owners[index]
+            owners[index] = rank = loads.index(min(loads)) if rank is None else rank
+            loads[rank] += efforts[index]
         # In the order of the work, so that an error names the first piece that is wrong.
         return [piece for piece, owner in zip(work, owners, strict=True) if owner == self.rank]
 
@@ -117,9 +123,17 @@ class World:
         sums = {}
         for key, (shape, dtype) in {key: head for rank in heads for key, head in rank.items()}.items():
             sums[key] = tensors[key] if key in tensors else torch.zeros(shape, dtype=dtype, device=self.device)
-            with _waiting():
-                dist.all_reduce(sums[key])
+            self.add_up(sums[key])
         return sums
+
+    def add_up(self, tensor: torch.Tensor, owner: int | None = None) -> None:
+        """Turn a tensor that every rank has into the sum over all ranks: on its owner alone, or on all without one.
+
+        It is worthless on all other ranks.
+        """
+        if self.size > 1:
+            with _waiting():
+                dist.all_reduce(tensor) if owner is None else dist.reduce(tensor, owner)
 
 
 def world_size() -> int:

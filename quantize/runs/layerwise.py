@@ -30,6 +30,10 @@ class LayerwiseQuantizer:
         """Return the work of an input: outputs * channels^2, where the channels differ more than the outputs."""
         return len(one.shared) * max(1, len(one.matrix)) ** 2
 
+    def owner(self, one: InputHessian) -> int | None:
+        """Return None: every process has every Hessian."""
+        return None
+
     def quantize(self, one: InputHessian, part: Part) -> Quantized:
         """Quantize the linears of one input, and leave the quantized weights in the part."""
         records, tensors = {}, {}

@@ -88,6 +88,9 @@ class Quantizer(Protocol[T]):
     def effort(self, one: T) -> int:
         """Return how much work an input is, to share the inputs out over processes."""
 
+    def owner(self, one: T) -> int | None:
+        """Return the process that must quantize an input; None if any can."""
+
     def quantize(self, one: T, part: Part) -> Quantized:
         """Quantize the linears of one input and emit their records.
 
@@ -167,7 +170,8 @@ class Run:
         """Quantize the inputs of a part's linears, shared out over the processes; all processes get everything."""
         world, quantizer = self.session.world, self.quantizer
         inputs = quantizer.inputs(part, module, self.stream, self.layers)
-        shares = world.gather(lambda: [quantizer.quantize(one, part) for one in world.mine(inputs, quantizer.effort)])
+        mine = world.mine(inputs, quantizer.effort, quantizer.owner)
+        shares = world.gather(lambda: [quantizer.quantize(one, part) for one in mine])
         everything = Quantized({}, {})
         for rank, share in enumerate(shares):
             for found in share:

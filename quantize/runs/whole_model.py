@@ -26,17 +26,18 @@ from vllm_latq.events import QUANTIZING, stage_progress
 from vllm_latq.quantize.allocation.model_lattice import (
     ALLOCATION,
     ALLOCATIONS,
+    Members,
     ModelLattice,
     after_prefix,
     effort,
     full_weight,
+    owner,
 )
 from vllm_latq.quantize.allocation.rates import Allocation
 from vllm_latq.quantize.calibration.fisher import STAGES
 from vllm_latq.quantize.calibration.hessian import InputHessian
 from vllm_latq.quantize.calibration.recomputed import made_again
 from vllm_latq.quantize.calibration.stream import Stream, hessians_of
-from vllm_latq.quantize.lattice.grams import LayerStatistics
 from vllm_latq.quantize.machine.offload import Place
 from vllm_latq.quantize.methods.latq import Share, latq, targeted
 from vllm_latq.quantize.methods.record import layer_record
@@ -92,7 +93,7 @@ class LatqInput(NamedTuple):
         shares: linear -> its share of the bits.
     """
 
-    members: Mapping[str, LayerStatistics]
+    members: Members
     seen: InputHessian | None
     shares: Mapping[str, Share]
 
@@ -122,6 +123,10 @@ class WholeModelQuantizer:
     def effort(self, one: LatqInput) -> int:
         """Return the work of an input."""
         return effort(one.members)
+
+    def owner(self, one: LatqInput) -> int | None:
+        """Return the process that alone has the statistics of an input; None if all have them."""
+        return owner(one.members)
 
     def quantize(self, one: LatqInput, part: Part) -> Quantized:
         """Quantize the linears of one input."""

@@ -61,6 +61,27 @@ def hanging_command(arguments: list[str], environment: dict[str, str]) -> None:
     command(arguments, environment)
 
 
+def recomputing_command(arguments: list[str], environment: dict[str, str]) -> None:
+    """Run `latq quantize` where statistics are made again and experts share G; print the shapes that all ranks sum."""
+    import torch
+    from torch import distributed
+
+    from vllm_latq.quantize.calibration import gram_sums, recomputed
+
+    own, shapes = distributed.all_reduce, []
+
+    def all_reduce(tensor: torch.Tensor) -> None:
+        shapes.append(tuple(tensor.shape))
+        own(tensor)
+
+    recomputed.MOST_ON_DISK = gram_sums.MOST_OWN = 0
+    distributed.all_reduce = all_reduce  # type: ignore[assignment]
+    try:
+        command(arguments, environment)
+    finally:
+        print("summed by all:", sorted(shapes))
+
+
 def quantize(
     recipe: dict[str, Any], source: Path, out: Path, text: Path, before: Callable[..., None] | None, *arguments: Any
 ) -> None:

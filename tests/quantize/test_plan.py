@@ -1,5 +1,6 @@
 """A run allocates and writes as many bytes as its plan says."""
 
+import runpy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,15 @@ from torch import nn
 
 from vllm_latq.errors import ConfigError
 from vllm_latq.quantize.allocation.model_lattice import ModelLattice
-from vllm_latq.quantize.calibration import fisher as statistics
+from vllm_latq.quantize.calibration import gram_sums
 from vllm_latq.quantize.calibration.hessian import InputHessian
+from vllm_latq.quantize.calibration.recomputed import MOST_ON_DISK
 from vllm_latq.quantize.calibration.stream import Stream
 from vllm_latq.quantize.model.decoder import Decoder
 from vllm_latq.quantize.model.parts import model_parts
 from vllm_latq.quantize.model.selection import quantized_linears
 from vllm_latq.quantize.pipeline import quantize_checkpoint
-from vllm_latq.quantize.plan import plan
+from vllm_latq.quantize.plan import READS, plan
 from vllm_latq.quantize.recipe import Recipe
 
 FEW = {"num_samples": 4, "seq_len": 32}
@@ -90,7 +92,7 @@ def test_statistics_of_the_whole_model(
     widest: int, source: Path, tokens: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With gradients of all outputs together, and in several diagonal blocks."""
-    monkeypatch.setattr(statistics, "LARGEST_BLOCK", widest)
+    monkeypatch.setattr(gram_sums, "LARGEST_BLOCK", widest)
     recipe, decoder, placed = replace(LATQ, ignore=()), Decoder(source, "cpu"), []
 
     def place(hidden: torch.Tensor) -> torch.Tensor:
@@ -106,6 +108,49 @@ def test_statistics_of_the_whole_model(
     assert planned["memory"]["hessians"] + planned["memory"]["gradients"] == max(map(tensor_bytes, files))
     assert "activations" not in planned["memory"]
     assert planned["disk"]["activations"] == sum(placed)
+
+
+def test_bytes_that_are_read(random_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors of the model, however often, within a third of the plan."""
+    source, _ = random_model("qwen3", "planned-reads", tie_word_embeddings=True, num_hidden_layers=8)
+    kept = needs(LATQ, source)
+    assert kept["reads"]["statistics"] == 3 * kept["disk"]["statistics"] > 0
+    monkeypatch.setattr("vllm_latq.quantize.calibration.recomputed.MOST_ON_DISK", 0)
+    read, fetch = [], Decoder.fetch
+
+    def counted(decoder: Decoder, stored: str) -> torch.Tensor:
+        tensor = fetch(decoder, stored)
+        read.append(tensor.nbytes)
+        return tensor
+
+    monkeypatch.setattr(Decoder, "fetch", counted)
+    ignored = ("lm_head", *(f"{name}_proj" for name in ("q", "k", "v", "gate", "up", "down")))
+    recipe = replace(LATQ, ignore=ignored)
+    quantize_checkpoint(recipe, source, tmp_path / "out", device="cpu")
+    planned = needs(recipe, source)
+    assert planned["reads"]["model"] == pytest.approx(sum(read), rel=1 / 3)
+    assert planned["reads"]["statistics"] == planned["disk"]["statistics"] == 0
+    memory = planned["memory"]
+    assert memory["peak"] < sum(memory.values()) - memory["peak"]
+
+
+def test_formulas_of_large_mixtures(random_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page about them counts what a plan counts."""
+    most_own = gram_sums.MOST_OWN
+    monkeypatch.setattr(gram_sums, "MOST_OWN", 0)
+    page = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "scripts" / "mixtures.py"))
+    source, _ = random_model("qwen3_moe", "planned-mixture", num_experts=4, num_experts_per_tok=2)
+    mixture = page["Mixture"]("", hidden=32, intermediate=48, experts=4, chosen=2, sparse=2, blocks=2)
+    ignored = ("lm_head", *(f"{name}_proj" for name in "qkvo"))
+    found = needs(replace(LATQ, ignore=ignored, dtype="bfloat16"), source)
+    assert found["memory"]["hessians"] == mixture.hessians
+    assert found["memory"]["gradients"] == mixture.gradients
+    assert found["disk"]["statistics"] == mixture.statistics
+    assert found["memory"]["activations"] == mixture.activations(FEW["num_samples"] * FEW["seq_len"])
+    assert page["PASSES"] == READS
+    for model in page["MODELS"]:
+        assert model.statistics > MOST_ON_DISK
+        assert model.experts * model.gradients > most_own
 
 
 def tensor_bytes(path: Path) -> int:

@@ -63,8 +63,10 @@ NEEDS = {
     "hessians": "Hessians of the largest block",
     "gradients": "output-gradient grams of that block",
     "activations": "activations",
+    "peak": "most at one time",
     "statistics": "statistics of all linears",
     "checkpoint": "the checkpoint",
+    "model": "the model, all passes together",
 }
 
 

@@ -89,3 +89,30 @@ def test_passes_stay_whole_where_a_linear_is_called_twice():
             linear(linear(torch.ones(2, 5)))
         collector.stop_early()
     assert collector.hessians[0].tokens == 8
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_stand_for_the_matrix_while_they_are_few(dtype):
+    """Fewer numbers than the matrix has, the same gram; with what stands in for missing tokens."""
+    linear, batches = torch.nn.Linear(5, 5), torch.randn(3, 2, 5, generator=torch.Generator().manual_seed(0)).to(dtype)
+    collector = HessianCollector(in_rows=["expert"])
+    held = []
+    for batch in batches:
+        with torch.no_grad(), collector.watching({"expert": linear}):
+            linear(batch) if dtype == torch.float32 else linear.bfloat16()(batch)
+        (hessian,) = collector.hessians
+        held.append(None if hessian.rows is None else sum(map(len, hessian.rows)))
+        expected = batches[: len(held)].flatten(0, 1).float()
+        torch.testing.assert_close(hessian.gram(), expected.T @ expected, rtol=1e-5, atol=1e-5)
+        assert hessian.tokens == len(expected)
+        assert hessian.matrix.is_meta == (len(expected) < 5)
+    assert held == [2, 4, None]
+
+
+def test_what_stands_in_counts_beside_rows():
+    rows, others = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(0))
+    empty = torch.empty(5, 5, device="meta")
+    for known in ([], [rows]):
+        hessian = InputHessian(SharedInput(("expert",)), empty, rows=known, stands_in=(others.T @ others, 0.5))
+        expected = 0.5 * others.T @ others + (rows.T @ rows if known else 0)
+        torch.testing.assert_close(hessian.gram(), expected)

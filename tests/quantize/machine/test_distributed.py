@@ -28,11 +28,13 @@ SAMPLES = {"num_samples": 7, "seq_len": 32}
 GPTQ = Recipe("gptq", 4, group_size=16, **SAMPLES)
 HPTQ = Recipe("hptq", bits=3.5, **SAMPLES)
 LATQ = Recipe("latq", bits=3.5, **SAMPLES)
+WITHOUT_HEAD = Recipe("latq", bits=3.5, ignore=("lm_head",), **SAMPLES)
 SSQR = Recipe("ssqr", bits=4, group_size=16, target="residual", **SAMPLES)
 OPTIONS = {
     GPTQ: ["--method", "gptq", "--bits", "4", "--group-size", "16"],
     HPTQ: ["--method", "hptq", "--bits", "3.5"],
     LATQ: ["--method", "latq", "--bits", "3.5"],
+    WITHOUT_HEAD: ["--method", "latq", "--bits", "3.5", "--keep-lm-head"],
     SSQR: ["--method", "ssqr", "--bits", "4", "--group-size", "16", "--target", "residual"],
 }
 # Hessians are summed in another order, in float32: of the integers, only those within its rounding of a tie may move.
@@ -56,7 +58,12 @@ def torchrun(processes: int, log: Path, *arguments: str) -> int:
 
 
 def ranks(
-    processes: int, log: Path, *arguments: str, variables: dict[str, str] | None = None, hangs: int | None = None
+    processes: int,
+    log: Path,
+    *arguments: str,
+    variables: dict[str, str] | None = None,
+    hangs: int | None = None,
+    command: Any = forked.command,
 ) -> list[Any]:
     """The same processes without torchrun's own, started; rank r prints to `log` with r as its suffix.
 
@@ -64,6 +71,7 @@ def ranks(
         processes, log, arguments: as for `torchrun`.
         variables: further variables of the environment.
         hangs: rank that stops when it has calibration samples.
+        command: runs in the other ranks.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -72,7 +80,7 @@ def ranks(
     return [
         forked.start(
             log.with_suffix(f".{rank}"),
-            forked.command if rank != hangs else forked.hanging_command,
+            command if rank != hangs else forked.hanging_command,
             ["quantize", *arguments],
             world | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | (variables or {}),
         )
@@ -109,13 +117,23 @@ def assert_same_result(shared: Path, alone: Path, recipe: Recipe) -> None:
 
 @pytest.mark.parametrize(
     ("processes", "model_type", "recipe"),
-    [(2, "llama", GPTQ), (3, "mixtral", HPTQ), (3, "mixtral", LATQ), (3, "llama", SSQR)],
+    [(2, "llama", WITHOUT_HEAD), (3, "mixtral", HPTQ), (3, "mixtral", LATQ), (3, "llama", SSQR)],
 )
 def test_equals_one_process(
-    processes: int, model_type: str, recipe: Recipe, random_model: Any, calibration_text: Path, tmp_path: Path
+    processes: int,
+    model_type: str,
+    recipe: Recipe,
+    random_model: Any,
+    calibration_text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Statistics of latq's experts are made again here, share G, and each process holds those of its own experts."""
     blocks = 1 if model_type == "mixtral" else 2
+    recomputed = model_type == "mixtral" and recipe.method == "latq"
     directory, _ = random_model(model_type, f"{model_type}-shared", **EXPERTS, num_hidden_layers=blocks)
+    if recomputed:
+        monkeypatch.setattr("vllm_latq.quantize.calibration.gram_sums.MOST_OWN", 0)
     quantize_checkpoint(recipe, directory, tmp_path / "alone", calibration=str(calibration_text))
     options = [*OPTIONS[recipe], "-v", "--num-samples", "7", "--seq-len", "32", "--calibration", str(calibration_text)]
     arguments = (str(directory), str(tmp_path / "shared"), *options)
@@ -124,13 +142,17 @@ def test_equals_one_process(
         assert torchrun(2, log, *arguments) == 0, log.read_text()
         printed = log.read_text()
     else:
-        started = ranks(processes, log, *arguments)
+        command = forked.recomputing_command if recomputed else forked.command
+        started = ranks(processes, log, *arguments, command=command)
         for process in started:
             process.join(PATIENCE)
         logs = [log.with_suffix(f".{rank}").read_text() for rank in range(processes)]
         assert [process.exitcode for process in started] == [0] * processes, logs
         printed = "".join(logs)
     assert_same_result(tmp_path / "shared", tmp_path / "alone", recipe)
+    if recomputed:
+        # Two rounds of the allocation, and one of rounding: G of w1 and of w3 are as large as H of w2.
+        assert printed.count("(48, 48)") == 3 * 3 * 2
     notes = [layer["note"] for layer in CheckpointReader(tmp_path / "shared").report()["layers"]]
     assert any("stand in" in note for note in notes) == (model_type == "mixtral")
     lines = [line.strip() for line in printed.splitlines()]

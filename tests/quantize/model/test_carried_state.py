@@ -32,6 +32,7 @@ from vllm_latq.quantize.model.parts import Part, model_parts
 from vllm_latq.quantize.model.recorder import Recorder, check_recorded, record
 from vllm_latq.quantize.model.selection import never_quantized
 from vllm_latq.quantize.pipeline import quantize_checkpoint
+from vllm_latq.quantize.plan import streams
 from vllm_latq.quantize.recipe import Recipe
 
 SEED = 3
@@ -90,7 +91,8 @@ def test_walked_forward_and_backward(family: str, random_model: Any, tmp_path: P
     for part in blocks_of(decoder):
         with part.weights() as block:
             wanted_here = replace(part, linears={name: one for name, one in part.linears.items() if name in wanted})
-            assert_same_statistics(again.of(wanted_here, block), files.read(part.index))
+            found = {name: layer.to(decoder.device) for name, layer in again.of(wanted_here, block).items()}
+        assert_same_statistics(found, files.read(part.index))
     expected = one_backward_pass(model, TOKENS, SEED)
     for index in range(BLOCKS):
         layers = files.read(index)
@@ -284,8 +286,10 @@ def test_embeddings_for_each_block_wait_with_several_streams(random_model: Any) 
     """In Gemma 3n the streams come before the samples."""
     source, _ = random_model("gemma3n_text", "shared-gemma3n_text", **FAMILIES["gemma3n_text"])
     placed: list[int] = []
-    (batch,) = Decoder(source, "cpu").embed(TOKENS, len(TOKENS), lambda one: placed.append(one.nbytes) or one)
+    decoder = Decoder(source, "cpu")
+    (batch,) = decoder.embed(TOKENS, len(TOKENS), lambda one: placed.append(one.nbytes) or one)
     assert batch.hidden.shape[:3] == (4, *TOKENS.shape)
+    assert streams(decoder.config) == 4
     assert sum(placed) == batch.hidden.nbytes + BLOCKS * TOKENS.numel() * 16 * 4
 
 

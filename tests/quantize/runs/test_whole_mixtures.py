@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -13,7 +14,7 @@ from vllm_latq.format.verify import verify
 from vllm_latq.quantize.calibration.fisher import Backpropagation, collect_statistics
 from vllm_latq.quantize.calibration.fisher_files import StatisticsFiles
 from vllm_latq.quantize.certificate.certificate import verify_certificate
-from vllm_latq.quantize.evaluation.evaluate import window_statistics
+from vllm_latq.quantize.evaluation.predictions import Predictions, compare
 from vllm_latq.quantize.lattice.grams import LayerStatistics
 from vllm_latq.quantize.model.decoder import Decoder
 from vllm_latq.quantize.pipeline import quantize_checkpoint
@@ -68,8 +69,16 @@ def routed_gradients(model: Any, directory: Path, samples: torch.Tensor) -> dict
     return {name: output.grad for name, output in seen.items() if output.grad is not None}
 
 
-def test_gradients_are_those_of_routed_tokens(random_model: Any, tmp_path: Path) -> None:
-    """Means over all tokens; what few tokens reach gets the mean of the layer's experts for each missing one."""
+@pytest.mark.parametrize("sharing", [False, True])
+def test_gradients_are_those_of_routed_tokens(
+    sharing: bool, random_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Means over all tokens; what few tokens reach gets the mean of the layer's experts for each missing one.
+
+    Where experts share G, it is the mean over all of them, with the trace of each expert's own gradients.
+    """
+    if sharing:
+        monkeypatch.setattr("vllm_latq.quantize.calibration.gram_sums.MOST_OWN", 0)
     directory, model = random_model("mixtral", "whole-mixtral", **EXPERTS)
     found = statistics(directory, TOKENS, StatisticsFiles(tmp_path))
     gradients = routed_gradients(model, directory, TOKENS)
@@ -83,6 +92,8 @@ def test_gradients_are_those_of_routed_tokens(random_model: Any, tmp_path: Path)
             missing = max(0, channels - len(gradients[name]))
             completed += missing
             expected = gradients[name].T @ gradients[name] + missing * every.T @ every / len(every)
+            if sharing:
+                expected = expected.trace() / every.square().sum() * every.T @ every
             (gram,) = found[name].outputs
             assert found[name].tokens == len(gradients[name]) + missing
             assert bool(found[name].note) is bool(missing)
@@ -119,4 +130,7 @@ def test_latq_from_model_to_checkpoint(
     with torch.no_grad():
         got, expected, original = (one(TOKENS).logits.flatten(0, 1) for one in (loaded, dense, model))
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-4)
-    assert 0 < window_statistics(got, TOKENS.flatten(), original).kl / TOKENS.numel() < 1
+    ours, theirs = (Predictions.of(logits, TOKENS.flatten()) for logits in (got, original))
+    kl = compare(ours, theirs, got.shape[1]).kl
+    assert kl is not None
+    assert 0 < kl.mean() < 1
