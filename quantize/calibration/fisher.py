@@ -11,8 +11,8 @@ Several processes have a share of the tokens each, and the grams of all.
 The log-likelihood is that of the counted positions: all of plain text, and in conversations those before a token of an
 answer. G is the sum of g g^T over all tokens, divided by the number of counted positions, so that
 (1/2) tr(G E H E^T) is nats per counted position for every linear. H is a mean over all tokens. An expert's H is a mean
-over the tokens that are routed to it, and g = 0 for the others in its G. The experts of a layer may share one G up to a
-factor, see `gram_sums`. Experts that few tokens reach are completed, see `experts`.
+over the tokens that are routed to it, and g = 0 for the others in its G. The experts of a layer may share one G up to
+a factor, see `gram_sums`. Experts that few tokens reach are completed, see `experts`.
 
 With labels from the model itself, G (x) H is the Kronecker-factored Fisher matrix, whose half is the curvature of the
 KL divergence from the original model (Martens and Grosse, 2015). Everything refers to the unquantized model.

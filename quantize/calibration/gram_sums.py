@@ -142,7 +142,7 @@ class GramSums:
         """Sum over the processes, and complete experts with fewer tokens than channels.
 
         Args:
-            positions: number of positions of this process whose loss is taken.
+            positions: number of this process's positions whose loss is taken.
             run: passes all its tokens through the part; None for a part without experts.
 
         Raises:
@@ -188,7 +188,7 @@ class GramSums:
         return shares
 
     def _checked(self, shares: Mapping[str, float], total: int) -> dict[str, LayerSums]:
-        """Return linear -> sums, for `total` positions; experts with their shares."""
+        """Return linear -> sums, over `total` positions; experts with their shares."""
         found = {}
         for hessian in self.inputs.hessians:
             for name in hessian.shared.names:

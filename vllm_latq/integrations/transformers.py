@@ -36,7 +36,7 @@ from vllm_latq.format.validate import weight_from_tensors
 from vllm_latq.format.verify import KV_SCALES, check_headers
 from vllm_latq.models.experts import Experts
 from vllm_latq.models.joined import JoinedLinears
-from vllm_latq.models.stored_names import split_endings, stored_names, unmerged
+from vllm_latq.models.stored_names import split_tensors, stored_names, unmerged
 from vllm_latq.serving.decode import decode_on_device
 from vllm_latq.serving.layouts.checkpoint import CheckpointOperands
 from vllm_latq.serving.layouts.dense import DenseOperands
@@ -247,7 +247,7 @@ class LatqQuantizer(HfQuantizer):
             known = model._keys_to_ignore_on_load_unexpected or ()
             model._keys_to_ignore_on_load_unexpected = {*known, *(rf"\{ending}$" for ending in KV_SCALES)}
         self.unfused = any(isinstance(module, Experts) for module in model.modules())
-        split = split_endings(model)
+        split = split_tensors(model)
         joined = {name: module for name, module in model.named_modules() if isinstance(module, JoinedLinears)}
         self.joined = [f"{name}.{leaf}" for name, module in joined.items() for leaf, _ in module.named_children()]
         for name, module in list(model.named_modules()):
@@ -260,7 +260,7 @@ class LatqQuantizer(HfQuantizer):
                 model.set_submodule(name, embedding)
             if not isinstance(module, nn.Linear):
                 continue
-            if f"{name}.weight".endswith(split) and f"{where}.{SHAPE}" not in shapes:
+            if f"{name}.weight" in split and f"{where}.{SHAPE}" not in shapes:
                 continue  # of a tower, whose linears are stored as one
             if scheme is None:
                 if f"{where}.{SHAPE}" in shapes:
