@@ -38,6 +38,7 @@ MISSING = "model.layers.2.mlp.gate_proj.outlier_col_idx"
 MISSING_DENSE = ["model.embed_tokens.weight", "model.layers.2.input_layernorm.weight"]
 
 pytestmark = pytest.mark.engine
+NEW_VLLM = pytest.mark.skipif(OLD_VLLM, reason="exports were tried with vLLM 0.32 only")
 assert_same = partial(engine_probe.assert_same, tolerance=LOGPROB_TOLERANCE)
 
 
@@ -66,7 +67,8 @@ def generations(request: pytest.FixtureRequest) -> dict[str, Any]:
         jobs["float8-cache"] = {"model": cached, "engine": {"kv_cache_dtype": "fp8"}, "reload": [cached]}
     jobs["dummy-hptq"] = {"model": pairs["hptq"].latq, "engine": {"load_format": "dummy"}}
     jobs["dummy-biased"] = {"model": pairs["biased"].latq, "engine": {"load_format": "dummy"}}
-    jobs["exported"] = {"model": request.getfixturevalue("exported"), "engine": {"dtype": "bfloat16"}}
+    exported = {"model": request.getfixturevalue("exported"), "engine": {"dtype": "bfloat16"}}
+    jobs["exported"] = exported | {"fails": OLD_VLLM}
     jobs["exported-dense"] = {"model": request.getfixturevalue("unexported_pair").dense}
     jobs["two-models"] = {"model": with_other_weights(ssqr, pairs["other_ssqr"].latq), "fails": True}
     jobs["incomplete"] = {"model": without_tensors(ssqr, MISSING), "fails": True}
@@ -139,7 +141,7 @@ def test_engine_equals_the_dequantized_model(name: str, generations: dict[str, A
     assert_same(generations[name][0], generations[f"{name}-dense"][0])
 
 
-@pytest.mark.parametrize("name", ["bfloat16", "exported"])
+@pytest.mark.parametrize("name", ["bfloat16", pytest.param("exported", marks=NEW_VLLM)])
 def test_bfloat16_probabilities_match_the_dequantized_model(name: str, generations: dict[str, Any]) -> None:
     """Only the first tokens are compared: later ones depend on the tokens chosen before."""
     for ours, theirs in zip(generations[name][0], generations[f"{name}-dense"][0], strict=True):

@@ -83,6 +83,8 @@ def test_bits_use_the_memory_to_the_end(configuration: Path) -> None:
     with pytest.raises(ConfigError, match="fit: expected a method that takes the same bits"):
         fit.fitting(Recipe("hptq"), shapes, exact)
     assert fit.fitting(recipe, shapes, fit.load("24GiB", None, None, shapes)).bits == fit.MOST_BITS
+    group = fit.fitting(replace(recipe, grid="group"), shapes, fit.load("24GiB", None, None, shapes))
+    assert 8.12 < group.bits < 8.13  # codes of 8 bits and their scales
 
 
 def test_speed_is_bandwidth_over_what_a_token_reads(configuration: Path) -> None:
