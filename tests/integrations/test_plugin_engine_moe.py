@@ -14,6 +14,7 @@ from helpers.checkpoints import without_tensors
 from helpers.engine_probe import NO_EXPERTS, OLD_VLLM, PROMPTS, assert_plausible, assert_same, probe
 from helpers.logprobs import assert_agrees
 from helpers.mixtures import into_fused
+from helpers.random_models import add_further_layer
 from vllm_latq.format.config import CheckpointConfig
 from vllm_latq.format.scheme import LayerScheme
 from vllm_latq.quantize.pipeline import quantize_checkpoint
@@ -50,6 +51,8 @@ CHANGES = {
         **{"no_rope_layer_interval": 2, "attention_chunk_size": 128},
     },
 }
+# One token at a time is proposed by a layer in the checkpoint of the model.
+FURTHER = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
 FUSED = ("granitemoe", "gemma4_text", "llama4_text")
 ENGINE = {"max_model_len": 64}
 SAMPLES = {"num_samples": 4, "seq_len": 32}
@@ -88,6 +91,17 @@ def pairs(
         LayerScheme("packed", 4, 32, False), ignored, dict.fromkeys(coded, LayerScheme("trellis"))
     )
     found["qwen2_moe"] = type(make_checkpoint)(source, folder)("shared", config)
+    source, _ = random_model(
+        "glm4_moe",
+        "served-glm4_moe",
+        **SIZES | {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1},
+        num_nextn_predict_layers=1,
+    )
+    add_further_layer(source)
+    recipe = Recipe("rtn", 4, group_size=32, ignore=(), mtp_bits=3, embedding_bits=8)
+    quantize_checkpoint(recipe, source, folder / "glm4_moe")
+    found["glm4_moe"] = folder / "glm4_moe", folder / "glm4_moe-dense"
+    make_dense_twin(*found["glm4_moe"])
     return found
 
 
@@ -101,6 +115,10 @@ def generations(pairs: dict[str, tuple[Path, Path]]) -> dict[str, Any]:
         "qwen3_moe": {"model": qwen3, "engine": ENGINE, "reload": [qwen3]},
         "qwen2_moe": {"model": qwen2, "engine": ENGINE},
         **{family: {"model": pairs[family][0], "engine": ENGINE} for family in FUSED},
+        **{
+            name: {"model": model, "engine": ENGINE | FURTHER, "drafts": True}
+            for name, model in zip(("further", "further-dense"), pairs["glm4_moe"], strict=True)
+        },
         "dummy": {"model": qwen2, "engine": ENGINE | {"load_format": "dummy"}},
     }
     return dict(zip(jobs, probe(list(jobs.values())), strict=True))
@@ -119,6 +137,18 @@ def test_mixture_equals_the_dequantized_model(
     family: str, generations: dict[str, Any], pairs: dict[str, tuple[Path, Path]]
 ) -> None:
     assert_right(generations[family][0], pairs[family][1])
+
+
+def test_quantized_layers_predict_further_tokens(
+    generations: dict[str, Any], pairs: dict[str, tuple[Path, Path]]
+) -> None:
+    """The layer proposes what its dequantized twin proposes, with the quantized embedding and head of the model."""
+    (answers, drafted), (_, dense) = generations["further"], generations["further-dense"]
+    assert_right(answers, pairs["glm4_moe"][1])
+    assert len(drafted["tokens"]) > len(PROMPTS)
+    assert drafted["tokens"] == dense["tokens"]
+    assert drafted["layouts"] == ["checkpoint", "rows"]
+    assert dense["layouts"] == []
 
 
 def test_reloading_a_mixture_and_back(generations: dict[str, Any], pairs: dict[str, tuple[Path, Path]]) -> None:
