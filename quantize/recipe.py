@@ -47,6 +47,7 @@ CHOICES: Mapping[str, tuple[Any, ...]] = {
     "dtype": DTYPES,
     "kv_cache_scheme": ("none", "fp8"),
     "embedding_bits": (4, 8, UNQUANTIZED),
+    "mtp_bits": (*SUPPORTED_BITS, UNQUANTIZED),
 }
 DEFAULT_METHOD = "latq"
 # Name -> fields of a recipe, the cheapest first.
@@ -110,6 +111,8 @@ class Recipe:
         kv_cache_scheme: none, or fp8: also store scales of keys and values for a KV cache in 8-bit floats, measured on
             the calibration text in the quantized model.
         embedding_bits: width of the codes of the input embedding, which is rounded to nearest: 4 or 8; 16 leaves it.
+        mtp_bits: width of the codes of layers that predict further tokens (MTP), which are rounded to nearest: 2, 3, 4
+            or 8; 16 leaves them.
         free: fields, some of SUITABLE, that a run may change to suit the model; no part of what is stored.
     """
 
@@ -136,6 +139,7 @@ class Recipe:
     grid: str | None = None
     kv_cache_scheme: str = "none"
     embedding_bits: int = UNQUANTIZED
+    mtp_bits: int = UNQUANTIZED
     free: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
 
     def __post_init__(self) -> None:

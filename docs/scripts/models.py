@@ -57,8 +57,8 @@ compares the two.
   and beta of the activation come from config.json. gpt-oss's gate and up alternate in its tensors; the checkpoint holds
   gate, up and down of each expert, each with its bias.
 - **Models of images or sound** (Gemma, Qwen-VL, Qwen3.5, Mistral 3, LLaVA, Voxtral): their language model is quantized,
-  with text for calibration. Towers, projectors and layers that predict further tokens stay unquantized (`--dry-run`
-  names them).
+  with text for calibration. Towers and projectors stay unquantized (`--dry-run` names them), and so do layers that
+  predict further tokens, unless `--mtp-bits` is given.
 - **Encoders** (BERT, RoBERTa, ModernBERT, below any head) are quantized by the methods that need no loss. Quantize with
   `latq quantize MODEL OUT --method ssqr --seq-len 512 --calibration wikitext2`, then serve with
   `vllm serve OUT --runner pooling`. Poolers and heads stay unquantized.

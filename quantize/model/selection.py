@@ -166,15 +166,45 @@ def rounded_matrices(decoder: Decoder, recipe: Recipe, quantized: Collection[str
         quantized: names of the linears that the recipe quantizes.
 
     Raises:
-        ConfigError: an embedding that is also the head, or of a model whose group size does not divide it.
+        ConfigError: an embedding that is also the head, or a model without layers that predict further tokens.
     """
-    if recipe.embedding_bits == UNQUANTIZED:
-        return {}
-    if decoder.tied and not decoder.unties(quantized):
-        hint = "Quantize the head, too (--lm-head), which gives it a matrix of its own; or leave out --embedding-bits."
-        raise ConfigError("recipe.embedding_bits", "an embedding that is not also the head", "one that is", hint)
-    name = decoder.stored_module(decoder.anatomy.embedding)
-    return {name: _rounded_scheme(decoder, recipe, name, recipe.embedding_bits)}
+    rounded = {}
+    if recipe.embedding_bits != UNQUANTIZED:
+        if decoder.tied and not decoder.unties(quantized):
+            hint = "Quantize the head, too (--lm-head), which gives it its own matrix; or leave out --embedding-bits."
+            raise ConfigError("recipe.embedding_bits", "an embedding that is not also the head", "one that is", hint)
+        rounded[decoder.stored_module(decoder.anatomy.embedding)] = recipe.embedding_bits
+    if recipe.mtp_bits != UNQUANTIZED:
+        further = _further_linears(decoder, quantized)
+        if not further:
+            expected, hint = "a model with layers that predict further tokens (MTP)", "Leave out --mtp-bits."
+            raise ConfigError("recipe.mtp_bits", expected, "none whose linears are stored as matrices", hint)
+        rounded |= dict.fromkeys(further, recipe.mtp_bits)
+    return {name: _rounded_scheme(decoder, recipe, name, bits) for name, bits in rounded.items()}
+
+
+def _further_linears(decoder: Decoder, quantized: Collection[str]) -> list[str]:
+    """Return names in the checkpoint of the linears of layers that predict further tokens.
+
+    transformers leaves these layers out. They contain a block like the others: their linears are the matrices whose
+    names end like those of the linears that are quantized in a block. What joins embedding and hidden state, and heads
+    of their own, stay as they are: vLLM's models of them have no quantized linear there.
+    """
+    endings = set()
+    for index in range(len(decoder)):
+        block = decoder.block_name(index)
+        for inside, module in decoder.model.get_submodule(block).named_modules():
+            if is_linear(module) and decoder.stored_module(f"{block}.{inside}") in quantized:
+                endings.add(inside)
+    own = {part for name in decoder.stored.values() for part in decoder.store.stored(name)}
+    names = [
+        name.removesuffix(".weight") for name in decoder.store.names() if name.endswith(".weight") and name not in own
+    ]
+    return [
+        name
+        for name in names
+        if len(decoder.store.shape(f"{name}.weight")) == 2 and any(name.endswith(f".{ending}") for ending in endings)
+    ]
 
 
 def _rounded_scheme(decoder: Decoder, recipe: Recipe, name: str, bits: int) -> LayerScheme:

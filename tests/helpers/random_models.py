@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 # The sizes under the names that the families give them; sliding windows are on where the family has them.
 SMALL: dict[str, Any] = {
@@ -55,3 +56,20 @@ class RandomModels:
         for file in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(self.tokenizer / file, target)
         return target, model
+
+
+def add_further_layer(directory: Path) -> None:
+    """Add a layer that predicts a further token to a saved model of GLM-4 MoE's kind: its last block, a little changed.
+
+    transformers leaves such a layer out. Embedding and head are stored once more in it, as the published models do.
+    """
+    tensors = load_file(directory / "model.safetensors")
+    last = max(int(name.split(".")[2]) for name in tensors if name.startswith("model.layers."))
+    block, further = f"model.layers.{last}.", f"model.layers.{last + 1}."
+    hidden = tensors["model.norm.weight"].shape[0]
+    added = {name.replace(block, further): 1.05 * tensor for name, tensor in tensors.items() if name.startswith(block)}
+    added |= {f"{further}{norm}.weight": torch.ones(hidden) for norm in ("enorm", "hnorm", "shared_head.norm")}
+    added[f"{further}eh_proj.weight"] = 0.1 * torch.randn(hidden, 2 * hidden)
+    added[f"{further}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    added[f"{further}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    save_file(tensors | added, directory / "model.safetensors", metadata={"format": "pt"})

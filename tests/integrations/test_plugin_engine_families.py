@@ -33,7 +33,8 @@ RECIPES = {
     "modernbert": Recipe("hptq", bits=3.5, **SAMPLES),
     "phi3": Recipe("latq", bits=3.5, ignore=(), **SAMPLES),  # its head, too
     "gemma4_text": Recipe("latq", bits=3.5, **SAMPLES),
-    "qwen3_next": Recipe("gptq", 8, group_size=32, **SAMPLES),
+    # vLLM does not tell its head how it is quantized.
+    "qwen3_next": Recipe("gptq", 8, group_size=32, ignore=(), **SAMPLES),
     # Linears that vLLM merges must have a common order of columns.
     "glm4_moe_lite": Recipe("latq", bits=6.0, **SAMPLES),
 }

@@ -14,6 +14,7 @@ from helpers.checkpoints import without_tensors
 from helpers.engine_probe import NO_EXPERTS, OLD_VLLM, PROMPTS, assert_plausible, assert_same, probe
 from helpers.logprobs import assert_agrees
 from helpers.mixtures import into_fused
+from helpers.random_models import add_further_layer
 from vllm_latq.format.config import CheckpointConfig
 from vllm_latq.format.scheme import LayerScheme
 from vllm_latq.quantize.pipeline import quantize_checkpoint
@@ -59,6 +60,8 @@ CHANGES = {
     },
 }
 FUSED = ("granitemoe", "gemma4_text", "llama4_text", "gpt_oss")
+# One token at a time is proposed by a layer in the checkpoint of the model.
+FURTHER = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
 ENGINE = {"max_model_len": 64}
 SAMPLES = {"num_samples": 4, "seq_len": 32}
 RECIPES = {
@@ -97,6 +100,17 @@ def pairs(
         LayerScheme("packed", 4, 32, False), ignored, dict.fromkeys(coded, LayerScheme("trellis"))
     )
     found["qwen2_moe"] = type(make_checkpoint)(source, folder)("shared", config)
+    source, _ = random_model(
+        "glm4_moe",
+        "served-glm4_moe",
+        **SIZES | {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1},
+        num_nextn_predict_layers=1,
+    )
+    add_further_layer(source)
+    recipe = Recipe("rtn", 4, group_size=32, ignore=(), mtp_bits=3, embedding_bits=8)
+    quantize_checkpoint(recipe, source, folder / "glm4_moe")
+    found["glm4_moe"] = folder / "glm4_moe", folder / "glm4_moe-dense"
+    make_dense_twin(*found["glm4_moe"])
     return found
 
 
@@ -111,6 +125,10 @@ def generations(pairs: dict[str, tuple[Path, Path]]) -> dict[str, Any]:
         "qwen2_moe": {"model": qwen2, "engine": ENGINE},
         **{family: {"model": pairs[family][0], "engine": ENGINE} for family in FUSED},
         "gpt_oss": {"model": pairs["gpt_oss"][0], "engine": ENGINE, "reload": [pairs["gpt_oss"][0]]},
+        **{
+            name: {"model": model, "engine": ENGINE | FURTHER, "drafts": True}
+            for name, model in zip(("further", "further-dense"), pairs["glm4_moe"], strict=True)
+        },
         "dummy": {"model": qwen2, "engine": ENGINE | {"load_format": "dummy"}},
     }
     return dict(zip(jobs, probe(list(jobs.values())), strict=True))
@@ -129,6 +147,18 @@ def test_mixture_equals_the_dequantized_model(
     family: str, generations: dict[str, Any], pairs: dict[str, tuple[Path, Path]]
 ) -> None:
     assert_right(generations[family][0], pairs[family][1])
+
+
+def test_quantized_layers_predict_further_tokens(
+    generations: dict[str, Any], pairs: dict[str, tuple[Path, Path]]
+) -> None:
+    """The layer proposes what its dequantized twin proposes, with the quantized embedding and head of the model."""
+    (answers, drafted), (_, dense) = generations["further"], generations["further-dense"]
+    assert_right(answers, pairs["glm4_moe"][1])
+    assert len(drafted["tokens"]) > len(PROMPTS)
+    assert drafted["tokens"] == dense["tokens"]
+    assert drafted["layouts"] == ["checkpoint", "rows"]
+    assert dense["layouts"] == []
 
 
 def test_reloading_a_mixture_and_back(generations: dict[str, Any], pairs: dict[str, tuple[Path, Path]]) -> None:

@@ -2,7 +2,8 @@
 
     python run_engines.py '[{"model": ..., "engine": {LLM arguments}, "reload": [checkpoints], "adapter": path,
                             "images": [...], "fails": bool, "layouts": bool, "pooling": bool, "tokens": n,
-                             "alone": bool, "measure": {...}, "nodes": bool, "environment": {...}}, ...]'
+                             "alone": bool, "measure": {...}, "nodes": bool, "drafts": bool, "environment": {...}},
+                            ...]'
 
 A process of its own keeps thread binding, distributed state and compilation caches out of the tests, which start it by
 `helpers.engine_probe.probe`.
@@ -57,6 +58,25 @@ def layouts(model: Any) -> list[str]:
     """Return the layouts in which the quantized linears of a model multiply."""
     methods = (getattr(module, "quant_method", None) for module in model.modules())
     return sorted({method.layout for method in methods if hasattr(method, "layout")})
+
+
+def record_drafts(worker: Any) -> None:
+    """Keep the tokens that the drafter of a worker proposes from now on."""
+    drafter = worker.model_runner.drafter
+    propose, drafter.proposed = drafter.propose, []
+
+    def recording(*args: Any, **options: Any) -> Any:
+        tokens = propose(*args, **options)
+        drafter.proposed += tokens.tolist()
+        return tokens
+
+    drafter.propose = recording
+
+
+def drafts(worker: Any) -> dict[str, Any]:
+    """Return the tokens that were proposed, and the layouts in which the drafting layers multiply."""
+    drafter = worker.model_runner.drafter
+    return {"tokens": drafter.proposed, "layouts": layouts(drafter.model)}
 
 
 def make_room(worker: Any) -> None:
@@ -124,8 +144,8 @@ def run(job: dict[str, Any]) -> Any:
     A `pooling` job returns hidden states instead. A job that names a LoRA adapter returns first what the model
     generates with the adapter. Generations of prompts with images, and the layouts of the engine, follow if the job
     asks for them. So do generations of each prompt `alone`, and of all prompts in a crowded batch. A job that `fails`
-    may return its error. A job that `measure`s returns the results of `measure` alone. A job of `nodes` runs on two
-    nodes, which are two processes of this machine.
+    may return its error. A job that `measure`s returns the results of `measure` alone. A job of `drafts` returns last
+    what speculative decoding proposed. A job of `nodes` runs on two nodes, which are two processes of this machine.
     """
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
@@ -138,6 +158,8 @@ def run(job: dict[str, Any]) -> Any:
         llm = LLM(job["model"], **(ENGINE | pooling | nodes(job) | job.get("engine", {})))
         if job.get("engine", {}).get("pipeline_parallel_size"):
             llm.collective_rpc(make_room)
+        if job.get("drafts"):
+            llm.collective_rpc(record_drafts)
         adapter = job.get("adapter")
         results = [answer(llm)] if adapter is None else [answer(llm, adapter), answer(llm)]
         for path in job.get("reload", []):
@@ -152,6 +174,8 @@ def run(job: dict[str, Any]) -> Any:
             results.append(generate(llm, prompts=prompts * CROWD))
         if job.get("images"):
             results.append(generate(llm, prompts=pictures(job["images"])))
+        if job.get("drafts"):
+            results += llm.collective_rpc(drafts)
         if job.get("layouts"):
             results.append(llm.apply_model(layouts)[0])
         del llm

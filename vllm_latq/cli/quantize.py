@@ -51,6 +51,8 @@ HELP = {
     "dtype": "compute dtype while quantizing; auto: float32 on a CPU, otherwise the model's own",
     "kv_cache_scheme": "fp8: also store scales for a KV cache in 8-bit floats, for vLLM's --kv-cache-dtype fp8",
     "embedding_bits": "bits of the input embedding, rounded to nearest with group scales; 16: leave it unquantized",
+    "mtp_bits": "bits of layers that predict further tokens (MTP), rounded to nearest with group scales; 16: leave them"
+    " unquantized",
     "seed": "random seed for calibration windows, stochastic rounding and latq's sampled labels",
 }
 # Contents and costs of the presets. The seconds of latq's search are from docs/trellis-code.md.

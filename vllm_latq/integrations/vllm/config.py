@@ -19,10 +19,10 @@ from vllm_latq.errors import ConfigError, UnsupportedModelError
 from vllm_latq.format.config import QUANT_METHOD, CheckpointConfig
 from vllm_latq.format.scheme import LayerScheme
 from vllm_latq.integrations.vllm.checkpoint_files import check_files
-from vllm_latq.integrations.vllm.embedding import install_embedding
+from vllm_latq.integrations.vllm.embedding import LatqEmbeddingMethod, install_method
 from vllm_latq.integrations.vllm.linear import LatqLinearMethod
 from vllm_latq.integrations.vllm.moe import LatqMoEMethod, expert_leaves
-from vllm_latq.integrations.vllm.row_order import stored_order
+from vllm_latq.integrations.vllm.row_order import numbered, stored_order
 
 
 @register_quantization_config(QUANT_METHOD)
@@ -109,6 +109,20 @@ class LatqConfig(QuantizationConfig):
             return LatqMoEMethod(layer.moe_config, schemes, prefix, self._recipe()) if schemes else None
         return None
 
+    @property
+    def embeddings(self) -> set[str]:
+        """Names of the quantized embeddings; what else is beside the linears belongs to layers that are ignored."""
+        return {name for name in self.checkpoint.beside if not self.checkpoint.is_ignored(name)}
+
+    def install_heads(self, model: torch.nn.Module) -> None:
+        """Give the quantized heads of a model their method where vLLM's model did not ask for it."""
+        if _embeddings_are_tied():
+            return
+        for name, module in model.named_modules():
+            scheme = self.checkpoint.scheme_for(name) if isinstance(module, ParallelLMHead) else None
+            if scheme and not isinstance(module.quant_method, LatqLinearMethod):
+                install_method(module, self._linear_method(scheme, name, [name]))
+
     def install_embeddings(self, model: torch.nn.Module) -> None:
         """Give the quantized embeddings of a model that vLLM has made their method.
 
@@ -117,7 +131,7 @@ class LatqConfig(QuantizationConfig):
         for name, module in model.named_modules():
             scheme = self.checkpoint.beside.get(name)
             if scheme and isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead):
-                install_embedding(module, scheme, name, self._recipe())
+                install_method(module, LatqEmbeddingMethod(scheme, name, [name], self._recipe(), numbered))
 
     def _linear_method(self, scheme: LayerScheme, prefix: str, shards: list[str]) -> LatqLinearMethod:
         current = get_current_vllm_config().model_config

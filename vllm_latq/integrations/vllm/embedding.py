@@ -4,7 +4,6 @@ Invariant: a row is the same number for number as that of the dequantized weight
 activations. The weight is never dequantized as a whole.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,7 +11,6 @@ from torch.nn import Parameter
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
 from vllm_latq.format.encodings.packed import PackedWeight
-from vllm_latq.format.scheme import LayerScheme
 from vllm_latq.integrations.vllm.linear import LatqLinearMethod, describe
 from vllm_latq.serving.merging import Merged
 
@@ -46,25 +44,17 @@ class LatqEmbeddingMethod(LatqLinearMethod):
         self._stand_in_for_weight(layer)
 
 
-def install_embedding(layer: Any, scheme: LayerScheme, name: str, recipe: Mapping[str, Any]) -> None:
-    """Replace the weight of an embedding that vLLM has made by the tensors of its checkpoint.
+def install_method(layer: Any, method: LatqLinearMethod) -> None:
+    """Replace the unquantized weight of an embedding or a head that vLLM has made by the tensors of its checkpoint.
 
     Args:
         layer: VocabParallelEmbedding of vLLM, before anything is loaded.
-        scheme: how the checkpoint stores it.
-        name: of the module.
-        recipe: of the checkpoint.
+        method: of the layer from now on.
     """
-    method = LatqEmbeddingMethod(scheme, name, [name], recipe, lambda _, rows: torch.arange(rows, device="cpu"))
     dtype = layer.weight.dtype
     del layer.weight
     layer.quant_method = method
     layer.use_fused_embedding = False  # vLLM's kernel for several ranks reads an unquantized weight
-    sizes = (
-        layer.embedding_dim,
-        [layer.num_embeddings_per_partition],
-        layer.embedding_dim,
-        layer.num_embeddings_padded,
-    )
-    method.create_weights(layer, *sizes, params_dtype=dtype)
+    cols, rows = layer.embedding_dim, layer.num_embeddings_per_partition
+    method.create_weights(layer, cols, [rows], cols, layer.num_embeddings_padded, params_dtype=dtype)
     record_metadata_for_reloading(layer)  # vLLM has recorded the unquantized weight

@@ -14,7 +14,7 @@ import functools
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.model_loader import base_loader
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from vllm_latq.errors import REPAIR, CheckpointError
+from vllm_latq.errors import REPAIR, CheckpointError, ConfigError
 from vllm_latq.integrations.vllm.config import LatqConfig
 from vllm_latq.integrations.vllm.linear import CheckpointTensor, LatqLinearMethod
 from vllm_latq.integrations.vllm.moe import INTERLEAVED, LatqMoEMethod
@@ -52,10 +52,14 @@ def install() -> None:
         described = options.get("model_config") or vllm_config.model_config
         if not isinstance(vllm_config.quant_config, LatqConfig):
             return model
-        drafts = described.runner_type == "draft"
-        # Layers that predict further tokens get the embedding of the model whose checkpoint they are in.
-        if not drafts or described.model != vllm_config.speculative_config.target_model_config.model:
-            vllm_config.quant_config.install_embeddings(model)
+        drafts, quantized = described.runner_type == "draft", vllm_config.quant_config
+        quantized.install_heads(model)
+        if drafts and described.model == vllm_config.speculative_config.target_model_config.model:
+            # Layers that predict further tokens get the embedding of the model whose checkpoint they are in.
+            model.load_weights = functools.partial(_load_others, model.load_weights, quantized.embeddings)
+            _check_shares(vllm_config, quantized.embeddings)
+        else:
+            quantized.install_embeddings(model)
         # A draft changes no answer, and may get its embedding and head from the model that it drafts for.
         if not drafts:
             _install_reload()
@@ -180,6 +184,21 @@ class CheckedLoad:
             if name.startswith(self.linears) and 0 < found[name] < size:
                 elements = f"tensors of {found[name]} elements in all"
                 raise CheckpointError(name, f"tensors for all of its {size} elements", elements, REPAIR)
+
+
+def _load_others(
+    load: Callable[..., Any], left_out: Collection[str], weights: Iterable[tuple[str, torch.Tensor]], **options: Any
+) -> Any:
+    """Load the tensors of all modules but some."""
+    return load(((name, tensor) for name, tensor in weights if name.rpartition(".")[0] not in left_out), **options)
+
+
+def _check_shares(vllm_config: Any, embeddings: Collection[str]) -> None:
+    """Raise ConfigError if layers that predict further tokens cannot get the quantized embedding of their model."""
+    if embeddings and (stages := vllm_config.parallel_config.pipeline_parallel_size) > 1:
+        hint = "Use tensor parallelism, or leave out the speculative decoding."
+        expected = "1, where layers of a checkpoint with a quantized embedding predict further tokens"
+        raise ConfigError("--pipeline-parallel-size", expected, str(stages), hint)
 
 
 def _each_once(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -14,6 +14,11 @@ import torch
 Config = Any  # a configuration of transformers
 
 
+def numbered(_: str, rows: int) -> torch.Tensor:
+    """Return the stored rows of a matrix that vLLM wants in the stored order, int64 [rows]."""
+    return torch.arange(rows, device="cpu")
+
+
 def stored_order(config: Config, linear: str, rows: int) -> torch.Tensor:
     """Return the stored row for each row in vLLM's order, int64 [rows].
 
