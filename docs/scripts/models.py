@@ -86,11 +86,11 @@ whole model. The `config.json` of a quantized checkpoint loses the old `quantiza
 | the same, scales are powers of two | `scale_fmt: ue8m0` | `weight`, `scale` | DeepSeek-V4 |
 | experts in 4-bit floats beside it | `quant_method: fp8` | `weight` (int8), `scale` | DeepSeek-V4 |
 | MXFP4 | `quant_method: mxfp4` | `*_blocks`, `*_scales` | gpt-oss |
-| packed integers, 1 to 8 bits | `format: pack-quantized` | `weight_packed`, `weight_scale` | Kimi K2.5 |
+| packed integers | `format: pack-quantized` | `weight_packed`, `weight_scale`, `weight_shape` | Kimi K2.5 |
 | 8-bit floats of compressed-tensors | `format: float-quantized` | `weight`, `weight_scale` | |
 
 - The last two are formats of `quant_method: compressed-tensors`. `format: mixed-precision` holds modules of both.
-- Packed integers have scales by group or by channel. Zero points and `weight_g_idx` are read too.
+- Packed integers have 1 to 8 bits, and scales by group or by channel. Zero points and `weight_g_idx` are read too.
 - The tests make small models of each form. Their oracles are the functions of transformers and compressed-tensors.
 - Refused before a weight is read: any other form, a missing scale, and shapes that do not fit. A scale that is NaN or
   infinite is refused when its matrix is read. Quantize the 16-bit original instead.

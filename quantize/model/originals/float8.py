@@ -24,7 +24,7 @@ SCALES = "_scale_inv"
 # How the names of scales end, and instead those of what they belong to: scales of weights, and of inputs.
 SCALE_NAMES = {SCALES: "", "_activation_scale": "", ".activation_scale": ".weight"}
 FLOAT8, BYTES = ("F8_E4M3", "F8_E5M2"), (torch.int8, torch.uint8)
-# Rows that are multiplied at a time: the scale of each of their elements is in memory meanwhile.
+# Rows that are multiplied at a time, or a multiple of the rows of a block.
 BAND = 128
 SCALE_FORMATS = (None, "float", "ue8m0")
 
@@ -48,11 +48,13 @@ class Float8:
     def dequantize(self, stored: list[Tensor]) -> Tensor:
         """Return one matrix, as `Packed`, in bfloat16."""
         codes, scales = stored
-        (height, width), columns = self.block, codes.shape[1]
-        grid = finite_scales(scales, self.where).reshape(_grid(codes.shape, self.block))
-        grids = grid.repeat_interleave(width, 1)[:, :columns].split(max(1, BAND // height))
-        bands = zip(codes.split(height * max(1, BAND // height)), grids, strict=True)
-        factors = ((band, rows.repeat_interleave(height, 0)[: len(band)]) for band, rows in bands)
+        (height, width), (rows, columns) = self.block, codes.shape
+        grid = finite_scales(scales, self.where).reshape(_grid((rows, columns), self.block))
+        count = max(1, BAND // height)
+        bands = zip(codes.split(height * count), grid.split(count), strict=True)
+        spread = ((band, blocks.repeat_interleave(width, 1)[:, None, :columns]) for band, blocks in bands)
+        # One row of blocks is not copied for each of its rows.
+        factors = ((band, wide.expand(-1, height, -1).flatten(0, 1)[: len(band)]) for band, wide in spread)
         return torch.cat([(band.float() * factor).bfloat16() for band, factor in factors])
 
 
