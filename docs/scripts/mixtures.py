@@ -192,6 +192,18 @@ END = """
   activations.
 - While a block runs, each process collects its own tokens for all experts. With 8 processes and 256 windows these are
   fewer than the channels, so rows stand for H. Afterwards each process keeps the H of its own experts.
+
+## What sharing G costs
+A mixture of 16 experts, 2 of them for each token, was trained for eight minutes on the calibration text of the tests
+and quantized with 64 windows of 256 tokens. KL on 85 windows of held-out text, in nats per token:
+
+| bits | G of each expert | shared G | ratio |
+|---|---|---|---|
+| 3 | 9.94e-03 | 1.06e-02 | 1.06 |
+| 2 | 4.79e-02 | 4.96e-02 | 1.04 |
+
+So experts with less than 8 GB of G in a block keep their own. The experts have 0.8 million weights. Large mixtures were
+not measured.
 """
 
 
