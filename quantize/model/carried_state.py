@@ -129,13 +129,11 @@ class Batch:
     """Hidden states of a few samples between two blocks.
 
     Attributes:
-        tokens: how many these are.
         hidden: [samples, tokens, hidden_size], with a further dimension in models of several streams.
         arguments: keyword arguments of each block's forward (masks, rotary embeddings), by block index.
         handed_on: what blocks hand on to later ones beside hidden states.
     """
 
-    tokens: int
     hidden: torch.Tensor
     arguments: list[dict[str, Any]]
     handed_on: HandedOn

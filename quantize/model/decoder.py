@@ -137,7 +137,7 @@ class Decoder:
                     arguments = shared(arguments, batches[0].arguments)
                 names = {name for recorder in recorders for name in recorder.mappings}
                 hidden, handed_on = place(recorders[0].hidden.to("cpu")), HandedOn(names, argument, place)
-                batches.append(Batch(tokens.numel(), hidden, arguments, handed_on))
+                batches.append(Batch(hidden, arguments, handed_on))
         return batches
 
     def _record(self, tokens: torch.Tensor) -> tuple[list[Recorder], str]:
