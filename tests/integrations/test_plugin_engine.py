@@ -90,7 +90,7 @@ def ssqr_dense_twin(ssqr_checkpoint: Path, make_dense_twin: Any, tmp_path_factor
 
 @pytest.fixture(scope="module")
 def unexported_pair(make_checkpoint: Any) -> CheckpointPair:
-    return make_checkpoint("unexported", CheckpointConfig(LayerScheme("packed", 4, 64), ("lm_head",)))
+    return make_checkpoint("unexported", CheckpointConfig(LayerScheme("packed", 4, 64), ()))
 
 
 @pytest.fixture(scope="module")
