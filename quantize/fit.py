@@ -38,9 +38,9 @@ from vllm_latq.quantize.kv_cache import LayerCache, layer_caches
 from vllm_latq.quantize.model.anatomy import Anatomy, is_linear
 from vllm_latq.quantize.model.loading import config_directory
 from vllm_latq.quantize.model.meta_model import is_encoder, load_config, meta_model
-from vllm_latq.quantize.model.selection import MAMBA, ROUTERS, SPECIAL, dividing_group
+from vllm_latq.quantize.model.selection import MAMBA, ROUTERS, SPECIAL, dividing_group, rounded_scheme
 from vllm_latq.quantize.plan import planned_bits
-from vllm_latq.quantize.recipe import GROUP, HEAD, HUFFMAN_METHODS, Recipe
+from vllm_latq.quantize.recipe import GROUP, HEAD, HUFFMAN_METHODS, UNQUANTIZED, Recipe
 
 UNITS = {"GiB": GIB, "GB": 10**9, "MiB": 1 << 20, "MB": 10**6}
 RUNTIME_BYTES = GIB
@@ -68,7 +68,7 @@ class Shapes:
 
     Attributes:
         matrices: quantized weight -> how often the model has it.
-        unquantized: bytes of all other weights.
+        unquantized: bytes of all other weights, the embedding as the recipe stores it.
         unquantized_read: bytes of them that a token reads.
         caches: KV cache of each layer.
         hidden, widest, vocabulary: channels, outputs of the widest linear of a block, tokens.
@@ -103,7 +103,7 @@ def model_shapes(name: str | Path, recipe: Recipe) -> Shapes:
 
     Args:
         name: directory or hub name. Of a hub model config.json alone is downloaded.
-        recipe: decides whether the head is quantized.
+        recipe: decides whether head and embedding are quantized.
 
     Raises:
         UnsupportedModelError: an encoder, a model that is quantized already, or a structure that is not known.
@@ -130,9 +130,15 @@ def model_shapes(name: str | Path, recipe: Recipe) -> Shapes:
     if tied and HEAD in recipe.ignored:
         tables.discard(f"{anatomy.embedding}.weight")
     unread = sum(count for parameter, count in left.items() if anatomy.in_tower(parameter) or parameter in tables)
+    stored = DENSE_BYTES * sum(left.values())
+    if recipe.embedding_bits != UNQUANTIZED:
+        rows, cols = model.get_input_embeddings().weight.shape
+        scheme = rounded_scheme(recipe, cols, recipe.embedding_bits)
+        packed = sum(spec.bits() for spec in tensor_specs(scheme, rows, cols).values()) / 8
+        stored -= DENSE_BYTES * rows * cols - round(packed)
     return Shapes(
         counted,
-        DENSE_BYTES * sum(left.values()),
+        stored,
         DENSE_BYTES * (sum(left.values()) - unread),
         tuple(layer_caches(config, str(name))),
         text.hidden_size,

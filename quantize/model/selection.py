@@ -180,7 +180,8 @@ def rounded_matrices(decoder: Decoder, recipe: Recipe, quantized: Collection[str
             expected, hint = "a model with layers that predict further tokens (MTP)", "Leave out --mtp-bits."
             raise ConfigError("recipe.mtp_bits", expected, "none whose linears are stored as matrices", hint)
         rounded |= dict.fromkeys(further, recipe.mtp_bits)
-    return {name: _rounded_scheme(decoder, recipe, name, bits) for name, bits in rounded.items()}
+    channels = {name: decoder.store.shape(f"{name}.weight")[1] for name in rounded}
+    return {name: rounded_scheme(recipe, channels[name], bits) for name, bits in rounded.items()}
 
 
 def _further_linears(decoder: Decoder, quantized: Collection[str]) -> list[str]:
@@ -207,9 +208,15 @@ def _further_linears(decoder: Decoder, quantized: Collection[str]) -> list[str]:
     ]
 
 
-def _rounded_scheme(decoder: Decoder, recipe: Recipe, name: str, bits: int) -> LayerScheme:
-    """Return the scheme of a matrix that is rounded to nearest, with the group size of the recipe if it divides it."""
-    channels, size = decoder.store.shape(f"{name}.weight")[1], recipe.group_size
+def rounded_scheme(recipe: Recipe, channels: int, bits: int) -> LayerScheme:
+    """Return the scheme of a matrix that is rounded to nearest, with the group size of the recipe if it divides it.
+
+    Args:
+        recipe: has the group size.
+        channels: columns of the matrix.
+        bits: width of the codes.
+    """
+    size = recipe.group_size
     if size != WHOLE_ROW and channels % size:
         size = dividing_group([channels])
     return LayerScheme("packed", bits, size)

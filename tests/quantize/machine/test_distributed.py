@@ -15,7 +15,7 @@ from helpers import forked
 from vllm_latq.console import short_name
 from vllm_latq.errors import ConfigError
 from vllm_latq.format.reader import CheckpointReader
-from vllm_latq.format.verify import verify
+from vllm_latq.format.verify import KV_SCALES, verify
 from vllm_latq.quantize.allocation.model_lattice import ModelLattice
 from vllm_latq.quantize.calibration.hessian import InputHessian
 from vllm_latq.quantize.lattice.grams import SharedInput
@@ -25,13 +25,15 @@ from vllm_latq.quantize.pipeline import quantize_checkpoint
 from vllm_latq.quantize.recipe import Recipe
 
 SAMPLES = {"num_samples": 7, "seq_len": 32}
-GPTQ = Recipe("gptq", 4, group_size=16, **SAMPLES)
+# With all that is stored beside the linears.
+GPTQ = Recipe("gptq", 4, group_size=16, ignore=(), embedding_bits=8, kv_cache_scheme="fp8", **SAMPLES)
 HPTQ = Recipe("hptq", bits=3.5, **SAMPLES)
 LATQ = Recipe("latq", bits=3.5, **SAMPLES)
 WITHOUT_HEAD = Recipe("latq", bits=3.5, ignore=("lm_head",), **SAMPLES)
 SSQR = Recipe("ssqr", bits=4, group_size=16, target="residual", **SAMPLES)
+BESIDE = ["--embedding-bits", "8", "--kv-cache-scheme", "fp8"]
 OPTIONS = {
-    GPTQ: ["--method", "gptq", "--bits", "4", "--group-size", "16"],
+    GPTQ: ["--method", "gptq", "--bits", "4", "--group-size", "16", "--lm-head", *BESIDE],
     HPTQ: ["--method", "hptq", "--bits", "3.5"],
     LATQ: ["--method", "latq", "--bits", "3.5"],
     WITHOUT_HEAD: ["--method", "latq", "--bits", "3.5", "--keep-lm-head"],
@@ -101,6 +103,9 @@ def assert_same_result(shared: Path, alone: Path, recipe: Recipe) -> None:
     assert together["calibration"] == expected["calibration"]
     assert sorted(one.shapes) == sorted(many.shapes)
     assert sorted(one.store.names()) == sorted(many.store.names())
+    for name in one.store.names():
+        if name.endswith(KV_SCALES):
+            torch.testing.assert_close(one.store.get(name), many.store.get(name), rtol=1e-2, atol=0)
     for mine, theirs in zip(together["layers"], expected["layers"], strict=True):
         assert (mine["name"], without_fractions(mine["note"])) == (theirs["name"], without_fractions(theirs["note"]))
         # The first block's inputs are the same numbers; later ones have passed through the first one's weights, but
@@ -157,7 +162,7 @@ def test_equals_one_process(
     assert any("stand in" in note for note in notes) == (model_type == "mixtral")
     lines = [line.strip() for line in printed.splitlines()]
     names = [line.split()[0] for line in lines if " bits " in line and re.match(r"\d+\.|lm_head", line)]
-    shapes = CheckpointReader(tmp_path / "alone").shapes
+    shapes = CheckpointReader(tmp_path / "alone").linears
     assert sorted(names) == sorted(map(short_name, shapes)), "each once, by the first process"
 
 

@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM
 from helpers import format_reader
 from helpers.checkpoints import dense_twin, edit_json, edit_tensor, problems
 from vllm_latq.cli.inspect import inspect_checkpoint
+from vllm_latq.cli.report_page import ReportPage
+from vllm_latq.console import size
 from vllm_latq.errors import CheckpointError, ConfigError, NumericalError
 from vllm_latq.format.reader import CheckpointReader
 from vllm_latq.format.scheme import LayerScheme
@@ -58,6 +60,7 @@ def test_embedding_is_counted_apart_from_the_linears(checkpoint: Path, two_block
     assert found["beside"] == [{"name": EMBEDDING, "shape": [2048, 256]}]
     assert found["beside_bytes"] == stored
     assert EMBEDDING not in {layer["name"] for layer in found["layers"]}
+    assert ReportPage(checkpoint).beside == f"{EMBEDDING}, {vocabulary * hidden:,} weights, {size(stored)}"
     planned = plan(Recipe("rtn", 4, embedding_bits=8, group_size=64, **OPTIONS), two_blocks)
     assert planned["rounded"] == {EMBEDDING: stored}
     scales_of_the_cache = 2 * 2 * 4
