@@ -123,6 +123,8 @@ def nodes(job: dict[str, Any]) -> dict[str, Any]:
     group = {"tensor_parallel_size": 2, "nnodes": 2, "node_rank": 0, "master_addr": "127.0.0.1", "master_port": port}
     job["second"] = start_second_node(job["model"], ENGINE | group)
     return group
+
+
 def measure(model: str, job: dict[str, str]) -> dict[str, Any]:
     """Return what `latq trace` wrote of an original, and how far the engine's predictions of a model are from it."""
     import vllm_latq

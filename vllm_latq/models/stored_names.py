@@ -236,7 +236,6 @@ def split_tensors(model: Any) -> set[str]:
     return {name for name in model.state_dict() if any(re.search(target, name) for target in targets)}
 
 
-
 def unmerged(conversions: list[Any], joined: Collection[str]) -> list[Any]:
     """Return transformers' rules for a model whose experts were replaced: rename their matrices, do not merge them.
 
