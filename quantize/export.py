@@ -79,6 +79,9 @@ def export_checkpoint(
     if is_encoder(read_config(reader.directory)):
         expected, hint = "a language model", "Serve it with the plugin: vLLM gives its linears other names."
         raise UnsupportedModelError(str(reader.directory), expected, "an encoder", hint)
+    if reader.config.has_kv_scales:
+        hint = "Quantize the model again without --kv-cache-scheme."
+        raise ConfigError(str(reader.directory), "no scales of a KV cache, which an export leaves out", "some", hint)
     schemes = {name: _expressible(reader, name) for name in reader.shapes}
     _check_merged(reader, schemes)
     target = free_destination(destination, resume=True)
@@ -106,6 +109,9 @@ def _expressible(reader: CheckpointReader, name: str) -> LayerScheme:
     where = f"{reader.directory}: {name}"
     if scheme is None:
         raise CheckpointError(where, "no quantized tensors for an ignored module", "some", "Fix `ignore`.")
+    if name in reader.config.beside:
+        expected, hint = "linears of the blocks and the head", "Quantize again without --embedding-bits and --mtp-bits."
+        raise ConfigError(where, expected, "an embedding, or a layer that predicts further tokens", hint)
     if scheme.encoding != "packed":
         raise ConfigError(where, "integers on group scales", f"encoding {scheme.encoding}", f"{_AGAIN}.")
     if scheme.outliers:

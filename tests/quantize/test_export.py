@@ -172,6 +172,20 @@ def test_different_bits_of_merged_linears_are_refused(make_checkpoint: Checkpoin
         export_checkpoint(pair.latq, tmp_path / "out")
 
 
+def test_what_is_stored_beside_linears_is_refused(
+    make_checkpoint: CheckpointMaker, mini_model: Path, tmp_path: Path
+) -> None:
+    beside = {"model.embed_tokens": replace(PACKED, bits=8)}
+    pair = make_checkpoint("refused-embedding", CheckpointConfig(PACKED, (), beside=beside))
+    with pytest.raises(ConfigError, match="embed_tokens: .*found an embedding.*without --embedding-bits"):
+        export_checkpoint(pair.latq, tmp_path / "out")
+    recipe = Recipe("rtn", 4, num_samples=4, seq_len=32, kv_cache_scheme="fp8")
+    quantize_checkpoint(recipe, mini_model, tmp_path / "latq")
+    with pytest.raises(ConfigError, match="scales of a KV cache.*without --kv-cache-scheme"):
+        export_checkpoint(tmp_path / "latq", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_directory_in_use_is_refused(several: CheckpointPair, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "file").touch()
