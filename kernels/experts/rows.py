@@ -81,7 +81,8 @@ def activate_rows(
             if bias_ptr is not None:
                 up += tl.load(own_ptr + K, mask=col < K, other=0.0).to(tl.float32)
             if ACTIVATION == "swiglu" or ACTIVATION == "swiglustep":
-                up = tl.clamp(up, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+                up = tl.maximum(up, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
+                up = tl.minimum(up, LIMIT, propagate_nan=tl.PropagateNan.ALL)
             if ACTIVATION == "swiglu":
                 up += BETA
             hidden *= up

@@ -66,7 +66,7 @@ def _table(inputs: tuple[np.ndarray, ...], products: list[int]) -> np.ndarray:
 BINARY: dict[str, Callable[..., Any]] = {
     "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b, "and": lambda a, b: a & b,
     "or": lambda a, b: a | b, "xor": lambda a, b: a ^ b, "min": np.fmin, "max": np.fmax,
-    "max.NaN": np.maximum, "div": _divide,
+    "min.NaN": np.minimum, "max.NaN": np.maximum, "div": _divide,
     "shl": lambda a, b: _shift(a, b, True), "shr": lambda a, b: _shift(a, b, False),
 }  # fmt: skip
 # Right to two units in the last place on a GPU, to half a one here.
@@ -78,14 +78,15 @@ _COMPARE: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 _FLOATS = {
     "f32": tuple({*BINARY, "fma", "neg", "abs"} - {"div"}), "f64": (),
-    "f16": ("add", "sub", "mul", "max.NaN", "neg"),
+    "f16": ("add", "sub", "mul", "min.NaN", "max.NaN", "neg"),
     "f32x2": ("add", "sub", "mul", "fma"),
 }  # fmt: skip
 # bf16 and pairs are computed in float64 and rounded to float32, then to their format; a GPU rounds once.
 _ROUNDED: dict[str, Callable[..., Any]] = {
-    "add": lambda a, b: a + b, "mul": lambda a, b: a * b, "fma": lambda a, b, c: a * b + c, "max.NaN": np.maximum,
+    "add": lambda a, b: a + b, "mul": lambda a, b: a * b, "fma": lambda a, b, c: a * b + c, "min.NaN": np.minimum,
+    "max.NaN": np.maximum,
 }  # fmt: skip
-_NARROW = {"bf16": ("mul", "fma", "max.NaN"), **dict.fromkeys(("bf16x2", "f16x2"), tuple(_ROUNDED))}
+_NARROW = {"bf16": ("mul", "fma", "min.NaN", "max.NaN"), **dict.fromkeys(("bf16x2", "f16x2"), tuple(_ROUNDED))}
 
 
 # Instructions whose operands and result have one type. `_fused` is of float32.
