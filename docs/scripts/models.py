@@ -33,6 +33,7 @@ SOURCES = (
     Source(ARCHITECTURES, "LLAMA_LIKE", "decoder"),
     Source(ARCHITECTURES, "OTHERS", "decoder"),
     Source("quantize/model/test_stored_experts.py", "FAMILIES", "mixture of experts"),
+    Source("quantize/model/test_clamped_experts.py", "FAMILIES", "mixture of experts"),
     Source("quantize/model/test_carried_state.py", "FAMILIES", "decoder whose blocks share state"),
     Source("quantize/model/test_multimodal.py", "FAMILIES", "images or sound"),
     Source("quantize/model/test_encoders.py", "LINEARS", "encoder"),
@@ -52,6 +53,9 @@ compares the two.
   tokens, and its record says so. Some models store all experts of a layer as one tensor (Llama 4, Qwen3.5-MoE,
   Qwen3-VL-MoE, Gemma 4, Granite-MoE); there each matrix is read, quantized and written by itself. Routers and indexers
   of sparse attention stay unquantized.
+- **Clamped and biased experts** (DeepSeek-V4, GLM-5.3-Flash, Hy-V4, MiniMax-M3, Step-3.5, gpt-oss): the limit, alpha
+  and beta of the activation come from config.json. gpt-oss's gate and up alternate in its tensors; the checkpoint holds
+  gate, up and down of each expert, each with its bias.
 - **Models of images or sound** (Gemma, Qwen-VL, Qwen3.5, Mistral 3, LLaVA, Voxtral): their language model is quantized,
   with text for calibration. Towers, projectors and layers that predict further tokens stay unquantized (`--dry-run`
   names them).
@@ -59,12 +63,17 @@ compares the two.
   `latq quantize MODEL OUT --method ssqr --seq-len 512 --calibration wikitext2`, then serve with
   `vllm serve OUT --runner pooling`. Poolers and heads stay unquantized.
 - **Published in 8 or 4 bits**: the weights are dequantized first, then quantized. See below.
-- **Refused**, by name: experts with biases (gpt-oss), GPT-2 (its layers are not linears), T5, models that need code of
-  their own, and checkpoints that are already quantized otherwise.
-- **Not served by vLLM**: BLOOM, whose fused q/k/v vLLM permutes. Load such a checkpoint with transformers.
+- **Refused**, by name: GPT-2 (its layers are not linears), T5, models that need code of their own, and checkpoints that
+  are already quantized otherwise.
+- **Not served by vLLM**: BLOOM, whose fused q/k/v vLLM permutes; gpt-oss with some of its experts left unquantized.
+  Load such a checkpoint with transformers.
 
 Single tests cover further families: Falcon-H1, Nemotron-H, OLMo-Hybrid, Jamba, Qwen2-MoE, the experts and the grouped
 projection of DeepSeek-V4, and latent attention in 8-bit floats. Kimi Linear and others of these kinds are not tested.
+
+vLLM's CPU build cannot run the attention of DeepSeek-V4, GLM-5.3-Flash, Hy-V4 and MiniMax-M3, and the tests do not
+start Step-3.5. For these models the tests serve the layer of routed experts, and compare the layer with plain floats.
+The attention of GLM-5.3-Flash stays unquantized, because vLLM's model takes no quantized attention.
 
 ## Originals as they are published
 Some makers publish a model in 8 or 4 bits only. `latq quantize` and `latq eval` read the forms of this table. The

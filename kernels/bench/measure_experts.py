@@ -44,7 +44,7 @@ class Experts:
 
     def __call__(self, batch: Batch) -> torch.Tensor:
         """Output of the layer for one batch; KernelInputError if the batch is too large for the decode kernel."""
-        y = routed_experts(batch.x, batch.weights, batch.ids, self.stacks, len(self.layers[0]), "silu")
+        y = routed_experts(batch.x, batch.weights, batch.ids, self.stacks, len(self.layers[0]), ("silu", ()))
         if y is None:
             raise KernelInputError("tokens", "so few that the decode kernel serves them", str(len(batch.x)))
         return y

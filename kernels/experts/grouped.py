@@ -3,13 +3,14 @@
     x --gather--> rows in the order of places --grouped_matmul--> gate and up, each batch by its expert's weight
     --activate--> act(gate) * up --grouped_matmul--> y --combine--> for each token the weighted sum over its pairs
 
-Experts without a gate have act(up).
+Experts without a gate have act(up). Where experts have biases, `activate` and `combine` add them.
 
 Gathering, activating and combining are in `rows.py`; places and batches come from `routing.py`. The product is the
 decode kernel of `ssqr.py` with batches as the third dimension of its grid; the programs of an empty batch end at once.
 `grouped_trellis.py` has the product for trellis codes.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -195,7 +196,8 @@ def routed_experts(
     ids: torch.Tensor,
     stacks: tuple[Stack, Stack],
     experts: int,
-    activation: str,
+    activation: tuple[str, Sequence[float]],
+    biases: Sequence[torch.Tensor] = (),
 ) -> torch.Tensor | None:
     """Return the weighted sum of each token's experts; None for more tokens than the decode kernel serves.
 
@@ -206,11 +208,13 @@ def routed_experts(
         stacks: the experts' weights of gate above up [2 * intermediate, hidden], or of up without a gate, and of down
             [hidden, intermediate].
         experts: number of experts on all ranks, from which the ids are chosen.
-        activation: one of ACTIVATIONS.
+        activation: one of ACTIVATIONS, and its constants.
+        biases: [experts, rows] of each of the stacks, dtype of x, contiguous; () for none.
 
     Returns:
         [tokens, hidden], dtype of x.
     """
+    first, second = biases or (None, None)
     k = ids.shape[1]
     if not ids.numel() or batch_size(len(x), k, experts, stacks) is None:
         return None
@@ -220,8 +224,9 @@ def routed_experts(
         assert size is not None, "it was not for more tokens"
         routing = route(ids.contiguous(), size, stacks)
         gate_up = grouped_matmul(gather(x, routing), stacks[0], routing)
-        hidden = activate(gate_up, activation, routing)
-        return combine(grouped_matmul(hidden, stacks[1], routing), weights.contiguous(), routing)
+        name, constants = activation
+        hidden = activate(gate_up, name, routing, constants, first)
+        return combine(grouped_matmul(hidden, stacks[1], routing), weights.contiguous(), routing, second)
 
     chunks = zip(*(part.split(max(1, MOST_PAIRS // k)) for part in (x, weights, ids)), strict=True)
     outputs = [chunk(*parts) for parts in chunks]

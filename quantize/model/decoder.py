@@ -61,6 +61,7 @@ class Decoder:
         self._outputs = 0
         self._digests: dict[str, str] = {}  # of each tensor that was read, by its name in the checkpoint
         self._sources = tensor_sources(self.model, self.stored, table, self.store)
+        # Towers are copied as they are stored.
         split = {name for name in split_tensors(self.model) if self.anatomy.in_tower(name)}
         check_sources(self.model, {name: at for name, at in self._sources.items() if name not in split}, self.store)
         check_tied(tied, self.stored[table], self.store)

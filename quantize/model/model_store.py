@@ -2,10 +2,13 @@
 
     experts.gate_up_proj [experts, 2 * intermediate, hidden]  ->  experts.0.gate_proj.weight, experts.0.up_proj.weight
     experts.down_proj    [experts, hidden, intermediate]      ->  experts.0.down_proj.weight
+    experts.down_proj_bias [experts, hidden]                  ->  experts.0.down_proj.bias
+    moe.gate_proj.weight [experts, intermediate, hidden]      ->  moe.experts.0.gate_proj.weight
     q_conv1d.weight, k_conv1d.weight, v_conv1d.weight         ->  conv1d.weight
 
-Some families store experts with their last two dimensions exchanged. Invariant: one matrix of experts is read at a
-time, never the tensor that holds them all. What is joined can be read, but `names` has its parts: they are written.
+Some families store experts with their last two dimensions exchanged, or the rows of gate and up alternating. Invariant:
+the matrices of one expert are read at a time, never the tensor that holds them all. What is joined can be read, but
+`names` has its parts: they are written.
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,24 +19,25 @@ from typing import Any
 import torch
 
 from vllm_latq.errors import UnsupportedModelError
-from vllm_latq.models.experts import FUSED, is_llama4, matrices_shape
+from vllm_latq.models.experts import BIAS, FUSED, is_interleaved, is_transposed, matrices_shape
 from vllm_latq.models.stored_names import fused_tensors, joined_tensors
 from vllm_latq.quantize.model.originals.store import OriginalStore
 
 
 @dataclass(frozen=True)
 class _Matrix:
-    """Rows of one expert in a stored tensor, which holds columns where it is transposed."""
+    """Rows of one expert in a stored tensor, which holds columns where it is transposed; or a part of its biases."""
 
     tensor: str
     expert: int
     rows: slice
-    columns: int
+    columns: int | None
     transposed: bool
 
     @property
-    def shape(self) -> tuple[int, int]:
-        return self.rows.stop - self.rows.start, self.columns
+    def shape(self) -> tuple[int, ...]:
+        count = len(range(self.rows.start, self.rows.stop, self.rows.step or 1))
+        return (count,) if self.columns is None else (count, self.columns)
 
 
 class ModelStore(OriginalStore):
@@ -82,6 +86,9 @@ class ModelStore(OriginalStore):
         if name not in self._matrices:
             return super().get(name)
         at = self._matrices[name]
+        if at.rows.step:  # which no part of a file has
+            whole = self.part(at.tensor, (at.expert,))
+            return (whole.T if at.transposed else whole)[at.rows].contiguous()
         if at.transposed:
             return self.part(at.tensor, (at.expert, slice(None), at.rows)).T.contiguous()
         return self.part(at.tensor, (at.expert, at.rows))
@@ -118,20 +125,37 @@ class ModelStore(OriginalStore):
                 raise UnsupportedModelError(where, "each expert stored once", found, hint)
 
     def _split(self, tensors: Mapping[str, str], name: str, fused: Any) -> None:
-        """Name the matrices of a layer's experts, the module `name`, by its stored `tensors`."""
-        stems = {tensor.removesuffix(f".{leaf}") for leaf, tensor in tensors.items()}
+        """Name the matrices and biases of a layer's experts, the module `name`, by its stored `tensors`."""
+        # Tensors named as those of a linear are a level above those of single experts.
+        linears = {leaf: tensor.removesuffix(f".{leaf}.weight") + ".experts" for leaf, tensor in tensors.items()}
+        stems = {
+            linears[leaf] if tensor.endswith(".weight") else tensor.removesuffix(f".{leaf}")
+            for leaf, tensor in tensors.items()
+        }
         stem = stems.pop() if len(stems) == 1 else name
         for leaf in tensors:
-            count, rows, columns = matrices_shape(fused, leaf)
-            expected, found = tuple(fused.get_parameter(leaf).shape), super().shape(tensors[leaf])
-            if found not in ((count, rows, columns), (count, columns, rows)):
+            kind, matrix = ("bias", leaf.removesuffix(BIAS)) if leaf.endswith(BIAS) else ("weight", leaf)
+            single = not hasattr(fused, matrix)  # gate or up, which are not in one tensor
+            count, rows, columns = matrices_shape(fused, "gate_up_proj" if single else matrix)
+            rows = rows // 2 if single else rows
+            expected = (count, rows, columns) if single else tuple(fused.get_parameter(leaf).shape)
+            found = super().shape(tensors[leaf])
+            if found not in ([(count, rows)] if kind == "bias" else [(count, rows, columns), (count, columns, rows)]):
                 where = f"{self.directory}: {tensors[leaf]}"
                 raise UnsupportedModelError(where, f"shape {expected}", f"{found}", "Is config.json its own?")
             # Stored as its model holds it, or the other way round.
-            transposed = is_llama4(fused) if found == expected else not is_llama4(fused)
-            size = rows // len(FUSED[leaf])
-            for part, projection in enumerate(FUSED[leaf]):
-                own = slice(part * size, (part + 1) * size)
+            transposed = kind == "weight" and is_transposed(fused) == (found == expected)
+            parts = (matrix,) if single else FUSED[matrix]
+            for part, projection in enumerate(parts):
+                own = _rows(part, len(parts), rows, is_interleaved(fused))
                 for expert in range(count):
-                    matrix = _Matrix(tensors[leaf], expert, own, columns, transposed)
-                    self._matrices[f"{stem}.{expert}.{projection}.weight"] = matrix
+                    at = _Matrix(tensors[leaf], expert, own, columns if kind == "weight" else None, transposed)
+                    self._matrices[f"{stem}.{expert}.{projection}.{kind}"] = at
+
+
+def _rows(part: int, parts: int, rows: int, interleaved: bool) -> slice:
+    """Return which of `rows` belong to one of the linears of a matrix, which follow one another or alternate."""
+    if interleaved and parts > 1:
+        return slice(part, rows, parts)
+    size = rows // parts
+    return slice(part * size, (part + 1) * size)

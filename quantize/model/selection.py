@@ -29,6 +29,9 @@ ROUTERS = ("gate", "router", "shared_expert_gate")
 #                              reaches it
 #   compressor                 averages the keys of several tokens into one (DeepSeek-V4)
 SPECIAL = ("altup", "hyper_connection", "indexer", "compressor")
+# Modules of a family, by its `model_type`, to which vLLM's model gives no quantization. vLLM would not load a
+# checkpoint in which their linears are quantized.
+FLOATS_IN_VLLM = {"glm5_next_text": "self_attn"}
 # Linears that only the first generation of Mamba mixers has: vLLM has no quantized linears for them.
 MAMBA = ("x_proj", "dt_proj")
 # Group sizes that the GPU kernels know, the largest first.
@@ -116,8 +119,9 @@ def _others(decoder: Decoder) -> dict[str, Shape]:
 
 
 def _routers(decoder: Decoder) -> tuple[str, ...]:
-    """Return names in the checkpoint of routers, of SPECIAL modules' parts, and of Mamba-1 mixers' linears."""
+    """Return names in the checkpoint of the parts of routers, SPECIAL modules, Mamba-1 mixers, and FLOATS_IN_VLLM."""
     modules = list(decoder.model.named_modules())
+    floats = FLOATS_IN_VLLM.get(decoder.config.get_text_config().model_type)
     parents = {name.rpartition(".")[0] for name, module in modules if isinstance(module, Experts)}
     routers = [f"{parent}.{leaf}" for parent in sorted(parents) for leaf in ROUTERS]
     others = [name for name, _ in modules if name.endswith(SPECIAL)]
@@ -126,7 +130,9 @@ def _routers(decoder: Decoder) -> tuple[str, ...]:
     found = [
         name.removesuffix(".weight") for name in decoder.stored if name.startswith(small) and name.endswith(".weight")
     ]
-    return tuple(decoder.stored_module(name) for name in found)
+    attention = tuple(f"{name}." for name, _ in modules if floats and name.rpartition(".")[2] == floats)
+    found += [name for name, module in modules if name.startswith(attention) and is_linear(module)]
+    return tuple(dict.fromkeys(decoder.stored_module(name) for name in found))
 
 
 def quantized_linears(decoder: Decoder, recipe: Recipe) -> dict[str, nn.Linear]:

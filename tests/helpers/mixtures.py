@@ -1,7 +1,9 @@
 """Small mixtures of experts: on quantized weights with a dense reference, with an unused expert, and stored fused."""
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ from helpers.builders import random_weight
 from vllm_latq.format.encodings.packed import PackedWeight
 from vllm_latq.format.reader import CheckpointReader
 from vllm_latq.format.scheme import LayerScheme
-from vllm_latq.models.experts import is_llama4
+from vllm_latq.models.experts import is_interleaved, is_transposed
 from vllm_latq.serving.experts import ACTIVATIONS, expert_constants, run_experts
 from vllm_latq.serving.merging import Merged, decode, merge
 from vllm_latq.serving.operands import make_operands, stack_operands
@@ -20,11 +22,20 @@ from vllm_latq.serving.operands import make_operands, stack_operands
 EXPERTS, HIDDEN, INTERMEDIATE = 5, 96, 64
 
 
+# Constants of the activations that take them: a clamp that many random values reach, and gpt-oss's alpha and beta.
+CONSTANTS = {"swiglu": (0.5, 1.702, 1.0), "swiglustep": (0.25,)}
+
+
 class Mixture:
     """Random experts: operands for the operator on a device, and dense matrices for the reference on the CPU."""
 
     def __init__(
-        self, scheme: LayerScheme, dtype: torch.dtype = torch.float32, activation: str = "silu", device: Any = "cpu"
+        self,
+        scheme: LayerScheme,
+        dtype: torch.dtype = torch.float32,
+        activation: str = "silu",
+        device: Any = "cpu",
+        biased: bool = False,
     ) -> None:
         self.dense: list[list[torch.Tensor]] = []
         self.stacks, operands = [], []
@@ -36,8 +47,15 @@ class Mixture:
             stack = stack_operands(made, "experts")
             self.stacks.append([*stack.tensors().values()])
             operands.append(stack)
-        self.constants = expert_constants(operands[0], operands[1], EXPERTS, activation)
-        self.activation = ACTIVATIONS[activation]
+        constants = CONSTANTS.get(activation, ())
+        self.constants = expert_constants(operands[0], operands[1], EXPERTS, activation, constants)
+        self.activation = lambda y: ACTIVATIONS[activation](y, *constants)
+        generator = torch.Generator().manual_seed(7)
+        sizes = (first, HIDDEN) if biased else ()
+        # Numbers that float16 holds exactly.
+        biases = [torch.randint(-8, 9, (EXPERTS, size), generator=generator) / 16 for size in sizes]
+        self.dense_biases: list[Any] = biases or [[None] * EXPERTS] * 2
+        self.biases = [bias.to(device, dtype) for bias in biases]
 
     @staticmethod
     def _served(scheme: LayerScheme, rows: int, cols: int, seed: int) -> Merged:
@@ -48,11 +66,12 @@ class Mixture:
 
     def __call__(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """Return what the operator computes."""
-        return run_experts(x, weights, ids, self.stacks[0], self.stacks[1], self.constants)
+        return run_experts(x, weights, ids, self.stacks[0], self.stacks[1], self.biases, self.constants)
 
     def run(self, x: torch.Tensor, expert: int) -> torch.Tensor:
         """Return the outputs of one dense expert."""
-        return functional.linear(self.activation(functional.linear(x, self.dense[0][expert])), self.dense[1][expert])
+        first, second = ((self.dense[n][expert], self.dense_biases[n][expert]) for n in range(2))
+        return functional.linear(self.activation(functional.linear(x, *first)), *second)
 
     def reference(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """Return the weighted sum of the chosen dense experts; ids outside the range are on other ranks."""
@@ -108,21 +127,28 @@ def fuse_experts(model: Path, transposed: bool = False) -> None:
     save_file(fused, model / "model.safetensors", metadata={"format": "pt"})
 
 
-def into_fused(model: Any, checkpoint: Path) -> None:
-    """Copy the dequantized weights of a checkpoint into a transformers model that stores its experts fused."""
+def into_fused(model: Any, checkpoint: Path, names: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Copy the dequantized weights of a checkpoint into a transformers model that stores its experts fused.
+
+    `names` maps a module of the checkpoint to the module of the model, where they differ.
+    """
     reader = CheckpointReader(checkpoint)
     modules = dict(model.named_modules())
     with torch.no_grad():
         for name in reader.shapes:
-            parent, _, leaf = name.rpartition(".")
+            own = names.get(name, name)
+            parent, _, leaf = own.rpartition(".")
             weight = reader.weight(name).dequantize()
-            if name in modules:
-                modules[name].weight.copy_(weight)
+            if own in modules:
+                modules[own].weight.copy_(weight)
                 continue
             experts, _, expert = parent.rpartition(".")
             fused = modules[experts].gate_up_proj if leaf != "down_proj" else modules[experts].down_proj
-            if is_llama4(modules[experts]):
+            if is_transposed(modules[experts]):
                 fused = fused.transpose(1, 2)
             rows = len(weight)
+            if leaf != "down_proj" and is_interleaved(modules[experts]):
+                fused[int(expert), leaf == "up_proj" :: 2].copy_(weight)
+                continue
             start = rows if leaf == "up_proj" else 0
             fused[int(expert), start : start + rows].copy_(weight)

@@ -49,8 +49,16 @@ CHANGES = {
         **{"num_experts_per_tok": 1, "intermediate_size_mlp": 96, "interleave_moe_layer_step": 2},
         **{"no_rope_layer_interval": 2, "attention_chunk_size": 128},
     },
+    # Its gates are clamped and alternate with up, its experts have biases, its attention has sinks.
+    "gpt_oss": {
+        "sliding_window": 64,
+        "rope_parameters": {
+            **{"rope_type": "yarn", "factor": 2.0, "rope_theta": 10000.0, "beta_fast": 32.0, "beta_slow": 1.0},
+            **{"truncate": False, "original_max_position_embeddings": 32},
+        },
+    },
 }
-FUSED = ("granitemoe", "gemma4_text", "llama4_text")
+FUSED = ("granitemoe", "gemma4_text", "llama4_text", "gpt_oss")
 ENGINE = {"max_model_len": 64}
 SAMPLES = {"num_samples": 4, "seq_len": 32}
 RECIPES = {
@@ -59,6 +67,7 @@ RECIPES = {
     "granitemoe": Recipe("gptq", 4, group_size=32, ignore=("model.layers.0.block_sparse_moe.experts",), **SAMPLES),
     "gemma4_text": Recipe("hptq", bits=3.5, **SAMPLES),
     "llama4_text": Recipe("latq", bits=4.5, **SAMPLES),
+    "gpt_oss": Recipe("gptq", 4, group_size=32, **SAMPLES),
 }
 
 
@@ -101,6 +110,7 @@ def generations(pairs: dict[str, tuple[Path, Path]]) -> dict[str, Any]:
         "qwen3_moe": {"model": qwen3, "engine": ENGINE, "reload": [qwen3]},
         "qwen2_moe": {"model": qwen2, "engine": ENGINE},
         **{family: {"model": pairs[family][0], "engine": ENGINE} for family in FUSED},
+        "gpt_oss": {"model": pairs["gpt_oss"][0], "engine": ENGINE, "reload": [pairs["gpt_oss"][0]]},
         "dummy": {"model": qwen2, "engine": ENGINE | {"load_format": "dummy"}},
     }
     return dict(zip(jobs, probe(list(jobs.values())), strict=True))
@@ -129,8 +139,9 @@ def test_reloading_a_mixture_and_back(generations: dict[str, Any], pairs: dict[s
     assert f"CheckpointError: {LOST}: expected a tensor" in error
     assert other_still == other
     assert back == first
-    first, again = generations["qwen3_moe"]
-    assert again == first
+    for family in ("qwen3_moe", "gpt_oss"):
+        first, again = generations[family]
+        assert again == first
 
 
 def test_dummy_mixture_generates_plausible_tokens(generations: dict[str, Any]) -> None:

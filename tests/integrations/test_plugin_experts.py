@@ -198,6 +198,83 @@ def assert_every_rank_gets_its_part(
     assert (total - expected).abs().max() <= TOLERANCE * expected.abs().max()
 
 
+# Models whose activation is clamped -> arguments of vLLM's layer, limit, alpha and beta.
+CLAMPED: dict[str, tuple[dict[str, Any], float, float, float]] = {
+    "DeepSeek-V4, GLM-5.3-Flash, Hy-V4": ({"swiglu_limit": 2.0}, 2.0, 1.0, 0.0),
+    "MiniMax-M3": (
+        {"activation": "swigluoai_uninterleave", "swiglu_limit": 3.0, "swiglu_alpha": 1.5, "swiglu_beta": 0.5},
+        *(3.0, 1.5, 0.5),
+    ),
+    "gpt-oss": ({"activation": "swigluoai", "has_bias": True}, 7.0, 1.702, 1.0),
+    "Step-3.5": ({"activation": "swiglustep"}, 7.0, 1.0, 0.0),
+}
+
+
+@pytest.mark.parametrize("model", CLAMPED)
+@pytest.mark.parametrize(("size", "expert_parallel"), [(1, False), (2, False), (2, True)])
+def test_clamped_experts(model: str, size: int, expert_parallel: bool, rank_of: Callable[[int], None]) -> None:
+    """Against plain floats. Most of these models' attention runs on GPUs only, but the experts run everywhere."""
+    options, limit, alpha, beta = CLAMPED[model]
+    weights, biases = checkpoint(PACKED), {}
+    generator = torch.Generator().manual_seed(3)
+    for name, weight in weights.items():
+        biases[name] = torch.randn(weight.shape[0], generator=generator) * ("has_bias" in options)
+    x = 20 * torch.randn(7, HIDDEN, generator=generator)
+    router, ids = torch.rand(7, TOP_K, generator=generator), torch.tensor([[0, 1], [2, 0], [1, 2], [0, 2]] * 2)[:7]
+    total, expected, clamped = torch.zeros(7, HIDDEN), torch.zeros(7, HIDDEN), 0
+    for rank in range(size):
+        rank_of(rank)
+        layer = build(quantization(PACKED), size, expert_parallel, **options)
+        load(layer, weights)
+        if "has_bias" in options:
+            assert list(layer.load_weights((f"{name}.bias", bias) for name, bias in biases.items()))
+        layer.quant_method.process_weights_after_loading(layer)
+        total += layer.quant_method.apply(layer, x, router, ids.int(), None, None)
+    for token, slot in torch.cartesian_prod(torch.arange(7), torch.arange(TOP_K)).tolist():
+        names = [f"{ids[token, slot]}.{leaf}" for leaf in LEAVES]
+        gate, up = (weights[name].dequantize() @ x[token] + biases[name] for name in names[:2])
+        clamped += int((up.abs() > limit).sum())
+        if model == "Step-3.5":
+            gate = (gate * torch.sigmoid(gate)).clamp(max=limit)
+        else:
+            gate = gate.clamp(max=limit)
+            gate = gate * torch.sigmoid(alpha * gate)
+        hidden = gate * (up.clamp(-limit, limit) + beta)
+        expected[token] += router[token, slot] * (weights[names[2]].dequantize() @ hidden + biases[names[2]])
+    assert clamped > 100
+    assert (total - expected).abs().max() <= TOLERANCE * expected.abs().max()
+
+
+BIASED: dict[str, Any] = {"activation": "swigluoai", "has_bias": True}
+
+
+def test_biases_that_are_wrong_are_named(rank_of: Callable[[int], None]) -> None:
+    rank_of(0)
+    biases = {name: torch.zeros(weight.shape[0]) for name, weight in checkpoint(PACKED).items()}
+    for change, message in (
+        ({"2.up_proj": None}, r"experts\.2\.up_proj\.bias: expected a bias of 128 numbers, found no such tensor"),
+        ({"0.down_proj": torch.zeros(5)}, r"experts\.0\.down_proj\.bias: expected 96 finite numbers, found .*\(5,\)"),
+        ({"1.gate_proj": torch.full((INTERMEDIATE,), torch.nan)}, r"experts\.1\.gate_proj\.bias: expected 128 finite"),
+    ):
+        layer = build(quantization(PACKED), **BIASED)
+        load(layer, checkpoint(PACKED))
+        given = {name: bias for name, bias in (biases | change).items() if bias is not None}
+        assert list(layer.load_weights((f"{name}.bias", bias) for name, bias in given.items()))
+        with pytest.raises(CheckpointError, match=message):
+            layer.quant_method.process_weights_after_loading(layer)
+    with pytest.raises(UnsupportedModelError, match=r"expected experts without biases to quantize again"):
+        layer.quant_method.dequantize_weight(layer)
+
+
+def test_dummy_biases(rank_of: Callable[[int], None]) -> None:
+    rank_of(1)
+    layer = build(quantization(PACKED), 2, **BIASED)
+    layer.quant_method.dummy = True
+    layer.quant_method.process_weights_after_loading(layer)
+    assert [layer.w13_bias.shape, layer.w2_bias.shape] == [(EXPERTS, INTERMEDIATE), (EXPERTS, HIDDEN)]
+    assert not layer.w13_bias.any()
+
+
 def test_reload_reuses_the_memory_of_the_first_load(
     rank_of: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -335,9 +412,9 @@ def test_cutting_a_group_of_an_expert_is_refused(rank_of: Callable[[int], None])
 @pytest.mark.parametrize(
     ("options", "found"),
     [
-        ({"activation": "swigluoai"}, "the activation swigluoai"),
-        ({"has_bias": True}, "biases"),
-        ({"swiglu_limit": 7.0}, "a limit in the activation"),
+        ({"activation": "situ"}, "the activation situ"),
+        ({"activation": "gelu", "swiglu_limit": 7.0}, "the activation gelu with a limit"),
+        ({"activation": "swigluoai_uninterleave"}, "the activation swigluoai_uninterleave"),
         ({"apply_router_weight_on_input": True}, "several experts per token whose inputs the router scales"),
     ],
 )

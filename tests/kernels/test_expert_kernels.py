@@ -44,9 +44,9 @@ def strided(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def assert_equals_dense_experts(
-    scheme: str, tokens: int, k: int, dtype: torch.dtype = torch.int32, activation: str = "silu"
+    scheme: str, tokens: int, k: int, dtype: torch.dtype = torch.int32, activation: str = "silu", biased: bool = False
 ) -> None:
-    mixture = Mixture(SCHEMES[scheme], torch.float16, activation, DEVICE)
+    mixture = Mixture(SCHEMES[scheme], torch.float16, activation, DEVICE, biased)
     layout = "trellis" if scheme == "trellis" else "tiled"
     assert (mixture.constants.layouts, mixture.constants.arch) == ([layout, layout], ARCH)
     x, weights, ids = routing(tokens, k, dtype)
@@ -72,6 +72,18 @@ def test_grouped(scheme: str, tokens: int, k: int, dtype: torch.dtype, monkeypat
 @pytest.mark.parametrize(("scheme", "activation"), [("packed4-row", "gelu_tanh"), ("huffman", "relu2_no_mul")])
 def test_activations_reach_the_kernels(scheme: str, activation: str) -> None:
     assert_equals_dense_experts(scheme, 3, 2, activation=activation)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "tokens", "activation"),
+    [("packed3", 3, "swiglu"), ("huffman", 1, "swiglustep"), ("trellis", 2, "swiglu"), ("huffman", 2, "relu2_no_mul")],
+)
+def test_clamps_and_biases_reach_the_kernels(
+    scheme: str, tokens: int, activation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for way in ("by_expert", "by_all"):
+        monkeypatch.delattr(expert_op, way)
+    assert_equals_dense_experts(scheme, tokens, 2, torch.int64, activation, biased=True)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from helpers.kernel_device import DEVICE, EMULATED
+from helpers.mixtures import CONSTANTS
 from helpers.stacks import stack_of_experts
 from helpers.trellis_weights import operands_of, random_trellis_weight
 from vllm_latq.kernels.errors import KernelInputError
@@ -97,11 +98,36 @@ def test_activation(activation: str) -> None:
     gate[:, 2] = torch.nan
     routing = route(ids.to(DEVICE), 8, [stack_of_experts(2)])
     first = gate if activation.endswith("_no_mul") else torch.cat([gate, up], 1)
-    found = activate(first.to(DEVICE), activation, routing)
+    constants = CONSTANTS.get(activation, ())
+    found = activate(first.to(DEVICE), activation, routing, constants)
     # A result beyond float32 is infinite.
-    expected = ACTIVATIONS[activation](first.double()).float().double()
+    expected = ACTIVATIONS[activation](first.double(), *constants).float().double()
     tolerance = 2**-7  # the interpreter truncates
     torch.testing.assert_close(found.cpu()[:3].double(), expected[:3], rtol=tolerance, atol=1e-6, equal_nan=True)
+
+
+def test_biases_of_each_expert() -> None:
+    """In float32, before the activation, and before the weighted sum; a pair of another rank has none."""
+    ids = torch.tensor([[1, 0], [5, 1]])
+    routing = route(ids.to(DEVICE), 8, [stack_of_experts(2)])
+    first, bias = torch.randn(4, 2 * COLUMNS + 6).bfloat16(), torch.randn(2, 2 * COLUMNS + 6).bfloat16()
+    constants = CONSTANTS["swiglu"]
+    found = activate(first.to(DEVICE), "swiglu", routing, constants, bias.to(DEVICE)).cpu().double()
+    for place, expert in enumerate((0, 1, 1)):
+        expected = ACTIVATIONS["swiglu"](first[place].double() + bias[expert].double(), *constants)
+        torch.testing.assert_close(found[place], expected, rtol=2**-7, atol=1e-6)
+    weights = torch.rand(2, 2)
+    got = combine(first.to(DEVICE), weights.to(DEVICE), routing, bias.to(DEVICE)).cpu().double()
+    rows, own, weights = first.double(), bias.double(), weights.double()
+    sums = weights[0, 0] * (rows[1] + own[1]) + weights[0, 1] * (rows[0] + own[0]), weights[1, 1] * (rows[2] + own[1])
+    torch.testing.assert_close(got, torch.stack(sums), rtol=2**-7, atol=2**-7)
+
+
+def test_constants_that_do_not_fit_are_refused() -> None:
+    routing = route(torch.tensor([[0]], device=DEVICE), 1, [stack_of_experts(1)])
+    for activation, constants in (("swiglu", (7.0,)), ("silu", (7.0,))):
+        with pytest.raises(KernelInputError, match=rf"constants: expected .* of {activation}, found \(7\.0,\)"):
+            activate(torch.zeros(1, 8, device=DEVICE).half(), activation, routing, constants)
 
 
 def test_an_activation_that_no_kernel_has_is_refused() -> None:

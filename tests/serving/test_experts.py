@@ -9,7 +9,7 @@ import torch._dynamo.testing
 from torch.nn import functional
 
 from helpers.builders import random_weight
-from helpers.mixtures import EXPERTS, HIDDEN, Mixture, routing
+from helpers.mixtures import CONSTANTS, EXPERTS, HIDDEN, Mixture, routing
 from helpers.trellis import TRELLIS
 from vllm_latq.format.scheme import LayerScheme
 from vllm_latq.serving import experts as expert_op
@@ -106,13 +106,37 @@ def test_experts_without_a_gate(scheme: str) -> None:
     assert_near(mixture(*arguments), mixture.reference(*arguments))
 
 
-@pytest.mark.parametrize("scheme", ["packed3", "trellis"])
-def test_expert_operator_registration(scheme: str) -> None:
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("activation", CONSTANTS)
+def test_clamped_experts_with_biases(
+    activation: str, way: Callable[..., torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mixture, arguments = Mixture(SCHEMES["packed4-plain"], activation=activation, biased=True), routing(5, 2)
+    monkeypatch.setattr(expert_op, "by_expert", way)
+    expected = torch.zeros(5, HIDDEN)
+    limit, alpha, beta = (*CONSTANTS[activation], 1.0, 0.0)[:3]
+    x, weights, ids = arguments
+    for token, slot in (ids >= 0).nonzero().tolist():
+        expert = int(ids[token, slot])
+        gate, up = functional.linear(x[token], mixture.dense[0][expert], mixture.biases[0][expert]).chunk(2)
+        if activation == "swiglu":
+            gate = torch.minimum(gate, torch.tensor(limit))
+            gate = gate / (1 + torch.exp(-alpha * gate))
+        else:
+            gate = torch.minimum(gate / (1 + torch.exp(-gate)), torch.tensor(limit))
+        hidden = gate * (torch.maximum(torch.minimum(up, torch.tensor(limit)), torch.tensor(-limit)) + beta)
+        down = functional.linear(hidden, mixture.dense[1][expert], mixture.biases[1][expert])
+        expected[token] += weights[token, slot] * down
+    assert_near(mixture(*arguments), expected)
+
+
+@pytest.mark.parametrize(("scheme", "biased"), [("packed3", False), ("packed3", True), ("trellis", False)])
+def test_expert_operator_registration(scheme: str, biased: bool) -> None:
     """Schema, fake implementation and dispatch agree (torch's own checks)."""
-    mixture = mixture_of(scheme)
+    mixture = Mixture(SCHEMES[scheme], activation="swiglu", biased=True) if biased else mixture_of(scheme)
     torch.library.opcheck(
         torch.ops.latq.experts.default,
-        (*routing(3, 2), *mixture.stacks, *mixture.constants),
+        (*routing(3, 2), *mixture.stacks, mixture.biases, *mixture.constants),
         test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"),
     )
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from helpers.builders import packed_weight, random_weight
-from helpers.mixtures import HIDDEN, Mixture, routing
+from helpers.mixtures import CONSTANTS, HIDDEN, Mixture, routing
 from vllm_latq.format.encodings.packed import PackedWeight
 from vllm_latq.format.scheme import LayerScheme
 from vllm_latq.kernels.experts.activations import ACTIVATIONS
@@ -101,7 +101,11 @@ def test_token_of_experts_does_not_depend_on_other_tokens(encoding: str, dtype: 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activation_of_a_row_does_not_depend_on_other_rows(name: str, dtype: torch.dtype, columns: int) -> None:
-    act, y = ACTIVATIONS[name], torch.randn(40, columns).mul(3).to(dtype)
+    y = torch.randn(40, columns).mul(3).to(dtype)
+
+    def act(rows: torch.Tensor) -> torch.Tensor:
+        return ACTIVATIONS[name](rows, *CONSTANTS.get(name, ()))
+
     threads = torch.get_num_threads()
     torch.set_num_threads(3)
     try:

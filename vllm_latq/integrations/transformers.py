@@ -33,7 +33,8 @@ from vllm_latq.format.tensors import SHAPE
 from vllm_latq.format.validate import weight_from_tensors
 from vllm_latq.format.verify import check_headers
 from vllm_latq.models.experts import Experts
-from vllm_latq.models.stored_names import stored_names, unmerged
+from vllm_latq.models.joined import JoinedLinears
+from vllm_latq.models.stored_names import split_tensors, stored_names, unmerged
 from vllm_latq.serving.decode import decode_on_device
 from vllm_latq.serving.layouts.checkpoint import CheckpointOperands
 from vllm_latq.serving.layouts.dense import DenseOperands
@@ -155,6 +156,7 @@ class LatqQuantizer(HfQuantizer):
     quantization_config: LatqQuantizationConfig
     requires_calibration = True
     unfused = False
+    joined: Collection[str] = ()
     checkpoint: CheckpointReader | None = None
 
     def is_serializable(self) -> bool:
@@ -199,12 +201,17 @@ class LatqQuantizer(HfQuantizer):
         shapes = {} if store is None else {name: store.shape(name) for name in store.names()}
         stored = _stored_linears(model, shapes, checkpoint_files)
         self.unfused = any(isinstance(module, Experts) for module in model.modules())
+        split = split_tensors(model)
+        joined = {name: module for name, module in model.named_modules() if isinstance(module, JoinedLinears)}
+        self.joined = [f"{name}.{leaf}" for name, module in joined.items() for leaf, _ in module.named_children()]
         for name, module in list(model.named_modules()):
             where = stored.get(f"{name}.weight", f"{name}.weight").removesuffix(".weight")
             checkpoint = self.quantization_config.checkpoint
             scheme = None if checkpoint.is_ignored(name) or module is tied_head else checkpoint.scheme_for(where)
             if not isinstance(module, nn.Linear):
                 continue
+            if f"{name}.weight" in split and f"{where}.{SHAPE}" not in shapes:
+                continue  # of a tower, whose linears are stored as one
             if scheme is None:
                 if f"{where}.{SHAPE}" in shapes:
                     # transformers would fill the linear with random weights.
@@ -216,8 +223,8 @@ class LatqQuantizer(HfQuantizer):
             model.set_submodule(name, linear)
 
     def update_weight_conversions(self, weight_conversions: list[Any], *_: Any) -> list[Any]:
-        """Return transformers' rules for names, except rules that would merge experts that are linears of their own."""
-        return unmerged(weight_conversions) if self.unfused else weight_conversions
+        """Return transformers' rules for names, except rules that would merge what is linears of their own."""
+        return unmerged(weight_conversions, self.joined) if self.unfused or self.joined else weight_conversions
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
         _refuse_missing(model)

@@ -1,7 +1,8 @@
 """Routed experts as ordinary linears, one set per expert, where transformers fuses them into two tensors per layer.
 
 Invariant: for the same inputs the outputs equal those of transformers' own module with the "eager" implementation. Only
-the storage of the weights differs, so each expert can have its own Hessian, scheme and scales.
+the storage of the weights differs, so each expert can have its own Hessian, scheme and scales. (Where the fused module
+holds gate and up interleaved, as gpt-oss's, sums have another order.)
 """
 
 import re
@@ -14,12 +15,13 @@ from torch import nn
 
 from vllm_latq.errors import UnsupportedModelError
 
-# Tensor of a fused module -> linears of an expert whose rows the tensor holds one above the other.
+# Tensor of a fused module -> linears of an expert whose rows the tensor holds, one above the other or interleaved.
 FUSED: Mapping[str, tuple[str, ...]] = {
     "gate_up_proj": ("gate_proj", "up_proj"),
     "up_proj": ("up_proj",),
     "down_proj": ("down_proj",),
 }
+BIAS = "_bias"  # ends the name of the tensor of a fused module that holds biases
 # Names under which configurations have the number of experts that a token is sent to.
 CHOSEN_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k")
 # A linear of a routed expert; the group is the name of its layer's experts.
@@ -34,6 +36,7 @@ class Expert(nn.Module):
         first: name in FUSED of the tensor that would hold the linears that read the input.
         activate: maps the outputs of these linears, [n, intermediate] each, side by side, to [n, intermediate].
         dtype: of the weights.
+        bias: whether the linears have one.
     """
 
     def __init__(
@@ -43,12 +46,13 @@ class Expert(nn.Module):
         first: str,
         activate: Callable[[torch.Tensor], torch.Tensor],
         dtype: torch.dtype,
+        bias: bool,
     ) -> None:
         super().__init__()
         self.first = first
         for leaf in FUSED[first]:
-            self.add_module(leaf, nn.Linear(hidden, intermediate, bias=False, device="meta", dtype=dtype))
-        self.down_proj = nn.Linear(intermediate, hidden, bias=False, device="meta", dtype=dtype)
+            self.add_module(leaf, nn.Linear(hidden, intermediate, bias, device="meta", dtype=dtype))
+        self.down_proj = nn.Linear(intermediate, hidden, bias, device="meta", dtype=dtype)
         self._activate = activate
 
     @property
@@ -67,8 +71,9 @@ class Experts(nn.ModuleList):
 
     Args:
         fused: a module of transformers with `gate_up_proj` [experts, 2 * intermediate, hidden], or without a gate
-            `up_proj` [experts, intermediate, hidden], and `down_proj` [experts, hidden, intermediate]. The module
-            loses these tensors.
+            `up_proj` [experts, intermediate, hidden], and `down_proj` [experts, hidden, intermediate], or with the last
+            two dimensions exchanged; and perhaps biases [experts, rows], named as the tensors and BIAS. The module
+            loses all of them.
         activate: see `Expert`.
     """
 
@@ -76,10 +81,12 @@ class Experts(nn.ModuleList):
         self.gated = hasattr(fused, "gate_up_proj")
         first, dtype = "gate_up_proj" if self.gated else "up_proj", fused.down_proj.dtype
         count, hidden, intermediate = matrices_shape(fused, "down_proj")
+        parameters = [leaf for leaf, _ in fused.named_parameters()]
         # A bound method keeps its module alive, so the weights are released and the activation is kept.
-        for leaf in (first, "down_proj"):
+        for leaf in parameters:
             setattr(fused, leaf, None)
-        super().__init__(Expert(hidden, intermediate, first, activate, dtype) for _ in range(count))
+        bias = any(leaf.endswith(BIAS) for leaf in parameters)
+        super().__init__(Expert(hidden, intermediate, first, activate, dtype, bias) for _ in range(count))
 
     def tokens(self, hidden: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
         """Return, from the arguments of `forward`, the tokens that any expert may be given, [tokens, hidden]."""
@@ -136,37 +143,52 @@ def split_experts(fused: Any, name: str) -> Experts:
     gated = getattr(fused, "has_gate", True)
     if is_llama4(fused):
         return InputScaledExperts(fused, partial(_gate, fused.act_fn))
+    if is_interleaved(fused):
+        return Experts(fused, partial(_interleaved, fused._apply_gate))
     return Experts(fused, fused._apply_gate if gated else fused.act_fn.__call__)
 
 
 def check_fused(fused: Any, name: str) -> None:
-    """Raise UnsupportedModelError if a fused module has biases, or interleaved or (but Llama 4's) transposed weights.
+    """Raise UnsupportedModelError if a fused module has other parameters than `Experts` describes.
 
     Args:
         fused: see `Experts`.
         name: of the module, for errors.
     """
-    gated = getattr(fused, "has_gate", True)
-    expected = {"has_bias": False, "is_transposed": False, "is_concatenated": True}
-    layout = {flag: getattr(fused, flag, None) for flag in expected}
+    gated, biased = getattr(fused, "has_gate", True), getattr(fused, "has_bias", False)
+    weights = {"gate_up_proj" if gated else "up_proj", "down_proj"}
+    expected = weights | ({f"{leaf}{BIAS}" for leaf in weights} if biased else set())
     parameters = {leaf for leaf, _ in fused.named_parameters()}
-    if (layout != expected and not is_llama4(fused)) or parameters != {
-        "gate_up_proj" if gated else "up_proj",
-        "down_proj",
-    }:
-        found = f"{type(fused).__name__} with {layout} and parameters {', '.join(sorted(parameters))}"
-        raise UnsupportedModelError(name, "experts without bias, gate and up one after the other", found)
+    # A module without this method may do anything between its products.
+    known = is_llama4(fused) or hasattr(fused, "_apply_gate")
+    if not known or parameters != expected:
+        found = f"{type(fused).__name__} with parameters {', '.join(sorted(parameters))}"
+        raise UnsupportedModelError(name, "experts that consist of linears, with or without a gate and biases", found)
 
 
 def matrices_shape(fused: Any, leaf: str) -> tuple[int, int, int]:
     """Return (experts, rows, columns) of the matrices in a tensor of a fused module, transposed or not."""
     count, rows, columns = fused.get_parameter(leaf).shape
-    return (count, columns, rows) if is_llama4(fused) else (count, rows, columns)
+    return (count, columns, rows) if is_transposed(fused) else (count, rows, columns)
 
 
 def is_llama4(fused: Any) -> bool:
     """Return whether a module is Llama 4's: its router scales inputs, and it holds its matrices transposed."""
     return type(fused).__name__ == "Llama4TextExperts"
+
+
+def is_transposed(fused: Any) -> bool:
+    """Return whether a fused module holds its matrices transposed, [columns, rows]."""
+    return is_llama4(fused) or bool(getattr(fused, "is_transposed", False))
+
+
+def is_interleaved(fused: Any) -> bool:
+    """Return whether rows of gate and up alternate in a fused module, as in gpt-oss's."""
+    return not getattr(fused, "is_concatenated", True)
+
+
+def _interleaved(act: Callable[[torch.Tensor], torch.Tensor], gate_up: torch.Tensor) -> torch.Tensor:
+    return act(torch.stack(gate_up.chunk(2, dim=-1), -1).flatten(-2))
 
 
 def _gate(act: Callable[[torch.Tensor], torch.Tensor], gate_up: torch.Tensor) -> torch.Tensor:

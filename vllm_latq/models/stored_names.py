@@ -6,7 +6,7 @@ the names of the original, and other readers of such checkpoints, vLLM among the
 """
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,8 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, Transpose, WeightConverter, WeightRenaming, rename_source_key
 
 from vllm_latq.errors import UnsupportedModelError
-from vllm_latq.models.experts import FUSED, fused_experts, matrices_shape, split_experts
+from vllm_latq.models.experts import BIAS, FUSED, fused_experts, matrices_shape, split_experts
+from vllm_latq.models.joined import JoinedLinears
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,8 @@ def stored_names(
 
     Args:
         model: a transformers model on the meta device. Its fused experts are replaced by `Experts`, whose tensors are
-            named one by one, if any expert is quantized, or is stored as transformers would not merge it.
+            named one by one, if any expert is quantized, or is stored as transformers would not merge it. Linears that
+            transformers concatenates are replaced by `JoinedLinears`.
         stored: names of all tensors in the checkpoint.
         where: the checkpoint, for errors.
         quantized: names of `stored` that must be linears of their own; None for all experts.
@@ -94,8 +96,51 @@ def stored_names(
             for linear, tensors in zip(layer.linears, layer.matrices, strict=True):
                 for expert, tensor in enumerate(tensors):
                     sources[f"{layer.name}.{expert}.{linear}.weight"] = _Source([tensor])
+                    bias = f"{tensor.removesuffix('.weight')}.bias"
+                    sources[f"{layer.name}.{expert}.{linear}.bias"] = _Source([bias])
+    for name, parts in _joined_linears(model, sources).items():
+        model.set_submodule(name, JoinedLinears(model.get_submodule(name), list(parts)))
+        sources |= {f"{name}.{leaf}.weight": _Source([tensor]) for leaf, tensor in parts.items()}
     # A tensor that transformers makes by another rule has no linear of its own, and keeps its name.
     return {name: sources.get(name, _NOTHING).single or name for name in model.state_dict()}
+
+
+def _joined_linears(model: Any, sources: Mapping[str, _Source]) -> dict[str, dict[str, str]]:
+    """Map each linear without a bias that is stored as several, of equal size, to these: leaf of a name -> tensor."""
+    joins = _joins(model)
+    linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module.bias is None}
+    found = {}
+    for name in sorted(linears):
+        source = sources.get(f"{name}.weight", _NOTHING)
+        if tuple(source.converted) in joins and len(source.tensors) == len(source.converted):
+            found[name] = {tensor.split(".")[-2]: tensor for tensor in source.tensors}
+    return found
+
+
+def _joins(model: Any, dim: int = 0) -> set[tuple[str, ...]]:
+    """Return the patterns of each rule by which transformers concatenates tensors in a dimension: 0 for rows."""
+    return {
+        tuple(rule.source_patterns)
+        for rule in get_model_conversion_mapping(model)
+        if isinstance(rule, WeightConverter)
+        and [(type(step), vars(step).get("dim")) for step in rule.operations] == [(Concatenate, dim)]
+    }
+
+
+def _single_experts(conversions: Sequence[Any]) -> list[WeightRenaming]:
+    """Return rules for single experts of families whose stacks are stored a level above them.
+
+    transformers has a rule for the stack alone: `.moe.down_proj.weight` -> `.mlp.experts.down_proj`.
+    """
+    found = []
+    for rule in conversions:
+        if isinstance(rule, WeightRenaming) and rule.target_patterns[0].endswith(".experts.down_proj"):
+            above = re.fullmatch(r"\\\.(\w+)\\\.down_proj\\\.weight\$", rule.source_patterns[0])
+            if above:
+                found.append(
+                    WeightRenaming(rf"\.{above[1]}\.experts\.", rule.target_patterns[0].removesuffix("down_proj"))
+                )
+    return found
 
 
 def _expert_layers(model: Any, sources: Mapping[str, _Source]) -> list[_ExpertLayer]:
@@ -130,11 +175,14 @@ def _check_stored_once(layer: _ExpertLayer, sources: Mapping[str, _Source], wher
 def fused_tensors(model: Any, stored: Collection[str]) -> dict[str, dict[str, str]]:
     """Map each module whose experts the checkpoint also holds fused: module -> its tensor -> the stored tensor.
 
+    Where gate and up are in two stored tensors, as Step-3.5's, they stand in place of the module's one.
+
     Args:
         model: a transformers model on the meta device.
         stored: names of all tensors in the checkpoint; one may hold the matrices of its experts transposed.
     """
     modules, found = fused_experts(model), {}
+    biases = {name for name, _ in model.named_parameters() if name.endswith(BIAS)}
     if not modules:
         return {}
     transposes = {
@@ -145,11 +193,16 @@ def fused_tensors(model: Any, stored: Collection[str]) -> dict[str, dict[str, st
     }
     sources = _sources(model, stored)
     for name, parts in modules.items():
-        own = {leaf: sources.get(f"{name}.{leaf}", _NOTHING) for leaf in parts}
+        leaves = [*parts, *(f"{leaf}{BIAS}" for leaf in parts if f"{name}.{leaf}{BIAS}" in biases)]
+        own = {leaf: sources.get(f"{name}.{leaf}", _NOTHING) for leaf in leaves}
         tensors = {
             leaf: [*source.plain, *(tensor for rule in transposes for tensor in source.converted.get(rule, []))]
             for leaf, source in own.items()
         }
+        halves = list(own["gate_up_proj"].converted.items()) if "gate_up_proj" in own else []
+        if [len(names) for _, names in halves] == [1, 1] and tuple(rule for rule, _ in halves) in _joins(model, 1):
+            del tensors["gate_up_proj"]
+            tensors |= {leaf: names for leaf, (_, names) in zip(FUSED["gate_up_proj"], halves, strict=True)}
         if all(len(names) == 1 for names in tensors.values()):
             found[name] = {leaf: names[0] for leaf, names in tensors.items()}
     return found
@@ -165,12 +218,7 @@ def joined_tensors(model: Any, stored: Collection[str]) -> dict[str, list[str]]:
         stored: names of all tensors in the checkpoint.
     """
     linears = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    joins = [
-        tuple(rule.source_patterns)
-        for rule in get_model_conversion_mapping(model)
-        if isinstance(rule, WeightConverter)
-        and [(type(step), vars(step).get("dim")) for step in rule.operations] == _JOIN
-    ]
+    joins = _joins(model)
     return {
         name: source.tensors
         for name, source in (_sources(model, stored).items() if joins else ())
@@ -188,24 +236,30 @@ def split_tensors(model: Any) -> set[str]:
     return {name for name in model.state_dict() if any(re.search(target, name) for target in targets)}
 
 
-_JOIN = [(Concatenate, 0)]
+def unmerged(conversions: list[Any], joined: Collection[str]) -> list[Any]:
+    """Return transformers' rules for a model whose experts were replaced: rename their matrices, do not merge them.
 
-
-def unmerged(conversions: list[Any]) -> list[Any]:
-    """Return transformers' rules for a model whose experts were replaced: rename their matrices, do not merge them."""
+    Args:
+        conversions: transformers' rules.
+        joined: names of linears in `JoinedLinears`, whose parts are renamed and not joined.
+    """
     kept = []
+    fused = {name.split(".")[-2] for name in joined}
     for conversion in conversions:
         targets = conversion.target_patterns if isinstance(conversion, WeightConverter) else []
         leaves = next((leaves for leaf, leaves in _LEAVES.items() if any(t.endswith(leaf) for t in targets)), None)
         if leaves is None:
-            kept.append(conversion)
+            if not any(target.endswith(f"{leaf}.weight") for leaf in fused for target in targets):
+                kept.append(conversion)
             continue
         # In a rule that only transposes, one pattern stands for both gate and up, and renames nothing.
         for pattern, leaf in zip(conversion.source_patterns, leaves, strict=False):
             own = re.fullmatch(r".*experts\.\*\.(\w+)\.weight\$?", pattern)
             if own and own[1] != leaf:
                 kept.append(WeightRenaming(rf"\.experts\.(\d+)\.{own[1]}\.", rf".experts.\1.{leaf}."))
-    return kept
+    for parent, leaf, part in sorted({tuple(name.split(".")[-3:]) for name in joined}):
+        kept.append(WeightRenaming(rf"\.{parent}\.{part}\.", f".{parent}.{leaf}.{part}."))
+    return kept + _single_experts(conversions)
 
 
 _LEAVES = {f"experts.{leaf}": linears for leaf, linears in FUSED.items()}
@@ -215,6 +269,7 @@ def _sources(model: Any, stored: Collection[str]) -> dict[str, _Source]:
     """Run transformers' rules on the stored names: name of a tensor of the model -> its source."""
     transforms = get_model_conversion_mapping(model)
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+    renamings += _single_experts(transforms)
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
     expected = model.state_dict()
     order = [pattern for converter in converters for pattern in converter.source_patterns]

@@ -2,7 +2,7 @@
 
     y[t] = sum over j of weights[t, j] * down_e(act(gate_e(x[t])) * up_e(x[t])),   e = ids[t, j]
 
-Experts without a gate are down_e(act(up_e(x[t]))).
+Experts without a gate are down_e(act(up_e(x[t]))). Each of the products may have a bias.
 
 The number of tokens of an expert is known only when the operator runs, so a graph sees one opaque operator of fixed
 shapes. It runs in one of three ways:
@@ -17,7 +17,7 @@ Invariant: an id outside [0, experts) stands for an expert of another rank, and 
 float32 and rounded once.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -30,8 +30,9 @@ from vllm_latq.serving.layouts.trellis import RingOperands
 from vllm_latq.serving.linear import LAYOUTS, Operands, multiply
 
 _SCHEMA = (
-    "(Tensor x, Tensor weights, Tensor ids, Tensor?[] gate_up, Tensor?[] down, int[] gate_up_constants, "
-    "int[] down_constants, int experts, str[] layouts, str arch, str activation) -> Tensor"
+    "(Tensor x, Tensor weights, Tensor ids, Tensor?[] gate_up, Tensor?[] down, Tensor[] biases, "
+    "int[] gate_up_constants, int[] down_constants, int experts, str[] layouts, str arch, str activation, "
+    "float[] activation_constants) -> Tensor"
 )
 Run = Callable[[torch.Tensor, int], torch.Tensor]
 PIECE = 1 << 15  # elements that torch processes on one CPU thread
@@ -45,16 +46,19 @@ class _Product:
     Attributes:
         tensors: of the stacked operands: [experts, ...], or [1, ...] where all experts share a tensor, or None.
         constants, layout, arch: of the operands.
+        bias: [experts, rows], is added to the product; None for no bias.
     """
 
     tensors: list[torch.Tensor | None]
     constants: list[int]
     layout: str
     arch: str
+    bias: torch.Tensor | None
 
     def __call__(self, x: torch.Tensor, expert: int) -> torch.Tensor:
         tensors = [None if stack is None else stack[min(expert, len(stack) - 1)] for stack in self.tensors]
-        return multiply(x, tensors, self.constants, self.layout, self.arch)
+        y = multiply(x, tensors, self.constants, self.layout, self.arch)
+        return y if self.bias is None else y + self.bias[expert]
 
 
 def activate_rows(act: Activation, y: torch.Tensor) -> torch.Tensor:
@@ -102,6 +106,7 @@ class ExpertConstants(NamedTuple):
         layouts: of both stacks.
         arch: of the GPU, as the kernels' launch configurations call it.
         activation: one of ACTIVATIONS.
+        activation_constants: of the activation, see CONSTANTS.
     """
 
     gate_up: list[int]
@@ -110,6 +115,7 @@ class ExpertConstants(NamedTuple):
     layouts: list[str]
     arch: str
     activation: str
+    activation_constants: list[float]
 
 
 torch.library.define("latq::experts", _SCHEMA)
@@ -122,19 +128,24 @@ def _experts(
     ids: torch.Tensor,
     gate_up: list[torch.Tensor | None],
     down: list[torch.Tensor | None],
+    biases: list[torch.Tensor],
     *constants: Any,
 ) -> torch.Tensor:
     fixed = ExpertConstants(*constants)
     if fixed.layouts[0] == fixed.layouts[1] and fixed.layouts[0] in GROUPED:
-        y = grouped_experts(x, weights, ids, gate_up, down, fixed)
+        y = grouped_experts(x, weights, ids, gate_up, down, biases, fixed)
         if y is not None:
             return y
-    first = _Product(gate_up, fixed.gate_up, fixed.layouts[0], fixed.arch)
+    bias, second_bias = biases or (None, None)
+    first = _Product(gate_up, fixed.gate_up, fixed.layouts[0], fixed.arch, bias)
     invariant = bool(fixed.gate_up[-1])
-    second = _Product(down, fixed.down, fixed.layouts[1], fixed.arch)
+    second = _Product(down, fixed.down, fixed.layouts[1], fixed.arch, second_bias)
+
+    def act(y: torch.Tensor) -> torch.Tensor:
+        return ACTIVATIONS[fixed.activation](y, *fixed.activation_constants)
 
     def run(tokens: torch.Tensor, expert: int) -> torch.Tensor:
-        act, y = ACTIVATIONS[fixed.activation], first(tokens, expert)
+        y = first(tokens, expert)
         return second(activate_rows(act, y) if invariant else act(y), expert)
 
     local = max(len(stack) for stack in first.tensors if stack is not None)
@@ -148,6 +159,7 @@ def grouped_experts(
     ids: torch.Tensor,
     gate_up: list[torch.Tensor | None],
     down: list[torch.Tensor | None],
+    biases: list[torch.Tensor],
     constants: ExpertConstants,
 ) -> torch.Tensor | None:
     """Run the operator on grouped kernels, with sizes that depend on no id; return None if there are too many tokens.
@@ -162,7 +174,8 @@ def grouped_experts(
         made.from_lists(down, constants.down, constants.arch),
     )
     both = (stacks[0].weight, stacks[1].weight)
-    return routed_experts(x, weights, ids, both, constants.experts, constants.activation)
+    activation = constants.activation, constants.activation_constants
+    return routed_experts(x, weights, ids, both, constants.experts, activation, biases)
 
 
 @torch.library.register_fake("latq::experts")
@@ -170,10 +183,13 @@ def _experts_fake(x: torch.Tensor, *arguments: object) -> torch.Tensor:
     return torch.empty_like(x)
 
 
-def expert_constants(gate_up: Operands, down: Operands, experts: int, activation: str) -> ExpertConstants:
+def expert_constants(
+    gate_up: Operands, down: Operands, experts: int, activation: str, activation_constants: Sequence[float] = ()
+) -> ExpertConstants:
     """Return the constants of two stacks of operands; arguments as the attributes of `ExpertConstants`."""
     layouts, arch = [gate_up.layout, down.layout], gate_up.arch or down.arch
-    return ExpertConstants(gate_up.constants(), down.constants(), experts, layouts, arch, activation)
+    operands = gate_up.constants(), down.constants()
+    return ExpertConstants(*operands, experts, layouts, arch, activation, list(activation_constants))
 
 
 def run_experts(
@@ -182,6 +198,7 @@ def run_experts(
     ids: torch.Tensor,
     gate_up: list[torch.Tensor | None],
     down: list[torch.Tensor | None],
+    biases: list[torch.Tensor],
     constants: ExpertConstants,
 ) -> torch.Tensor:
     """Return the weighted sum of the chosen experts' outputs.
@@ -193,9 +210,10 @@ def run_experts(
         gate_up: the tensors of `stack_operands` for the matrices [2 * intermediate, hidden], gate above up, or
             [intermediate, hidden] without a gate.
         down: the same for the matrices [hidden, intermediate].
+        biases: [experts, rows] of each of the two, dtype of x, contiguous; empty for none.
         constants: from `expert_constants`.
 
     Returns:
         [tokens, hidden], dtype of x.
     """
-    return torch.ops.latq.experts(x, weights, ids, gate_up, down, *constants)  # type: ignore[no-any-return]
+    return torch.ops.latq.experts(x, weights, ids, gate_up, down, biases, *constants)  # type: ignore[no-any-return]

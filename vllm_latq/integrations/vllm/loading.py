@@ -28,7 +28,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm_latq.errors import REPAIR, CheckpointError
 from vllm_latq.integrations.vllm.config import LatqConfig
 from vllm_latq.integrations.vllm.linear import CheckpointTensor, LatqLinearMethod
-from vllm_latq.integrations.vllm.moe import LatqMoEMethod
+from vllm_latq.integrations.vllm.moe import INTERLEAVED, LatqMoEMethod
 from vllm_latq.integrations.vllm.summary import summary
 
 logger = logging.getLogger(__name__)
@@ -149,7 +149,7 @@ class CheckedLoad:
         collectors = [found for found in parameters.values() if isinstance(found, CheckpointTensor)]
         is_first = bool(collectors) and not any(found.is_meta for found in collectors)
         with _Writes() as writes:
-            loaded = self.load(_each_once(weights), *args, **kwargs)
+            loaded = self.load(_without_experts(self.model, _each_once(weights)), *args, **kwargs)
         if is_first or self.is_whole_reload:
             self._check_reached(parameters, writes, set(loaded or ()))
         return loaded
@@ -180,6 +180,28 @@ def _each_once(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[st
             raise CheckpointError(name, "one tensor of this name", "another one in the same checkpoint", REPAIR)
         seen.add(name)
         yield name, tensor
+
+
+def _without_experts(
+    model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Load experts whose model only loads them fused, as vLLM's gpt-oss does; yield all other tensors.
+
+    The model's own loader drops tensors of single experts without a word.
+    """
+    layers: list[Any] = list(model.modules())
+    fused = {
+        layer.quant_method.prefix: layer
+        for layer in layers
+        if isinstance(getattr(layer, "quant_method", None), LatqMoEMethod) and layer.activation.value == INTERLEAVED
+    }
+    for name, tensor in weights:
+        layer = next((layer for prefix, layer in fused.items() if name.startswith(f"{prefix}.")), None)
+        if layer is None:
+            yield name, tensor
+            continue
+        for _ in layer.load_weights([(name.removeprefix(f"{layer.quant_method.prefix}."), tensor)]):
+            pass
 
 
 class _Writes(TorchDispatchMode):

@@ -19,7 +19,7 @@ from torch.nn import Parameter
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
 
-from vllm_latq.errors import MISSING, CheckpointError, UnsupportedModelError
+from vllm_latq.errors import MISSING, OTHER_MODEL, CheckpointError, UnsupportedModelError
 from vllm_latq.format.encodings.registry import tensor_specs
 from vllm_latq.format.scheme import LayerScheme
 from vllm_latq.format.tensors import SHAPE
@@ -39,6 +39,29 @@ from vllm_latq.serving.operands import Operands, check_room, inlier_bits, make_o
 from vllm_latq.serving.sharding import check_groups
 
 MATRICES = ("w13", "w2")
+BIAS = "bias"
+# vLLM's name of the activation whose models hold gate and up interleaved, and load all experts from one such tensor.
+INTERLEAVED = "swigluoai"
+# Limit, alpha and beta of that activation, and the limit of swiglustep: vLLM takes no others.
+SWIGLUOAI, SWIGLUSTEP = (7.0, 1.702, 1.0), (7.0,)
+
+
+def expert_activation(layer: Any) -> tuple[str, tuple[float, ...]]:
+    """Return the activation of a layer's experts, one of ACTIVATIONS, and its constants.
+
+    The name is vLLM's own if vLLM clamps in a way that ACTIVATIONS does not have.
+    """
+    name = layer.activation.value
+    limit, alpha, beta = (getattr(layer, f"swiglu_{value}", None) for value in ("limit", "alpha", "beta"))
+    if name == INTERLEAVED:
+        return "swiglu", SWIGLUOAI
+    if name == "swiglustep":
+        return name, SWIGLUSTEP
+    if name == f"{INTERLEAVED}_uninterleave" and limit is not None:
+        return "swiglu", (float(limit), 1.0 if alpha is None else float(alpha), 0.0 if beta is None else float(beta))
+    if limit is not None:
+        return ("swiglu", (float(limit), 1.0, 0.0)) if name == "silu" else (f"{name} with a limit", ())
+    return name, ()
 
 
 def expert_leaves(layer: Any) -> dict[str, dict[str, str]]:
@@ -125,7 +148,7 @@ class LatqMoEMethod(FusedMoEMethodBase):
         """Register a collecting parameter per stored tensor and matrix.
 
         Raises:
-            UnsupportedModelError: the experts are not gate, up and down, or up and down alone.
+            UnsupportedModelError: see `_check_supported`.
             UnsupportedShapeError: a scale group would be cut.
         """
         self.scales_inputs = bool(layer.apply_router_weight_on_input)
@@ -150,6 +173,8 @@ class LatqMoEMethod(FusedMoEMethodBase):
             specs = tensor_specs(self.schemes[matrix], *shape, f"{self.prefix}.*.{leaf}")
             self.suffixes[matrix] = tuple(specs)
             shards = len(self.experts) * len(self.leaves[matrix])
+            if self.moe.has_bias:
+                layer.register_parameter(f"{matrix}_{BIAS}", ExpertTensor(shards, params_dtype, self.experts))
             for suffix, spec in specs.items():
                 layer.register_parameter(f"{matrix}_{suffix}", ExpertTensor(shards, spec.dtype, self.experts))
 
@@ -159,8 +184,11 @@ class LatqMoEMethod(FusedMoEMethodBase):
             self.constants = ExpertConstants(*self.constants)
             complete_adopted(layer, [name for names in self.parameters.values() for name in names])
             return
+        if self.moe.has_bias:
+            for matrix in MATRICES:
+                self._install_bias(layer, matrix)
         gate_up, down = (self._install(layer, matrix) for matrix in MATRICES)
-        self.constants = expert_constants(gate_up, down, layer.global_num_experts, layer.activation.value)
+        self.constants = expert_constants(gate_up, down, layer.global_num_experts, *expert_activation(layer))
         describe(layer, self, self.DESCRIBED)
 
     def dequantize_weight(self, layer: Any) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
@@ -168,7 +196,11 @@ class LatqMoEMethod(FusedMoEMethodBase):
 
         Raises:
             CheckpointError: the tensors are incomplete or invalid.
+            UnsupportedModelError: the experts have biases, which vLLM would lose.
         """
+        if self.moe.has_bias:
+            hint = "Serve the checkpoint as it is, without --quantization-config."
+            raise UnsupportedModelError(self.prefix, "experts without biases to quantize again", "biases", hint)
         w13, w2 = (
             torch.stack([weight.dequantize(self.dtype) for weight in self._loaded_weights(layer, matrix)])
             for matrix in MATRICES
@@ -191,14 +223,14 @@ class LatqMoEMethod(FusedMoEMethodBase):
         if self.scales_inputs:  # each token has one expert then
             x, topk_weights = x * topk_weights.to(x.dtype), torch.ones_like(topk_weights)
         gate_up, down = ([getattr(layer, name) for name in self.parameters[matrix]] for matrix in MATRICES)
-        return run_experts(x, topk_weights, ids, gate_up, down, self.constants)
+        biases = [getattr(layer, f"{matrix}_{BIAS}") for matrix in MATRICES] if self.moe.has_bias else []
+        return run_experts(x, topk_weights, ids, gate_up, down, biases, self.constants)
 
     def _check_supported(self, layer: Any) -> None:
-        activation = layer.activation.value
+        """Raise UnsupportedModelError for an activation, a router or an adapter that the operator does not serve."""
+        activation, _ = expert_activation(layer)
         refused = {
             f"the activation {activation}": activation not in ACTIVATIONS,
-            "a limit in the activation": getattr(layer, "swiglu_limit", None) is not None,
-            "biases": self.moe.has_bias,
             "several experts per token whose inputs the router scales": self.scales_inputs
             and self.moe.experts_per_token > 1,
         }
@@ -230,6 +262,37 @@ class LatqMoEMethod(FusedMoEMethodBase):
             layer.register_parameter(f"{matrix}_{name}", parameter)
         self.parameters[matrix] = tuple(f"{matrix}_{name}" for name in tensors)
         return operands
+
+    def _install_bias(self, layer: Any, matrix: str) -> None:
+        """Replace the collecting parameter of a matrix's biases by this rank's: [experts, rows].
+
+        The first of the ranks that share out channels adds the bias of w2, and the others add zeros.
+        """
+        name, (rows, _) = f"{matrix}_{BIAS}", self.shapes[matrix]
+        collector = getattr(layer, name)
+        arrived, channels = collected({name: collector}), slice(*self._owned_channels(layer))
+        if not arrived and self.dummy:
+            arrived = {(n, leaf): {name: torch.zeros(rows)} for n in self.experts for leaf in self.leaves[matrix]}
+        whole = [[self._bias(matrix, n, leaf, arrived) for leaf in self.leaves[matrix]] for n in self.experts]
+        if matrix == "w13":
+            kept = torch.stack([torch.cat([bias[channels] for bias in biases]) for biases in whole])
+        else:
+            kept = torch.stack([bias for (bias,) in whole]) * float(channels.start == 0)
+        delattr(layer, name)
+        layer.register_parameter(name, Parameter(kept.to(collector.device, self.dtype), requires_grad=False))
+
+    def _bias(
+        self, matrix: str, expert: int, shard: str, shards: Mapping[ShardId, Mapping[str, torch.Tensor]]
+    ) -> torch.Tensor:
+        """Return the bias of one linear of an expert, [rows]; raises CheckpointError if it is missing or no bias."""
+        name, (rows, _) = f"{self.prefix}.{expert}.{self.leaves[matrix][shard]}.{BIAS}", self.shapes[matrix]
+        if (expert, shard) not in shards:
+            raise CheckpointError(name, f"a bias of {rows} numbers", "no such tensor", MISSING)
+        bias = shards[expert, shard][f"{matrix}_{BIAS}"]
+        if bias.shape != (rows,) or not bias.isfinite().all():
+            found = f"{bias.dtype} {tuple(bias.shape)}"
+            raise CheckpointError(name, f"{rows} finite numbers", found, OTHER_MODEL)
+        return bias
 
     def _loaded_weights(self, layer: Any, matrix: str) -> Iterator[Merged]:
         """Yield one matrix of each expert of this rank, on the layer's device."""
