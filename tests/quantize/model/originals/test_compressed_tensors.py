@@ -19,6 +19,7 @@ from vllm_latq.errors import CheckpointError, LatqError, UnsupportedModelError
 from vllm_latq.format.files import TensorStore
 from vllm_latq.format.reader import CheckpointReader
 from vllm_latq.quantize.model.decoder import Decoder
+from vllm_latq.quantize.model.loading import load_model
 from vllm_latq.quantize.model.originals.store import OriginalStore
 from vllm_latq.quantize.recipe import Recipe
 
@@ -91,6 +92,7 @@ def test_quantized_as_what_they_stand_for(kimi: Path, calibration_text: Path, tm
     expert = "language_model.model.layers.1.mlp.experts.3.down_proj"
     assert expert in CheckpointReader(source / "out").shapes
     assert "wqkv" in " ".join(TensorStore(source / "out").names())
+    load_model(source / "out", "cpu")
 
 
 def test_a_tensor_of_the_language_model_is_missed(kimi: Path) -> None:

@@ -9,12 +9,13 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from helpers.originals import TOKENS, change, publish, random_float4
+from helpers.originals import TOKENS, change, check_quantized_alike, publish, random_float4
 from vllm_latq.errors import LatqError, NumericalError, UnsupportedModelError
 from vllm_latq.format.files import TensorStore
 from vllm_latq.quantize.model.loading import load_model
 from vllm_latq.quantize.model.meta_model import load_config, model_config
 from vllm_latq.quantize.model.originals.store import OriginalStore
+from vllm_latq.quantize.recipe import Recipe
 
 UP, DOWN = (f"model.layers.1.mlp.experts.{leaf}" for leaf in ("gate_up_proj", "down_proj"))
 
@@ -62,6 +63,14 @@ def test_evaluated_as_its_twin(published: tuple[Path, Path]) -> None:
     theirs = AutoModelForCausalLM.from_pretrained(published[0]).state_dict()
     for name, tensor in model.state_dict().items():
         assert torch.equal(theirs[name].float(), tensor), name
+
+
+def test_quantized_as_what_they_stand_for(published: tuple[Path, Path], calibration_text: Path) -> None:
+    recipe = Recipe("gptq", 4, group_size=8, num_samples=4, seq_len=32)
+    check_quantized_alike(*published, recipe, calibration_text)
+    model, _ = load_model(published[0] / "out", "cpu")
+    with torch.no_grad():
+        assert model(TOKENS).logits.isfinite().all()
 
 
 def test_one_matrix_is_read_at_a_time(published: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
