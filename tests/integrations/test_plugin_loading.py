@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Iterable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,11 +17,11 @@ from vllm.model_executor.layers.linear import MergedColumnParallelLinear, Replic
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from helpers.builders import random_weight
-from vllm_latq.errors import CheckpointError
+from vllm_latq.errors import CheckpointError, ConfigError
 from vllm_latq.format.config import CheckpointConfig
 from vllm_latq.format.scheme import LayerScheme
 from vllm_latq.integrations.vllm.config import LatqConfig
-from vllm_latq.integrations.vllm.loading import CheckedLoad
+from vllm_latq.integrations.vllm.loading import CheckedLoad, _check_shares
 
 SIZE = 64
 SCHEME = LayerScheme("packed", 4, 32, False)
@@ -114,3 +115,11 @@ def test_update_may_bring_some_of_the_tensors_and_a_reload_may_not(model: Model,
     load.is_whole_reload = True
     with pytest.raises(CheckpointError, match=r"embedding\.weight: .*found none, and none for gate_up\.bias"):
         load([("norm.bias", torch.ones(SIZE))])
+
+
+def test_pipelines_that_cannot_share_a_quantized_embedding_are_refused() -> None:
+    """The layers that predict further tokens are on the last rank, the embedding on the first one."""
+    two = SimpleNamespace(parallel_config=SimpleNamespace(pipeline_parallel_size=2))
+    _check_shares(two, set())
+    with pytest.raises(ConfigError, match="--pipeline-parallel-size: expected 1"):
+        _check_shares(two, {"model.embed_tokens"})

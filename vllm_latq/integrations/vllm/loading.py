@@ -53,12 +53,14 @@ def install() -> None:
         if not isinstance(vllm_config.quant_config, LatqConfig):
             return model
         drafts, quantized = described.runner_type == "draft", vllm_config.quant_config
-        quantized.install_heads(model)
-        if drafts and described.model == vllm_config.speculative_config.target_model_config.model:
+        speculation = vllm_config.speculative_config
+        if drafts and speculation and described.model == speculation.target_model_config.model:
             # Layers that predict further tokens get the embedding of the model whose checkpoint they are in.
+            quantized.install_heads(model)
             model.load_weights = functools.partial(_load_others, model.load_weights, quantized.embeddings)
             _check_shares(vllm_config, quantized.embeddings)
-        else:
+        elif described is vllm_config.model_config:  # otherwise a draft such as EAGLE's, with a checkpoint of its own
+            quantized.install_heads(model)
             quantized.install_embeddings(model)
         # A draft changes no answer, and may get its embedding and head from the model that it drafts for.
         if not drafts:
