@@ -9,6 +9,7 @@ method is registered when transformers' models are imported, before or after thi
 model start without importing transformers.
 """
 
+from contextlib import suppress
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,9 @@ __version__ = "0.1.0"
 @when_imported("transformers.quantizers")
 def _import_models(_: ModuleType) -> None:
     """Import transformers' models: its quantizers can be asked for `latq` before the models are imported."""
-    import_module("transformers.modeling_utils")
+    # Fails where a module that the models need imports the quantizers first. The models come later then.
+    with suppress(ImportError):
+        import_module("transformers.modeling_utils")
 
 
 @when_imported("transformers.modeling_utils")

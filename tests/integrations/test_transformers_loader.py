@@ -38,6 +38,7 @@ def test_logits_equal_the_dequantized_model(name: str, dtype: torch.dtype, reque
     [
         *("vllm_latq, transformers.modeling_utils", "transformers.modeling_utils, vllm_latq"),
         "vllm_latq, transformers.quantizers.auto",
+        "vllm_latq, transformers.integrations.finegrained_fp8, transformers.modeling_utils",
     ],
 )
 def test_registered_in_any_order_of_imports(imports: str) -> None:
