@@ -177,11 +177,11 @@ def test_what_is_stored_beside_linears_is_refused(
 ) -> None:
     beside = {"model.embed_tokens": replace(PACKED, bits=8)}
     pair = make_checkpoint("refused-embedding", CheckpointConfig(PACKED, (), beside=beside))
-    with pytest.raises(ConfigError, match="embed_tokens: .*found an embedding.*without --embedding-bits"):
+    with pytest.raises(ConfigError, match=r"embed_tokens: .*found an embedding.*without --embedding-bits"):
         export_checkpoint(pair.latq, tmp_path / "out")
     recipe = Recipe("rtn", 4, num_samples=4, seq_len=32, kv_cache_scheme="fp8")
     quantize_checkpoint(recipe, mini_model, tmp_path / "latq")
-    with pytest.raises(ConfigError, match="scales of a KV cache.*without --kv-cache-scheme"):
+    with pytest.raises(ConfigError, match=r"scales of a KV cache.*without --kv-cache-scheme"):
         export_checkpoint(tmp_path / "latq", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
