@@ -57,7 +57,10 @@ def check_quantized_alike(source: Path, twin: Path, recipe: Recipe, text: Path) 
     """Assert that a model and its twin give the same checkpoints, plans and logits."""
     for folder in (source, twin):
         quantize_checkpoint(recipe, folder, folder / "out", calibration=str(text))
-    assert plan(recipe, source) == plan(recipe, twin)
+    plans = [plan(recipe, folder) for folder in (source, twin)]
+    for planned in plans:
+        planned["needs"].pop("reads")  # the files of the two differ in size
+    assert plans[0] == plans[1]
     found, expected = ({file.name: file for file in (folder / "out").iterdir()} for folder in (source, twin))
     assert found.keys() == expected.keys()
     for file in found.keys() - {"README.md", "latq_report.json"}:  # these have times and the source's name

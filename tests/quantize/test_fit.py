@@ -59,10 +59,17 @@ def test_other_families(model_type: str, changes: dict[str, object], random_mode
     assert shares == ({1.0} if model_type == "llama" else {1.0, 0.25})
 
 
-def test_experts_that_cannot_be_quantized_are_refused(random_model: RandomModels) -> None:
-    model, _ = random_model("gpt_oss", "fit-gpt-oss", num_local_experts=4)
-    with pytest.raises(UnsupportedModelError, match="experts without bias"):
-        fit.model_shapes(model, RECIPES["latq"])
+def test_biases_of_experts_stay_unquantized(random_model: RandomModels) -> None:
+    directory, model = random_model("gpt_oss", "fit-gpt-oss", num_local_experts=4)
+    shapes = fit.model_shapes(directory, RECIPES["latq"])
+    matrices = [
+        parameter
+        for name, parameter in model.named_parameters()
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj", "_proj.weight", "lm_head.weight"))
+    ]
+    assert shapes.weights == sum(matrix.numel() for matrix in matrices)
+    others = sum(parameter.numel() for parameter in model.parameters()) - shapes.weights
+    assert shapes.unquantized == 2 * others
 
 
 def test_bits_use_the_memory_to_the_end(configuration: Path) -> None:
