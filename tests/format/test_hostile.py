@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from helpers.checkpoints import SCHEMES, edit_json, edit_tensor, list_twice, problems, write_tiny_checkpoint
 from helpers.fuzz_target import bounded_memory
 from vllm_latq.cli.inspect import inspect_checkpoint
+from vllm_latq.cli.main import main
 from vllm_latq.errors import LatqError, printable
 from vllm_latq.format.files import TensorStore, read_json
 from vllm_latq.format.reader import CheckpointReader, checkpoint_fingerprint
@@ -117,6 +118,14 @@ def test_links_of_the_hugging_face_cache_are_followed(tiny: Callable[[str], Path
         shutil.move(file, blob)
         file.symlink_to(os.path.relpath(blob, file.parent))
     assert problems(snapshot) == ""
+
+
+def test_beside_names_a_matrix_without_tensors(tiny: Callable[[str], Path]) -> None:
+    path, scheme = tiny("packed"), {"encoding": "packed", "bits": 8, "group_size": 32}
+    edit_json(path / "config.json", lambda config: config["quantization_config"].update(beside={"model.foo": scheme}))
+    assert "model.foo: expected a tensor weight_shape, as `beside` in config.json says, found none" in problems(path)
+    for command in ("inspect", "report"):
+        assert main([command, str(path)]) == 1
 
 
 STRAYS = (

@@ -54,12 +54,20 @@ class CheckpointReader:
 
     @cached_property
     def shapes(self) -> Mapping[str, tuple[int, int]]:
-        """(rows, cols) of each quantized matrix, by name, in stored order."""
+        """(rows, cols) of each quantized matrix, by name, in stored order.
+
+        Raises:
+            CheckpointError: a shape that is malformed, or a matrix that `beside` in config.json names without tensors.
+        """
         found = {}
         for name in self.store.names():
             module, _, suffix = name.rpartition(".")
             if suffix == SHAPE:
                 found[module] = validate.declared_shape(self.store.get(name), f"{self.directory}: {module}")
+        for module in self.config.beside:
+            if module not in found:
+                expected, hint = f"a tensor {SHAPE}, as `beside` in config.json says", "The checkpoint is incomplete."
+                raise CheckpointError(f"{self.directory}: {module}", expected, "none", hint)
         return found
 
     @property
