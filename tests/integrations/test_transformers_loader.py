@@ -134,6 +134,8 @@ def damaged(source: Path, target: Path, change: str) -> Path:
         list_twice(file)
     if change == "unknown key":
         edit_json(target / "config.json", lambda config: config["quantization_config"].update(zero_points=True))
+    if change == "large vocabulary":
+        edit_json(target / "config.json", lambda config: config.update(vocab_size=1 << 40))
     if change == "own head":
         edit_json(target / "config.json", lambda config: config.update(tie_word_embeddings=False))
     return target
@@ -147,6 +149,7 @@ def damaged(source: Path, target: Path, change: str) -> Path:
         ("model.layers.1.input_layernorm.weight", CheckpointError, r"^model\.layers\.1\.input_layernorm\.weight: "),
         ("own head", CheckpointError, r"^lm_head\.weight: expected a tensor in the checkpoint, found none"),
         ("not finite", CheckpointError, r"layers\.1\.mlp\.up_proj\.scales: expected scales .* row 3, group 1"),
+        ("large vocabulary", CheckpointError, r"^model\.embed_tokens\.weight: expected shape \(1099511627776, 256\)"),
         ("twice", CheckpointError, r"model\.safetensors: expected a header with each key once"),
         ("unknown key", ConfigError, "unknown zero_points"),
     ],

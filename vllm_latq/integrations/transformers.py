@@ -271,6 +271,7 @@ class LatqQuantizer(HfQuantizer):
             with torch.device("meta"):
                 linear = LatqLinear(module, scheme, where, shapes)
             model.set_submodule(name, linear)
+        self.shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
     def update_weight_conversions(self, weight_conversions: list[Any], *_: Any) -> list[Any]:
         """Return transformers' rules for names, except rules that would merge what is linears of their own."""
@@ -278,6 +279,11 @@ class LatqQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
         _refuse_missing(model)
+        for name, parameter in model.named_parameters():
+            # transformers takes a parameter of another shape than config.json says, if a quantizer loads the model.
+            if tuple(parameter.shape) != self.shapes.get(name, tuple(parameter.shape)):
+                expected, found = f"shape {self.shapes[name]}, by config.json", f"shape {tuple(parameter.shape)}"
+                raise CheckpointError(name, expected, found, "config.json belongs to another model: copy it again.")
         for module in model.modules():
             if isinstance(module, LatqLinear):
                 module.finish()
