@@ -111,10 +111,11 @@ Statistics of at most 64 GB stay on disk until the run ends. Larger statistics a
 
 ## Experts
 - **One G per layer.** If the G of a block's experts would take more than 8 GB, the experts of a layer share one G for
-  gate, one for up and one for down: the mean over the tokens of all experts. Each expert has a factor of its own, so
-  that the trace is that of its own gradients. This assumes that the experts differ in how much they matter, and not in
-  the direction of their gradients. [What it costs](#what-sharing-g-costs)
-- **H in its rank.** An expert that has seen fewer tokens than it has channels holds their rows in place of the matrix.
+  gate, one for up and one for down: the mean over the tokens of all experts. Each expert has a factor of its own, which
+  makes the trace of G that of the expert's own gradients. This assumes that the experts differ in how much they matter,
+  and not in the direction of their gradients. [What it costs](#what-sharing-g-costs)
+- **Rows in place of H.** An expert that has seen fewer tokens than it has channels holds the inputs of these tokens,
+  and not the larger matrix of channels by channels.
 - **Experts over processes.** With `torchrun`, each expert has one process. It alone gets the expert's H, allocates its
   bits and quantizes it. The H of experts are never summed on all processes.
 

@@ -275,6 +275,9 @@ class CheckpointWriter:
             old, new = found.get("identity"), state["identity"]
             old = old if isinstance(old, dict) else {}
             changed = sorted(key for key in {*old, *new} if old.get(key) != new.get(key)) or ["shards"]
+            if changed == ["recipe"] and isinstance(old.get("recipe"), dict):
+                before, now = old["recipe"], new["recipe"]
+                changed = [f"recipe ({', '.join(sorted(k for k in {*before, *now} if before.get(k) != now.get(k)))})"]
             hint = "Resume with the same options, or remove it to start over."
             expected = "an interrupted run of the same recipe and model"
             raise ConfigError(str(self.partial), expected, f"one with another {', '.join(changed)}", hint)

@@ -87,7 +87,8 @@ class CheckpointConfig:
         if not isinstance(config, Mapping):
             raise ConfigError(where, "an object", type(config).__name__)
         if config.get("quant_method") != QUANT_METHOD:
-            raise ConfigError(f"{where}.quant_method", repr(QUANT_METHOD), repr(config.get("quant_method")))
+            hint = "This is a checkpoint of another tool, or an export: use the checkpoint that `latq quantize` wrote."
+            raise ConfigError(f"{where}.quant_method", repr(QUANT_METHOD), repr(config.get("quant_method")), hint)
         version = config.get("format_version")
         if type(version) is not int or version != FORMAT_VERSION:
             hint = "Use the release of vllm-latq that wrote this checkpoint, or quantize again."
