@@ -215,7 +215,8 @@ def _piece(data: bytes, start: int, where: str) -> str:
 
 def _unreadable(error: OSError, where: str) -> CalibrationError:
     """Return the error of a file that the system does not open or read."""
-    return CalibrationError(where, "a readable file", str(error.strerror or error), "Check its permissions.")
+    hint = "Check its name." if isinstance(error, FileNotFoundError) else "Check its permissions."
+    return CalibrationError(where, "a readable file", str(error.strerror or error), hint)
 
 
 def _not_utf8(error: UnicodeDecodeError, where: str, start: int = 0) -> CalibrationError:
@@ -265,7 +266,7 @@ def dataset_rows(source: str, dataset: Dataset, split: str, seed: int | None) ->
         raise CalibrationError(
             where,
             "a dataset that can be read",
-            summary(error),
+            "no rows" if isinstance(error, StopIteration) else summary(error),
             ON_DISK if Path(source).exists() else ON_HUB,
         ) from error
     finally:
