@@ -37,10 +37,11 @@ from vllm_latq.format.reader import CheckpointReader
 from vllm_latq.format.scheme import CONFIG_KEY, EXPORT_FORMATS, WHOLE_ROW, LayerScheme
 from vllm_latq.format.tensors import SHAPE
 from vllm_latq.models.experts import EXPERT
+from vllm_latq.models.stored_names import check_mergeable
 from vllm_latq.quantize.machine.durable_files import named_failures, rename_durably, sync
 from vllm_latq.quantize.model.companion_files import copy_companions
 from vllm_latq.quantize.model.loading import require_loadable
-from vllm_latq.quantize.model.meta_model import is_encoder, read_config
+from vllm_latq.quantize.model.meta_model import is_encoder, meta_model, read_config
 from vllm_latq.quantize.model.selection import merged_with
 from vllm_latq.quantize.runs.card import CARD_FILE, front_matter
 from vllm_latq.quantize.runs.writer import CHOOSE, free_destination, partial_of
@@ -76,7 +77,8 @@ def export_checkpoint(
     if to not in EXPORT_FORMATS:
         raise ConfigError("to", f"one of {', '.join(EXPORT_FORMATS)}", repr(to))
     reader = CheckpointReader(checkpoint)
-    if is_encoder(read_config(reader.directory)):
+    model_config = read_config(reader.directory)
+    if is_encoder(model_config):
         expected, hint = "a language model", "Serve it with the plugin: vLLM gives its linears other names."
         raise UnsupportedModelError(str(reader.directory), expected, "an encoder", hint)
     if reader.config.has_kv_scales:
@@ -84,6 +86,9 @@ def export_checkpoint(
         raise ConfigError(str(reader.directory), "no scales of a KV cache, which an export leaves out", "some", hint)
     schemes = {name: _expressible(reader, name) for name in reader.shapes}
     _check_merged(reader, schemes)
+    model = meta_model(reader.directory, model_config, torch.bfloat16)
+    weights = [f"{name}.weight" for name in schemes]
+    check_mergeable(model, [*reader.store.files, *weights], weights, str(reader.directory))
     target = free_destination(destination, resume=True)
     partial = partial_of(target)
     if partial.exists():

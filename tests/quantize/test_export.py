@@ -107,6 +107,20 @@ def test_experts_are_read_by_transformers(random_model: RandomModels, tmp_path: 
     torch.testing.assert_close(got, logits(tmp_path / "latq"), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize(("family", "ignored"), [("gpt_oss", False), ("gpt_oss", True), ("granitemoe", False)])
+def test_experts_that_transformers_does_not_merge_are_refused(
+    family: str, ignored: bool, random_model: RandomModels, tmp_path: Path
+) -> None:
+    """A checkpoint has these experts one by one even where they are not quantized."""
+    sizes = {"num_hidden_layers": 1, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64}
+    source, _ = random_model(family, f"exported-{family}-{ignored}", **sizes)
+    left = ("lm_head", "model.layers.0.mlp.experts") if ignored else None
+    quantize_checkpoint(Recipe("rtn", 4, group_size=32, ignore=left), source, tmp_path / "latq")
+    with pytest.raises(UnsupportedModelError, match=r"experts: .*transformers merges.*found 4 single experts"):
+        export_checkpoint(tmp_path / "latq", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_vllm_finds_the_scheme_of_every_linear(several: CheckpointPair) -> None:
     config_of = pytest.importorskip(
         "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors"
