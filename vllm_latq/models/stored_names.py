@@ -15,7 +15,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, Transpose, WeightConverter, WeightRenaming, rename_source_key
 
 from vllm_latq.errors import UnsupportedModelError
-from vllm_latq.models.experts import BIAS, FUSED, fused_experts, is_interleaved, matrices_shape, split_experts
+from vllm_latq.models.experts import BIAS, EXPERT, FUSED, fused_experts, is_interleaved, matrices_shape, split_experts
 from vllm_latq.models.joined import JoinedLinears
 
 
@@ -125,6 +125,30 @@ def check_mergeable(model: Any, stored: Collection[str], quantized: Collection[s
             expected = "experts that transformers merges by its own rules, as Mixtral's"
             found = f"{layer.count} single experts, which it would leave at random values"
             raise UnsupportedModelError(f"{where}: {layer.name}", expected, found, "Serve it with the plugin.")
+
+
+def module_names(model: Any, linears: Collection[str], where: str) -> dict[str, str]:
+    """Map quantized linears to their names in the model, where the checkpoint has other names for them.
+
+    Experts that transformers merges have no names there, and are left out.
+
+    Args:
+        model: a transformers model on the meta device.
+        linears: their names in the checkpoint.
+        where: the checkpoint, for errors.
+
+    Raises:
+        UnsupportedModelError: a linear that transformers joins with others.
+    """
+    weights, expected = {f"{name}.weight": name for name in linears}, model.state_dict()
+    sources = {name: source for name, source in _sources(model, weights).items() if name in expected}
+    modules = {source.single: name.removesuffix(".weight") for name, source in sources.items()}
+    for weight, linear in weights.items():
+        if weight not in modules and not EXPERT.match(linear):
+            found = "a linear that transformers joins with others, or does not have"
+            hint = "Serve it with the plugin."
+            raise UnsupportedModelError(f"{where}: {linear}", "linears that transformers loads one by one", found, hint)
+    return {linear: modules[weight] for weight, linear in weights.items() if modules.get(weight, linear) != linear}
 
 
 def _joined_linears(model: Any, sources: Mapping[str, _Source]) -> dict[str, dict[str, str]]:
