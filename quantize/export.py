@@ -5,7 +5,7 @@
                        NAME.weight_shape, in int64
     other tensors      unchanged
     config.json        a config group for each pair of bits and group size. The target of a group is one regular
-                       expression that names its linears
+                       expression that names its linears, by transformers' names, too, where these differ
 
 Before version 0.18 the package compressed-tensors packed codes of 3 bits ten to a word; codes of 2, 4 and 8 bits have
 been the same in all its versions. vLLM reads the dense form.
@@ -37,10 +37,11 @@ from vllm_latq.format.reader import CheckpointReader
 from vllm_latq.format.scheme import CONFIG_KEY, EXPORT_FORMATS, WHOLE_ROW, LayerScheme
 from vllm_latq.format.tensors import SHAPE
 from vllm_latq.models.experts import EXPERT
+from vllm_latq.models.stored_names import check_mergeable, module_names
 from vllm_latq.quantize.machine.durable_files import named_failures, rename_durably, sync
 from vllm_latq.quantize.model.companion_files import copy_companions
 from vllm_latq.quantize.model.loading import require_loadable
-from vllm_latq.quantize.model.meta_model import is_encoder, read_config
+from vllm_latq.quantize.model.meta_model import is_encoder, meta_model, read_config
 from vllm_latq.quantize.model.selection import merged_with
 from vllm_latq.quantize.runs.card import CARD_FILE, front_matter
 from vllm_latq.quantize.runs.writer import CHOOSE, free_destination, partial_of
@@ -76,7 +77,8 @@ def export_checkpoint(
     if to not in EXPORT_FORMATS:
         raise ConfigError("to", f"one of {', '.join(EXPORT_FORMATS)}", repr(to))
     reader = CheckpointReader(checkpoint)
-    if is_encoder(read_config(reader.directory)):
+    model_config = read_config(reader.directory)
+    if is_encoder(model_config):
         expected, hint = "a language model", "Serve it with the plugin: vLLM gives its linears other names."
         raise UnsupportedModelError(str(reader.directory), expected, "an encoder", hint)
     if reader.config.has_kv_scales:
@@ -84,6 +86,10 @@ def export_checkpoint(
         raise ConfigError(str(reader.directory), "no scales of a KV cache, which an export leaves out", "some", hint)
     schemes = {name: _expressible(reader, name) for name in reader.shapes}
     _check_merged(reader, schemes)
+    model = meta_model(reader.directory, model_config, torch.bfloat16)
+    weights, where = [f"{name}.weight" for name in schemes], str(reader.directory)
+    check_mergeable(model, [*reader.store.files, *weights], weights, where)
+    modules = module_names(model, schemes, where)
     target = free_destination(destination, resume=True)
     partial = partial_of(target)
     if partial.exists():
@@ -92,7 +98,7 @@ def export_checkpoint(
     with named_failures(partial, CHOOSE):
         partial.mkdir(parents=True)
         try:
-            _write(reader, schemes, partial, target.name, progress)
+            _write(reader, schemes, modules, partial, target.name, progress)
             require_loadable(partial, reader.directory)
             if target.exists():
                 target.rmdir()
@@ -155,11 +161,12 @@ def _experts_of(name: str) -> str:
 def _write(
     reader: CheckpointReader,
     schemes: Mapping[str, LayerScheme],
+    modules: Mapping[str, str],
     partial: Path,
     name: str,
     progress: Progress,
 ) -> None:
-    """Write all files of an export into its directory."""
+    """Write all files of an export into its directory; `modules` maps linears to transformers' names of them."""
     shards: dict[str, list[str]] = defaultdict(list)
     for tensor, file in reader.store.files.items():
         module, _, suffix = tensor.rpartition(".")
@@ -181,7 +188,8 @@ def _write(
     copy_companions(reader.directory, partial)
     (partial / CARD_FILE).write_text(_card(reader, schemes, name), encoding="utf-8")
     config = without_note(reader.document)
-    _write_json(partial / "config.json", {**config, CONFIG_KEY: quantization_config(schemes)})
+    named = {**schemes, **{module: schemes[linear] for linear, module in modules.items()}}
+    _write_json(partial / "config.json", {**config, CONFIG_KEY: quantization_config(named)})
 
 
 def _exported(

@@ -54,8 +54,9 @@ compares the two.
   Qwen3-VL-MoE, Gemma 4, Granite-MoE); there each matrix is read, quantized and written by itself. Routers and indexers
   of sparse attention stay unquantized.
 - **Clamped and biased experts** (DeepSeek-V4, GLM-5.3-Flash, Hy-V4, MiniMax-M3, Step-3.5, gpt-oss): the limit, alpha
-  and beta of the activation come from config.json. gpt-oss's gate and up alternate in its tensors; the checkpoint holds
-  gate, up and down of each expert, each with its bias.
+  and beta of the activation come from config.json. vLLM has fixed ones for gpt-oss (7.0, 1.702 and 1.0) and Step-3.5
+  (7.0), and other ones are refused there. gpt-oss's gate and up alternate in its tensors; the checkpoint holds gate, up
+  and down of each expert, each with its bias.
 - **Models of images or sound** (Gemma, Qwen-VL, Qwen3.5, Mistral 3, LLaVA, Voxtral): their language model is quantized,
   with text for calibration. Towers and projectors stay unquantized (`--dry-run` names them), and so do layers that
   predict further tokens, unless `--mtp-bits` is given.

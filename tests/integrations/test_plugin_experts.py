@@ -15,6 +15,7 @@ import torch
 import vllm.model_executor.layers.fused_moe.config as moe_config
 import vllm.model_executor.parameter as vllm_parameter
 from torch.nn import functional
+from transformers import GptOssConfig
 from vllm.config import LoRAConfig, VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers import fused_moe
 from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
@@ -71,10 +72,12 @@ def build(
     size: int = 1,
     expert_parallel: bool = False,
     lora: LoRAConfig | None = None,
+    model: Any = None,
     **options: Any,
 ) -> Any:
-    """Return the routed experts of a mixture on one of `size` ranks."""
+    """Return the routed experts of a mixture on one of `size` ranks; `model` stands for vLLM's `model_config`."""
     config = VllmConfig()
+    config.model_config = model
     config.lora_config = lora
     config.parallel_config.enable_expert_parallel = expert_parallel
     sizes = {"num_experts": EXPERTS, "top_k": TOP_K, "hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE}
@@ -426,6 +429,19 @@ def test_unsupported_kinds_of_experts_are_refused(
         UnsupportedModelError, match=f"experts: expected experts that consist of linears.*found {found}"
     ):
         build(quantization(PACKED), **options)
+
+
+@pytest.mark.parametrize(("key", "value"), [("swiglu_limit", 5.0), ("swiglu_alpha", 1.5)])
+def test_constants_that_vllm_does_not_take_are_refused(key: str, value: float, rank_of: Callable[[int], None]) -> None:
+    """vLLM's gpt-oss does not read them from config.json."""
+    rank_of(0)
+    as_published, other = (
+        SimpleNamespace(hf_text_config=GptOssConfig(**keys), dtype=torch.float32, is_moe=True)
+        for keys in ({}, {key: value})
+    )
+    build(quantization(PACKED), model=as_published, **BIASED)
+    with pytest.raises(UnsupportedModelError, match=f"experts: expected {key} .* in config.json.*found {value}"):
+        build(quantization(PACKED), model=other, **BIASED)
 
 
 def test_a_rank_without_experts_is_refused(rank_of: Callable[[int], None]) -> None:

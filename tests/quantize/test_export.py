@@ -10,17 +10,18 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from helpers.checkpoints import CheckpointMaker, CheckpointPair
 from helpers.encoders import random_encoder
-from helpers.random_models import RandomModels
+from helpers.random_models import SMALL, RandomModels
 from vllm_latq.cli.main import main
 from vllm_latq.errors import CheckpointError, ConfigError, LatqError, UnsupportedModelError
 from vllm_latq.format.config import CheckpointConfig
 from vllm_latq.format.encodings.registry import tensor_specs
 from vllm_latq.format.reader import CheckpointReader
 from vllm_latq.format.scheme import LayerScheme
+from vllm_latq.models.stored_names import module_names
 from vllm_latq.quantize import export
 from vllm_latq.quantize.export import export_checkpoint, quantization_config, target_of
 from vllm_latq.quantize.pipeline import quantize_checkpoint
@@ -105,6 +106,45 @@ def test_experts_are_read_by_transformers(random_model: RandomModels, tmp_path: 
     export_checkpoint(tmp_path / "latq", tmp_path / "out")
     got = logits(tmp_path / "out")
     torch.testing.assert_close(got, logits(tmp_path / "latq"), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("family", "ignored"), [("gpt_oss", False), ("gpt_oss", True), ("granitemoe", False)])
+def test_experts_that_transformers_does_not_merge_are_refused(
+    family: str, ignored: bool, random_model: RandomModels, tmp_path: Path
+) -> None:
+    """A checkpoint has these experts one by one even where they are not quantized."""
+    sizes = {"num_hidden_layers": 1, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64}
+    source, _ = random_model(family, f"exported-{family}-{ignored}", **sizes)
+    left = ("lm_head", "model.layers.0.mlp.experts") if ignored else None
+    quantize_checkpoint(Recipe("rtn", 4, group_size=32, ignore=left), source, tmp_path / "latq")
+    with pytest.raises(UnsupportedModelError, match=r"experts: .*transformers merges.*found 4 single experts"):
+        export_checkpoint(tmp_path / "latq", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_linears_that_transformers_renames_are_read(random_model: RandomModels, tmp_path: Path) -> None:
+    """Hy-V4's `linear_gate` is `gate_proj` in transformers."""
+    pytest.importorskip("compressed_tensors")
+    latent = dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "index_head_dim"), 16)
+    latent |= {"q_lora_rank": 32, "kv_lora_rank": 32, "index_topk": 8, "index_n_heads": 2, "num_key_value_heads": 4}
+    sizes = {"num_hidden_layers": 1, "intermediate_size": 64, "mlp_layer_types": ["dense"], "hc_mult": 2}
+    source, _ = random_model("hy_v4", "exported-renamed", **latent, **sizes)
+    quantize_checkpoint(Recipe("rtn", 4, group_size=32), source, tmp_path / "latq")
+    export_checkpoint(tmp_path / "latq", tmp_path / "out")
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    packed = stored(tmp_path / "out")["model.layers.0.mlp.linear_gate.weight_packed"]
+    assert torch.equal(model.get_submodule("model.layers.0.mlp.gate_proj").weight_packed, packed)
+
+
+def test_joined_linears_are_refused() -> None:
+    config = AutoConfig.for_model("minimax_m3_vl_text", **SMALL, moe_layer_freq=[0, 0], dense_intermediate_size=64)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    gate = "model.layers.0.mlp.gate_proj"
+    with pytest.raises(UnsupportedModelError, match=r"here: model\.layers\.0\.mlp\.gate_proj: .*joins with others"):
+        module_names(model, [gate, gate.replace("gate", "up")], "here")
 
 
 def test_vllm_finds_the_scheme_of_every_linear(several: CheckpointPair) -> None:

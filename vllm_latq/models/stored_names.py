@@ -15,7 +15,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, Transpose, WeightConverter, WeightRenaming, rename_source_key
 
 from vllm_latq.errors import UnsupportedModelError
-from vllm_latq.models.experts import BIAS, FUSED, fused_experts, matrices_shape, split_experts
+from vllm_latq.models.experts import BIAS, EXPERT, FUSED, fused_experts, is_interleaved, matrices_shape, split_experts
 from vllm_latq.models.joined import JoinedLinears
 
 
@@ -103,6 +103,52 @@ def stored_names(
         sources |= {f"{name}.{leaf}.weight": _Source([tensor]) for leaf, tensor in parts.items()}
     # A tensor that transformers makes by another rule has no linear of its own, and keeps its name.
     return {name: sources.get(name, _NOTHING).single or name for name in model.state_dict()}
+
+
+def check_mergeable(model: Any, stored: Collection[str], quantized: Collection[str], where: str) -> None:
+    """Raise UnsupportedModelError unless transformers' own rules merge all experts that are stored one by one.
+
+    transformers has no rule for single experts of models that are published with a layer's experts in one tensor, such
+    as gpt-oss. It would leave such experts at random values.
+
+    Args:
+        model: a transformers model on the meta device.
+        stored: names of all tensors in the checkpoint, with `NAME.weight` for each quantized linear.
+        quantized: names of `stored` that stand for quantized linears.
+        where: the checkpoint, for errors.
+    """
+    for layer in _expert_layers(model, _sources(model, stored)):
+        fused = model.get_submodule(layer.name)
+        biased = any(leaf.endswith(BIAS) for leaf, _ in fused.named_parameters())
+        merged = {tensor for tensors in layer.merged for tensor in tensors}
+        if any(layer.split) or (not merged.isdisjoint(quantized) and (biased or is_interleaved(fused))):
+            expected = "experts that transformers merges by its own rules, as Mixtral's"
+            found = f"{layer.count} single experts, which it would leave at random values"
+            raise UnsupportedModelError(f"{where}: {layer.name}", expected, found, "Serve it with the plugin.")
+
+
+def module_names(model: Any, linears: Collection[str], where: str) -> dict[str, str]:
+    """Map quantized linears to their names in the model, where the checkpoint has other names for them.
+
+    Experts that transformers merges have no names there, and are left out.
+
+    Args:
+        model: a transformers model on the meta device.
+        linears: their names in the checkpoint.
+        where: the checkpoint, for errors.
+
+    Raises:
+        UnsupportedModelError: a linear that transformers joins with others.
+    """
+    weights, expected = {f"{name}.weight": name for name in linears}, model.state_dict()
+    sources = {name: source for name, source in _sources(model, weights).items() if name in expected}
+    modules = {source.single: name.removesuffix(".weight") for name, source in sources.items()}
+    for weight, linear in weights.items():
+        if weight not in modules and not EXPERT.match(linear):
+            found = "a linear that transformers joins with others, or does not have"
+            hint = "Serve it with the plugin."
+            raise UnsupportedModelError(f"{where}: {linear}", "linears that transformers loads one by one", found, hint)
+    return {linear: modules[weight] for weight, linear in weights.items() if modules.get(weight, linear) != linear}
 
 
 def _joined_linears(model: Any, sources: Mapping[str, _Source]) -> dict[str, dict[str, str]]:

@@ -1,14 +1,19 @@
 """Integers packed into int32 (compressed-tensors, format pack-quantized), as Kimi K2.5 stores its experts.
 
-    proj.weight_packed int32 [m, ceil(n / p)]      p = 32 // bits integers per word, the first in the lowest bits
+    proj.weight_packed int32 [m, words]            integers, the first in the lowest bits: 32 // bits in each word, or
+                                                   from version 0.18 of compressed-tensors on across words, as one
+                                                   stream of ceil(n * bits / 32) words
     proj.weight_scale [m, groups]                  groups of columns; one for all of a row with strategy `channel`
     proj.weight_shape int [2]                      m, n
-    proj.weight_zero_point int32 [ceil(m / p), groups]      of asymmetric schemes, packed down the rows
+    proj.weight_zero_point int32 [words, groups]   of asymmetric schemes, packed in the same way down the rows
     proj.weight_g_idx int32 [n]                    group of each column, where they are not in order  ->  proj.weight
 
     weight = (integer - zero point) * scale, in the dtype of the scales
 
 Integers and zero points are stored plus 2^(bits - 1); without zero points this offset is what is subtracted.
+
+The number of words says which layout it is. Where both layouts have the same number, it is the layout of whole integers
+if all bits are 0 that this layout leaves unused.
 """
 
 from dataclasses import dataclass
@@ -16,6 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from vllm_latq.coding.packing import packed_words, unpack_codes
 from vllm_latq.errors import UnsupportedModelError
 from vllm_latq.quantize.model.originals.published import FLOATS, INCOMPLETE, Published, finite_scales
 
@@ -41,10 +47,9 @@ class Coding:
     symmetric: bool
     by_activation: bool
 
-    @property
-    def per_word(self) -> int:
-        """Return the number of integers in a word."""
-        return 32 // self.bits
+    def words(self, count: int) -> tuple[int, int]:
+        """Return the number of words of that many integers: with whole integers in each word, and as one stream."""
+        return -(-count // (32 // self.bits)), packed_words(count, self.bits)
 
 
 @dataclass(frozen=True)
@@ -71,10 +76,22 @@ class Integers:
             expected = f"[{rows}, {columns}], by the shapes of {PACKED} and {SCALE}"
             raise UnsupportedModelError(f"{self.where}.{SHAPE}", expected, f"{shape.tolist()}", INCOMPLETE)
         floats = finite_scales(scales, f"{self.where}.{SCALE}")
-        offset = torch.tensor(1 << (bits - 1)) if self.coding.symmetric else _unpack(rest.pop(0).T, bits, rows).T
+        zero_points = None if self.coding.symmetric else rest.pop(0).T
+        streamed = self._is_streamed(packed, columns) or (
+            zero_points is not None and self._is_streamed(zero_points, rows)
+        )
         groups = self._groups(rest.pop(0) if rest else None)
-        offsets = offset if self.coding.symmetric else offset[:, groups]
-        return ((_unpack(packed, bits, columns) - offsets) * floats[:, groups]).to(scales.dtype)
+        offsets: Tensor | int = 1 << (bits - 1)
+        if zero_points is not None:
+            offsets = _unpack(zero_points, bits, rows, streamed).T[:, groups]
+        return ((_unpack(packed, bits, columns, streamed) - offsets) * floats[:, groups]).to(scales.dtype)
+
+    def _is_streamed(self, words: Tensor, count: int) -> bool:
+        """Return whether integers can only be packed as one stream."""
+        whole, stream = self.coding.words(count)
+        used = 32 // self.coding.bits * self.coding.bits
+        found = words.shape[1]
+        return found != whole or (found == stream and used < 32 and bool((words >> used).any()))
 
     def _groups(self, stored: Tensor | None) -> Tensor:
         """Return the group of each column."""
@@ -114,12 +131,15 @@ def matrix(published: Published, module: str, coding: Coding) -> Integers:
     columns = groups * coding.group if coding.group else int(published.read(shape)[1])
     if coding.group is None:
         published.require(scale, packed, "one scale per row", lambda it: it.shape[1] == 1)
-    words = -(-columns // coding.per_word)
-    expected = f"{words} words of {coding.per_word} integers per row, for {columns} columns by {SCALE} or {SHAPE}"
-    published.require(packed, packed, expected, lambda it: it.shape[1] == words)
+    whole, stream = coding.words(columns)
+    expected = f"{_either(whole, stream)} words per row, for {columns} columns by {SCALE} or {SHAPE}"
+    published.require(packed, packed, expected, lambda it: it.shape[1] in (whole, stream))
     if not coding.symmetric:
-        down = -(-rows // coding.per_word), groups
-        published.require(zero_point, packed, f"int32 words, shape {down}", lambda it: it == (torch.int32, down))
+        down = coding.words(rows)
+        expected = f"int32 words, shape ({_either(*down)}, {groups})"
+        published.require(
+            zero_point, packed, expected, lambda it: it in [(torch.int32, (words, groups)) for words in down]
+        )
         names.append(zero_point)
     elif zero_point in published.headers:
         where = published.where(zero_point)
@@ -131,7 +151,13 @@ def matrix(published: Published, module: str, coding: Coding) -> Integers:
     return Integers(published.where(module), tuple(names), (rows, columns), coding)
 
 
-def _unpack(words: Tensor, bits: int, columns: int) -> Tensor:
+def _either(whole: int, stream: int) -> str:
+    return f"{whole}" if whole == stream else f"{whole} or {stream}"
+
+
+def _unpack(words: Tensor, bits: int, columns: int, streamed: bool) -> Tensor:
     """Return the integers of each row of words, int32 [rows, columns], with their offset."""
+    if streamed:
+        return unpack_codes(words, bits, columns).int()
     shifts = torch.arange(32 // bits, dtype=torch.int32) * bits
     return ((words[..., None] >> shifts) & ((1 << bits) - 1)).flatten(1)[:, :columns]

@@ -64,6 +64,18 @@ def expert_activation(layer: Any) -> tuple[str, tuple[float, ...]]:
     return name, ()
 
 
+def _check_constants(layer: Any, prefix: str) -> None:
+    """Raise UnsupportedModelError if config.json has other constants than vLLM's of gpt-oss's activation."""
+    model = get_current_vllm_config().model_config
+    if layer.activation.value != INTERLEAVED or model is None:
+        return
+    for key, served in zip(("swiglu_limit", "swiglu_alpha", "swiglu_beta"), SWIGLUOAI, strict=True):
+        found = getattr(model.hf_text_config, key, served)
+        if found != served:
+            expected = f"{key} {served} in config.json, the only one with which vLLM serves this activation"
+            raise UnsupportedModelError(prefix, expected, str(found), "Load the checkpoint with transformers.")
+
+
 def expert_leaves(layer: Any) -> dict[str, dict[str, str]]:
     """Return vLLM's name of each matrix -> vLLM's name of each of its shards, in order -> the checkpoint's name."""
     first = {"w1": layer.ckpt_gate_proj_name, "w3": layer.ckpt_up_proj_name}
@@ -229,6 +241,7 @@ class LatqMoEMethod(FusedMoEMethodBase):
     def _check_supported(self, layer: Any) -> None:
         """Raise UnsupportedModelError for an activation, a router or an adapter that the operator does not serve."""
         activation, _ = expert_activation(layer)
+        _check_constants(layer, self.prefix)
         refused = {
             f"the activation {activation}": activation not in ACTIVATIONS,
             "several experts per token whose inputs the router scales": self.scales_inputs

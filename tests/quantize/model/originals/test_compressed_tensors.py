@@ -15,12 +15,15 @@ from transformers import AutoConfig, AutoModelForMultimodalLM
 
 from helpers.originals import change, check_quantized_alike, publish
 from helpers.random_models import SMALL
+from vllm_latq.coding.packing import pack_codes
 from vllm_latq.errors import CheckpointError, LatqError, UnsupportedModelError
 from vllm_latq.format.files import TensorStore
 from vllm_latq.format.reader import CheckpointReader
+from vllm_latq.quantize.export import export_checkpoint
 from vllm_latq.quantize.model.decoder import Decoder
 from vllm_latq.quantize.model.loading import load_model
 from vllm_latq.quantize.model.originals.store import OriginalStore
+from vllm_latq.quantize.pipeline import quantize_checkpoint
 from vllm_latq.quantize.recipe import Recipe
 
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 16, "symmetric": True, "actorder": None}
@@ -128,6 +131,33 @@ def test_as_compressed_tensors_decompresses_them(bits: int, kind: str, dtype: to
     assert torch.equal(store.part("a.b.weight", (slice(2, 5), 1)), plain[2:5, 1])
 
 
+@pytest.mark.parametrize("bits", [3, 5, 6, 7])
+@pytest.mark.parametrize("columns", [33, 96])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_integers_across_words(bits: int, columns: int, symmetric: bool, tmp_path: Path) -> None:
+    """Version 0.18 of compressed-tensors and newer ones pack so; rows of 33 have as many words in the older layout."""
+    weights = INT4 | {"num_bits": bits, "strategy": "channel", "group_size": None, "symmetric": symmetric}
+    torch.manual_seed(bits)
+    codes, zeros = torch.randint(1 << bits, (13, columns)), torch.full((13, 1), 1 << bits - 1)
+    scales = torch.rand(13, 1)
+    stored = {"a.weight_packed": pack_codes(codes, bits), "a.weight_scale": scales}
+    stored["a.weight_shape"] = torch.tensor([13, columns])
+    if not symmetric:
+        zeros = torch.randint(1 << bits, (13, 1))
+        stored["a.weight_zero_point"] = pack_codes(zeros.T, bits).T
+    store = _single(tmp_path, stored, _quantization(all=(["Linear"], weights)))
+    assert torch.equal(store.get("a.weight"), (codes - zeros) * scales)
+
+
+def test_own_export_of_3_bits_is_read(mini_model: Path, tmp_path: Path) -> None:
+    quantize_checkpoint(Recipe("rtn", 3, group_size=128), mini_model, tmp_path / "latq")
+    export_checkpoint(tmp_path / "latq", tmp_path / "out")
+    reader, store = CheckpointReader(tmp_path / "latq"), OriginalStore(tmp_path / "out")
+    for name in reader.shapes:
+        weight = reader.weight(name)
+        assert torch.equal(store.get(f"{name}.weight"), weight.dequantize().to(weight.scales.dtype)), name
+
+
 FLOAT8: dict[str, Any] = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
 # Strategy, other keys, shape of the scales.
 STRATEGIES: list[tuple[str, dict[str, Any], tuple[int, ...]]] = [
@@ -219,11 +249,11 @@ REFUSED: list[tuple[Callable[[Any, Any], Any], str]] = [
     (_edit("weight_packed", lambda it: it.short()), "weight_packed: expected int32 words"),
     (
         _edit("weight_packed", lambda it: it[:, :3]),
-        r"weight_packed: expected 4 words of 8 integers per row, for 32 columns .*found shape \(12, 3\)",
+        r"weight_packed: expected 4 words per row, for 32 columns .*found shape \(12, 3\)",
     ),
     (_edit("weight_scale", lambda it: it[:8]), "weight_scale: expected floats in 12 rows"),
     (_edit("weight_scale", lambda it: it.int()), "weight_scale: expected floats in 12 rows"),
-    (_edit("weight_scale", lambda it: it[:, :1]), "weight_packed: expected 2 words of 8 integers per row"),
+    (_edit("weight_scale", lambda it: it[:, :1]), "weight_packed: expected 2 words per row"),
     (_edit("weight_scale", lambda it: it[:, :, None]), r"found shape \(12, 2, 1\)"),
     (_edit("weight_scale", lambda it: it * torch.nan), "a.weight_scale: expected finite scales, found 24"),
     (_edit("weight_shape", lambda it: it + 1), r"weight_shape: expected \[12, 32\], .*\[13, 33\]"),
