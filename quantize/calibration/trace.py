@@ -1,7 +1,7 @@
 """A trace: answers that a model itself generates, as conversations for calibration and evaluation.
 
 A quantized model is to answer as the original does. Its own answers, reasoning included, are the text that it reads and
-writes when it is served.
+writes when it is served. Special tokens are no text: an answer with one before its end is left out.
 
 Invariant: the file appears complete or not at all. All answers to one prompt are in one half, so the halves have no
 prompt in common.
@@ -10,7 +10,7 @@ prompt in common.
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -43,8 +43,12 @@ class Engine(Protocol):
 
     def generate(
         self, prompts: Sequence[Sequence[int]], max_tokens: int, seeds: Sequence[int]
-    ) -> list[tuple[str, bool]]:
-        """Return an answer to each prompt of token ids, and whether the model ended it."""
+    ) -> list[tuple[str, Sequence[int], bool]]:
+        """Return an answer to each prompt of token ids.
+
+        Returns:
+            Text without special tokens, token ids, and whether the model ended the answer, with the last of these ids.
+        """
 
 
 class Traced(NamedTuple):
@@ -85,7 +89,8 @@ def trace(
         on_event: called with "stage" events, see `vllm_latq.events`.
 
     Raises:
-        CalibrationError: prompts that cannot be read, or a model without a chat template that can be used.
+        CalibrationError: prompts that cannot be read, a model without a chat template that can be used, or one whose
+            answers all have special tokens in them.
         CheckpointError: no such model, or a file that exists or cannot be written.
         ConfigError: an option out of range.
     """
@@ -112,7 +117,9 @@ def trace(
         temporary.unlink(missing_ok=True)  # nothing is written through a link
         temporary.touch()
     try:
-        found = _write(temporary, asked, ids, engine(longest), (num, max_tokens, seed), on_event)
+        # Not `all_special_ids`: these are only of the tokens that have a role, such as the end.
+        special = {number: str(token) for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+        found = _write(temporary, asked, ids, engine(longest), special, (num, max_tokens, seed), on_event)
         rename_durably(temporary, path)
     finally:
         if os.path.lexists(temporary):
@@ -125,40 +132,51 @@ def _write(
     prompts: Sequence[Conversation],
     ids: Sequence[list[int]],
     engine: Engine,
+    special: Mapping[int, str],
     sizes: tuple[int, int, int],
     on_event: Listener,
 ) -> Traced:
-    """Write the conversations; CalibrationError if all answers are empty.
+    """Write the conversations; CalibrationError if the first answers, or all, are empty or have special tokens.
 
     Args:
         path: the file.
         prompts: conversations without their last answer.
         ids: tokens of each prompt.
         engine: that answers.
+        special: special tokens, by their ids.
         sizes: number of answers, tokens of each, and the first seed.
         on_event: called with "stage" events.
     """
     num, max_tokens, seed = sizes
-    progress, kept, unfinished = stage_progress(on_event, STAGE), 0, 0
+    progress, kept, unfinished, within = stage_progress(on_event, STAGE), 0, 0, list[str]()
     progress(0, num)
     with path.open("w", encoding="utf-8") as file:
         for start in range(0, num, PROMPTS_AT_ONCE):
             numbers = range(start, min(start + PROMPTS_AT_ONCE, num))
             places = [number % len(prompts) for number in numbers]
             answers = engine.generate([ids[place] for place in places], max_tokens, [seed + one for one in numbers])
-            for place, (text, finished) in zip(places, answers, strict=True):
-                if text.strip():
+            for place, (text, tokens, finished) in zip(places, answers, strict=True):
+                marks = [special[one] for one in tokens[: len(tokens) - finished] if one in special]
+                within += marks[:1]
+                if text.strip() and not marks:
                     half = (CALIBRATION, EVALUATION)[place % 2]
                     answered = _answered(prompts[place], text)
                     record = {"messages": answered.messages, **answered.options, "split": half, "finished": finished}
                     file.write(json.dumps(record, ensure_ascii=False) + "\n")
                     kept += 1
                     unfinished += not finished
+            if not kept and within:
+                hint = "Text cannot hold these tokens, so the answers of models that write them cannot be traced."
+                found = f"{within[0]} in an answer, and no answer without such a token"
+                raise CalibrationError("trace", "answers without special tokens before their end", found, hint)
+            if not kept:
+                raise CalibrationError("trace", "answers", "empty ones only", "Is it a model that answers?")
             progress(numbers.stop, num)
-    if not kept:
-        raise CalibrationError("trace", "answers", "empty ones only", "Is it a model that answers?")
-    if kept < num:
-        warnings.warn(f"trace: {num - kept} of {num} answers were empty, and are left out.", stacklevel=3)
+    if within:
+        found = f"{len(within)} of {num} answers had special tokens before their end, such as {within[0]}"
+        warnings.warn(f"trace: {found}, and are left out.", stacklevel=3)
+    if empty := num - kept - len(within):
+        warnings.warn(f"trace: {empty} of {num} answers were empty, and are left out.", stacklevel=3)
     return Traced(kept, unfinished)
 
 
