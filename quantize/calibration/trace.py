@@ -8,7 +8,6 @@ prompt in common.
 """
 
 import json
-import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -27,7 +26,7 @@ from vllm_latq.quantize.calibration.chats import (
     token_ids,
 )
 from vllm_latq.quantize.calibration.text import read_json_lines, read_text_file
-from vllm_latq.quantize.machine.durable_files import named_failures, rename_durably
+from vllm_latq.quantize.machine.durable_files import appearing
 from vllm_latq.quantize.model.loading import load_configuration, load_tokenizer, model_directory
 
 # Prompts that come with this package; `prompts.md` says what they are.
@@ -112,19 +111,10 @@ def trace(
     if positions is not None and longest > positions:
         most = f"at most {positions - longest + max_tokens}, beside the longest prompt"
         raise ConfigError("max_tokens", most, str(max_tokens), f"The model has {positions} positions.")
-    temporary = path.with_name(f"{path.name}.tmp")
-    with named_failures(path, "Choose another file, or make room."):
-        temporary.unlink(missing_ok=True)  # nothing is written through a link
-        temporary.touch()
-    try:
+    with appearing(path) as temporary:
         # Not `all_special_ids`: these are only of the tokens that have a role, such as the end.
         special = {number: str(token) for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-        found = _write(temporary, asked, ids, engine(longest), special, (num, max_tokens, seed), on_event)
-        rename_durably(temporary, path)
-    finally:
-        if os.path.lexists(temporary):
-            temporary.unlink()
-    return found
+        return _write(temporary, asked, ids, engine(longest), special, (num, max_tokens, seed), on_event)
 
 
 def _write(

@@ -19,7 +19,7 @@ from vllm_latq.errors import CheckpointError
 from vllm_latq.format.files import readable
 from vllm_latq.quantize.evaluation.predictions import Predictions
 from vllm_latq.quantize.evaluation.windows import Windows
-from vllm_latq.quantize.machine.durable_files import named_failures, rename_durably
+from vllm_latq.quantize.machine.durable_files import named_failures
 
 VERSION = "1"
 # Column -> dtype, and number of dimensions.
@@ -35,12 +35,12 @@ _MAKE = "Make it again with `latq eval ORIGINAL --save-reference FILE`."
 
 
 def save_reference(
-    path: str | Path, predictions: Predictions, model: str, text: Mapping[str, str | None], windows: Windows
+    path: Path, predictions: Predictions, model: str, text: Mapping[str, str | None], windows: Windows
 ) -> None:
     """Write the top predictions of a model, at all counted positions of the windows in order.
 
     Args:
-        path: file to write.
+        path: file to write, of `durable_files.appearing`.
         predictions: as `Predictions.top` returns them.
         model: name of the model.
         text: `name` and `sha256` of the text.
@@ -67,13 +67,9 @@ def save_reference(
         "seq_len": str(windows.tokens.shape[1]),
         "digest": windows.digest(),
     }
-    path = Path(path)
-    temporary = path.with_name(f"{path.name}.tmp")
+    tensors = {name: column.cpu().contiguous() for name, column in columns.items()}
     with named_failures(path, "Choose another file, or make room."):
-        temporary.unlink(missing_ok=True)  # nothing is written through a link
-        tensors = {name: column.cpu().contiguous() for name, column in columns.items()}
-        save_file(tensors, temporary, metadata=metadata)
-        rename_durably(temporary, path)
+        save_file(tensors, path, metadata=metadata)
 
 
 def read_reference(

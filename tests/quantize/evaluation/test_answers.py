@@ -117,6 +117,34 @@ def test_a_reference_of_something_else_is_refused(model: Path, mini_model: Path,
             evaluate(model, talks, 256, reference=reference, **HOW, **changes)
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nowhere/reference", "expected a directory that can be written to, found no such directory .*nowhere"),
+        ("folder", "expected a directory that can be written to, found is a directory"),
+        ("..", "expected a directory that can be written to, found is a directory"),
+    ],
+)
+def test_a_reference_that_cannot_be_written_is_refused_before_the_evaluation(
+    name: str, message: str, model: Path, talks: str, tmp_path: Path
+) -> None:
+    (tmp_path / "folder").mkdir()
+    events: list[Any] = []
+    with pytest.raises(CheckpointError, match=message):
+        evaluate(model, talks, 256, save_reference=tmp_path / name, on_event=events.append, **HOW)
+    assert not events
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+def test_an_evaluation_that_fails_leaves_no_reference(model: Path, talks: str, tmp_path: Path) -> None:
+    def failing(*_: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        evaluate(model, talks, 256, save_reference=tmp_path / "reference", engine=failing, **HOW)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_damaged_reference_is_refused(model: Path, talks: str, tmp_path: Path) -> None:
     path, damaged = tmp_path / "reference", tmp_path / "damaged"
     evaluate(model, talks, 256, save_reference=path, **HOW)
