@@ -189,7 +189,17 @@ def _conversation(record: Mapping[str, Any], shape: str, where: str) -> Conversa
         messages.insert(0, {"role": "system", "content": system})
     if (last := _checked(messages, where)) != "assistant":
         raise CalibrationError(where, "an answer at the end of the conversation", str(last), _MEND)
-    return Conversation(where, messages, _options(record, where))
+    return _readable(Conversation(where, messages, _options(record, where)))
+
+
+def _readable(conversation: Conversation) -> Conversation:
+    """Return a conversation; CalibrationError if a text has half a character, as no tokenizer takes it."""
+    try:
+        json.dumps(conversation[1:], ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError as error:
+        found = f"half of a surrogate pair, {error.object[error.start]!r}"
+        raise CalibrationError(conversation.where, "Unicode text", found, _MEND) from error
+    return conversation
 
 
 def _checked(messages: list[dict[str, Any]], where: str) -> str | None:
@@ -232,13 +242,13 @@ def prompts_of(records: Iterable[tuple[str, Any]]) -> Iterator[Conversation]:
             messages.pop()
         if (last := _checked(messages, where)) not in ("user", "tool"):
             raise CalibrationError(where, "a question at the end", str(last), _MEND)
-        yield Conversation(where, messages, _options(record, where))
+        yield _readable(Conversation(where, messages, _options(record, where)))
 
 
 def _shared(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return a message of ShareGPT with a role."""
     speaker = message.get("from")
-    if speaker not in _SPEAKERS:
+    if not isinstance(speaker, str) or speaker not in _SPEAKERS:
         raise CalibrationError(where, f"`from` among {', '.join(_SPEAKERS)}", repr(speaker), _MEND)
     return {"role": _SPEAKERS[speaker], "content": message.get("value")}
 
@@ -253,8 +263,11 @@ def _check_content(message: dict[str, Any], where: str) -> None:
         message["content"] = content = "".join(_text(part, "text", where) for part in parts)
     if not isinstance(content, str):
         raise CalibrationError(where, "a content that is text", repr(content), _MEND)
-    for call in message.get("tool_calls") or []:
-        function = call.get("function") if isinstance(call, dict) else None
+    calls = message.get("tool_calls") or []
+    if not isinstance(calls, list):
+        raise CalibrationError(where, "`tool_calls` that are a list of objects", repr(calls)[:60], _MEND)
+    for call in calls:
+        function = _object(call, where).get("function")
         if isinstance(function, dict) and "arguments" in function:
             function["arguments"] = _from_json(function["arguments"])  # templates take an object
     if message["role"] in _SPEAKS:

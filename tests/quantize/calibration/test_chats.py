@@ -196,6 +196,13 @@ def turns(*roles: str) -> dict[str, Any]:
     return {"messages": [{"role": role, "content": "x"} for role in roles]}
 
 
+def called(calls: Any) -> dict[str, Any]:
+    """Return a conversation whose answer calls tools."""
+    record = talk("When?", "Now.")
+    record["messages"][1]["tool_calls"] = calls
+    return record
+
+
 @pytest.mark.parametrize(
     ("record", "message"),
     [
@@ -212,6 +219,11 @@ def turns(*roles: str) -> dict[str, Any]:
         ({"text": "words"}, "line 2: expected `messages`, as in the first record, found text"),
         (SHARED, "expected `messages`, as in the first record, found conversations"),
         ([1], "expected `messages`, as in the first record, found list"),
+        (talk("Why \ud800?", "So."), r"line 2: expected Unicode text, found half of a surrogate pair, '\\ud800'"),
+        (talk("Why?", "So.", tools=[{"name": "\udc00"}]), "line 2: expected Unicode text, found half of"),
+        (called(5), "line 2: expected `tool_calls` that are a list of objects, found 5"),
+        (called("clock"), "line 2: expected `tool_calls` that are a list of objects, found 'clock'"),
+        (called([5]), "line 2: expected a list of objects, found a int in it"),
         (talk("Why?", "So.", tools="none"), "expected a list of objects, found 'none'"),
     ],
 )
@@ -224,9 +236,10 @@ def test_a_record_that_is_no_conversation_is_named(
 
 
 def test_unknown_speakers_and_damaged_lines_are_named(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
-    source = write_lines(tmp_path / "shared.jsonl", [{"conversations": [{"from": "alien", "value": "x"}]}])
-    with pytest.raises(CalibrationError, match=r"line 1: expected `from` among human, .* found 'alien'"):
-        rendered(tokenizer, source)
+    for speaker, named in (("alien", "'alien'"), (["human"], r"\['human'\]"), (None, "None")):
+        source = write_lines(tmp_path / "shared.jsonl", [{"conversations": [{"from": speaker, "value": "x"}]}])
+        with pytest.raises(CalibrationError, match=rf"line 1: expected `from` among human, .* found {named}"):
+            rendered(tokenizer, source)
     (tmp_path / "torn.jsonl").write_text(json.dumps(talk("Why?", "So.")) + '\n{"messages": [')
     with pytest.raises(CalibrationError, match="line 2: expected a JSON object, found JSONDecodeError"):
         rendered(tokenizer, str(tmp_path / "torn.jsonl"))

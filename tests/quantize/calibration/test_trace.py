@@ -137,6 +137,7 @@ def test_what_cannot_be_traced_is_an_error(model: Path, mini_model: Path, tmp_pa
     for name, content, message in (
         ("empty.txt", "\n \n", "expected some text, found none"),
         ("other.jsonl", '{"question": "Why?"}\n', "expected a record with `prompt` or `messages`"),
+        ("half.jsonl", '{"prompt": "Why \\ud800?"}', "line 1: expected Unicode text, found half of a surrogate pair"),
         (
             "answer.jsonl",
             '{"messages": [{"role": "system", "content": "x"}]}',
