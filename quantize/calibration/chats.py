@@ -6,8 +6,8 @@ A source holds conversations if its records have one of these columns. All recor
     conversations         objects of `from` and `value` (ShareGPT)
     instruction, output   and perhaps `input` (Alpaca): one question and its answer
 
-`tools` and `enable_thinking` of a record are passed to the template. A record with `split` "calibration" is not for
-evaluation, one with "evaluation" is not for calibration, and any other is for both.
+`tools` and `enable_thinking` of a record are passed to the template; an empty list of tools is none. A record with
+`split` "calibration" is not for evaluation, one with "evaluation" is not for calibration, and any other is for both.
 
 Invariant: an answer is what follows the prompt that a server would build from the messages before it. Where the
 template renders an earlier answer differently once the conversation goes on (as templates do that drop reasoning), the
@@ -220,8 +220,8 @@ def _checked(messages: list[dict[str, Any]], where: str) -> str | None:
 def _options(record: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return what a record asks of the template beside its messages."""
     options = {name: record[name] for name in ("tools", "enable_thinking") if record.get(name) is not None}
-    if "tools" in options:
-        options["tools"] = _list(_from_json(options["tools"]), where)
+    if "tools" in options and (tools := _from_json(options.pop("tools"))):
+        options["tools"] = _list(tools, where)
     return options
 
 

@@ -105,6 +105,15 @@ def test_tools_and_thinking_reach_the_template(tokenizer: PreTrainedTokenizerBas
     assert answers(tokenizer, one) == f"So.{END}"
 
 
+@pytest.mark.parametrize("tools", [[], "[]", "", "null", None])
+def test_empty_tools_are_none(tools: Any, tmp_path: Path) -> None:
+    talks = conversations(
+        write_lines(tmp_path / "talks.jsonl", [talk("Why?", "So.", tools=tools)]), "train", CALIBRATION
+    )
+    assert talks is not None
+    assert next(talks).options == {}
+
+
 def test_all_turns_are_answers_of_one_text(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     (one,) = rendered(tokenizer, write_lines(tmp_path / "talk.jsonl", [talk("One?", "Two.", "Three?", "Four.")]))
     assert answers(tokenizer, one) == f"Two.{END}Four.{END}"
