@@ -1,6 +1,7 @@
 """Conversations for calibration and evaluation, as the model's chat template renders them.
 
-A source holds conversations if its records have one of these columns. All records of a source have the same:
+A source holds conversations if its records have one of these columns; but a model without a chat template reads the
+column `text`, where there is one, as plain text. All records of a source have the same:
 
     messages              objects of `role` and `content` (OpenAI); also `tool_calls` and other keys of a template
     conversations         objects of `from` and `value` (ShareGPT)
@@ -99,17 +100,21 @@ class Rendered(NamedTuple):
     answers: Tensor
 
 
-def conversations(source: str, split: str, part: str, seed: int | None = None) -> Iterator[Conversation] | None:
+def conversations(
+    tokenizer: "PreTrainedTokenizerBase", source: str, split: str, part: str, seed: int | None = None
+) -> Iterator[Conversation] | None:
     """Return the conversations of a source, or None if it is plain text.
 
     Args:
+        tokenizer: of the model.
         source: as in `calibration_text`.
         split: of a dataset.
         part: CALIBRATION or EVALUATION: records that are marked for the other one are left out.
         seed: of the order in which they are drawn; None keeps their order.
 
     Raises:
-        CalibrationError: the source cannot be read. Reading on raises it for a record that is no such conversation.
+        CalibrationError: the source cannot be read, or has conversations alone and the model no chat template. Reading
+            on raises it for a record that is no such conversation.
     """
     dataset = None if source in (BUNDLED, *KNOWN_DATASETS) else resolve(source)
     if dataset is None:
@@ -125,6 +130,9 @@ def conversations(source: str, split: str, part: str, seed: int | None = None) -
     first = next(records, None)
     if first is None or (shape := _shape(first[1])) is None:
         return None
+    if not getattr(tokenizer, "chat_template", None) and isinstance(first[1].get("text"), str):
+        return None
+    require_template(tokenizer, source)
     return _parsed(chain([first], records), shape, source, part)
 
 

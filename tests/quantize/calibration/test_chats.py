@@ -37,7 +37,7 @@ def tokenizer(mini_model: Path) -> PreTrainedTokenizerBase:
 
 def rendered(tokenizer: PreTrainedTokenizerBase, source: str, part: str = CALIBRATION) -> list[Rendered]:
     """Return everything that a source of conversations renders to."""
-    talks = conversations(source, "train", part)
+    talks = conversations(tokenizer, source, "train", part)
     assert talks is not None
     return [one for each in talks for one in render(tokenizer, each)]
 
@@ -97,7 +97,7 @@ def test_tools_and_thinking_reach_the_template(tokenizer: PreTrainedTokenizerBas
     assert first.text.startswith("<|tools|>clock,map\n<|user|>\nWhen?")
     assert answers(tokenizer, first) == f"{END}Noon.{END}"
     assert "tools" not in second.text
-    talks = conversations(str(tmp_path / "tools.jsonl"), "train", CALIBRATION)
+    talks = conversations(tokenizer, str(tmp_path / "tools.jsonl"), "train", CALIBRATION)
     assert talks is not None
     assert next(talks).messages[1]["tool_calls"][0]["function"]["arguments"] == {"zone": "UTC"}
     quick = talk("Why?", "(no thoughts)So.", enable_thinking=False)
@@ -106,10 +106,9 @@ def test_tools_and_thinking_reach_the_template(tokenizer: PreTrainedTokenizerBas
 
 
 @pytest.mark.parametrize("tools", [[], "[]", "", "null", None])
-def test_empty_tools_are_none(tools: Any, tmp_path: Path) -> None:
-    talks = conversations(
-        write_lines(tmp_path / "talks.jsonl", [talk("Why?", "So.", tools=tools)]), "train", CALIBRATION
-    )
+def test_empty_tools_are_none(tools: Any, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "talks.jsonl", [talk("Why?", "So.", tools=tools)])
+    talks = conversations(tokenizer, source, "train", CALIBRATION)
     assert talks is not None
     assert next(talks).options == {}
 
@@ -260,6 +259,16 @@ def test_a_model_without_a_chat_template_is_named(mini_model: Path, tmp_path: Pa
     for read in (lambda: load_samples(without, source, 1, 8), lambda: read_windows(without, source, 8)):
         with pytest.raises(CalibrationError, match=r"expected a model with a chat template, .* found none"):
             read()
+
+
+def test_a_model_without_a_chat_template_reads_the_column_text(mini_model: Path, tmp_path: Path) -> None:
+    """Each record of Alpaca has its prompt and answer as a text, too, which base models are quantized with."""
+    both = write_lines(tmp_path / "both.jsonl", 9 * [ALPACA | {"text": "### Why? Because.\n"}])
+    without = AutoTokenizer.from_pretrained(mini_model)
+    samples, windows = load_samples(without, both, 1, 8), read_windows(without, both, 16)
+    assert samples.counted is None
+    assert not windows.of_answers
+    assert without.decode(windows.tokens[0]).startswith("### Why?")
 
 
 def test_templates_that_cannot_be_used_are_refused(mini_model: Path, tmp_path: Path) -> None:
