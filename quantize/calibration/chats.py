@@ -1,13 +1,14 @@
 """Conversations for calibration and evaluation, as the model's chat template renders them.
 
-A source holds conversations if its records have one of these columns. All records of a source have the same:
+A source holds conversations if its records have one of these columns; but a model without a chat template reads the
+column `text`, where there is one, as plain text. All records of a source have the same:
 
     messages              objects of `role` and `content` (OpenAI); also `tool_calls` and other keys of a template
     conversations         objects of `from` and `value` (ShareGPT)
     instruction, output   and perhaps `input` (Alpaca): one question and its answer
 
-`tools` and `enable_thinking` of a record are passed to the template. A record with `split` "calibration" is not for
-evaluation, one with "evaluation" is not for calibration, and any other is for both.
+`tools` and `enable_thinking` of a record are passed to the template; an empty list of tools is none. A record with
+`split` "calibration" is not for evaluation, one with "evaluation" is not for calibration, and any other is for both.
 
 Invariant: an answer is what follows the prompt that a server would build from the messages before it. Where the
 template renders an earlier answer differently once the conversation goes on (as templates do that drop reasoning), the
@@ -99,17 +100,21 @@ class Rendered(NamedTuple):
     answers: Tensor
 
 
-def conversations(source: str, split: str, part: str, seed: int | None = None) -> Iterator[Conversation] | None:
+def conversations(
+    tokenizer: "PreTrainedTokenizerBase", source: str, split: str, part: str, seed: int | None = None
+) -> Iterator[Conversation] | None:
     """Return the conversations of a source, or None if it is plain text.
 
     Args:
+        tokenizer: of the model.
         source: as in `calibration_text`.
         split: of a dataset.
         part: CALIBRATION or EVALUATION: records that are marked for the other one are left out.
         seed: of the order in which they are drawn; None keeps their order.
 
     Raises:
-        CalibrationError: the source cannot be read. Reading on raises it for a record that is no such conversation.
+        CalibrationError: the source cannot be read, or has conversations alone and the model no chat template. Reading
+            on raises it for a record that is no such conversation.
     """
     dataset = None if source in (BUNDLED, *KNOWN_DATASETS) else resolve(source)
     if dataset is None:
@@ -125,6 +130,9 @@ def conversations(source: str, split: str, part: str, seed: int | None = None) -
     first = next(records, None)
     if first is None or (shape := _shape(first[1])) is None:
         return None
+    if not getattr(tokenizer, "chat_template", None) and isinstance(first[1].get("text"), str):
+        return None
+    require_template(tokenizer, source)
     return _parsed(chain([first], records), shape, source, part)
 
 
@@ -189,7 +197,17 @@ def _conversation(record: Mapping[str, Any], shape: str, where: str) -> Conversa
         messages.insert(0, {"role": "system", "content": system})
     if (last := _checked(messages, where)) != "assistant":
         raise CalibrationError(where, "an answer at the end of the conversation", str(last), _MEND)
-    return Conversation(where, messages, _options(record, where))
+    return _readable(Conversation(where, messages, _options(record, where)))
+
+
+def _readable(conversation: Conversation) -> Conversation:
+    """Return a conversation; CalibrationError if a text has half a character, as no tokenizer takes it."""
+    try:
+        json.dumps(conversation[1:], ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError as error:
+        found = f"half of a surrogate pair, {error.object[error.start]!r}"
+        raise CalibrationError(conversation.where, "Unicode text", found, _MEND) from error
+    return conversation
 
 
 def _checked(messages: list[dict[str, Any]], where: str) -> str | None:
@@ -210,8 +228,8 @@ def _checked(messages: list[dict[str, Any]], where: str) -> str | None:
 def _options(record: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return what a record asks of the template beside its messages."""
     options = {name: record[name] for name in ("tools", "enable_thinking") if record.get(name) is not None}
-    if "tools" in options:
-        options["tools"] = _list(_from_json(options["tools"]), where)
+    if "tools" in options and (tools := _from_json(options.pop("tools"))):
+        options["tools"] = _list(tools, where)
     return options
 
 
@@ -232,13 +250,13 @@ def prompts_of(records: Iterable[tuple[str, Any]]) -> Iterator[Conversation]:
             messages.pop()
         if (last := _checked(messages, where)) not in ("user", "tool"):
             raise CalibrationError(where, "a question at the end", str(last), _MEND)
-        yield Conversation(where, messages, _options(record, where))
+        yield _readable(Conversation(where, messages, _options(record, where)))
 
 
 def _shared(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return a message of ShareGPT with a role."""
     speaker = message.get("from")
-    if speaker not in _SPEAKERS:
+    if not isinstance(speaker, str) or speaker not in _SPEAKERS:
         raise CalibrationError(where, f"`from` among {', '.join(_SPEAKERS)}", repr(speaker), _MEND)
     return {"role": _SPEAKERS[speaker], "content": message.get("value")}
 
@@ -253,8 +271,11 @@ def _check_content(message: dict[str, Any], where: str) -> None:
         message["content"] = content = "".join(_text(part, "text", where) for part in parts)
     if not isinstance(content, str):
         raise CalibrationError(where, "a content that is text", repr(content), _MEND)
-    for call in message.get("tool_calls") or []:
-        function = call.get("function") if isinstance(call, dict) else None
+    calls = message.get("tool_calls") or []
+    if not isinstance(calls, list):
+        raise CalibrationError(where, "`tool_calls` that are a list of objects", repr(calls)[:60], _MEND)
+    for call in calls:
+        function = _object(call, where).get("function")
         if isinstance(function, dict) and "arguments" in function:
             function["arguments"] = _from_json(function["arguments"])  # templates take an object
     if message["role"] in _SPEAKS:

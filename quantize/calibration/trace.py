@@ -1,16 +1,15 @@
 """A trace: answers that a model itself generates, as conversations for calibration and evaluation.
 
 A quantized model is to answer as the original does. Its own answers, reasoning included, are the text that it reads and
-writes when it is served.
+writes when it is served. Special tokens are no text: an answer with one before its end is left out.
 
 Invariant: the file appears complete or not at all. All answers to one prompt are in one half, so the halves have no
 prompt in common.
 """
 
 import json
-import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -27,7 +26,7 @@ from vllm_latq.quantize.calibration.chats import (
     token_ids,
 )
 from vllm_latq.quantize.calibration.text import read_json_lines, read_text_file
-from vllm_latq.quantize.machine.durable_files import named_failures, rename_durably
+from vllm_latq.quantize.machine.durable_files import appearing
 from vllm_latq.quantize.model.loading import load_configuration, load_tokenizer, model_directory
 
 # Prompts that come with this package; `prompts.md` says what they are.
@@ -43,8 +42,12 @@ class Engine(Protocol):
 
     def generate(
         self, prompts: Sequence[Sequence[int]], max_tokens: int, seeds: Sequence[int]
-    ) -> list[tuple[str, bool]]:
-        """Return an answer to each prompt of token ids, and whether the model ended it."""
+    ) -> list[tuple[str, Sequence[int], bool]]:
+        """Return an answer to each prompt of token ids.
+
+        Returns:
+            Text without special tokens, token ids, and whether the model ended the answer, with the last of these ids.
+        """
 
 
 class Traced(NamedTuple):
@@ -85,7 +88,8 @@ def trace(
         on_event: called with "stage" events, see `vllm_latq.events`.
 
     Raises:
-        CalibrationError: prompts that cannot be read, or a model without a chat template that can be used.
+        CalibrationError: prompts that cannot be read, a model without a chat template that can be used, or one whose
+            answers all have special tokens in them.
         CheckpointError: no such model, or a file that exists or cannot be written.
         ConfigError: an option out of range.
     """
@@ -107,17 +111,10 @@ def trace(
     if positions is not None and longest > positions:
         most = f"at most {positions - longest + max_tokens}, beside the longest prompt"
         raise ConfigError("max_tokens", most, str(max_tokens), f"The model has {positions} positions.")
-    temporary = path.with_name(f"{path.name}.tmp")
-    with named_failures(path, "Choose another file, or make room."):
-        temporary.unlink(missing_ok=True)  # nothing is written through a link
-        temporary.touch()
-    try:
-        found = _write(temporary, asked, ids, engine(longest), (num, max_tokens, seed), on_event)
-        rename_durably(temporary, path)
-    finally:
-        if os.path.lexists(temporary):
-            temporary.unlink()
-    return found
+    with appearing(path) as temporary:
+        # Not `all_special_ids`: these are only of the tokens that have a role, such as the end.
+        special = {number: str(token) for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+        return _write(temporary, asked, ids, engine(longest), special, (num, max_tokens, seed), on_event)
 
 
 def _write(
@@ -125,40 +122,51 @@ def _write(
     prompts: Sequence[Conversation],
     ids: Sequence[list[int]],
     engine: Engine,
+    special: Mapping[int, str],
     sizes: tuple[int, int, int],
     on_event: Listener,
 ) -> Traced:
-    """Write the conversations; CalibrationError if all answers are empty.
+    """Write the conversations; CalibrationError if the first answers, or all, are empty or have special tokens.
 
     Args:
         path: the file.
         prompts: conversations without their last answer.
         ids: tokens of each prompt.
         engine: that answers.
+        special: special tokens, by their ids.
         sizes: number of answers, tokens of each, and the first seed.
         on_event: called with "stage" events.
     """
     num, max_tokens, seed = sizes
-    progress, kept, unfinished = stage_progress(on_event, STAGE), 0, 0
+    progress, kept, unfinished, within = stage_progress(on_event, STAGE), 0, 0, list[str]()
     progress(0, num)
     with path.open("w", encoding="utf-8") as file:
         for start in range(0, num, PROMPTS_AT_ONCE):
             numbers = range(start, min(start + PROMPTS_AT_ONCE, num))
             places = [number % len(prompts) for number in numbers]
             answers = engine.generate([ids[place] for place in places], max_tokens, [seed + one for one in numbers])
-            for place, (text, finished) in zip(places, answers, strict=True):
-                if text.strip():
+            for place, (text, tokens, finished) in zip(places, answers, strict=True):
+                marks = [special[one] for one in tokens[: len(tokens) - finished] if one in special]
+                within += marks[:1]
+                if text.strip() and not marks:
                     half = (CALIBRATION, EVALUATION)[place % 2]
                     answered = _answered(prompts[place], text)
                     record = {"messages": answered.messages, **answered.options, "split": half, "finished": finished}
                     file.write(json.dumps(record, ensure_ascii=False) + "\n")
                     kept += 1
                     unfinished += not finished
+            if not kept and within:
+                hint = "Text cannot hold these tokens, so the answers of models that write them cannot be traced."
+                found = f"{within[0]} in an answer, and no answer without such a token"
+                raise CalibrationError("trace", "answers without special tokens before their end", found, hint)
+            if not kept:
+                raise CalibrationError("trace", "answers", "empty ones only", "Is it a model that answers?")
             progress(numbers.stop, num)
-    if not kept:
-        raise CalibrationError("trace", "answers", "empty ones only", "Is it a model that answers?")
-    if kept < num:
-        warnings.warn(f"trace: {num - kept} of {num} answers were empty, and are left out.", stacklevel=3)
+    if within:
+        found = f"{len(within)} of {num} answers had special tokens before their end, such as {within[0]}"
+        warnings.warn(f"trace: {found}, and are left out.", stacklevel=3)
+    if empty := num - kept - len(within):
+        warnings.warn(f"trace: {empty} of {num} answers were empty, and are left out.", stacklevel=3)
     return Traced(kept, unfinished)
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from vllm_latq.errors import CalibrationError, ConfigError
-from vllm_latq.quantize.calibration.chats import CALIBRATION, Conversation, conversations, render, require_template
+from vllm_latq.quantize.calibration.chats import CALIBRATION, Conversation, conversations, render
 from vllm_latq.quantize.calibration.text import BUNDLED, calibration_text
 from vllm_latq.quantize.model.decoder import Decoder
 from vllm_latq.quantize.model.loading import load_tokenizer
@@ -118,11 +118,10 @@ def load_samples(
     inner = seq_len - len(before) - len(after)
     if inner < 1:
         raise CalibrationError("seq_len", "room for text between the special tokens", str(seq_len))
-    talks = conversations(source, "train", CALIBRATION, seed)
+    talks = conversations(tokenizer, source, "train", CALIBRATION, seed)
     if talks is None:
         stream = _plain(tokenizer, source, (num_samples, seq_len), seed, (len(before), len(after)))
     else:
-        require_template(tokenizer, source)
         stream = _packed(tokenizer, talks, num_samples * inner + 1)
     ids = stream.tokens
     available = ids.numel() // inner

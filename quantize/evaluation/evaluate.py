@@ -10,6 +10,7 @@ import math
 import time
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import repeat
 from pathlib import Path
@@ -25,6 +26,7 @@ from vllm_latq.quantize.evaluation.predictors import EngineMaker, Kept, Loaded, 
 from vllm_latq.quantize.evaluation.reference import read_reference, save_reference
 from vllm_latq.quantize.evaluation.results import described_text
 from vllm_latq.quantize.evaluation.windows import Windows, read_windows
+from vllm_latq.quantize.machine.durable_files import appearing
 from vllm_latq.quantize.model.loading import (
     load_configuration,
     load_model,
@@ -173,7 +175,7 @@ def evaluate(
     Raises:
         CalibrationError: a text that cannot be read or has fewer than two tokens.
         CheckpointError: a model that cannot be loaded, or a baseline or reference of another tokenizer, vocabulary or
-            text.
+            text, or a reference that cannot be written.
         ConfigError: an option out of range.
         NumericalError: logits that are not finite.
     """
@@ -194,25 +196,26 @@ def evaluate(
     text = described_text(source)
     run = _Run(windows, model.vocabulary, how.batch_size, on_event)
     original = None if baseline is None else str(baseline)
-    theirs: Predictor | None = None
-    if how.reference is not None:
-        original, predictions = read_reference(how.reference, text, windows, model.vocabulary)
-        theirs = Kept(predictions)
-    elif baseline is not None:
-        # Under its name, unless it is the same model.
-        name = f"{baseline} (baseline)" if str(baseline) == model.name else str(baseline)
-        theirs = Loaded(name, load_model(baseline, how.device, how.dtype)[0])
-        if engine is not None:
-            theirs = Kept(run.record(theirs))
-            free_memory()
-    ours: Predictor = (
-        Loaded(model.name, load_model(model_path, how.device, how.dtype)[0])
-        if engine is None
-        else Served(engine(windows.tokens.shape[1], asked(model.vocabulary)), asked(model.vocabulary))
-    )
-    found = replace(run.measure(ours, theirs, how.save_reference is not None), baseline=original)
-    if how.save_reference is not None:
-        save_reference(how.save_reference, joined(run.kept), original or model.name, text, windows)
+    with nullcontext() if how.save_reference is None else appearing(Path(how.save_reference)) as file:
+        theirs: Predictor | None = None
+        if how.reference is not None:
+            original, predictions = read_reference(how.reference, text, windows, model.vocabulary)
+            theirs = Kept(predictions)
+        elif baseline is not None:
+            # Under its name, unless it is the same model.
+            name = f"{baseline} (baseline)" if str(baseline) == model.name else str(baseline)
+            theirs = Loaded(name, load_model(baseline, how.device, how.dtype)[0])
+            if engine is not None:
+                theirs = Kept(run.record(theirs))
+                free_memory()
+        ours: Predictor = (
+            Loaded(model.name, load_model(model_path, how.device, how.dtype)[0])
+            if engine is None
+            else Served(engine(windows.tokens.shape[1], asked(model.vocabulary)), asked(model.vocabulary))
+        )
+        found = replace(run.measure(ours, theirs, file is not None), baseline=original)
+        if file is not None:
+            save_reference(file, joined(run.kept), original or model.name, text, windows)
     if not how.answers or not isinstance(ours, Loaded) or not isinstance(theirs, Loaded):
         return found
     models = (ours.model, theirs.model)

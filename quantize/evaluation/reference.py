@@ -19,19 +19,28 @@ from vllm_latq.errors import CheckpointError
 from vllm_latq.format.files import readable
 from vllm_latq.quantize.evaluation.predictions import Predictions
 from vllm_latq.quantize.evaluation.windows import Windows
-from vllm_latq.quantize.machine.durable_files import named_failures, rename_durably
+from vllm_latq.quantize.machine.durable_files import named_failures
 
 VERSION = "1"
+# Column -> dtype, and number of dimensions.
+_COLUMNS = {
+    "ids": (torch.int32, 2),
+    "logprobs": (torch.float32, 2),
+    "rest": (torch.float32, 1),
+    "targets": (torch.float32, 1),
+}
+# Probabilities in float32 may be larger than 1 by less than this.
+_ROUNDING = 1e-3
 _MAKE = "Make it again with `latq eval ORIGINAL --save-reference FILE`."
 
 
 def save_reference(
-    path: str | Path, predictions: Predictions, model: str, text: Mapping[str, str | None], windows: Windows
+    path: Path, predictions: Predictions, model: str, text: Mapping[str, str | None], windows: Windows
 ) -> None:
     """Write the top predictions of a model, at all counted positions of the windows in order.
 
     Args:
-        path: file to write.
+        path: file to write, of `durable_files.appearing`.
         predictions: as `Predictions.top` returns them.
         model: name of the model.
         text: `name` and `sha256` of the text.
@@ -58,13 +67,9 @@ def save_reference(
         "seq_len": str(windows.tokens.shape[1]),
         "digest": windows.digest(),
     }
-    path = Path(path)
-    temporary = path.with_name(f"{path.name}.tmp")
+    tensors = {name: column.cpu().contiguous() for name, column in columns.items()}
     with named_failures(path, "Choose another file, or make room."):
-        temporary.unlink(missing_ok=True)  # nothing is written through a link
-        tensors = {name: column.cpu().contiguous() for name, column in columns.items()}
-        save_file(tensors, temporary, metadata=metadata)
-        rename_durably(temporary, path)
+        save_file(tensors, path, metadata=metadata)
 
 
 def read_reference(
@@ -79,7 +84,7 @@ def read_reference(
         vocabulary: number of tokens that the model knows.
 
     Raises:
-        CheckpointError: no such file, or one of another text, of other windows or of another tokenizer.
+        CheckpointError: no such file, a damaged one, or one of another text, of other windows or of another tokenizer.
     """
     where = f"reference {path}"
     if not Path(path).is_file():
@@ -99,10 +104,26 @@ def read_reference(
     if noted.get("digest") != windows.digest():
         hint = "Compare a quantized checkpoint with the model it was made from."
         raise CheckpointError(where, "the tokens of the reference's tokenizer", "other tokens for the same text", hint)
-    sizes = {name: tuple(column.shape[:1]) for name, column in columns.items()}
-    if sizes != dict.fromkeys(("ids", "logprobs", "rest", "targets"), (windows.positions,)):
-        raise CheckpointError(where, f"{windows.positions} predictions", "another number", _MAKE)
-    if columns["ids"].shape != columns["logprobs"].shape or not 0 <= int(columns["ids"].max()) < vocabulary:
-        raise CheckpointError(where, f"token ids below {vocabulary}", "others", _MAKE)
+    _check_columns(columns, windows.positions, vocabulary, where)
     predictions = Predictions(columns["targets"].double(), columns["logprobs"], columns["ids"], columns["rest"])
     return noted.get("model", ""), predictions
+
+
+def _check_columns(columns: Mapping[str, Any], positions: int, vocabulary: int, where: str) -> None:
+    """Raise CheckpointError unless the columns are predictions at so many positions, of tokens of the vocabulary."""
+    if columns.keys() != _COLUMNS.keys():
+        raise CheckpointError(where, f"the columns {', '.join(_COLUMNS)}", ", ".join(columns) or "none", _MAKE)
+    for name, column in columns.items():
+        dtype, dimensions = _COLUMNS[name]
+        if (column.dtype, column.dim()) != (dtype, dimensions) or not column.numel():
+            found = f"{column.dtype} {list(column.shape)}"
+            raise CheckpointError(where, f"`{name}` of {dtype}, of {dimensions} dimensions, not empty", found, _MAKE)
+    if {len(column) for column in columns.values()} != {positions}:
+        raise CheckpointError(where, f"{positions} predictions", "another number", _MAKE)
+    ids, logprobs = columns["ids"], columns["logprobs"]
+    if ids.shape != logprobs.shape or int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
+        raise CheckpointError(where, f"token ids below {vocabulary}, with a log-probability each", "others", _MAKE)
+    # Comparisons with NaN are false. A token without any probability has -inf.
+    likely = all(bool((one <= _ROUNDING).all()) for one in (logprobs, columns["targets"]))
+    if not likely or not ((columns["rest"] >= 0) & (columns["rest"] <= 1 + _ROUNDING)).all():
+        raise CheckpointError(where, "log-probabilities up to 0, and probabilities `rest` from 0 to 1", "others", _MAKE)

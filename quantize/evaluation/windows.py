@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from vllm_latq.errors import CalibrationError
-from vllm_latq.quantize.calibration.chats import EVALUATION, Conversation, conversations, render, require_template
-from vllm_latq.quantize.calibration.text import KNOWN_DATASETS, evaluation_split, evaluation_text, evaluation_windows
+from vllm_latq.quantize.calibration.chats import EVALUATION, Conversation, conversations, render
+from vllm_latq.quantize.calibration.text import evaluation_split, evaluation_text, evaluation_windows
 from vllm_latq.quantize.calibration.windows import tokenize
 
 if TYPE_CHECKING:
@@ -84,9 +84,8 @@ def read_windows(tokenizer: "PreTrainedTokenizerBase", source: str, seq_len: int
     Raises:
         CalibrationError: a source that cannot be read, or that has nothing to predict.
     """
-    talks = None if source in KNOWN_DATASETS else conversations(source, evaluation_split(source), EVALUATION)
+    talks = conversations(tokenizer, source, evaluation_split(source), EVALUATION)
     if talks is not None:
-        require_template(tokenizer, source)
         return _of_answers(tokenizer, talks, seq_len, limit, source)
     ids = tokenize(tokenizer, evaluation_text(source))
     if ids.numel() < 2:

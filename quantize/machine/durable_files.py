@@ -1,5 +1,6 @@
 """Files that appear complete or not at all, and errors that say which directory failed."""
 
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +21,27 @@ def named_failures(directory: Path, hint: str = KEPT) -> Iterator[None]:
     except (OSError, SafetensorError) as error:
         found = refusal(error, directory)
         raise CheckpointError(str(directory), "a directory that can be written to", found, hint) from error
+
+
+@contextmanager
+def appearing(path: Path, hint: str = "Choose another file, or make room.") -> Iterator[Path]:
+    """Yield an empty file beside `path`, which becomes `path` at the end; after a failure there is no file.
+
+    Raises:
+        CheckpointError: the file cannot be created, which is known before hours of work, or be renamed.
+    """
+    temporary = path.parent / f"{path.name}.tmp"
+    with named_failures(path, hint):
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        temporary.unlink(missing_ok=True)  # nothing is written through a link
+        temporary.touch()
+    try:
+        yield temporary
+        with named_failures(path, hint):
+            rename_durably(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def rename_durably(old: Path, new: Path) -> None:

@@ -37,7 +37,7 @@ def tokenizer(mini_model: Path) -> PreTrainedTokenizerBase:
 
 def rendered(tokenizer: PreTrainedTokenizerBase, source: str, part: str = CALIBRATION) -> list[Rendered]:
     """Return everything that a source of conversations renders to."""
-    talks = conversations(source, "train", part)
+    talks = conversations(tokenizer, source, "train", part)
     assert talks is not None
     return [one for each in talks for one in render(tokenizer, each)]
 
@@ -97,12 +97,20 @@ def test_tools_and_thinking_reach_the_template(tokenizer: PreTrainedTokenizerBas
     assert first.text.startswith("<|tools|>clock,map\n<|user|>\nWhen?")
     assert answers(tokenizer, first) == f"{END}Noon.{END}"
     assert "tools" not in second.text
-    talks = conversations(str(tmp_path / "tools.jsonl"), "train", CALIBRATION)
+    talks = conversations(tokenizer, str(tmp_path / "tools.jsonl"), "train", CALIBRATION)
     assert talks is not None
     assert next(talks).messages[1]["tool_calls"][0]["function"]["arguments"] == {"zone": "UTC"}
     quick = talk("Why?", "(no thoughts)So.", enable_thinking=False)
     (one,) = rendered(tokenizer, write_lines(tmp_path / "quick.jsonl", [quick]))
     assert answers(tokenizer, one) == f"So.{END}"
+
+
+@pytest.mark.parametrize("tools", [[], "[]", "", "null", None])
+def test_empty_tools_are_none(tools: Any, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "talks.jsonl", [talk("Why?", "So.", tools=tools)])
+    talks = conversations(tokenizer, source, "train", CALIBRATION)
+    assert talks is not None
+    assert next(talks).options == {}
 
 
 def test_all_turns_are_answers_of_one_text(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
@@ -196,6 +204,13 @@ def turns(*roles: str) -> dict[str, Any]:
     return {"messages": [{"role": role, "content": "x"} for role in roles]}
 
 
+def called(calls: Any) -> dict[str, Any]:
+    """Return a conversation whose answer calls tools."""
+    record = talk("When?", "Now.")
+    record["messages"][1]["tool_calls"] = calls
+    return record
+
+
 @pytest.mark.parametrize(
     ("record", "message"),
     [
@@ -212,6 +227,11 @@ def turns(*roles: str) -> dict[str, Any]:
         ({"text": "words"}, "line 2: expected `messages`, as in the first record, found text"),
         (SHARED, "expected `messages`, as in the first record, found conversations"),
         ([1], "expected `messages`, as in the first record, found list"),
+        (talk("Why \ud800?", "So."), r"line 2: expected Unicode text, found half of a surrogate pair, '\\ud800'"),
+        (talk("Why?", "So.", tools=[{"name": "\udc00"}]), "line 2: expected Unicode text, found half of"),
+        (called(5), "line 2: expected `tool_calls` that are a list of objects, found 5"),
+        (called("clock"), "line 2: expected `tool_calls` that are a list of objects, found 'clock'"),
+        (called([5]), "line 2: expected a list of objects, found a int in it"),
         (talk("Why?", "So.", tools="none"), "expected a list of objects, found 'none'"),
     ],
 )
@@ -224,9 +244,10 @@ def test_a_record_that_is_no_conversation_is_named(
 
 
 def test_unknown_speakers_and_damaged_lines_are_named(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
-    source = write_lines(tmp_path / "shared.jsonl", [{"conversations": [{"from": "alien", "value": "x"}]}])
-    with pytest.raises(CalibrationError, match=r"line 1: expected `from` among human, .* found 'alien'"):
-        rendered(tokenizer, source)
+    for speaker, named in (("alien", "'alien'"), (["human"], r"\['human'\]"), (None, "None")):
+        source = write_lines(tmp_path / "shared.jsonl", [{"conversations": [{"from": speaker, "value": "x"}]}])
+        with pytest.raises(CalibrationError, match=rf"line 1: expected `from` among human, .* found {named}"):
+            rendered(tokenizer, source)
     (tmp_path / "torn.jsonl").write_text(json.dumps(talk("Why?", "So.")) + '\n{"messages": [')
     with pytest.raises(CalibrationError, match="line 2: expected a JSON object, found JSONDecodeError"):
         rendered(tokenizer, str(tmp_path / "torn.jsonl"))
@@ -238,6 +259,16 @@ def test_a_model_without_a_chat_template_is_named(mini_model: Path, tmp_path: Pa
     for read in (lambda: load_samples(without, source, 1, 8), lambda: read_windows(without, source, 8)):
         with pytest.raises(CalibrationError, match=r"expected a model with a chat template, .* found none"):
             read()
+
+
+def test_a_model_without_a_chat_template_reads_the_column_text(mini_model: Path, tmp_path: Path) -> None:
+    """Each record of Alpaca has its prompt and answer as a text, too, which base models are quantized with."""
+    both = write_lines(tmp_path / "both.jsonl", 9 * [ALPACA | {"text": "### Why? Because.\n"}])
+    without = AutoTokenizer.from_pretrained(mini_model)
+    samples, windows = load_samples(without, both, 1, 8), read_windows(without, both, 16)
+    assert samples.counted is None
+    assert not windows.of_answers
+    assert without.decode(windows.tokens[0]).startswith("### Why?")
 
 
 def test_templates_that_cannot_be_used_are_refused(mini_model: Path, tmp_path: Path) -> None:

@@ -24,29 +24,44 @@ def model(mini_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Parrot:
-    """An engine whose answer to a prompt is its text and the seed; of every fifth seed it is empty."""
+    """An engine whose answer to a prompt is its text and the seed; of every fifth seed it is empty.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, fails_at: int | None = None) -> None:
-        self.tokenizer, self.fails_at = tokenizer, fails_at
+    Answers whose text has a mark have a special token there, which the text does not show.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, fails_at: int | None = None, mark: str = "\0") -> None:
+        self.tokenizer, self.fails_at, self.mark = tokenizer, fails_at, mark
 
     def generate(
         self, prompts: Sequence[Sequence[int]], max_tokens: int, seeds: Sequence[int]
-    ) -> list[tuple[str, bool]]:
+    ) -> list[tuple[str, list[int], bool]]:
         if self.fails_at in seeds:
             raise RuntimeError("out of memory")
-        texts = [self.tokenizer.decode(prompt) for prompt in prompts]
+        texts = [self.tokenizer.decode(prompt, skip_special_tokens=True) for prompt in prompts]
         return [
-            (" " if seed % 5 == 4 else f"{text.splitlines()[1]} {seed}", seed % 3 > 0)
+            self.answer(" " if seed % 5 == 4 else f"{text.splitlines()[1]} {seed}", seed % 3 > 0)
             for text, seed in zip(texts, seeds, strict=True)
         ]
 
+    def answer(self, text: str, finished: bool) -> tuple[str, list[int], bool]:
+        end = str(self.tokenizer.eos_token)
+        whole = text.replace(self.mark, end) + end * finished
+        return text.replace(self.mark, ""), self.tokenizer.encode(whole, add_special_tokens=False), finished
 
-def run(model: Path, output: Path, prompts: Path | None = None, fails_at: int | None = None, **options: int) -> Traced:
+
+def run(
+    model: Path,
+    output: Path,
+    prompts: Path | None = None,
+    fails_at: int | None = None,
+    mark: str = "\0",
+    **options: int,
+) -> Traced:
     tokenizer = AutoTokenizer.from_pretrained(model)
 
     def make(longest: int) -> Engine:
         assert longest > options.get("max_tokens", 1024)
-        return Parrot(tokenizer, fails_at)
+        return Parrot(tokenizer, fails_at, mark)
 
     return trace(model, output, make, prompts, **options)
 
@@ -59,10 +74,24 @@ def test_halves_have_no_prompt_in_common(model: Path, tmp_path: Path) -> None:
     records = [json.loads(line) for line in output.read_text().splitlines()]
     halves = {(record["messages"][0]["content"], record["split"]) for record in records}
     assert halves == {("One?", "calibration"), ("Two?", "evaluation"), ("Three?", "calibration")}
-    assert records[0] == talk("One?", "One?<|endoftext|> 0", split="calibration", finished=False)
+    assert records[0] == talk("One?", "One? 0", split="calibration", finished=False)
     tokenizer = AutoTokenizer.from_pretrained(model)
     assert load_samples(tokenizer, str(output), 2, 16).counted is not None
     assert len(read_windows(tokenizer, str(output), 64)) == sum(record["split"] == "evaluation" for record in records)
+
+
+def test_answers_with_special_tokens_before_their_end_are_left_out(model: Path, tmp_path: Path) -> None:
+    """Models that mark reasoning by special tokens write no text that could be rendered again."""
+    prompts, output = tmp_path / "prompts.txt", tmp_path / "trace.jsonl"
+    prompts.write_text("One?\nTwo!\nThree?\n")
+    with pytest.warns(UserWarning, match=r"1 of 4 answers had special tokens before their end, such as <\|endoftext"):
+        assert run(model, output, prompts, mark="!", num=4) == Traced(3, 2)
+    assert "Two" not in output.read_text()
+    refused = r"expected answers without special tokens before their end, found <\|endoftext\|> in an answer"
+    for mark in ("?", "3"):  # also the last token of an answer that was cut off
+        with pytest.raises(CalibrationError, match=refused):
+            run(model, tmp_path / "none.jsonl", prompts, mark=mark, num=1, seed=3)
+    assert not list(tmp_path.glob("none*"))
 
 
 def test_bundled_prompts_are_varied_and_halved_by_kind(model: Path, tmp_path: Path) -> None:
@@ -108,6 +137,7 @@ def test_what_cannot_be_traced_is_an_error(model: Path, mini_model: Path, tmp_pa
     for name, content, message in (
         ("empty.txt", "\n \n", "expected some text, found none"),
         ("other.jsonl", '{"question": "Why?"}\n', "expected a record with `prompt` or `messages`"),
+        ("half.jsonl", '{"prompt": "Why \\ud800?"}', "line 1: expected Unicode text, found half of a surrogate pair"),
         (
             "answer.jsonl",
             '{"messages": [{"role": "system", "content": "x"}]}',

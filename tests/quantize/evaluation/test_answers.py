@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from helpers.chat import TEMPLATE, talk, with_template, write_lines
@@ -12,6 +14,8 @@ from vllm_latq.errors import CheckpointError, ConfigError
 from vllm_latq.quantize.evaluation import predictors
 from vllm_latq.quantize.evaluation.evaluate import evaluate
 from vllm_latq.quantize.evaluation.predictions import TOP_TOKENS
+from vllm_latq.quantize.evaluation.reference import read_reference
+from vllm_latq.quantize.evaluation.results import described_text
 from vllm_latq.quantize.evaluation.windows import read_windows
 
 FLOAT32_TOLERANCE = 1e-5
@@ -111,6 +115,66 @@ def test_a_reference_of_something_else_is_refused(model: Path, mini_model: Path,
     for changes in ({"baseline": model}, {"save_reference": "x"}):
         with pytest.raises(ConfigError, match="reference: expected none beside a"):
             evaluate(model, talks, 256, reference=reference, **HOW, **changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nowhere/reference", "expected a directory that can be written to, found no such directory .*nowhere"),
+        ("folder", "expected a directory that can be written to, found is a directory"),
+        ("..", "expected a directory that can be written to, found is a directory"),
+    ],
+)
+def test_a_reference_that_cannot_be_written_is_refused_before_the_evaluation(
+    name: str, message: str, model: Path, talks: str, tmp_path: Path
+) -> None:
+    (tmp_path / "folder").mkdir()
+    events: list[Any] = []
+    with pytest.raises(CheckpointError, match=message):
+        evaluate(model, talks, 256, save_reference=tmp_path / name, on_event=events.append, **HOW)
+    assert not events
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+def test_an_evaluation_that_fails_leaves_no_reference(model: Path, talks: str, tmp_path: Path) -> None:
+    def failing(*_: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        evaluate(model, talks, 256, save_reference=tmp_path / "reference", engine=failing, **HOW)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_damaged_reference_is_refused(model: Path, talks: str, tmp_path: Path) -> None:
+    path, damaged = tmp_path / "reference", tmp_path / "damaged"
+    evaluate(model, talks, 256, save_reference=path, **HOW)
+    with safe_open(path, "pt") as file:
+        metadata, columns = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    ids, logprobs, rest, targets = (columns[name] for name in ("ids", "logprobs", "rest", "targets"))
+    windows, text = read_windows(AutoTokenizer.from_pretrained(model), talks, 256), described_text(talks)
+    few = {"ids": ids[:, :0], "logprobs": logprobs[:, :0]}
+    for changes, message in (
+        ({"ids": ids - ids[0, 0] - 1}, "expected token ids below 2048"),
+        ({"ids": ids + 2048}, "expected token ids below 2048"),
+        ({"ids": ids[:, 1:]}, "expected token ids below 2048, with a log-probability each"),
+        (few, r"expected `ids` of torch.int32, of 2 dimensions, not empty, found torch.int32 \[\d+, 0\]"),
+        ({"ids": ids[:, 0]}, "expected `ids` of torch.int32, of 2 dimensions"),
+        ({"ids": ids.float()}, "expected `ids` of torch.int32, .* found torch.float32"),
+        ({"logprobs": logprobs.int()}, "expected `logprobs` of torch.float32, .* found torch.int32"),
+        ({"rest": rest[:, None].expand(-1, 7)}, r"expected `rest` of torch.float32, of 1 dimensions, .* \[\d+, 7\]"),
+        ({"targets": targets[:-1]}, r"expected \d+ predictions, found another number"),
+        ({"more": targets + 1}, "expected the columns ids, logprobs, rest, targets, found .*more"),
+        ({"logprobs": logprobs * torch.nan}, "expected log-probabilities up to 0"),
+        ({"targets": targets * torch.nan}, "expected log-probabilities up to 0"),
+        ({"targets": -targets}, "expected log-probabilities up to 0"),
+        ({"rest": rest + torch.inf}, "probabilities `rest` from 0 to 1"),
+    ):
+        save_file({name: one.contiguous() for name, one in (columns | changes).items()}, damaged, metadata=metadata)
+        with pytest.raises(CheckpointError, match=message):
+            read_reference(damaged, text, windows, 2048)
+    # A token that the original rules out has the log-probability -inf.
+    save_file(columns | {"targets": targets - torch.inf}, damaged, metadata=metadata)
+    assert read_reference(damaged, text, windows, 2048)[1].targets.isinf().all()
 
 
 class TransformersEngine:

@@ -63,7 +63,7 @@ class OfflineEngine:
 
     def generate(
         self, prompts: Sequence[Sequence[int]], max_tokens: int, seeds: Sequence[int]
-    ) -> list[tuple[str, bool]]:
+    ) -> list[tuple[str, Sequence[int], bool]]:
         """Return an answer to each prompt, drawn as the model's generation config says.
 
         Args:
@@ -72,7 +72,7 @@ class OfflineEngine:
             seeds: a seed for each prompt.
 
         Returns:
-            Text, and whether the model ended it.
+            Text without special tokens, token ids, and whether the model ended the answer, with the last of these ids.
         """
         sampling = []
         for seed in seeds:
@@ -80,7 +80,8 @@ class OfflineEngine:
             how.max_tokens, how.seed = max_tokens, seed
             sampling.append(how)
         answers = self._llm.generate(_tokens(prompts), sampling, use_tqdm=False)
-        return [(answer.outputs[0].text, answer.outputs[0].finish_reason == "stop") for answer in answers]
+        found = [answer.outputs[0] for answer in answers]
+        return [(one.text, list(one.token_ids), one.finish_reason == "stop") for one in found]
 
     def close(self) -> None:
         """Stop the engine, and give back its memory."""
