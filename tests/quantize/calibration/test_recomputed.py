@@ -28,9 +28,9 @@ TOKENS = torch.randint(3, 2048, (3, 20), generator=torch.Generator().manual_seed
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 
-@pytest.mark.parametrize("left_out", [(), (0,)], ids=["every-block", "not-the-first"])
+@pytest.mark.parametrize("left_out", [(), (0,), (0, 1)], ids=["every-block", "not-the-first", "only-the-head"])
 def test_they_are_those_of_one_pass(left_out: tuple[int, ...], random_model: Any, tmp_path: Path) -> None:
-    """As often as the model is walked, and where the walk begins after its first block."""
+    """As often as the model is walked, and where the walk begins after its first block, or at the head."""
     directory, _ = random_model("mixtral", "made-again", **EXPERTS)
     decoder = Decoder(directory, "cpu")
     linears = {name: linear for index in range(len(decoder)) for name, linear in decoder.linears(index).items()}
