@@ -19,6 +19,7 @@ from vllm_latq.events import Progress, ignore_progress
 from vllm_latq.format.encodings.registry import tensor_specs
 from vllm_latq.format.scheme import SUPPORTED_BITS, LayerScheme
 from vllm_latq.models.experts import EXPERT
+from vllm_latq.quantize.allocation.kept_losses import KeptLosses
 from vllm_latq.quantize.allocation.model_lattice import ModelLattice
 from vllm_latq.quantize.lattice.grams import LayerStatistics
 from vllm_latq.quantize.methods.group_grid import WidthCosts, width_costs
@@ -99,12 +100,38 @@ class WidthAllocation:
 
 
 def allocate_widths(lattice: ModelLattice, progress: Progress = ignore_progress) -> WidthAllocation:
-    """Return the allocation of a model's bits to the widths of its linears, from the statistics that it collected.
+    """Return the allocation of a model's bits to the widths of its linears, from the statistics that it collected, or
+    from what an interrupted run kept of them.
 
     Raises:
         NumericalError: nothing but zeros reaches some linears.
     """
-    recipe = lattice.recipe
+    recipe, kept = lattice.recipe, lattice.kept()
+    if kept:
+        costs = {name: _kept_costs(kept, name) for name in kept.layers}
+        sets = {name: own for name, (own, _) in kept.layers.items()}
+    else:
+        costs, sets = _collected(lattice, progress)
+        tensors = {f"{name}.losses": _tensor(one.losses) for name, one in costs.items()}
+        tensors |= {f"{name}.bits": _tensor(one.bits) for name, one in costs.items()}
+        lattice.keep({name: (sets[name], one.weights) for name, one in costs.items()}, tensors)
+    weights = sum(cost.weights for cost in costs.values())
+    return WidthAllocation(costs, sets, recipe.bits * weights, recipe.group_size)
+
+
+def _tensor(by_width: Mapping[int, float]) -> torch.Tensor:
+    return torch.tensor([by_width[width] for width in SUPPORTED_BITS], dtype=torch.float64)
+
+
+def _kept_costs(kept: KeptLosses, name: str) -> WidthCosts:
+    losses, bits = (
+        dict(zip(SUPPORTED_BITS, kept.tensors[f"{name}.{key}"].tolist(), strict=True)) for key in ("losses", "bits")
+    )
+    return WidthCosts(losses, bits, kept.layers[name][1])
+
+
+def _collected(lattice: ModelLattice, progress: Progress) -> tuple[dict[str, WidthCosts], dict[str, str]]:
+    """Return the costs of all linears, and the set of each, from the statistics."""
     found = lattice.of_inputs(partial(_costs, lattice), progress)
     if names := [name for one in found if isinstance(one, tuple) for name in one]:
         raise unreached(names, lattice.quantized, "activations and gradients of the loss")
@@ -115,8 +142,7 @@ def allocate_widths(lattice: ModelLattice, progress: Progress = ignore_progress)
         for name, cost in one.items():
             expert = EXPERT.match(name)
             costs[name], sets[name] = cost, expert[1] if expert else leader
-    weights = sum(cost.weights for cost in costs.values())
-    return WidthAllocation(costs, sets, recipe.bits * weights, recipe.group_size)
+    return costs, sets
 
 
 def _costs(
