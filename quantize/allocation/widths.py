@@ -2,8 +2,8 @@
 
 Linears that read one input have one width, and so have the experts of a layer: vLLM makes one matrix of them.
 
-Invariant: the stored bits of all linears, scales counted, are at most the recipe's, and no set of linears could take a
-larger width without exceeding them.
+Invariant: the bits of all linears, in files and in memory, scales counted, are at most the recipe's, and no set of
+linears could take a larger width without exceeding them.
 """
 
 import math
@@ -16,13 +16,12 @@ from torch import nn
 
 from vllm_latq.errors import ConfigError
 from vllm_latq.events import Progress, ignore_progress
-from vllm_latq.format.encodings.registry import tensor_specs
 from vllm_latq.format.scheme import SUPPORTED_BITS, LayerScheme
 from vllm_latq.models.experts import EXPERT
 from vllm_latq.quantize.allocation.kept_losses import KeptLosses
 from vllm_latq.quantize.allocation.model_lattice import ModelLattice
 from vllm_latq.quantize.lattice.grams import LayerStatistics
-from vllm_latq.quantize.methods.group_grid import WidthCosts, width_costs
+from vllm_latq.quantize.methods.group_grid import WidthCosts, linear_bits, width_costs
 from vllm_latq.quantize.model.selection import unreached
 from vllm_latq.quantize.recipe import Recipe
 
@@ -38,7 +37,7 @@ class WidthAllocation:
     Attributes:
         costs: linear -> its costs by width, in the order of the model.
         sets: linear -> name of the set of linears that has one width.
-        bits: stored bits of all linears that must not be exceeded.
+        bits: bits of all linears that must not be exceeded, counted as in `costs`.
         group_size: input channels per scale.
         step: None, as the damping does not depend on the price of a bit.
     """
@@ -56,7 +55,7 @@ class WidthAllocation:
         return {name: LayerScheme("packed", widths[self.sets[name]], self.group_size) for name in self.costs}
 
     def planned(self) -> dict[str, float]:
-        """Return linear -> stored bits per weight."""
+        """Return linear -> bits per weight, counted as in `costs`."""
         return {
             name: cost.bits[self.schemes[name].code_layout()[0]] / cost.weights for name, cost in self.costs.items()
         }
@@ -161,7 +160,7 @@ def require_bits(linears: Mapping[str, nn.Linear], recipe: Recipe) -> None:
     def per_weight(width: int) -> float:
         scheme = LayerScheme("packed", width, recipe.group_size)
         shapes = [(linear.out_features, linear.in_features) for linear in linears.values()]
-        return sum(spec.bits() for shape in shapes for spec in tensor_specs(scheme, *shape).values()) / weights
+        return sum(linear_bits(scheme, *shape) for shape in shapes) / weights
 
     least, most = per_weight(SUPPORTED_BITS[0]), per_weight(SUPPORTED_BITS[-1])
     if recipe.bits < least:
