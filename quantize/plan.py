@@ -37,6 +37,7 @@ from torch import nn
 
 from vllm_latq.format.encodings.registry import tensor_specs
 from vllm_latq.quantize.allocation.model_lattice import ALLOCATIONS
+from vllm_latq.quantize.allocation.widths import require_bits
 from vllm_latq.quantize.calibration.gram_sums import gram_bytes
 from vllm_latq.quantize.calibration.recomputed import made_again, statistics_bytes
 from vllm_latq.quantize.calibration.windows import check_seq_len
@@ -83,6 +84,7 @@ def plan(
     recipe = suited(recipe, decoder)
     layers = []
     quantized = quantized_linears(decoder, recipe)
+    require_bits(quantized, recipe)
     reads_text = recipe.needs_text or calibrated
     if reads_text:
         check_seq_len(decoder, recipe)

@@ -23,7 +23,7 @@ from vllm_latq.quantize.allocation.model_lattice import ModelLattice
 from vllm_latq.quantize.lattice.grams import LayerStatistics
 from vllm_latq.quantize.methods.group_grid import WidthCosts, linear_bits, width_costs
 from vllm_latq.quantize.model.selection import unreached
-from vllm_latq.quantize.recipe import Recipe
+from vllm_latq.quantize.recipe import GROUP, Recipe
 
 # Prices are searched between these powers of 2.
 _OCTAVES = 200.0
@@ -154,7 +154,9 @@ def _costs(
 
 
 def require_bits(linears: Mapping[str, nn.Linear], recipe: Recipe) -> None:
-    """Raise ConfigError if linears take more bits than the recipe's at the smallest width, or fewer at the largest."""
+    """Raise ConfigError if, on grid "group", the least widths take more bits than the recipe's, or the most fewer."""
+    if recipe.grid != GROUP:
+        return
     weights = sum(linear.out_features * linear.in_features for linear in linears.values())
 
     def per_weight(width: int) -> float:

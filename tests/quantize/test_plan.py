@@ -175,3 +175,13 @@ def test_checkpoint(ignore: tuple[str, ...], source: Path, tmp_path: Path) -> No
 def test_windows_longer_than_the_model(source: Path) -> None:
     with pytest.raises(ConfigError, match="seq_len: expected at most"):
         needs(replace(GPTQ, seq_len=1 << 20), source)
+
+
+@pytest.mark.parametrize(("bits", "message"), [(2.1, "expected at least 3"), (12, "expected at most 9")])
+def test_bits_that_no_widths_take(bits: float, message: str, source: Path, tmp_path: Path) -> None:
+    """The plan refuses them as the run does, which has not read a text yet."""
+    recipe = replace(LATQ, bits=bits, grid="group", group_size=16)
+    with pytest.raises(ConfigError, match=message):
+        plan(recipe, source, "cpu")
+    with pytest.raises(ConfigError, match=message):
+        quantize_checkpoint(recipe, source, tmp_path / "out", calibration="no-such-text", device="cpu")
