@@ -15,8 +15,8 @@ more sum [c, r] per block.
                          share theirs
             activations  num_samples * seq_len * hidden_size * streams in the compute dtype, for each copy that waits:
                          one; two where targets are corrected; the inputs of all blocks and the outputs of the last
-                         where gradients are needed, and two more where targets are corrected and statistics made
-                         again. With --offload disk they wait on disk
+                         where gradients are needed. Where statistics are made again, two more if targets are
+                         corrected, else one more if the KV cache has scales. With --offload disk they wait on disk
             peak         the largest sum of these at one time: of the weights outside the blocks and activations, or of
                          everything else
     disk    statistics   the tensors of all statistics files, which are removed at the end: one X^T X per input, and
@@ -167,7 +167,8 @@ def _needs(
     sums = 3 * corrected + (recipe.method == "latq" or not corrected)  # of each input
     hessians, gradients = max(((sums * inputs, sees_loss * outputs) for inputs, _, outputs in grams), key=sum)
     again = sees_loss and made_again(decoder, quantized)
-    copies = len(decoder) + 1 + 2 * (corrected and again) if sees_loss else 1 + corrected
+    streamed = 1 + corrected  # copies of a text that passes through the quantized blocks
+    copies = len(decoder) + 1 + streamed * (again and recipe.passes_text) if sees_loss else streamed
     statistics = 0 if again or not sees_loss else statistics_bytes(decoder, quantized)
     files = set(decoder.store.files.values())
     text = decoder.config.get_text_config()
