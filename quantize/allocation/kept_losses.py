@@ -22,7 +22,7 @@ _HINT = "Remove it and continue with --resume: it is made again."
 
 
 class KeptLosses(NamedTuple):
-    """What an interrupted run kept of the losses of a model's linears.
+    """The losses of a model's linears, as an interrupted run kept them.
 
     Attributes:
         layers: linear -> its numbers and names, in the order of the model.

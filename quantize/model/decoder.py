@@ -207,7 +207,7 @@ class Decoder:
     def _outside(self, excluded: str) -> Iterator[None]:
         """Everything but blocks, towers and the module named, with its weights in memory."""
         parts = list(parts_outside(self.model, "", (excluded, self.anatomy.blocks, *self.anatomy.towers)))
-        # Of what a context around this one has in memory nothing is dropped.
+        # Weights that a context around this one has in memory stay there.
         before = [(module, dict(module._parameters), dict(module._buffers)) for _, module in parts]
         loaded: dict[str, nn.Parameter] = {}
         try:
