@@ -208,7 +208,8 @@ class ModelLattice:
             losses = {name: one for part in priced for name, one in part.losses.items()}
             allocation = self._allocated(losses)
             step = allocation.step
-        layers, tensors = {}, {}
+        layers: dict[str, Any] = {}
+        tensors: dict[str, torch.Tensor] = {}
         for name, one in losses.items():
             layers[name] = one.weights, one.fixed_bits, one.outlying
             tensors |= {f"{name}.worth": one.worth.contiguous(), f"{name}.sizes": one.sizes.contiguous()}

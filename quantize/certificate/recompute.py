@@ -206,7 +206,8 @@ def _require_widths(reader: CheckpointReader, allocation: WidthAllocation, toler
     """
     hint = "Was its recipe changed, or are model or calibration text not the ones of this checkpoint?"
     where, costs = str(reader.directory), allocation.costs
-    stored = {name: reader.config.scheme_for(name).code_layout()[0] for name in costs}
+    schemes = {name: reader.config.scheme_for(name) or reader.config.scheme for name in costs}
+    stored = {name: scheme.code_layout()[0] for name, scheme in schemes.items()}
     weights = sum(cost.weights for cost in costs.values())
     bits = sum(cost.bits[stored[name]] for name, cost in costs.items())
     if bits > allocation.bits:
