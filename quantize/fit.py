@@ -35,6 +35,7 @@ from vllm_latq.format.scheme import SUPPORTED_BITS
 from vllm_latq.models.experts import CHOSEN_EXPERTS, EXPERT, FUSED, check_fused, fused_experts, matrices_shape
 from vllm_latq.quantize.gpus import GIB, GPU_UTILIZATION, GPUS
 from vllm_latq.quantize.kv_cache import LayerCache, layer_caches
+from vllm_latq.quantize.methods.group_grid import linear_bits
 from vllm_latq.quantize.model.anatomy import Anatomy, is_linear
 from vllm_latq.quantize.model.loading import config_directory
 from vllm_latq.quantize.model.meta_model import is_encoder, load_config, meta_model
@@ -287,8 +288,7 @@ def _range(recipe: Recipe, shapes: Shapes) -> tuple[float, float]:
         return LEAST_BITS, MOST_BITS
     bits = 0.0
     for matrix, count in shapes.matrices.items():
-        specs = tensor_specs(recipe.scheme, matrix.rows, matrix.columns)
-        bits += count * sum(spec.bits() for spec in specs.values())
+        bits += count * linear_bits(recipe.scheme, matrix.rows, matrix.columns)
     least = bits / shapes.weights
     return least, least + SUPPORTED_BITS[-1] - SUPPORTED_BITS[0]
 

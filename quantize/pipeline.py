@@ -20,6 +20,7 @@ from vllm_latq.events import Listener, ignore_event
 from vllm_latq.format.files import read_json
 from vllm_latq.format.reader import REPORT_FILE
 from vllm_latq.format.scheme import LayerScheme
+from vllm_latq.quantize.allocation.widths import require_bits
 from vllm_latq.quantize.calibration.kv_scales import KeyValueRanges
 from vllm_latq.quantize.calibration.windows import Samples, calibration_samples, chosen_text
 from vllm_latq.quantize.kv_cache import attending_layers
@@ -80,6 +81,7 @@ def quantize_checkpoint(
         decoder = Decoder(source, world.device, compute_dtype(recipe.dtype))
         recipe = suited(recipe, decoder)
         quantized = quantized_linears(decoder, recipe)
+        require_bits(quantized, recipe)
         rounded = rounded_matrices(decoder, recipe, quantized)
         if recipe.kv_cache_scheme != "none":
             _attending(decoder)

@@ -15,8 +15,8 @@ more sum [c, r] per block.
                          share theirs
             activations  num_samples * seq_len * hidden_size * streams in the compute dtype, for each copy that waits:
                          one; two where targets are corrected; the inputs of all blocks and the outputs of the last
-                         where gradients are needed, and two more where targets are corrected and statistics made
-                         again. With --offload disk they wait on disk
+                         where gradients are needed. Where statistics are made again, two more if targets are
+                         corrected, else one more if the KV cache has scales. With --offload disk they wait on disk
             peak         the largest sum of these at one time: of the weights outside the blocks and activations, or of
                          everything else
     disk    statistics   the tensors of all statistics files, which are removed at the end: one X^T X per input, and
@@ -37,6 +37,7 @@ from torch import nn
 
 from vllm_latq.format.encodings.registry import tensor_specs
 from vllm_latq.quantize.allocation.model_lattice import ALLOCATIONS
+from vllm_latq.quantize.allocation.widths import require_bits
 from vllm_latq.quantize.calibration.gram_sums import gram_bytes
 from vllm_latq.quantize.calibration.recomputed import made_again, statistics_bytes
 from vllm_latq.quantize.calibration.windows import check_seq_len
@@ -83,6 +84,7 @@ def plan(
     recipe = suited(recipe, decoder)
     layers = []
     quantized = quantized_linears(decoder, recipe)
+    require_bits(quantized, recipe)
     reads_text = recipe.needs_text or calibrated
     if reads_text:
         check_seq_len(decoder, recipe)
@@ -165,7 +167,8 @@ def _needs(
     sums = 3 * corrected + (recipe.method == "latq" or not corrected)  # of each input
     hessians, gradients = max(((sums * inputs, sees_loss * outputs) for inputs, _, outputs in grams), key=sum)
     again = sees_loss and made_again(decoder, quantized)
-    copies = len(decoder) + 1 + 2 * (corrected and again) if sees_loss else 1 + corrected
+    streamed = 1 + corrected  # copies of a text that passes through the quantized blocks
+    copies = len(decoder) + 1 + streamed * (again and recipe.passes_text) if sees_loss else streamed
     statistics = 0 if again or not sees_loss else statistics_bytes(decoder, quantized)
     files = set(decoder.store.files.values())
     text = decoder.config.get_text_config()

@@ -105,8 +105,8 @@ Statistics of at most 64 GB stay on disk until the run ends. Larger statistics a
 
 - The numbers are those of statistics on disk, so the checkpoint is byte-identical. On a GPU this holds as far as the
   kernels of the backward pass repeat their sums.
-- The allocation is kept on disk: 16 bytes for every 64 x 128 weights. A resumed run takes it from there, after the
-  first two passes. `latq verify --certificate` takes all passes.
+- The allocation is kept on disk: 16 bytes for every 64 x 128 weights, or of `--grid group` 64 bytes for every linear. A
+  resumed run takes it from there, after the first two passes. `latq verify --certificate` takes all passes.
 - The passes cost little beside the search for codes.
 
 ## Experts

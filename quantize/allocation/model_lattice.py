@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ from torch import nn
 from vllm_latq.errors import ConfigError, naming
 from vllm_latq.events import Progress, ignore_progress
 from vllm_latq.quantize.allocation.kept_losses import FILE as LOSSES_FILE
-from vllm_latq.quantize.allocation.kept_losses import read_losses, write_losses
+from vllm_latq.quantize.allocation.kept_losses import KeptLosses, read_kept, write_kept
 from vllm_latq.quantize.allocation.rates import Allocation
 from vllm_latq.quantize.calibration.fisher import Backpropagation, Stages, collect_statistics, ignore_stages
 from vllm_latq.quantize.calibration.fisher_files import StatisticsFiles
@@ -194,9 +194,8 @@ class ModelLattice:
 
     def allocation(self, progress: Progress = ignore_progress) -> Allocation:
         """Return the allocation of the model's bits; ConfigError if the lowest rates take more."""
-        path = self.folder / LOSSES_FILE
-        if self._again and self.world.from_first(path.exists):
-            return self._allocated(self.world.from_first(lambda: self._kept_losses(path)))
+        if kept := self.kept():
+            return self._allocated(_unit_losses(kept))
         step = None
         for round_ in range(ALLOCATIONS):
 
@@ -209,8 +208,12 @@ class ModelLattice:
             losses = {name: one for part in priced for name, one in part.losses.items()}
             allocation = self._allocated(losses)
             step = allocation.step
-        if self._again:
-            self.world.from_first(lambda: write_losses(path, losses, self._digests()))
+        layers: dict[str, Any] = {}
+        tensors: dict[str, torch.Tensor] = {}
+        for name, one in losses.items():
+            layers[name] = one.weights, one.fixed_bits, one.outlying
+            tensors |= {f"{name}.worth": one.worth.contiguous(), f"{name}.sizes": one.sizes.contiguous()}
+        self.keep(layers, tensors)
         return allocation
 
     def _allocated(self, losses: Mapping[str, UnitLosses]) -> Allocation:
@@ -219,13 +222,25 @@ class ModelLattice:
         allocation.require_possible()
         return allocation
 
-    def _kept_losses(self, path: Path) -> dict[str, UnitLosses]:
-        """Return the losses that an interrupted run wrote; ConfigError if it quantized another model."""
-        losses, source = read_losses(path)
+    def keep(self, layers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+        """Keep the losses of all linears for a resumed run, where statistics are made again."""
+        if self._again:
+            path = self.folder / LOSSES_FILE
+            self.world.from_first(lambda: write_kept(path, KeptLosses(layers, tensors, self._digests())))
+
+    def kept(self) -> KeptLosses | None:
+        """Return what an interrupted run kept, if anything; ConfigError if it quantized another model."""
+        path = self.folder / LOSSES_FILE
+        if not self._again or not self.world.from_first(path.exists):
+            return None
+        return self.world.from_first(lambda: self._read(path))
+
+    def _read(self, path: Path) -> KeptLosses:
+        kept = read_kept(path)
         parts = model_parts(self.decoder, self.quantized)
-        for part, noted, digest in zip(parts, source, self._digests(), strict=True):
+        for part, noted, digest in zip(parts, kept.source, self._digests(), strict=True):
             part.require_same(noted, digest, self.folder)
-        return losses
+        return kept
 
     def _digests(self) -> list[str]:
         """Return the digests of the tensors of each part; all of them were read before."""
@@ -248,6 +263,14 @@ class ModelLattice:
         if step is not None:
             damping = rate_aware_damping(step, list(weights.values()), first.inputs, list(outputs.values()))
         return input_lattice(first, damping, leader), outputs
+
+
+def _unit_losses(kept: KeptLosses) -> dict[str, UnitLosses]:
+    """Return the losses of units that `ModelLattice.allocation` kept."""
+    return {
+        name: UnitLosses(kept.tensors[f"{name}.worth"], kept.tensors[f"{name}.sizes"], *numbers)
+        for name, numbers in kept.layers.items()
+    }
 
 
 def after_prefix(

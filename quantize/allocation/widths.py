@@ -2,8 +2,8 @@
 
 Linears that read one input have one width, and so have the experts of a layer: vLLM makes one matrix of them.
 
-Invariant: the stored bits of all linears, scales counted, are at most the recipe's, and no set of linears could take a
-larger width without exceeding them.
+Invariant: the bits of all linears, in files and in memory, scales counted, are at most the recipe's, and no set of
+linears could take a larger width without exceeding them.
 """
 
 import math
@@ -16,14 +16,14 @@ from torch import nn
 
 from vllm_latq.errors import ConfigError
 from vllm_latq.events import Progress, ignore_progress
-from vllm_latq.format.encodings.registry import tensor_specs
 from vllm_latq.format.scheme import SUPPORTED_BITS, LayerScheme
 from vllm_latq.models.experts import EXPERT
+from vllm_latq.quantize.allocation.kept_losses import KeptLosses
 from vllm_latq.quantize.allocation.model_lattice import ModelLattice
 from vllm_latq.quantize.lattice.grams import LayerStatistics
-from vllm_latq.quantize.methods.group_grid import WidthCosts, width_costs
+from vllm_latq.quantize.methods.group_grid import WidthCosts, linear_bits, width_costs
 from vllm_latq.quantize.model.selection import unreached
-from vllm_latq.quantize.recipe import Recipe
+from vllm_latq.quantize.recipe import GROUP, Recipe
 
 # Prices are searched between these powers of 2.
 _OCTAVES = 200.0
@@ -37,7 +37,7 @@ class WidthAllocation:
     Attributes:
         costs: linear -> its costs by width, in the order of the model.
         sets: linear -> name of the set of linears that has one width.
-        bits: stored bits of all linears that must not be exceeded.
+        bits: bits of all linears that must not be exceeded, counted as in `costs`.
         group_size: input channels per scale.
         step: None, as the damping does not depend on the price of a bit.
     """
@@ -55,7 +55,7 @@ class WidthAllocation:
         return {name: LayerScheme("packed", widths[self.sets[name]], self.group_size) for name in self.costs}
 
     def planned(self) -> dict[str, float]:
-        """Return linear -> stored bits per weight."""
+        """Return linear -> bits per weight, counted as in `costs`."""
         return {
             name: cost.bits[self.schemes[name].code_layout()[0]] / cost.weights for name, cost in self.costs.items()
         }
@@ -99,12 +99,38 @@ class WidthAllocation:
 
 
 def allocate_widths(lattice: ModelLattice, progress: Progress = ignore_progress) -> WidthAllocation:
-    """Return the allocation of a model's bits to the widths of its linears, from the statistics that it collected.
+    """Return the allocation of a model's bits to the widths of its linears, from the statistics that it collected, or
+    from what an interrupted run kept of them.
 
     Raises:
         NumericalError: nothing but zeros reaches some linears.
     """
-    recipe = lattice.recipe
+    recipe, kept = lattice.recipe, lattice.kept()
+    if kept:
+        costs = {name: _kept_costs(kept, name) for name in kept.layers}
+        sets = {name: own for name, (own, _) in kept.layers.items()}
+    else:
+        costs, sets = _collected(lattice, progress)
+        tensors = {f"{name}.losses": _tensor(one.losses) for name, one in costs.items()}
+        tensors |= {f"{name}.bits": _tensor(one.bits) for name, one in costs.items()}
+        lattice.keep({name: (sets[name], one.weights) for name, one in costs.items()}, tensors)
+    weights = sum(cost.weights for cost in costs.values())
+    return WidthAllocation(costs, sets, recipe.bits * weights, recipe.group_size)
+
+
+def _tensor(by_width: Mapping[int, float]) -> torch.Tensor:
+    return torch.tensor([by_width[width] for width in SUPPORTED_BITS], dtype=torch.float64)
+
+
+def _kept_costs(kept: KeptLosses, name: str) -> WidthCosts:
+    losses, bits = (
+        dict(zip(SUPPORTED_BITS, kept.tensors[f"{name}.{key}"].tolist(), strict=True)) for key in ("losses", "bits")
+    )
+    return WidthCosts(losses, bits, kept.layers[name][1])
+
+
+def _collected(lattice: ModelLattice, progress: Progress) -> tuple[dict[str, WidthCosts], dict[str, str]]:
+    """Return the costs of all linears, and the set of each, from the statistics."""
     found = lattice.of_inputs(partial(_costs, lattice), progress)
     if names := [name for one in found if isinstance(one, tuple) for name in one]:
         raise unreached(names, lattice.quantized, "activations and gradients of the loss")
@@ -115,8 +141,7 @@ def allocate_widths(lattice: ModelLattice, progress: Progress = ignore_progress)
         for name, cost in one.items():
             expert = EXPERT.match(name)
             costs[name], sets[name] = cost, expert[1] if expert else leader
-    weights = sum(cost.weights for cost in costs.values())
-    return WidthAllocation(costs, sets, recipe.bits * weights, recipe.group_size)
+    return costs, sets
 
 
 def _costs(
@@ -129,13 +154,15 @@ def _costs(
 
 
 def require_bits(linears: Mapping[str, nn.Linear], recipe: Recipe) -> None:
-    """Raise ConfigError if linears take more bits than the recipe's at the smallest width, or fewer at the largest."""
+    """Raise ConfigError if, on grid "group", the least widths take more bits than the recipe's, or the most fewer."""
+    if recipe.grid != GROUP:
+        return
     weights = sum(linear.out_features * linear.in_features for linear in linears.values())
 
     def per_weight(width: int) -> float:
         scheme = LayerScheme("packed", width, recipe.group_size)
         shapes = [(linear.out_features, linear.in_features) for linear in linears.values()]
-        return sum(spec.bits() for shape in shapes for spec in tensor_specs(scheme, *shape).values()) / weights
+        return sum(linear_bits(scheme, *shape) for shape in shapes) / weights
 
     least, most = per_weight(SUPPORTED_BITS[0]), per_weight(SUPPORTED_BITS[-1])
     if recipe.bits < least:

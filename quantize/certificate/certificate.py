@@ -192,7 +192,7 @@ class _Certificate:
 
     def _recomputed(self, samples: Samples) -> Iterator[LayerReport]:
         if self.recipe.method == "latq":
-            return whole_model(self.reader, self.decoder, self.recipe, samples, self.stages)
+            return whole_model(self.reader, self.decoder, self.recipe, samples, self.stages, self.tolerance)
         return layer_by_layer(self.reader, self.decoder, self.recipe, samples.tokens)
 
     def _compare(self, claim: LayerReport, found: LayerReport) -> Iterator[LatqError]:

@@ -12,6 +12,7 @@ Invariant: of the checkpoint only weights and recipe are read, and nothing of it
 import math
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,7 +27,8 @@ from vllm_latq.format.encodings.weight import Weight
 from vllm_latq.format.reader import CheckpointReader
 from vllm_latq.format.report import LayerReport
 from vllm_latq.quantize.allocation.model_lattice import ALLOCATION, ModelLattice, after_prefix, full_weight
-from vllm_latq.quantize.calibration.fisher import Stages, ignore_stages
+from vllm_latq.quantize.allocation.widths import WidthAllocation, allocate_widths
+from vllm_latq.quantize.calibration.fisher import Stages
 from vllm_latq.quantize.calibration.hessian import InputHessian
 from vllm_latq.quantize.calibration.stream import Stream, hessians_of, walk
 from vllm_latq.quantize.calibration.windows import Samples
@@ -151,7 +153,8 @@ def whole_model(
     decoder: Decoder,
     recipe: Recipe,
     samples: Samples,
-    stages: Stages = ignore_stages,
+    stages: Stages,
+    tolerance: float,
 ) -> Iterator[LayerReport]:
     """The records of every linear of a latq checkpoint, in the order of the model.
 
@@ -161,13 +164,20 @@ def whole_model(
         reader, decoder, recipe: the checkpoint, the model it was made from, and how.
         samples: the calibration windows.
         stages: gives the progress of each stage.
+        tolerance: relative, between the expected loss of the stored widths and that of the widths allocated anew.
+
+    Raises:
+        CheckpointError: another encoding, or other widths, than the recipe leads to.
     """
     with tempfile.TemporaryDirectory(prefix="latq-certificate-") as folder:
         quantized = quantized_linears(decoder, recipe)
         model = ModelLattice(decoder, quantized, recipe, Path(folder), counted=samples.counted)
         model.collect(samples.tokens, placer("disk", Path(folder)), stages)
         on_groups = recipe.grid == GROUP
-        step = None if on_groups else model.allocation(stages(ALLOCATION)).step
+        allocate = partial(allocate_widths, model) if on_groups else model.allocation
+        allocation = allocate(stages(ALLOCATION))
+        if isinstance(allocation, WidthAllocation):
+            _require_widths(reader, allocation, tolerance)
         stream = Stream(decoder, None if recipe.target == "quantized" else samples.tokens, recipe.target)
         for part, module, _ in walk(model_parts(decoder, reader.linears), stream):
             if module is None:
@@ -177,7 +187,7 @@ def whole_model(
             for group in groups:
                 weights = {name: full_weight(part.linears[name]) for name in group}
                 members, drift = after_prefix(model.on_device(group), seen.get(next(iter(group))))
-                inputs, outputs = model.lattices(weights, members, step)
+                inputs, outputs = model.lattices(weights, members, allocation.step)
                 for name, weight in weights.items():
                     stored = reader.weight(name)
                     if not isinstance(stored, PackedWeight if on_groups else TrellisWeight):
@@ -187,6 +197,28 @@ def whole_model(
                     yield _measured_on_loss(name, target, stored, members[name], inputs, outputs[name])
                     if stream:
                         part.linears[name].weight.copy_(stored.dequantize())
+
+
+def _require_widths(reader: CheckpointReader, allocation: WidthAllocation, tolerance: float) -> None:
+    """Raise CheckpointError if the stored widths take more bits than the recipe's, or lose more than those allocated.
+
+    On another device single widths may differ, where two cost the same up to rounding.
+    """
+    hint = "Was its recipe changed, or are model or calibration text not the ones of this checkpoint?"
+    where, costs = str(reader.directory), allocation.costs
+    schemes = {name: reader.config.scheme_for(name) or reader.config.scheme for name in costs}
+    stored = {name: scheme.code_layout()[0] for name, scheme in schemes.items()}
+    weights = sum(cost.weights for cost in costs.values())
+    bits = sum(cost.bits[stored[name]] for name, cost in costs.items())
+    if bits > allocation.bits:
+        expected = f"at most {allocation.bits / weights:g} bits per weight, which its recipe states"
+        raise CheckpointError(where, expected, f"{bits / weights:.3f}", hint)
+    wanted = {name: scheme.code_layout()[0] for name, scheme in allocation.schemes.items()}
+    most = (1 + tolerance) * sum(cost.losses[wanted[name]] for name, cost in costs.items())
+    if sum(cost.losses[stored[name]] for name, cost in costs.items()) > most:
+        name = next(name for name in costs if stored[name] != wanted[name])
+        expected = f"codes of {wanted[name]} bits, to which the recipe and the loss lead"
+        raise CheckpointError(f"{where}: {name}", expected, f"{stored[name]} bits", hint)
 
 
 def _measured_on_loss(

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_latq.coding.packing import unpack_codes
+from vllm_latq.coding.packing import WORD_BITS, unpack_codes
 from vllm_latq.errors import naming
 from vllm_latq.format.encodings.packed import PackedWeight
 from vllm_latq.format.encodings.registry import tensor_specs
-from vllm_latq.format.scheme import SUPPORTED_BITS, LayerScheme
+from vllm_latq.format.scheme import SUPPORTED_BITS, WHOLE_ROW, LayerScheme
 from vllm_latq.quantize.lattice.group_plane import group_plane
 from vllm_latq.quantize.lattice.outliers import Grid
 from vllm_latq.quantize.lattice.scales import group_scales
@@ -38,7 +38,7 @@ class WidthCosts:
 
     Attributes:
         losses: width -> expected loss, nats per token.
-        bits: width -> stored bits.
+        bits: width -> bits, see `linear_bits`.
         weights: number of weights.
     """
 
@@ -79,10 +79,19 @@ def width_costs(
             steps = _per_weight(scales, weight)
             errors = (weight / steps).round_().clamp_(grid.low, grid.high).mul_(steps).sub_(weight).square_()
             losses[width] = float(rows @ (errors.double() @ columns)) / 2
-            specs = tensor_specs(LayerScheme("packed", width, group_size), weight.shape[0], weight.shape[1], name)
-            bits[width] = sum(spec.bits() for spec in specs.values())
+            bits[width] = linear_bits(LayerScheme("packed", width, group_size), *weight.shape)
         costs[name] = WidthCosts(losses, bits, weight.numel())
     return costs
+
+
+def linear_bits(scheme: LayerScheme, rows: int, cols: int) -> float:
+    """Return the bits of a linear [rows, cols], in files or in memory while it is served, whichever are more.
+
+    The scales of whole rows are served in 32 bits.
+    """
+    bits = {suffix: spec.bits() for suffix, spec in tensor_specs(scheme, rows, cols).items()}
+    scales = WORD_BITS * rows if scheme.group_size == WHOLE_ROW else bits["scales"]
+    return max(sum(bits.values()), bits["qweight"] + scales)
 
 
 def latq_on_groups(

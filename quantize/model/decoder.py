@@ -207,18 +207,17 @@ class Decoder:
     def _outside(self, excluded: str) -> Iterator[None]:
         """Everything but blocks, towers and the module named, with its weights in memory."""
         parts = list(parts_outside(self.model, "", (excluded, self.anatomy.blocks, *self.anatomy.towers)))
+        # Weights that a context around this one has in memory stay there.
+        before = [(module, dict(module._parameters), dict(module._buffers)) for _, module in parts]
         loaded: dict[str, nn.Parameter] = {}
         try:
             for name, module in parts:
                 self._materialize(name, module, loaded)
             yield
         finally:
-            for _, module in parts:
-                for leaf, parameter in module._parameters.items():
-                    if parameter is not None:
-                        module._parameters[leaf] = nn.Parameter(parameter.to("meta"), requires_grad=False)
-                for leaf, buffer in module._buffers.items():
-                    module._buffers[leaf] = None if buffer is None else buffer.to("meta")
+            for module, parameters, buffers in before:
+                module._parameters.update(parameters)
+                module._buffers.update(buffers)
 
     def _materialize(self, name: str, module: nn.Module, loaded: dict[str, nn.Parameter]) -> None:
         """Give a module's own parameters and buffers, not those of its children, their values.

@@ -37,7 +37,7 @@ from vllm_latq.quantize.allocation.model_lattice import (
     owner,
 )
 from vllm_latq.quantize.allocation.rates import Allocation
-from vllm_latq.quantize.allocation.widths import WidthAllocation, allocate_widths, require_bits
+from vllm_latq.quantize.allocation.widths import WidthAllocation, allocate_widths
 from vllm_latq.quantize.calibration.fisher import STAGES
 from vllm_latq.quantize.calibration.hessian import InputHessian
 from vllm_latq.quantize.calibration.recomputed import made_again
@@ -85,11 +85,8 @@ def plan_whole_model(session: Session, samples: torch.Tensor, place: Place) -> "
     own = (session.decoder, session.quantized, session.recipe, folder, session.world, session.counted)
     lattice = ModelLattice(*own)
     stages = partial(stage_progress, session.emit)
-    on_groups = session.recipe.grid == GROUP
-    if on_groups:
-        require_bits(session.quantized, session.recipe)
     lattice.collect(samples, place, stages)
-    allocate = partial(allocate_widths, lattice) if on_groups else lattice.allocation
+    allocate = partial(allocate_widths, lattice) if session.recipe.grid == GROUP else lattice.allocation
     allocation = allocate(stages(ALLOCATION))
     session.emit({"event": "plan", "bits": allocation.planned()})
     return WholeModelQuantizer(session, lattice, allocation)

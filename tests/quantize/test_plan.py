@@ -110,6 +110,25 @@ def test_statistics_of_the_whole_model(
     assert planned["disk"]["activations"] == sum(placed)
 
 
+@pytest.mark.parametrize("options", [{}, {"kv_cache_scheme": "fp8"}, {"target": "original", "kv_cache_scheme": "fp8"}])
+def test_activations_where_statistics_are_made_again(
+    options: dict[str, Any], source: Path, tokens: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients wait while the text passes through the quantized blocks."""
+    monkeypatch.setattr("vllm_latq.quantize.calibration.recomputed.MOST_ON_DISK", 0)
+    recipe, decoder, placed = replace(LATQ, **options), Decoder(source, "cpu"), []
+
+    def place(hidden: torch.Tensor) -> torch.Tensor:
+        placed.append(hidden.nbytes)
+        return hidden
+
+    model = ModelLattice(decoder, quantized_linears(decoder, recipe), recipe, tmp_path / "statistics")
+    model.collect(tokens, place)
+    if recipe.passes_text:
+        Stream(decoder, tokens, recipe.target, place=place)
+    assert needs(recipe, source)["memory"]["activations"] == sum(placed)
+
+
 def test_bytes_that_are_read(random_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors of the model, however often, within a third of the plan."""
     source, _ = random_model("qwen3", "planned-reads", tie_word_embeddings=True, num_hidden_layers=8)
@@ -175,3 +194,13 @@ def test_checkpoint(ignore: tuple[str, ...], source: Path, tmp_path: Path) -> No
 def test_windows_longer_than_the_model(source: Path) -> None:
     with pytest.raises(ConfigError, match="seq_len: expected at most"):
         needs(replace(GPTQ, seq_len=1 << 20), source)
+
+
+@pytest.mark.parametrize(("bits", "message"), [(2.1, "expected at least 3"), (12, "expected at most 9")])
+def test_bits_that_no_widths_take(bits: float, message: str, source: Path, tmp_path: Path) -> None:
+    """The plan refuses them as the run does, which has not read a text yet."""
+    recipe = replace(LATQ, bits=bits, grid="group", group_size=16)
+    with pytest.raises(ConfigError, match=message):
+        plan(recipe, source, "cpu")
+    with pytest.raises(ConfigError, match=message):
+        quantize_checkpoint(recipe, source, tmp_path / "out", calibration="no-such-text", device="cpu")

@@ -3,11 +3,14 @@
 from collections.abc import Mapping
 
 import pytest
+import torch
 from torch import nn
 
 from vllm_latq.errors import ConfigError
+from vllm_latq.format.encodings.packed import PackedWeight
+from vllm_latq.format.scheme import LayerScheme
 from vllm_latq.quantize.allocation.widths import WidthAllocation, require_bits
-from vllm_latq.quantize.methods.group_grid import WidthCosts
+from vllm_latq.quantize.methods.group_grid import WidthCosts, linear_bits
 from vllm_latq.quantize.recipe import Recipe
 
 WIDTHS = (2, 3, 4, 8)
@@ -66,3 +69,14 @@ def test_bits_that_no_widths_take_are_refused() -> None:
         require_bits(linears, Recipe("latq", 2.1, grid="group"))
     with pytest.raises(ConfigError, match=r"at most 8\.129 bits"):
         require_bits(linears, Recipe("latq", 10, grid="group"))
+    with pytest.raises(ConfigError, match=r"at least 2\.125 bits"):
+        require_bits(linears, Recipe("latq", 2.1, grid="group", group_size=-1))
+
+
+@pytest.mark.parametrize("group_size", [32, -1])
+def test_bits_are_those_in_files_or_in_memory(group_size: int) -> None:
+    scales = torch.ones(24, 2 if group_size > 0 else 1, dtype=torch.bfloat16)
+    for width in WIDTHS:
+        weight = PackedWeight.from_integers(torch.zeros(24, 64, dtype=torch.int32), scales, width, group_size)
+        expected = max(weight.storage_bits(), weight.served_bits())
+        assert linear_bits(LayerScheme("packed", width, group_size), 24, 64) == expected

@@ -12,6 +12,8 @@ from helpers.statistics import assert_same_statistics
 from vllm_latq.errors import CheckpointError, ConfigError
 from vllm_latq.format.files import TensorStore
 from vllm_latq.quantize.allocation.model_lattice import ModelLattice
+from vllm_latq.quantize.allocation.rates import Allocation
+from vllm_latq.quantize.allocation.widths import WidthAllocation, allocate_widths
 from vllm_latq.quantize.calibration.fisher import Backpropagation, collect_statistics
 from vllm_latq.quantize.calibration.fisher_files import StatisticsFiles
 from vllm_latq.quantize.calibration.gram_sums import gram_bytes
@@ -28,9 +30,9 @@ TOKENS = torch.randint(3, 2048, (3, 20), generator=torch.Generator().manual_seed
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 
-@pytest.mark.parametrize("left_out", [(), (0,)], ids=["every-block", "not-the-first"])
+@pytest.mark.parametrize("left_out", [(), (0,), (0, 1)], ids=["every-block", "not-the-first", "only-the-head"])
 def test_they_are_those_of_one_pass(left_out: tuple[int, ...], random_model: Any, tmp_path: Path) -> None:
-    """As often as the model is walked, and where the walk begins after its first block."""
+    """As often as the model is walked, and where the walk begins after its first block, or at the head."""
     directory, _ = random_model("mixtral", "made-again", **EXPERTS)
     decoder = Decoder(directory, "cpu")
     linears = {name: linear for index in range(len(decoder)) for name, linear in decoder.linears(index).items()}
@@ -88,23 +90,34 @@ def test_statistics_that_are_made_again_give_the_same_bytes(
     assert list(verify_certificate(tmp_path / "again", source, str(calibration_text))) == []
 
 
+@pytest.mark.parametrize("grid", ["trellis", "group"])
 @pytest.mark.parametrize("damage", ["file", "model"])
 def test_an_allocation_that_does_not_fit_is_refused(
-    damage: str, random_model: Any, calibration_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    damage: str, grid: str, random_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source, _ = random_model("llama", f"allocated-{damage}")
+    """It is kept for a resumed run, which does not walk the model for it."""
+    source, _ = random_model("llama", f"allocated-{damage}-{grid}")
     monkeypatch.setattr("vllm_latq.quantize.calibration.recomputed.MOST_ON_DISK", 0)
     samples = torch.arange(64).view(2, 32) + 3
+    groups = {"group_size": 16} if grid == "group" else {}
+    recipe = Recipe("latq", bits=3.5, grid=grid, ignore=("lm_head",), num_samples=2, seq_len=32, **groups)
+    progress: list[int] = []
 
-    def lattice() -> ModelLattice:
+    def allocation() -> Allocation | WidthAllocation:
         decoder = Decoder(source, "cpu")
-        recipe = Recipe("latq", bits=3.5, ignore=("lm_head",), num_samples=2, seq_len=32)
         found = ModelLattice(decoder, quantized_linears(decoder, recipe), recipe, tmp_path / "scratch")
         found.collect(samples, lambda hidden: hidden)
-        return found
+        progress.clear()
 
-    expected = lattice().allocation()
-    assert lattice().allocation().planned() == expected.planned()
+        def advance(done: int, _parts: int) -> None:
+            progress.append(done)
+
+        return allocate_widths(found, advance) if grid == "group" else found.allocation(advance)
+
+    expected = allocation()
+    assert progress
+    assert allocation().planned() == expected.planned()
+    assert not progress
     if damage == "file":
         file = tmp_path / "scratch" / "losses.safetensors"
         written = bytearray(file.read_bytes())
@@ -118,4 +131,4 @@ def test_an_allocation_that_does_not_fit_is_refused(
         save_file(tensors, file, metadata={"format": "pt"})
     error, message = (CheckpointError, "as they were written") if damage == "file" else (ConfigError, "another model")
     with pytest.raises(error, match=message):
-        lattice().allocation()
+        allocation()

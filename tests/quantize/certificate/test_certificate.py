@@ -273,6 +273,29 @@ def test_a_recipe_that_contradicts_the_checkpoint_is_an_error(
         list(verify_certificate(copy, two_blocks, str(calibration_text)))
 
 
+@pytest.mark.parametrize(
+    ("bits", "message"),
+    [
+        (2.4, r"expected at most 2\.4 bits per weight, which its recipe states, found 2\.[5-9]"),
+        (5.0, r"expected codes of [48] bits, to which the recipe and the loss lead, found [234] bits"),
+    ],
+)
+def test_widths_of_other_bits_than_the_recipe_are_an_error(
+    bits: float,
+    message: str,
+    certified: Callable[[str], Path],
+    two_blocks: Path,
+    calibration_text: Path,
+    tmp_path: Path,
+) -> None:
+    copy = Path(shutil.copytree(certified("latq-group"), tmp_path / "copy"))
+    config = json.loads((copy / "config.json").read_text())
+    config["quantization_config"]["recipe"]["bits"] = bits
+    (copy / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=message):
+        list(verify_certificate(copy, two_blocks, str(calibration_text)))
+
+
 def test_nothing_but_the_linears_may_differ_from_the_model(
     certified: Callable[[str], Path], two_blocks: Path, calibration_text: Path, tmp_path: Path
 ) -> None:

@@ -116,6 +116,17 @@ def test_inspect_shows_bits_and_loss(checkpoint: Path, capsys: pytest.CaptureFix
     assert page.stat().st_size > 10_000
 
 
+def test_scales_of_whole_rows_count_as_they_are_served(
+    random_model: RandomModels, calibration_text: Path, tmp_path: Path
+) -> None:
+    """They take twice as many bits in memory as in files, and neither exceeds the recipe's."""
+    source, _ = random_model("llama", "whole-rows")
+    recipe = Recipe("latq", 4.0, grid="group", group_size=-1, num_samples=2, seq_len=32, ignore=("lm_head",))
+    quantize_checkpoint(recipe, source, tmp_path / "out", calibration=str(calibration_text))
+    totals = report(tmp_path / "out")["totals"]
+    assert 3 < totals["bits_per_weight"] < totals["served_bits_per_weight"] <= 4.0
+
+
 def test_experts_of_a_layer_have_one_width(random_model: RandomModels, calibration_text: Path, tmp_path: Path) -> None:
     sizes = {"hidden_size": 64, "moe_intermediate_size": 64, "intermediate_size": 64}
     source, _ = random_model("qwen3_moe", "group-experts", num_experts=4, num_experts_per_tok=2, **sizes)
