@@ -168,6 +168,6 @@ def require_bits(linears: Mapping[str, nn.Linear], recipe: Recipe) -> None:
     if recipe.bits < least:
         expected = f"at least {math.ceil(1000 * least) / 1000:.3f} bits per weight, which codes of 2 bits take"
         raise ConfigError("recipe.bits", expected, f"{recipe.bits:g}", "Raise bits, or raise group_size.")
-    if recipe.bits > most + 1:
+    if recipe.bits > most + 0.01:
         expected = f"at most {most:.3f} bits per weight, which codes of 8 bits take"
         raise ConfigError("recipe.bits", expected, f"{recipe.bits:g}", "Lower bits.")

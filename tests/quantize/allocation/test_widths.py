@@ -68,7 +68,7 @@ def test_bits_that_no_widths_take_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"recipe\.bits: expected at least 2\.129 bits per weight.*Raise bits"):
         require_bits(linears, Recipe("latq", 2.1, grid="group"))
     with pytest.raises(ConfigError, match=r"at most 8\.129 bits"):
-        require_bits(linears, Recipe("latq", 10, grid="group"))
+        require_bits(linears, Recipe("latq", 8.2, grid="group"))
     with pytest.raises(ConfigError, match=r"at least 2\.125 bits"):
         require_bits(linears, Recipe("latq", 2.1, grid="group", group_size=-1))
 
