@@ -1,1 +1,1 @@
-"""Processes, memory and disk of the machine; knows no model and no lattice. Imports `errors`."""
+"""Processes, memory and disk of the machine; knows no model and no lattice. Imports `errors`, `format`."""
