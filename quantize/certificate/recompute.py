@@ -36,7 +36,7 @@ from vllm_latq.quantize.lattice import stochastic
 from vllm_latq.quantize.lattice.coordinate_descent import ROWS
 from vllm_latq.quantize.lattice.factor import Factor
 from vllm_latq.quantize.lattice.grams import LayerStatistics
-from vllm_latq.quantize.lattice.outliers import kept_excess
+from vllm_latq.quantize.lattice.outliers import kept_excess, past_an_end
 from vllm_latq.quantize.lattice.reduction import reduce_lattice
 from vllm_latq.quantize.lattice.targets import corrected_target, measure_errors
 from vllm_latq.quantize.lattice.trellis_plane import LIMIT
@@ -130,22 +130,14 @@ def worst_case(weight: Weight, factor: Factor, recipe: Recipe, moved: torch.Tens
             residuals = factor.residuals(moved[rows])
             excess = residuals.square() - cells[rows].repeat_interleave(width, 1) * per_column
             if not recipe.may_exceed_half_step:
-                excess.masked_fill_(~_past_an_end(weight, rows, residuals), 0)
+                codes = unpack_codes(weight.qweight[rows], weight.bits, weight.cols).to(residuals.device)
+                excess.masked_fill_(~past_an_end(codes, weight.bits, weight.scales[rows], residuals), 0)
             beyond += float(excess.clamp_(min=0).sum())
     if weight.outliers is not None and not recipe.may_exceed_half_step:
         for at, cols, values in weight.outliers.bands():
             excess = kept_excess(values, weight.scales[at, cols // width], math.sqrt(share))
             bound += float(per_column[cols.to(per_column.device)] @ excess.to(per_column.device))
     return bound + beyond, beyond
-
-
-def _past_an_end(weight: PackedWeight, rows: slice, residuals: torch.Tensor) -> torch.Tensor:
-    """Where a weight lay on the far side of the end of the grid that it was put on: bool [rows, c]."""
-    codes = unpack_codes(weight.qweight[rows], weight.bits, weight.cols).to(residuals.device)
-    assert weight.scales is not None
-    signs = weight.scales[rows].to(residuals).sign()
-    outwards = -residuals * signs.repeat_interleave(weight.cols // signs.shape[1], 1)
-    return ((codes == (1 << weight.bits) - 1) & (outwards > 0)) | ((codes == 0) & (outwards < 0))
 
 
 def whole_model(

@@ -42,6 +42,20 @@ class Grid:
         return (int(self.high) - int(self.low)).bit_length()
 
 
+def past_an_end(codes: torch.Tensor, bits: int, scales: torch.Tensor, residuals: torch.Tensor) -> torch.Tensor:
+    """Return where a weight lay on the far side of the end of the grid that it was put on, bool [r, c].
+
+    Args:
+        codes: z + 2^(bits-1), [r, c].
+        bits: width of the codes.
+        scales: [r, G], of groups of neighbouring columns; may be negative.
+        residuals: [r, c], what was stored less what was rounded.
+    """
+    signs = scales.to(residuals).sign().repeat_interleave(codes.shape[1] // scales.shape[1], 1)
+    outwards = -residuals * signs
+    return ((codes == (1 << bits) - 1) & (outwards > 0)) | ((codes == 0) & (outwards < 0))
+
+
 @dataclass(frozen=True)
 class Clip:
     """Keep no outliers: clip every weight to the grid."""

@@ -22,7 +22,7 @@ from vllm_latq.format.encodings.packed import PackedWeight
 from vllm_latq.format.encodings.registry import tensor_specs
 from vllm_latq.format.scheme import SUPPORTED_BITS, WHOLE_ROW, LayerScheme
 from vllm_latq.quantize.lattice.group_plane import group_plane
-from vllm_latq.quantize.lattice.outliers import Grid
+from vllm_latq.quantize.lattice.outliers import Grid, past_an_end
 from vllm_latq.quantize.lattice.scales import group_scales
 from vllm_latq.quantize.methods.latq import InputLattice, OutputLattice
 
@@ -159,9 +159,7 @@ def loss_bound(weight: PackedWeight, moved: torch.Tensor, inputs: InputLattice, 
     cells = (_per_weight(weight.scales, moved).double() / 2).square_()
     residuals = _residuals(moved, inputs, outputs)
     codes = unpack_codes(weight.qweight, weight.bits, weight.cols).to(moved.device)
-    # A weight at an end of its grid that lay beyond the end.
-    outwards = -residuals * _per_weight(weight.scales.sign(), moved)
-    clipped = ((codes == (1 << weight.bits) - 1) & (outwards > 0)) | ((codes == 0) & (outwards < 0))
+    clipped = past_an_end(codes, weight.bits, weight.scales, residuals)
     squares = torch.where(clipped, torch.maximum(residuals.square_(), cells), cells)
     return float(outputs.weights @ (squares @ inputs.factor.importance)) / 2
 
