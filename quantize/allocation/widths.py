@@ -87,13 +87,15 @@ class WidthAllocation:
             middle = (low + high) / 2
             low, high = (middle, high) if taken(at(2.0**middle)) > self.bits else (low, middle)
         widths = at(2.0**high)
+        spent = taken(widths)
         while wider := [
             ((losses[name][width] - losses[name][more]) / (bits[name][more] - bits[name][width]), name, more)
             for name, width in widths.items()
             for more in SUPPORTED_BITS
-            if more > width and taken(widths) + bits[name][more] - bits[name][width] <= self.bits
+            if more > width and spent + bits[name][more] - bits[name][width] <= self.bits
         ]:
             _, name, more = max(wider)
+            spent += bits[name][more] - bits[name][widths[name]]
             widths[name] = more
         return widths
 

@@ -62,6 +62,7 @@ class RecomputedStatistics:
 
     def __init__(self, run: Backpropagation, stages: Stages = fisher.ignore_stages) -> None:
         self.run = run
+        self._parts = run.parts()
         self._after = _gradients_after(run, stages)
         self._batches: list[Batch] = []
         self._next = len(self._after) + 1  # the part that the tokens of the sweep have reached
@@ -75,8 +76,7 @@ class RecomputedStatistics:
         """
         if part.index < self._next:
             self._batches, self._next = self.run.embed(), 0
-        parts = self.run.parts()
-        for passed in parts[self._next : part.index]:
+        for passed in self._parts[self._next : part.index]:
             with passed.weights() as block:
                 self._advance(passed, block)
         hidden = [batch.hidden for batch in self._batches]
