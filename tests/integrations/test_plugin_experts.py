@@ -5,44 +5,45 @@ dequantized matrices by the same names is the oracle.
 """
 
 from collections.abc import Callable
-from copy import deepcopy
-from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import vllm.model_executor.layers.fused_moe.config as moe_config
-import vllm.model_executor.parameter as vllm_parameter
 from torch.nn import functional
-from transformers import GptOssConfig
-from vllm.config import LoRAConfig, VllmConfig, set_current_vllm_config
-from vllm.model_executor.layers import fused_moe
 from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
 
-from helpers.builders import random_weight
 from helpers.engine_probe import OLD_VLLM
+from helpers.expert_layers import (
+    BIASED,
+    EXPERTS,
+    HIDDEN,
+    HUFFMAN,
+    INTERMEDIATE,
+    LEAVES,
+    PACKED,
+    PREFIX,
+    TOP_K,
+    build,
+    checkpoint,
+    load,
+    quantization,
+)
 from helpers.trellis import TRELLIS
 from helpers.weight_cache import through_weight_cache
 from vllm_latq.coding.huffman.encoder import encode
 from vllm_latq.console import size as printed
-from vllm_latq.errors import CheckpointError, ConfigError, UnsupportedModelError, UnsupportedShapeError
-from vllm_latq.format.config import CheckpointConfig
+from vllm_latq.errors import CheckpointError
 from vllm_latq.format.encodings.huffman import HuffmanWeight
 from vllm_latq.format.encodings.packed import PackedWeight
 from vllm_latq.format.encodings.weight import Weight
 from vllm_latq.format.scheme import LayerScheme
 from vllm_latq.integrations.vllm import moe as vllm_moe
-from vllm_latq.integrations.vllm.config import LatqConfig
 from vllm_latq.integrations.vllm.summary import summary
 from vllm_latq.serving import operands
 from vllm_latq.serving.layouts.checkpoint import CheckpointOperands
 
-EXPERTS, HIDDEN, INTERMEDIATE, TOP_K = 3, 96, 128, 2
-PREFIX = "model.layers.0.mlp.experts"
-LEAVES = {"gate_proj": (INTERMEDIATE, HIDDEN), "up_proj": (INTERMEDIATE, HIDDEN), "down_proj": (HIDDEN, INTERMEDIATE)}
-PACKED = LayerScheme("packed", 4, 32, True)
-HUFFMAN = LayerScheme("huffman")
 SCHEMES = {
     "packed4": PACKED,
     "packed3-row": LayerScheme("packed", 3, -1, True, grid="midrise"),
@@ -53,64 +54,6 @@ SCHEMES = {
 RANKS = [(1, False), (2, False), (4, False), (2, True)]  # how many, and whether they share out experts or channels
 # Relative to the largest output: float32 sums in another order.
 TOLERANCE = 1e-5
-make_experts = getattr(fused_moe, "FusedMoEFactory", None) or fused_moe.FusedMoE  # vLLM renamed it
-
-
-@pytest.fixture
-def rank_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    def pretend(rank: int) -> None:
-        for module in (moe_config, vllm_parameter):
-            monkeypatch.setattr(module, "get_tensor_model_parallel_rank", lambda: rank)
-        # Asked for by every parameter of vLLM; experts ask the layer's own configuration instead.
-        monkeypatch.setattr(vllm_parameter, "get_tensor_model_parallel_world_size", lambda: 1)
-
-    return pretend
-
-
-def build(
-    quant: LatqConfig | None,
-    size: int = 1,
-    expert_parallel: bool = False,
-    lora: LoRAConfig | None = None,
-    model: Any = None,
-    **options: Any,
-) -> Any:
-    """Return the routed experts of a mixture on one of `size` ranks; `model` stands for vLLM's `model_config`."""
-    config = VllmConfig()
-    config.model_config = model
-    config.lora_config = lora
-    config.parallel_config.enable_expert_parallel = expert_parallel
-    sizes = {"num_experts": EXPERTS, "top_k": TOP_K, "hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE}
-    parallel = {"tp_size": size, "dp_size": 1, "pcp_size": 1}
-    with set_current_vllm_config(config):
-        runner = make_experts(
-            quant_config=quant, prefix=PREFIX, params_dtype=torch.float32, **sizes | parallel | options
-        )
-    return runner.routed_experts
-
-
-def quantization(scheme: LayerScheme, **fields: Any) -> LatqConfig:
-    return LatqConfig(CheckpointConfig(scheme, **fields))
-
-
-def checkpoint(scheme: LayerScheme) -> dict[str, Weight]:
-    """Return every matrix of every expert by its name inside the layer."""
-    return dict(_checkpoint(scheme))
-
-
-@cache
-def _checkpoint(scheme: LayerScheme) -> dict[str, Weight]:
-    return {
-        f"{expert}.{leaf}": random_weight(scheme, *shape, seed=10 * expert + index)
-        for expert in range(EXPERTS)
-        for index, (leaf, shape) in enumerate(LEAVES.items())
-    }
-
-
-def load(layer: Any, weights: dict[str, Weight], skip: str = " ") -> None:
-    """Give a layer its tensors as the engine does, from the last one to the first."""
-    stored = [(f"{name}.{key}", t) for name, weight in weights.items() for key, t in weight.to_tensors().items()]
-    assert list(layer.load_weights((name, t) for name, t in reversed(stored) if not name.startswith(skip)))
 
 
 def dense(layer: Any, product: str) -> torch.Tensor:
@@ -248,27 +191,6 @@ def test_clamped_experts(model: str, size: int, expert_parallel: bool, rank_of: 
     assert (total - expected).abs().max() <= TOLERANCE * expected.abs().max()
 
 
-BIASED: dict[str, Any] = {"activation": "swigluoai", "has_bias": True}
-
-
-def test_biases_that_are_wrong_are_named(rank_of: Callable[[int], None]) -> None:
-    rank_of(0)
-    biases = {name: torch.zeros(weight.shape[0]) for name, weight in checkpoint(PACKED).items()}
-    for change, message in (
-        ({"2.up_proj": None}, r"experts\.2\.up_proj\.bias: expected a bias of 128 numbers, found no such tensor"),
-        ({"0.down_proj": torch.zeros(5)}, r"experts\.0\.down_proj\.bias: expected 96 finite numbers, found .*\(5,\)"),
-        ({"1.gate_proj": torch.full((INTERMEDIATE,), torch.nan)}, r"experts\.1\.gate_proj\.bias: expected 128 finite"),
-    ):
-        layer = build(quantization(PACKED), **BIASED)
-        load(layer, checkpoint(PACKED))
-        given = {name: bias for name, bias in (biases | change).items() if bias is not None}
-        assert list(layer.load_weights((f"{name}.bias", bias) for name, bias in given.items()))
-        with pytest.raises(CheckpointError, match=message):
-            layer.quant_method.process_weights_after_loading(layer)
-    with pytest.raises(UnsupportedModelError, match=r"expected experts without biases to quantize again"):
-        layer.quant_method.dequantize_weight(layer)
-
-
 def test_dummy_biases(rank_of: Callable[[int], None]) -> None:
     rank_of(1)
     layer = build(quantization(PACKED), 2, **BIASED)
@@ -365,92 +287,6 @@ def test_summary_counts_the_experts_of_a_rank_that_a_token_takes(
     assert stored == pytest.approx(8.5 / 8 * experts * EXPERTS * 3 * INTERMEDIATE * HIDDEN)
 
 
-@pytest.mark.parametrize(
-    ("skip", "message"),
-    [
-        ("1.up_proj.outlier_col_idx", r"experts\.1\.up_proj\.outlier_col_idx: .*found no such tensor"),
-        ("1.down_proj.weight_shape", r"experts\.1\.down_proj\.weight_shape: .*found no such tensor"),
-        ("2.gate_proj", r"experts\.2\.gate_proj: expected tensors weight_shape, qweight, .*found none of them"),
-    ],
-)
-def test_error_names_the_missing_tensor(skip: str, message: str, rank_of: Callable[[int], None]) -> None:
-    rank_of(0)
-    layer = build(quantization(PACKED))
-    load(layer, checkpoint(PACKED), skip)
-    with pytest.raises(CheckpointError, match=message):
-        layer.quant_method.process_weights_after_loading(layer)
-
-
-def test_damaged_tensor_of_an_expert_is_refused(rank_of: Callable[[int], None]) -> None:
-    rank_of(0)
-    layer, weights = build(quantization(PACKED)), deepcopy(checkpoint(PACKED))
-    weights["2.down_proj"].outliers.col_idx[0] = INTERMEDIATE
-    load(layer, weights)
-    with pytest.raises(CheckpointError, match=r"experts\.2\.down_proj\.outlier_col_idx: expected columns in"):
-        layer.quant_method.process_weights_after_loading(layer)
-
-
-@pytest.mark.parametrize(
-    ("shape", "expected"), [((INTERMEDIATE, 64), "96 input channels"), ((64, HIDDEN), "128 output channels")]
-)
-def test_experts_of_another_model_are_refused(
-    shape: tuple[int, int], expected: str, rank_of: Callable[[int], None]
-) -> None:
-    rank_of(0)
-    layer, weights = build(quantization(PACKED)), checkpoint(PACKED)
-    weights["0.up_proj"] = random_weight(PACKED, *shape, 0)
-    load(layer, weights)
-    with pytest.raises(CheckpointError, match=rf"experts\.0\.up_proj\.weight_shape: expected {expected}"):
-        layer.quant_method.process_weights_after_loading(layer)
-
-
-def test_cutting_a_group_of_an_expert_is_refused(rank_of: Callable[[int], None]) -> None:
-    """Only down_proj can be cut so: groups of gate and up lie along the hidden channels, which no rank cuts."""
-    rank_of(1)
-    scheme = LayerScheme("packed", 4, 128, True)
-    with pytest.raises(UnsupportedShapeError, match=r"experts\.\*\.down_proj: expected input channels per rank in"):
-        build(quantization(scheme), 4, hidden_size=128)
-
-
-@pytest.mark.parametrize(
-    ("options", "found"),
-    [
-        ({"activation": "situ"}, "the activation situ"),
-        ({"activation": "gelu", "swiglu_limit": 7.0}, "the activation gelu with a limit"),
-        ({"activation": "swigluoai_uninterleave"}, "the activation swigluoai_uninterleave"),
-        ({"apply_router_weight_on_input": True}, "several experts per token whose inputs the router scales"),
-    ],
-)
-def test_unsupported_kinds_of_experts_are_refused(
-    options: dict[str, Any], found: str, rank_of: Callable[[int], None]
-) -> None:
-    rank_of(0)
-    with pytest.raises(
-        UnsupportedModelError, match=f"experts: expected experts that consist of linears.*found {found}"
-    ):
-        build(quantization(PACKED), **options)
-
-
-@pytest.mark.parametrize(("key", "value"), [("swiglu_limit", 5.0), ("swiglu_alpha", 1.5)])
-def test_constants_that_vllm_does_not_take_are_refused(key: str, value: float, rank_of: Callable[[int], None]) -> None:
-    """vLLM's gpt-oss does not read them from config.json."""
-    rank_of(0)
-    as_published, other = (
-        SimpleNamespace(hf_text_config=GptOssConfig(**keys), dtype=torch.float32, is_moe=True)
-        for keys in ({}, {key: value})
-    )
-    build(quantization(PACKED), model=as_published, **BIASED)
-    with pytest.raises(UnsupportedModelError, match=f"experts: expected {key} .* in config.json.*found {value}"):
-        build(quantization(PACKED), model=other, **BIASED)
-
-
-def test_a_rank_without_experts_is_refused(rank_of: Callable[[int], None]) -> None:
-    rank_of(EXPERTS)
-    expected = f"experts: expected at least one expert on every rank, found {EXPERTS} experts, none on this"
-    with pytest.raises(UnsupportedModelError, match=expected):
-        build(quantization(PACKED), EXPERTS + 1, expert_parallel=True)
-
-
 @pytest.mark.parametrize("scheme", [HUFFMAN, TRELLIS], ids=["huffman", "trellis"])
 def test_dummy_experts(scheme: LayerScheme, rank_of: Callable[[int], None]) -> None:
     rank_of(1)
@@ -477,13 +313,6 @@ def test_experts_from_the_weight_cache(scheme: LayerScheme, rank_of: Callable[[i
     torch.testing.assert_close(cached.quant_method.apply(cached, *call), expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("targets", [None, ["o_proj", "experts"]])
-def test_adapters_of_experts_are_refused(targets: list[str] | None, rank_of: Callable[[int], None]) -> None:
-    rank_of(0)
-    with pytest.raises(UnsupportedModelError, match=r"experts: expected no LoRA adapters of quantized experts, found"):
-        build(quantization(PACKED), lora=LoRAConfig(target_modules=targets))
-
-
 @pytest.mark.parametrize("scheme", [HUFFMAN, TRELLIS], ids=["huffman", "trellis"])
 def test_dequantized_experts_of_a_rank(scheme: LayerScheme, rank_of: Callable[[int], None]) -> None:
     rank_of(1)
@@ -495,36 +324,11 @@ def test_dequantized_experts_of_a_rank(scheme: LayerScheme, rank_of: Callable[[i
     torch.testing.assert_close(w2, down, rtol=0, atol=0)
 
 
-def test_adapters_of_other_layers_are_no_obstacle(rank_of: Callable[[int], None]) -> None:
-    rank_of(0)
-    layer = build(quantization(PACKED), lora=LoRAConfig(target_modules=["o_proj"]))
-    assert isinstance(layer.quant_method, vllm_moe.LatqMoEMethod)
-
-
 def test_ignored_experts_are_left_to_vllm(rank_of: Callable[[int], None]) -> None:
     rank_of(0)
     names = tuple(f"{PREFIX}.{expert}.{leaf}" for expert in range(EXPERTS) for leaf in LEAVES)
     for ignore in (("experts",), names):
         assert isinstance(build(quantization(PACKED, ignore=ignore)).quant_method, UnquantizedFusedMoEMethod)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        (
-            {"ignore": ("2.up_proj",)},
-            r"experts: expected one scheme for all of its shards, found .*2\.up_proj: ignored",
-        ),
-        ({"overrides": {f"{PREFIX}.1.down_proj": HUFFMAN}}, r"experts: expected one scheme for all of its shards"),
-        ({"ignore": ("down_proj",)}, "experts: expected all matrices of its experts quantized, or none, found only"),
-    ],
-)
-def test_experts_with_different_schemes_are_refused(
-    fields: dict[str, Any], message: str, rank_of: Callable[[int], None]
-) -> None:
-    rank_of(0)
-    with pytest.raises(ConfigError, match=message):
-        build(quantization(PACKED, **fields))
 
 
 def test_gate_and_up_may_differ_from_down(rank_of: Callable[[int], None]) -> None:

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from helpers.builders import heavy_tailed_layer
+from helpers.checkpoints import edit_json
 from vllm_latq.cli.main import main
 from vllm_latq.coding.packing import pack_codes
 from vllm_latq.errors import CheckpointError, ConfigError
@@ -265,12 +266,16 @@ def test_a_recipe_that_contradicts_the_checkpoint_is_an_error(
     calibration_text: Path,
     tmp_path: Path,
 ) -> None:
-    copy = Path(shutil.copytree(certified("rtn"), tmp_path / "copy"))
-    config = json.loads((copy / "config.json").read_text())
-    config["quantization_config"]["recipe"] |= changes
-    (copy / "config.json").write_text(json.dumps(config))
+    copy = with_recipe(certified("rtn"), tmp_path / "copy", changes)
     with pytest.raises(CheckpointError, match=message):
         list(verify_certificate(copy, two_blocks, str(calibration_text)))
+
+
+def with_recipe(source: Path, target: Path, changes: dict[str, object]) -> Path:
+    """Return a copy of a checkpoint whose recipe says something else."""
+    shutil.copytree(source, target)
+    edit_json(target / "config.json", lambda config: config["quantization_config"]["recipe"].update(changes))
+    return target
 
 
 @pytest.mark.parametrize(
@@ -288,10 +293,7 @@ def test_widths_of_other_bits_than_the_recipe_are_an_error(
     calibration_text: Path,
     tmp_path: Path,
 ) -> None:
-    copy = Path(shutil.copytree(certified("latq-group"), tmp_path / "copy"))
-    config = json.loads((copy / "config.json").read_text())
-    config["quantization_config"]["recipe"]["bits"] = bits
-    (copy / "config.json").write_text(json.dumps(config))
+    copy = with_recipe(certified("latq-group"), tmp_path / "copy", {"bits": bits})
     with pytest.raises(CheckpointError, match=message):
         list(verify_certificate(copy, two_blocks, str(calibration_text)))
 
