@@ -17,6 +17,7 @@ import torch
 from vllm_latq.console import print_table
 from vllm_latq.format.encodings.packed import PackedWeight
 from vllm_latq.serving.layouts.checkpoint import CheckpointOperands
+from vllm_latq.serving.layouts.cpu import CpuOperands
 from vllm_latq.serving.layouts.int4 import Int4Operands
 from vllm_latq.serving.operands import make_operands
 
@@ -48,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         kinds[invariant] = [
             replace(operands, invariant=invariant)
             for operands in made
-            if isinstance(operands, Int4Operands | CheckpointOperands)
+            if isinstance(operands, CpuOperands | Int4Operands | CheckpointOperands)
         ]
     rows = []
     for tokens in options.tokens:

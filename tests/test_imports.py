@@ -12,7 +12,7 @@ import pytest
 from helpers.modules import MODULES, OURS, ROOT
 
 # Files at the root of a folder are named without their suffix.
-KERNELS = ("errors", "layout", "configs", "device", "decode", "experts", "entropy", "bench", "dev")
+KERNELS = ("errors", "layout", "configs", "device", "decode", "experts", "cpu", "entropy", "bench", "dev")
 QUANTIZE = (
     "machine", "lattice", "recipe", "model", "calibration", "methods", "allocation", "evaluation", "runs",
     "certificate", "plan", "gpus", "kv_cache", "fit", "pipeline", "export", "studies",

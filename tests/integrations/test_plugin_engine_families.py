@@ -14,9 +14,9 @@ from transformers import AutoModel, AutoModelForCausalLM
 from helpers.encoders import random_encoder
 from helpers.engine_probe import NO_EXPERTS, OLD_VLLM, PROMPTS, probe
 from helpers.logprobs import assert_agrees
+from vllm_latq.kernels.cpu import library
 from vllm_latq.quantize.pipeline import quantize_checkpoint
 from vllm_latq.quantize.recipe import Recipe
-from vllm_latq.serving.layouts.int4 import INTERLEAVED
 
 pytestmark = pytest.mark.engine
 
@@ -135,8 +135,8 @@ def test_attention(
     (served, layouts), (expected,) = probe(
         [{"model": tmp_path / "out", "engine": engine, "layouts": True}, {"model": dense, "engine": engine}]
     )
-    packed = "int4" if torch.backends.cpu.get_cpu_capability() in INTERLEAVED else "checkpoint"
-    assert layouts == ["dense" if RECIPES[family].method == "latq" else packed]
+    if library.instructions():
+        assert layouts == ["cpu_trellis" if RECIPES[family].method == "latq" else "cpu"]
     for ours, theirs in zip(served, expected, strict=True):
         got, reference = ours["logprobs"][0], theirs["logprobs"][0]  # later tokens follow those chosen first
         common = got.keys() & reference.keys()

@@ -14,6 +14,8 @@ from vllm_latq.serving.merging import Merged, cut, decode, merge
 from vllm_latq.serving.operands import make_operands
 from vllm_latq.serving.sharding import ZERO_ROW
 
+pytestmark = pytest.mark.usefixtures("without_products")
+
 CPU = torch.device("cpu")
 COLS = 140
 

@@ -23,9 +23,12 @@ from vllm_latq.serving.layouts.int4 import Int4Operands
 from vllm_latq.serving.linear import Operands, linear
 from vllm_latq.serving.operands import inlier_bits, make_operands
 
-pytestmark = pytest.mark.skipif(
-    torch.backends.cpu.get_cpu_capability() not in int4.INTERLEAVED, reason="torch has no quick product here"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        torch.backends.cpu.get_cpu_capability() not in int4.INTERLEAVED, reason="torch has no quick product here"
+    ),
+    pytest.mark.usefixtures("without_products"),
+]
 # Relative to the norm of the products, which are rounded to bfloat16 before the outliers are added, and after.
 TOLERANCE = 2**-8
 

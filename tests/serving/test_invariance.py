@@ -10,6 +10,7 @@ from helpers.builders import packed_weight, random_weight
 from helpers.mixtures import CONSTANTS, HIDDEN, Mixture, routing
 from vllm_latq.format.encodings.packed import PackedWeight
 from vllm_latq.format.scheme import LayerScheme
+from vllm_latq.kernels.cpu import library
 from vllm_latq.kernels.experts.activations import ACTIVATIONS
 from vllm_latq.serving.experts import activate_rows
 from vllm_latq.serving.layouts import int4
@@ -19,6 +20,8 @@ from vllm_latq.serving.operands import BATCH_INVARIANT, is_batch_invariant, make
 OTHERS = (0, 1, 7, 63, 300)
 PLACES = (0, 1, 41, 300)  # of the row that is compared
 LAYOUTS = {
+    "cpu": (torch.bfloat16, 384),
+    "cpu, odd columns": (torch.float16, 63),
     "int4": (torch.bfloat16, 384),
     "checkpoint, float32": (torch.float32, 384),
     "checkpoint, float16": (torch.float16, 96),
@@ -56,8 +59,10 @@ def assert_rows_alone(run, x: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_row_does_not_depend_on_other_rows(layout: str, encoding: str) -> None:
+def test_row_does_not_depend_on_other_rows(layout: str, encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
     dtype, cols = LAYOUTS[layout]
+    if not layout.startswith("cpu"):
+        monkeypatch.setattr(library, "instructions", lambda: None)
     made = make_operands(weight_of(encoding, cols), dtype, "layer")
     if torch.backends.cpu.get_cpu_capability() in int4.INTERLEAVED:
         assert made.layout == layout.split(",")[0]
@@ -68,8 +73,11 @@ def test_row_does_not_depend_on_other_rows(layout: str, encoding: str) -> None:
     assert torch.equal(linear(x, *arguments), linear(x.contiguous(), *arguments))
 
 
-def test_large_layer_on_several_threads() -> None:
+@pytest.mark.parametrize("own", [True, False])
+def test_large_layer_on_several_threads(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Libraries cut large products in other ways."""
+    if not own:
+        monkeypatch.setattr(library, "instructions", lambda: None)
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:

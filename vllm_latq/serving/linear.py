@@ -10,7 +10,9 @@ with o = 1/2 on a mid-rise grid, else 0.
 
     layout      tensors                      product
     tiled       in the tiles of the kernels  Triton's, on GPUs (`layouts/tiled.py`)
-    int4        in the order of torch's      torch's with 4-bit codes, and outliers, on CPUs (`layouts/int4.py`)
+    cpu         in lanes of vectors          our C++, on CPUs (`layouts/cpu.py`)
+    cpu_trellis in lanes of vectors          our C++, on CPUs (`layouts/cpu.py`)
+    int4        in the order of torch's      torch's with 4-bit codes, on CPUs without a compiler (`layouts/int4.py`)
     checkpoint  as `packed` stores them      dequantize, then matmul, on any device (`layouts/checkpoint.py`)
     trellis     in the order of the kernels  Triton's, on GPUs (`layouts/trellis.py`)
     dense       a decoded trellis weight     matmul, on any device (`layouts/dense.py`)
@@ -25,20 +27,21 @@ product of a row of x must not depend on the other rows. The others are those of
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from vllm_latq.serving.layouts.checkpoint import CheckpointOperands
+from vllm_latq.serving.layouts.cpu import CpuOperands, CpuTrellisOperands
 from vllm_latq.serving.layouts.dense import DenseOperands
 from vllm_latq.serving.layouts.int4 import Int4Operands
 from vllm_latq.serving.layouts.tiled import TiledOperands
 from vllm_latq.serving.layouts.trellis import RingOperands
 
-Operands = TiledOperands | Int4Operands | CheckpointOperands | RingOperands | DenseOperands
-LAYOUTS: Mapping[str, type[Operands]] = {
-    made.layout: made for made in (TiledOperands, Int4Operands, CheckpointOperands, RingOperands, DenseOperands)
-}
+Operands = (
+    TiledOperands | CpuOperands | Int4Operands | CheckpointOperands | RingOperands | CpuTrellisOperands | DenseOperands
+)
+LAYOUTS: Mapping[str, type[Operands]] = {made.layout: made for made in get_args(Operands)}
 
 _SCHEMA = "(Tensor x, Tensor?[] tensors, int[] constants, str layout, str arch) -> Tensor"
 

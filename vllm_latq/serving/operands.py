@@ -16,8 +16,9 @@ from torch.nn.utils.rnn import pad_sequence
 from vllm_latq.errors import RESTART_TO_RELOAD, CheckpointError
 from vllm_latq.format.encodings.packed import PackedWeight
 from vllm_latq.format.served_size import best_bits
-from vllm_latq.serving.layouts import int4, trellis
+from vllm_latq.serving.layouts import cpu, int4, trellis
 from vllm_latq.serving.layouts.checkpoint import CheckpointOperands, outlier_capacity
+from vllm_latq.serving.layouts.cpu import CpuOperands, CpuTrellisOperands
 from vllm_latq.serving.layouts.dense import DenseOperands
 from vllm_latq.serving.layouts.int4 import Int4Operands
 from vllm_latq.serving.layouts.tiled import TiledOperands, has_kernels, pool, too_many_slots, unsupported
@@ -53,6 +54,8 @@ def inlier_bits(
     decoded = [z for shards in integers for z in shards if z is not None]
     if not decoded:
         return None
+    if device.type == "cpu" and not has_kernels(device) and cpu.is_fast(dtype):
+        return best_bits(decoded, each=cpu.OUTLIER_BITS)
     if _has_int4(device, dtype) and all(z.shape[1] % min(int4.GROUPS) == 0 for z in decoded):
         return best_bits(decoded, int4.WIDTHS, int4.OUTLIER_BITS)
     if has_kernels(device) and dtype in (torch.bfloat16, torch.float16):
@@ -96,6 +99,8 @@ def make_operands(
         if reason is None:
             return TiledOperands.pack(weight, where, capacity, alone, invariant)
         _warn(f"{where}: the kernels do not support {reason}; falling back to dequantize + matmul")
+    elif cpu.supports(weight, dtype):
+        return CpuOperands.pack(weight, where, capacity, invariant)
     if weight.outliers is not None:
         nnz = weight.outliers.nnz
         capacity = capacity or outlier_capacity(nnz)
@@ -111,13 +116,15 @@ def make_operands(
 
 def trellis_operands(
     weight: MergedTrellis, dtype: torch.dtype, where: str, capacity: Any, alone: bool, invariant: bool
-) -> RingOperands | DenseOperands:
+) -> RingOperands | CpuTrellisOperands | DenseOperands:
     """Make the operands of one trellis weight on its device; arguments and errors as for `make_operands`."""
     if has_kernels(weight.device):
         reason = trellis.unsupported(weight, dtype)
         if reason is None:
             return RingOperands.pack(weight, where, capacity, alone, invariant)
         _warn(f"{where}: the kernels do not support {reason}; decoding the weight at load")
+    elif cpu.supports_trellis(weight, dtype):
+        return CpuTrellisOperands.pack(weight, where, capacity, invariant)
     return DenseOperands.pack(weight.dequantize(dtype), invariant)
 
 

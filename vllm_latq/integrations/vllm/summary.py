@@ -18,6 +18,8 @@ LatqMethod = LatqLinearMethod | LatqMoEMethod
 PRODUCTS = {
     "tiled": "by Triton kernels",
     "trellis": "by Triton kernels",
+    "cpu": "by our C++ products",
+    "cpu_trellis": "by our C++ products",
     "int4": "by torch's 4-bit matmul",
     "checkpoint": "by dequantize + matmul",
     "dense": "decoded at load, by matmul",

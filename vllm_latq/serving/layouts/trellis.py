@@ -38,17 +38,28 @@ RATE_MASK = sum(1 << rate for rate in RATES)
 Block = tuple[TrellisWeight | None, int, int]  # shard, first row in it, end; None for so many rows of zeros
 
 
-def unsupported(weight: MergedTrellis, dtype: torch.dtype) -> str | None:
-    """Return what the kernels do not support about a weight or its activations; None if they can multiply by it."""
+def uneven(weight: MergedTrellis) -> str | None:
+    """Return which rows or columns of a weight are not whole tiles and parts, in the stored order; None if all are."""
     cols, (low, high) = weight.shards[0].shape[1], weight.columns
     width = cols // parts(cols)
     if low % width or high % width:
         return f"columns {low} to {high}, which cut a part of {width} columns"
-    if high - low > MAX_COLUMNS:
-        return f"more than {MAX_COLUMNS} columns"
     if any(first % TILE for _, first, _ in _blocks(weight)):
         return f"rows that begin within a tile of {TILE} rows, or are in another order than the stored one"
-    return unsupported_activations(weight.device, dtype)
+    return None
+
+
+def unsupported(weight: MergedTrellis, dtype: torch.dtype) -> str | None:
+    """Return what the kernels do not support about a weight or its activations; None if they can multiply by it."""
+    reason = uneven(weight)
+    if reason is None and weight.shape[1] > MAX_COLUMNS:
+        reason = f"more than {MAX_COLUMNS} columns"
+    return reason or unsupported_activations(weight.device, dtype)
+
+
+def block_tensors(weight: MergedTrellis) -> list[TrellisTensors]:
+    """Return the tensors of the blocks of a weight that is not `uneven`, in the order of its rows."""
+    return [_block_tensors(block, weight) for block in _blocks(weight)]
 
 
 @dataclass(frozen=True)
@@ -82,8 +93,7 @@ class RingOperands:
             CheckpointError: the weight takes more words, or has more kept weights, than `capacity`.
         """
         first, (low, high) = weight.shards[0], weight.columns
-        linears = [_block_tensors(block, weight) for block in _blocks(weight)]
-        made = prepare_trellis(linears, first.column_exponents[low:high], first.order[low:high] - low)
+        made = prepare_trellis(block_tensors(weight), first.column_exponents[low:high], first.order[low:high] - low)
         made = replace(made, rate_mask=RATE_MASK, invariant=invariant)
         return cls(_with_room(made, where, capacity) if alone else made)
 

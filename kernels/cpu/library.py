@@ -1,0 +1,103 @@
+"""Compile the C++ of this folder at first use, for the vectors of this CPU, and load it.
+
+The compiler is $CXX, or the first of COMPILERS that there is; torch.compile needs one, too. The library is kept in
+$XDG_CACHE_HOME/vllm_latq (~/.cache/vllm_latq), under a name that changes with the source and the options.
+
+OpenMP's symbols are left open on purpose: they are found in the library that torch has loaded, so that products run on
+torch's threads, which vLLM binds to cores.
+"""
+
+import ctypes
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+COMPILERS = ("c++", "g++", "clang++")
+OPTIONS = ("-O3", "-std=c++17", "-ffp-contract=off", "-fPIC", "-shared", "-w")
+# Instructions of the products on each kind of CPU; torch's names of the features that the first needs.
+INSTRUCTIONS: Mapping[str, tuple[str, ...]] = {
+    "avx512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni", "-mfma", "-mf16c"),
+    "avx2": ("-mavx2", "-mfma", "-mf16c"),
+}
+AVX512 = ("avx512_f", "avx512_bw", "avx512_dq", "avx512_vl", "avx512_vnni")
+FOLDER = Path(__file__).parent
+KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # as in common.h
+
+
+@cache
+def instructions() -> str | None:
+    """Return the key of INSTRUCTIONS for this CPU; None if it has not even AVX2. ATEN_CPU_CAPABILITY can lower it."""
+    capability, features = torch.backends.cpu.get_cpu_capability(), torch.cpu.get_capabilities()
+    if capability == "AVX512" and all(features.get(name) for name in AVX512):
+        return "avx512"
+    return "avx2" if capability in ("AVX2", "AVX512") and features.get("f16c") else None
+
+
+def load(source: str) -> ctypes.CDLL | None:
+    """Return the library of one source, a file of this folder, for this CPU; compile it at the first call.
+
+    Returns:
+        None on a CPU without the instructions. None, with one warning, if it cannot be compiled or loaded.
+    """
+    kind = instructions()
+    return None if kind is None else _load(source, kind)
+
+
+@cache
+def _load(source: str, kind: str) -> ctypes.CDLL | None:
+    text = b"".join((FOLDER / name).read_bytes() for name in (source, "common.h", "lanes.h"))
+    options = [*OPTIONS, *INSTRUCTIONS[kind]]
+    digest = hashlib.sha256(text + " ".join(options).encode()).hexdigest()[:16]
+    try:
+        path = _cache() / f"{Path(source).stem}-{kind}-{digest}.so"
+        if not path.is_file():
+            _compile(FOLDER / source, options, path)
+        return ctypes.CDLL(str(path))
+    except (OSError, subprocess.CalledProcessError) as error:
+        said = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else str(error)
+        logger.warning("%s: cannot compile or load it (%s). Slower products run instead.", source, said[-500:])
+        return None
+
+
+def _cache() -> Path:
+    """Return the folder for libraries; one for this process alone if the user's cannot be written."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    folder = Path(base) / "vllm_latq"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError:
+        return _own_cache()
+
+
+@cache
+def _own_cache() -> Path:
+    return Path(tempfile.mkdtemp(prefix="vllm_latq-"))
+
+
+def _compile(source: Path, options: list[str], target: Path) -> None:
+    """Compile to a file of another name first: other processes may look for the target at the same time.
+
+    Raises:
+        OSError: there is no compiler.
+        subprocess.CalledProcessError: the compiler failed.
+    """
+    compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, COMPILERS)), None)
+    if compiler is None:
+        raise OSError(f"no C++ compiler: none of {', '.join(COMPILERS)}; install one, or name it in CXX")
+    logger.info("compiling %s for this CPU, once; this takes some seconds", source.name)
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        made = os.path.join(folder, target.name)
+        subprocess.run([compiler, *options, "-o", made, str(source)], check=True, capture_output=True, text=True)
+        os.replace(made, target)
