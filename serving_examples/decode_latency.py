@@ -1,6 +1,7 @@
 """Measure the time per token of vLLM: bf16, Marlin at 4 bits, and SSQR (1% outliers) and LATQ at 2, 3 and 4 bits.
 
-The head stays in bf16, as is usual in vLLM, except in the scheme that names another.
+The head stays in bf16, as is usual in vLLM, except in the scheme that names another. On a CPU, `llama.cpp Q4_0` is
+llama.cpp with all matrices in its 4 bits, where llama-cpp-python and gguf are installed; it takes one sequence.
 
     python serving_examples/decode_latency.py                       # Qwen3-8B's shape, batch 1, 4, 8 and 16, on a GPU
     python serving_examples/decode_latency.py --json results.json
@@ -64,6 +65,7 @@ MARLIN = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": Fals
 # On some GPUs vLLM prefers other kernels for this scheme, for example Machete on Hopper.
 ENVIRONMENT = {"marlin 4 bits": {"VLLM_DISABLED_KERNELS": "CutlassW4A8LinearKernel,MacheteLinearKernel"}}
 HEAD = "ssqr 3 bits, 1%, head 4 bits"
+LLAMA = "llama.cpp Q4_0"
 # Name of the class that multiplies in vLLM. Only attention is read, because releases keep that of experts elsewhere.
 METHOD = attrgetter("model.layers.0.self_attn.qkv_proj.quant_method.__class__.__name__")
 PROMPT_TOKENS = 32
@@ -94,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 8, 16])
     parser.add_argument("--new-tokens", type=int, default=128)
-    parser.add_argument("--schemes", nargs="+", choices=tuple(schemes()), default=tuple(schemes()))
+    parser.add_argument("--schemes", nargs="+", choices=(*schemes(), LLAMA), default=tuple(schemes()))
     parser.add_argument(
         "--shape",
         choices=tuple(SHAPES),
@@ -111,7 +113,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.measure:
-        times = measure(schemes()[options.measure], options)
+        peer = options.measure == LLAMA
+        times = measure_llama(options) if peer else measure(schemes()[options.measure], options)
         found = {
             "seconds_per_token": {batch: statistics.median(repeats) for batch, repeats in times.items()},
             "spread": {batch: [min(repeats), max(repeats)] for batch, repeats in times.items()},
@@ -138,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows = [
         (
             name, batch, f"{1e3 * seconds:.3f}", " to ".join(f"{1e3 * end:.3f}" for end in spread[name][batch]),
-            f"{base[batch] / seconds:.2f}" if base else "-",
+            f"{base[batch] / seconds:.2f}" if base and batch in base else "-",
         )
         for name, times in results.items()
         for batch, seconds in times.items()
@@ -247,11 +250,7 @@ def measure(quantization: dict[str, Any] | None, options: argparse.Namespace) ->
         for name in llm.apply_model(METHOD):  # one name per worker
             if bool(quantization) == name.startswith("Unquantized"):
                 sys.exit(f"vLLM chose {name} for quantization {quantization}; this would not measure the scheme")
-        ready(options.json).touch()
-        while options.parent and not turn(options.json).exists():
-            if os.getppid() != options.parent:  # the parent has ended
-                os.killpg(0, signal.SIGKILL)
-            time.sleep(0.05)
+        wait_for_turn(options)
 
         def seconds(batch: int, tokens: int) -> float:
             prompts = [{"prompt_token_ids": [1 + (i + j) % 400 for j in range(PROMPT_TOKENS)]} for i in range(batch)]
@@ -266,6 +265,84 @@ def measure(quantization: dict[str, Any] | None, options: argparse.Namespace) ->
             short, long = ([seconds(batch, n) for _ in range(REPEATS)] for n in (1, options.new_tokens))
             found[str(batch)] = per_token(short, long, options.new_tokens - 1)
         return found
+
+
+def wait_for_turn(options: argparse.Namespace) -> None:
+    """Say that this process is ready, and wait until it may measure."""
+    ready(options.json).touch()
+    while options.parent and not turn(options.json).exists():
+        if os.getppid() != options.parent:  # the parent has ended
+            os.killpg(0, signal.SIGKILL)
+        time.sleep(0.05)
+
+
+def measure_llama(options: argparse.Namespace) -> dict[str, list[float]]:
+    """Return seconds per token of each repetition for llama.cpp, on as many threads as vLLM computes on."""
+    from llama_cpp import Llama
+
+    threads = max(1, len(os.sched_getaffinity(0)) - 1)  # vLLM leaves a core to its other processes
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder) / "model.gguf")
+        write_gguf(path, SHAPES[options.shape])
+        context = PROMPT_TOKENS + options.new_tokens
+        model = Llama(path, n_ctx=context, n_threads=threads, n_threads_batch=threads, verbose=False)
+        wait_for_turn(options)
+
+        def seconds(tokens: int) -> float:
+            model.reset()
+            model.eval(list(range(1, 1 + PROMPT_TOKENS)))
+            started = time.perf_counter()
+            for token in range(tokens):
+                model.eval([1 + token % 400])
+            return (time.perf_counter() - started) / tokens
+
+        seconds(2)
+        return {"1": [seconds(options.new_tokens - 1) for _ in range(REPEATS)]}
+
+
+def write_gguf(path: str, shape: dict[str, Any]) -> None:
+    """Write a Qwen3 model of random 4-bit blocks, 18 bytes for 32 weights, and no vocabulary."""
+    import gguf
+    import numpy as np
+
+    hidden, width, rng = shape["hidden_size"], shape["head_dim"], np.random.default_rng(0)
+    rows = {"attn_q": shape["num_attention_heads"] * width, "attn_output": hidden, "ffn_down": hidden}
+    rows |= dict.fromkeys(("attn_k", "attn_v"), shape["num_key_value_heads"] * width)
+    rows |= dict.fromkeys(("ffn_gate", "ffn_up"), shape["intermediate_size"])
+    cols = {"attn_output": rows["attn_q"], "ffn_down": shape["intermediate_size"]}
+    writer = gguf.GGUFWriter(path, "qwen3")
+    writer.add_block_count(shape["num_hidden_layers"])
+    writer.add_context_length(ANY["max_position_embeddings"])
+    writer.add_embedding_length(hidden)
+    writer.add_feed_forward_length(shape["intermediate_size"])
+    writer.add_head_count(shape["num_attention_heads"])
+    writer.add_head_count_kv(shape["num_key_value_heads"])
+    writer.add_key_length(width)
+    writer.add_value_length(width)
+    writer.add_rope_freq_base(ANY["rope_theta"])
+    writer.add_layer_norm_rms_eps(ANY["rms_norm_eps"])
+    writer.add_vocab_size(shape["vocab_size"])
+    writer.add_tokenizer_model("no_vocab")
+
+    def matrix(name: str, rows: int, cols: int) -> None:
+        blocks = rng.integers(0, 256, (rows, cols // 32, 18), dtype=np.uint8)
+        blocks[..., :2] = np.frombuffer(np.float16(0.003).tobytes(), np.uint8)  # the scale
+        writer.add_tensor(f"{name}.weight", blocks.reshape(rows, -1), raw_dtype=gguf.GGMLQuantizationType.Q4_0)
+
+    def norm(name: str, size: int) -> None:
+        writer.add_tensor(f"{name}.weight", np.ones(size, np.float32))
+
+    for name in ("token_embd", "output"):
+        matrix(name, shape["vocab_size"], hidden)
+    norm("output_norm", hidden)
+    for block in range(shape["num_hidden_layers"]):
+        for name, count in rows.items():
+            matrix(f"blk.{block}.{name}", count, cols.get(name, hidden))
+        for name, size in (("attn_norm", hidden), ("ffn_norm", hidden), ("attn_q_norm", width), ("attn_k_norm", width)):
+            norm(f"blk.{block}.{name}", size)
+    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
+        write()
+    writer.close()
 
 
 def per_token(short: Sequence[float], long: Sequence[float], tokens: int) -> list[float]:

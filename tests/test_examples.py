@@ -81,15 +81,19 @@ def test_time_per_token() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_batch_invariance_cost(dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
-    threads, program = torch.get_num_threads(), runpy.run_path(str(EXAMPLES / "batch_invariance_cost.py"))
+def test_cpu_products(dtype: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, program = torch.get_num_threads(), runpy.run_path(str(EXAMPLES / "cpu_products.py"))
+    monkeypatch.setitem(program["main"].__globals__, "COPIES", 1)
     try:
         program["main"](["--dtype", dtype, "--tokens", "1", "3", "--repeats", "1"])
     finally:
         torch.set_num_threads(threads)
-    ratios = re.findall(r"^[13] +.* ([\d.]+) *$", capsys.readouterr().out, flags=re.MULTILINE)
-    assert len(ratios) == 2
-    assert all(float(ratio) > 0 for ratio in ratios)
+    rows = re.findall(r"^[13] +(.*)$", capsys.readouterr().out, flags=re.MULTILINE)
+    assert len(rows) == 2
+    for row in rows:
+        times = [float(time) for time in row.split()]
+        assert len(times) == 4, "unquantized, ssqr, invariant, latq"
+        assert min(times) > 0
 
 
 def has_int4_product() -> bool:

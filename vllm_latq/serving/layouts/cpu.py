@@ -24,7 +24,7 @@ from vllm_latq.coding.packing import unpack_codes
 from vllm_latq.errors import RESTART_TO_RELOAD, CheckpointError
 from vllm_latq.format.encodings.packed import PackedWeight
 from vllm_latq.format.scheme import WHOLE_ROW
-from vllm_latq.kernels.cpu import library, packed
+from vllm_latq.kernels.cpu import packed
 from vllm_latq.kernels.cpu import trellis as rings
 from vllm_latq.kernels.cpu.packed import PackedTensors
 from vllm_latq.kernels.cpu.trellis import RingTensors
@@ -34,9 +34,9 @@ from vllm_latq.serving.trellis import MergedTrellis
 
 OUTLIER_BITS = 32
 DTYPES = (torch.bfloat16, torch.float16)  # of activations; float32 would lose more than half of its bits
-# Up to so many tokens our product of codes is faster than dequantize + matmul: measured on an EPYC of Zen 4, where our
-# product of a trellis is as fast even at 512 tokens.
-FEW_TOKENS = {"avx512": 128, "avx2": 48}
+# Up to so many tokens our product of codes is faster than dequantize + matmul. Measured on an EPYC of Zen 4, where our
+# product of a trellis is nearly as fast even at 512 tokens.
+FEW_TOKENS = 128
 DENSE_WEIGHTS = 1 << 20  # dequantized at a time, in a product: they fit a cache
 
 
@@ -135,7 +135,7 @@ class CpuOperands:
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """Return x [.., cols] times the transposed weight, [.., rows], dtype of x."""
         tokens = x.reshape(-1, self.weight.cols)
-        own = self.invariant or tokens.shape[0] <= _few_tokens()
+        own = self.invariant or tokens.shape[0] <= FEW_TOKENS
         y = packed.multiply(tokens, self.weight) if own else _by_bands(tokens, self.weight)
         return y.view(*x.shape[:-1], self.weight.rows)
 
@@ -216,10 +216,6 @@ def _with_room(tensor: torch.Tensor, capacity: int, what: str, where: str) -> to
     if len(tensor) > capacity:
         raise CheckpointError(where, f"at most {capacity} {what}", str(len(tensor)), RESTART_TO_RELOAD)
     return pad(tensor, (0, capacity - len(tensor)))
-
-
-def _few_tokens() -> int:
-    return FEW_TOKENS.get(library.instructions() or "", 0)
 
 
 def _by_bands(tokens: torch.Tensor, weight: PackedTensors) -> torch.Tensor:
