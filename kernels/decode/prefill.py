@@ -18,8 +18,8 @@ from vllm_latq.kernels.device.tiles import load_planes, load_scale, plane, tile_
 from vllm_latq.kernels.layout.codes import ROW_ALIGN, ROW_BLOCK
 from vllm_latq.kernels.layout.weight import KernelWeight
 
-# The most dense weights at a time: a whole layer of a model of 8 billion weights. Chunks of 32 MB gave the matmul too few
-# output tiles for the multiprocessors of an H200 (NOTES.md, Prefill).
+# The most dense weights at a time: a whole layer of a model of 8 billion weights. Chunks of 32 MB gave the matmul too
+# few output tiles for the multiprocessors of an H200 (NOTES.md, Prefill).
 CHUNK_BYTES = 256 << 20
 SLOTS = 2  # outliers of a row that a program handles at once
 
