@@ -31,6 +31,8 @@ from vllm_latq.kernels.bench.bench import (
 )
 from vllm_latq.kernels.bench.cases import LARGE, SHAPES, Case, Layer, all_cases, layer_of, make_layer, relative_error
 from vllm_latq.kernels.bench.compile_pool import CompilePool
+from vllm_latq.kernels.bench.many_tokens import TENSOR_TFLOPS, estimate
+from vllm_latq.kernels.bench.many_tokens import main as print_many_tokens
 from vllm_latq.kernels.bench.measure import Bench, Result
 from vllm_latq.kernels.bench.measure_experts import ExpertBench
 from vllm_latq.kernels.bench.roofline import (
@@ -439,6 +441,32 @@ def test_humming_is_given_a_checkpoint_s_tensors(monkeypatch: pytest.MonkeyPatch
     assert peer.bytes == 70 * (256 * bits // 8 + 2 * 2)
     for product_ in peer.products:
         assert relative_error(product_(x), x, peer.reference) < 1e-5
+
+
+def test_estimates_of_many_tokens_match_an_h200_s_bf16() -> None:
+    """The only ones that were measured. The dense path was slower, in smaller chunks and more launches."""
+    h200 = GPUS[-1]
+    path = Path(peers.__file__).parents[1] / "results" / "nvidia-h200.json"
+    checked = 0
+    for row in json.loads(path.read_text())["results"]:
+        case = row["case"]
+        if case["m"] == 512 and row["kernel"] in ("bf16", "prefill"):
+            found = estimate(h200, [(case["rows"], case["cols"])], 512, case["bits"], case["outlier_rate"])
+            measured, checked = row["timing"]["median"], checked + 1
+            if row["kernel"] == "bf16":
+                assert found.bf16 == pytest.approx(measured, rel=0.08)
+            else:
+                assert found.fused <= found.overlapped < found.dense < measured
+    assert checked > len(SHAPES)
+
+
+def test_documentation_has_the_estimates(capsys: pytest.CaptureFixture[str]) -> None:
+    assert TENSOR_TFLOPS.keys() == {gpu.name for gpu in GPUS}
+    print_many_tokens([])
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    stated = (Path(__file__).parents[2] / "docs" / "performance.md").read_text()
+    assert len(rows) == 2 + 6 + 2 + 2
+    assert all(row in stated for row in rows if not row.startswith(("| layers", "| tokens", "|---")))
 
 
 def test_copies_and_summary() -> None:
