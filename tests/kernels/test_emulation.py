@@ -155,7 +155,7 @@ def test_entries_are_prefetched(make_layer, monkeypatch: pytest.MonkeyPatch, arc
 
 @pytest.mark.parametrize(("arch", "bits", "rows"), [("sm_80", 3, 131), ("sm_90", 2, 70)])
 def test_coded_weights_are_written_exactly(make_layer, arch: str, bits: int, rows: int) -> None:
-    """Of 70 rows a slice without entries lies before one with entries; the emulator refuses what is out of bounds."""
+    """With 70 rows an empty slice lies before one with entries. The emulator refuses what is out of bounds."""
     layer = make_layer(bits, rows, 700, **CODED)
     with emulation(arch):
         w = dequantize.dequantize(on(arch, layer), torch.float32)
