@@ -1,7 +1,10 @@
 """Prefill: tile words -> a dense chunk of W in bf16 or fp16, for the library's matmul.
 
-Two launches per chunk. The first writes every code times its scale, rounded once. The second adds every outlier. The
-chunk is bounded, so a layer of any size needs the same scratch and the dense weights stay in or near the L2 cache.
+One launch per chunk. A program writes a tile: every code times its scale, rounded once. Then it adds the outliers of
+its tile, which no other program touches, so no order of programs is needed.
+
+A chunk is a whole weight, or one of several equal pieces of a weight of more than CHUNK_BYTES, so that the matmul has
+enough output tiles for all multiprocessors.
 """
 
 import torch
@@ -10,13 +13,15 @@ import triton.language as tl
 
 from vllm_latq.kernels.configs import COMPILER
 from vllm_latq.kernels.device.fields import field_segment, segment_count, words_of
+from vllm_latq.kernels.device.outlier_tile import longest_slice
 from vllm_latq.kernels.device.tiles import load_planes, load_scale, plane, tile_scale_pairs, tile_words
 from vllm_latq.kernels.layout.codes import ROW_ALIGN, ROW_BLOCK
-from vllm_latq.kernels.layout.outliers import SLICE_ROWS
 from vllm_latq.kernels.layout.weight import KernelWeight
 
-CHUNK_BYTES = 32 << 20  # dense weights at a time: below the L2 cache of an H100 or H200 (50 MB), and enough to fill it
-SLICE_SLOTS, SLICE_PROGRAMS = 16, 8  # slots of a slice at a time, and programs that take turns with them
+# The most dense weights at a time: a whole layer of a model of 8 billion weights. Chunks of 32 MB gave the matmul too
+# few output tiles for the multiprocessors of an H200 (NOTES.md, Prefill).
+CHUNK_BYTES = 256 << 20
+SLOTS = 2  # outliers of a row that a program handles at once
 
 
 @triton.jit
@@ -37,6 +42,8 @@ def dequantize_tiles(
     flat_scale_ptr,  # float32 [padded rows]: the scale of a whole row; None unless HAS_FLAT_SCALES
     row_scale_ptr,  # float32 [padded rows]; None unless HAS_ROW_SCALES
     order_ptr,  # int32 [padded rows]: the row of W that each tile row holds
+    entry_ptr,  # int32 [slots, 16]; None unless HAS_OUTLIERS
+    slice_ptr,  # int32 [padded rows / 16 + 1]: first slot of each slice; None unless HAS_OUTLIERS
     w_ptr,  # [chunk rows, K], contiguous
     first_block,  # first row block of the chunk
     first_row,  # first row of the chunk
@@ -48,9 +55,14 @@ def dequantize_tiles(
     MIDRISE: tl.constexpr,  # the grid lies half a step above the multiples of the scale
     HAS_FLAT_SCALES: tl.constexpr,
     HAS_ROW_SCALES: tl.constexpr,
+    HAS_OUTLIERS: tl.constexpr,
+    SLOTS: tl.constexpr,  # outliers of a row that are added at once
 ):
-    """Grid (row blocks of the chunk, superblocks). Write one tile of the chunk, without its outliers."""
-    block, sb = first_block + tl.program_id(0), tl.program_id(1)
+    """Grid (superblocks, row blocks of the chunk). Write one tile of the chunk.
+
+    The superblocks of a row block run side by side, because they share the sectors of its entries.
+    """
+    sb, block = tl.program_id(0), first_block + tl.program_id(1)
     WORDS: tl.constexpr = words_of(BITS)
     rn = tl.arange(0, 64)
     rk = tl.arange(0, 2 * WORDS)
@@ -60,11 +72,12 @@ def dequantize_tiles(
     row = tl.load(order_ptr + block * 64 + rn)
     first_col = sb * 256
     out = w_ptr + (row - first_row).to(tl.int64)[:, None] * K + first_col + rk[None, :]
-    factor = tl.full((64,), 1.0, tl.float32)
+    row_scale = tl.full((64,), 1.0, tl.float32)
+    if HAS_ROW_SCALES:
+        row_scale = tl.load(row_scale_ptr + block * 64 + rn)
+    factor = row_scale
     if HAS_FLAT_SCALES:
         factor *= tl.load(flat_scale_ptr + block * 64 + rn)
-    if HAS_ROW_SCALES:
-        factor *= tl.load(row_scale_ptr + block * 64 + rn)
     for f in tl.static_range(128 // WORDS):
         scale = factor
         if GROUP != -1:
@@ -79,55 +92,71 @@ def dequantize_tiles(
         value = tl.reshape(tl.join(low, high), (64, 2 * WORDS)).to(w_ptr.dtype.element_ty)
         live = (row < N)[:, None] & (first_col + f * 2 * WORDS + rk < K)[None, :]
         tl.store(out + f * 2 * WORDS, value, mask=live)
+    if HAS_OUTLIERS:
+        tl.debug_barrier()  # the tile's elements are written before any of them is read again
+        add_outliers(entry_ptr, slice_ptr, w_ptr, block, row - first_row, row_scale, first_col, K, SLOTS)
 
 
 @triton.jit
-def slice_rows(entry_ptr, slice_ptr, order_ptr, row_scale_ptr, s, first_row, HAS_ROW_SCALES: tl.constexpr):
-    """Return, for slice s, pointers to the first entries of its rows [1, 16], its slots, chunk rows and row scales."""
-    lane = tl.arange(0, 16)[None, :]
-    begin = tl.load(slice_ptr + s)
-    row = (tl.load(order_ptr + s * 16 + lane) - first_row).to(tl.int64)
-    factor = tl.full((1, 16), 1.0, tl.float32)
-    if HAS_ROW_SCALES:
-        factor = tl.load(row_scale_ptr + s * 16 + lane)
-    return entry_ptr + begin.to(tl.int64) * 16 + lane, tl.load(slice_ptr + s + 1) - begin, row, factor
+def first_slots(entry, count, longest, column):
+    """Return the first slot of each row whose entry has this column or a higher one, by binary search.
+
+    Args:
+        entry: pointers to the rows' first entries; entries are sorted by column, and zeros follow a row's last one.
+        count: slots of the rows' slices.
+        longest: slots of the longest of them.
+        column: of each row.
+    """
+    slot = tl.zeros(count.shape, tl.int32)
+    size = longest
+    while size > 0:
+        probe = slot + (size - 1) // 2
+        there = probe < count
+        word = tl.load(entry + probe * 16, mask=there, other=0)
+        # Zero means no entry, except at slot 0, where it can be a zero in column 0.
+        before = there & ((word & 0xFFFF) < column) & ((word != 0) | (probe == 0))
+        slot = tl.where(before, probe + 1, slot)
+        size //= 2
+    return slot
 
 
-@triton.jit(do_not_specialize=("first_slice", "first_row", "K"))
-def scatter_outliers(
-    entry_ptr,  # int32 [slots, 16]
-    slice_ptr,  # int32 [padded rows / 16 + 1]: first slot of each slice
-    order_ptr,  # int32 [padded rows]: the row of W that each tile row holds
-    row_scale_ptr,  # float32 [padded rows]; None unless HAS_ROW_SCALES
-    w_ptr,  # [chunk rows, K], contiguous
-    first_slice,  # first slice of the chunk
-    first_row,  # first row of the chunk
-    K,  # columns
-    HAS_ROW_SCALES: tl.constexpr,
-    SLOTS: tl.constexpr,  # slots that a program handles at once
-):
-    """Grid (slices of the chunk, programs of a slice). Add the outliers of 16 rows to the chunk.
+@triton.jit
+def add_outliers(entry_ptr, slice_ptr, w_ptr, block, row, row_scale, first_col, K, SLOTS: tl.constexpr):
+    """Add the outliers of a row block in 256 columns to the chunk.
 
     A row's entries are sorted by column, and at most three share a column (`entries.coordinates`): the first of them
     adds all three.
+
+    Args:
+        entry_ptr, slice_ptr, w_ptr, K, SLOTS: as for `dequantize_tiles`.
+        block: the row block.
+        row: int32 [64], the chunk row of each of its rows.
+        row_scale: float32 [64], by which outliers are multiplied.
+        first_col: the first of the 256 columns.
     """
-    at, count, row, factor = slice_rows(
-        entry_ptr, slice_ptr, order_ptr, row_scale_ptr, first_slice + tl.program_id(0), first_row, HAS_ROW_SCALES
-    )
-    for start in range(tl.program_id(1) * SLOTS, count, tl.num_programs(1) * SLOTS):
-        slot = start + tl.arange(0, SLOTS)[:, None]
-        entry = tl.load(at + slot * 16, mask=slot < count, other=0)
-        before = tl.load(at + (slot - 1) * 16, mask=(slot > 0) & (slot < count), other=0)
-        col = entry & 0xFFFF
-        real = (entry & -65536) != 0
-        first = real & ((slot == 0) | ((before & 0xFFFF) != col) | ((before & -65536) == 0))
-        value = (entry & -65536).to(tl.float32, bitcast=True)
+    rn = tl.arange(0, 64)[:, None]
+    begin = tl.load(slice_ptr + block * 4 + rn // 16)
+    count = tl.load(slice_ptr + block * 4 + rn // 16 + 1) - begin
+    entry = entry_ptr + begin.to(tl.int64) * 16 + rn % 16
+    # Both ends of each row's entries, found side by side.
+    column = first_col + 256 * tl.arange(0, 2)[None, :] + tl.zeros((64, 1), tl.int32)
+    slots = first_slots(entry, count + tl.zeros((64, 2), tl.int32), longest_slice(slice_ptr, block, 64), column)
+    first, end = tl.split(slots)
+    for start in range(0, tl.max(end - first), SLOTS):
+        slot = first[:, None] + start + tl.arange(0, SLOTS)[None, :]
+        at = entry + slot * 16
+        live = slot < end[:, None]
+        word = tl.load(at, mask=live, other=0)
+        before = tl.load(at - 16, mask=live & (slot > first[:, None]), other=0)
+        col = word & 0xFFFF
+        leads = ((word & -65536) != 0) & ((slot == first[:, None]) | ((before & 0xFFFF) != col))
+        value = (word & -65536).to(tl.float32, bitcast=True)
         for ahead in tl.static_range(1, 3):
-            other = tl.load(at + (slot + ahead) * 16, mask=slot + ahead < count, other=0)
+            other = tl.load(at + ahead * 16, mask=slot + ahead < end[:, None], other=0)
             value += tl.where((other & 0xFFFF) == col, (other & -65536).to(tl.float32, bitcast=True), 0.0)
-        out = w_ptr + row * K + col
-        base = tl.load(out, mask=first, other=0.0).to(tl.float32)
-        tl.store(out, (base + value * factor).to(w_ptr.dtype.element_ty), mask=first)
+        out = w_ptr + row.to(tl.int64)[:, None] * K + col
+        base = tl.load(out, mask=leads, other=0.0).to(tl.float32)
+        tl.store(out, (base + value * row_scale[:, None]).to(w_ptr.dtype.element_ty), mask=leads)
 
 
 def launch_dequantize(weight: KernelWeight, w: torch.Tensor, first_block: int, blocks: int) -> None:
@@ -139,17 +168,17 @@ def launch_dequantize(weight: KernelWeight, w: torch.Tensor, first_block: int, b
         first_block: first row block of the chunk; the chunk begins and ends with whole ROW_ALIGN rows.
         blocks: row blocks in the chunk.
     """
-    first_row = first_block * ROW_BLOCK
-    row_scaled = weight.row_scales is not None
-    dequantize_tiles[(blocks, weight.superblocks)](
+    dequantize_tiles[(weight.superblocks, blocks)](
         weight.words,
         weight.scale_pairs,
         weight.flat_scales,
         weight.row_scales,
         weight.order,
+        weight.entries,
+        weight.slice_ptr,
         w,
         first_block,
-        first_row,
+        first_block * ROW_BLOCK,
         weight.rows,
         weight.cols,
         weight.superblocks,
@@ -157,21 +186,26 @@ def launch_dequantize(weight: KernelWeight, w: torch.Tensor, first_block: int, b
         GROUP=weight.group_size,
         MIDRISE=weight.midrise,
         HAS_FLAT_SCALES=weight.flat_scales is not None,
-        HAS_ROW_SCALES=row_scaled,
+        HAS_ROW_SCALES=weight.row_scales is not None,
+        HAS_OUTLIERS=weight.entries is not None,
+        SLOTS=SLOTS,
         num_warps=4,
         **COMPILER,
     )
-    if weight.entries is not None:
-        first_slice = first_block * (ROW_BLOCK // SLICE_ROWS)
-        grid = (blocks * (ROW_BLOCK // SLICE_ROWS), SLICE_PROGRAMS)
-        slices = (weight.entries, weight.slice_ptr, weight.order, weight.row_scales)
-        constants = {"HAS_ROW_SCALES": row_scaled, "SLOTS": SLICE_SLOTS}
-        scatter_outliers[grid](*slices, w, first_slice, first_row, weight.cols, **constants, num_warps=4, **COMPILER)
+
+
+def equal_pieces(total: int, most: int) -> int:
+    """Return the size of the fewest pieces of `total` that have at most `most` each, but at least one."""
+    return -(-total // -(-total // max(1, most)))
 
 
 def chunk_blocks(weight: KernelWeight, dtype: torch.dtype) -> int:
-    """Return the row blocks of a chunk: as many as fit CHUNK_BYTES, at least those that `order` permutes together."""
-    return max(1, CHUNK_BYTES // (ROW_ALIGN * weight.cols * dtype.itemsize)) * (ROW_ALIGN // ROW_BLOCK)
+    """Return the row blocks of a chunk: those of the weight, or of its fewest equal pieces that fit CHUNK_BYTES.
+
+    A chunk has at least the row blocks that `order` permutes together.
+    """
+    most = CHUNK_BYTES // (ROW_ALIGN * weight.cols * dtype.itemsize)
+    return equal_pieces(weight.padded_rows // ROW_ALIGN, most) * (ROW_ALIGN // ROW_BLOCK)
 
 
 def dequantize(weight: KernelWeight, dtype: torch.dtype) -> torch.Tensor:

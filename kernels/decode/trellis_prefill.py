@@ -1,8 +1,8 @@
 """Prefill for trellis codes: a dense chunk of W in bf16 or fp16, for the library's matmul.
 
-Two launches per chunk. The first decodes every weight, rounded once. The second adds the kept weights, rounded a second
-time. Columns are written in the stored order, side by side, and x is brought into this order. The chunk is bounded as
-in `prefill.py`.
+One launch per chunk. A program decodes 64 rows by 128 stored columns, rounded once. Then it adds its kept weights,
+rounded a second time. Columns are written in the stored order, side by side, and x is brought into this order. The
+chunk is bounded as in `prefill.py`.
 """
 
 import torch
@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from vllm_latq.kernels.configs import COMPILER
-from vllm_latq.kernels.decode.prefill import CHUNK_BYTES
+from vllm_latq.kernels.decode.prefill import CHUNK_BYTES, equal_pieces
 from vllm_latq.kernels.device.trellis import (
     factor_of,
     multiplier_of,
@@ -23,7 +23,7 @@ from vllm_latq.kernels.device.trellis import (
 )
 from vllm_latq.kernels.layout.trellis import TILE_ROWS, TrellisOperands
 
-KEPT_AT_ONCE = 128
+KEPT_AT_ONCE = 128  # a row tile has about 80 at 4096 columns
 
 
 @triton.jit
@@ -58,14 +58,18 @@ def dequantize_trellis(
     tile_scale_ptr,  # float32 [row tiles]
     exponent_ptr,  # int8 [row tiles * 64]: eighths of an octave
     column_exponent_ptr,  # int8 [K]
+    place_ptr,  # int32: kept weights
+    value_ptr,  # bf16: what is added to them
+    stored_ptr,  # int32 [K]: the stored column of each column of x
     w_ptr,  # [chunk rows, K], contiguous
     first_tile,  # first row tile of the chunk
     first_row,  # first row of the chunk
     K,  # columns
     units,  # units of a row tile
     ASM: tl.constexpr,  # NVIDIA inline assembly
+    AT_ONCE: tl.constexpr,  # kept weights that a program looks at once
 ):
-    """Grid (row tiles of the chunk, units). Write 64 rows by 128 stored columns of the chunk, without kept weights."""
+    """Grid (row tiles of the chunk, units). Write 64 rows by 128 stored columns of the chunk."""
     tile, k = first_tile + tl.program_id(0), tl.program_id(1)
     run_ptr += tile * run_fields()
     rate = 0
@@ -100,41 +104,42 @@ def dequantize_trellis(
     stored = unit * 128 + tl.arange(0, 128)
     scale = octave_eighths(tl.load(column_exponent_ptr + stored, mask=stored < K, other=0))
     value = value * factor * row_scale[:, None] * scale[None, :]
-    w_ptr += (row_begin - first_row + tl.arange(0, 64)).to(tl.int64)[:, None] * K
+    out = w_ptr + (row_begin - first_row + tl.arange(0, 64)).to(tl.int64)[:, None] * K
     live = ((row_begin + rn) < row_end) & (stored < K)[None, :]
-    tl.store(w_ptr + stored[None, :], value.to(w_ptr.dtype.element_ty), mask=live)
+    tl.store(out + stored[None, :], value.to(w_ptr.dtype.element_ty), mask=live)
+    first_kept, end_kept = tl.load(tile_ptr + tile * 4 + 1), tl.load(tile_ptr + tile * 4 + 5)
+    if first_kept < end_kept:
+        tl.debug_barrier()  # the tile's elements are written before any of them is read again
+        add_kept(place_ptr, value_ptr, stored_ptr, w_ptr, first_kept, end_kept, row_begin - first_row, unit, K, AT_ONCE)
 
 
-@triton.jit(do_not_specialize=("first_tile", "first_row", "K"))
-def add_kept(
-    place_ptr,  # int32: kept weights
-    value_ptr,  # bf16: what is added to them
-    tile_ptr,  # int32 [row tiles + 1, 4]
-    stored_ptr,  # int64 [K]: the stored column of each column of x
-    w_ptr,  # [chunk rows, K], contiguous
-    first_tile,  # first row tile of the chunk
-    first_row,  # first row of the chunk
-    K,  # columns
-    AT_ONCE: tl.constexpr,
-):
-    """Grid (row tiles of the chunk). Add the kept weights, of which no two have one place."""
-    tile = first_tile + tl.program_id(0)
-    row_begin = tl.load(tile_ptr + tile * 4 + 2) - first_row
-    end = tl.load(tile_ptr + tile * 4 + 5)
-    for start in range(tl.load(tile_ptr + tile * 4 + 1), end, AT_ONCE):
+@triton.jit
+def add_kept(place_ptr, value_ptr, stored_ptr, w_ptr, first_kept, end_kept, first_row, unit, K, AT_ONCE: tl.constexpr):
+    """Add the kept weights of a row tile that a unit has, of which no two have one place.
+
+    Args:
+        place_ptr, value_ptr, stored_ptr, w_ptr, K, AT_ONCE: as for `dequantize_trellis`.
+        first_kept, end_kept: the kept weights of the row tile.
+        first_row: the first chunk row of the row tile.
+        unit: number of the unit, as stored.
+    """
+    for start in range(first_kept, end_kept, AT_ONCE):
         e = start + tl.arange(0, AT_ONCE)
-        place = tl.load(place_ptr + e, mask=e < end, other=0)
-        value = tl.load(value_ptr + e, mask=e < end, other=0.0).to(tl.float32)
-        stored = tl.load(stored_ptr + (place & 0x3FFFFFF), mask=e < end, other=0)
-        at = w_ptr + (row_begin + (place >> 26 & 63)).to(tl.int64) * K + stored
-        sum_ = tl.load(at, mask=e < end, other=0.0).to(tl.float32) + value
-        tl.store(at, sum_.to(w_ptr.dtype.element_ty), mask=e < end)
+        place = tl.load(place_ptr + e, mask=e < end_kept, other=0)
+        stored = tl.load(stored_ptr + (place & 0x3FFFFFF), mask=e < end_kept, other=-1)
+        here = stored >> 7 == unit
+        value = tl.load(value_ptr + e, mask=here, other=0.0).to(tl.float32)
+        at = w_ptr + (first_row + (place >> 26 & 63)).to(tl.int64) * K + stored
+        total = tl.load(at, mask=here, other=0.0).to(tl.float32) + value
+        tl.store(at, total.to(w_ptr.dtype.element_ty), mask=here)
 
 
 def stored_order(weight: TrellisOperands) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the column of x of each stored column, and the stored column of each column of x, int64 [cols] each."""
-    columns = weight.columns.to(torch.int64) & 0xFFFF
-    return columns, columns.argsort()
+    """Return the column of x of each stored column, and the stored column of each column of x, int32 [cols] each."""
+    columns = weight.columns.to(torch.int32) & 0xFFFF
+    stored = torch.empty_like(columns)
+    stored[columns] = torch.arange(weight.cols, dtype=torch.int32, device=columns.device)
+    return columns, stored
 
 
 def launch_dequantize_trellis(
@@ -144,22 +149,17 @@ def launch_dequantize_trellis(
 
     Args:
         weight: see `TrellisOperands`.
-        stored: int64 [cols], the stored column of each column of x.
+        stored: int32 [cols], the stored column of each column of x.
         w: [rows, cols] or more rows, contiguous: from the first row of the first row tile on.
         first_tile: first row tile.
         tiles: row tiles.
     """
-    first_row, nvidia = weight.first_rows[first_tile], w.is_cuda and torch.version.hip is None
     dequantize_trellis[(tiles, weight.column_units)](
         weight.words, weight.units, weight.runs, weight.tiles, weight.tile_scales, weight.row_exponents,
-        weight.column_exponents, w, first_tile, first_row, weight.cols, weight.column_units, ASM=nvidia, num_warps=4,
-        **COMPILER,
+        weight.column_exponents, weight.kept_places, weight.kept_values, stored, w, first_tile,
+        weight.first_rows[first_tile], weight.cols, weight.column_units,
+        ASM=w.is_cuda and torch.version.hip is None, AT_ONCE=KEPT_AT_ONCE, num_warps=4, **COMPILER,
     )  # fmt: skip
-    if weight.kept_values.numel():
-        add_kept[(tiles,)](
-            weight.kept_places, weight.kept_values, weight.tiles, stored, w, first_tile, first_row, weight.cols,
-            AT_ONCE=KEPT_AT_ONCE, num_warps=4, **COMPILER,
-        )  # fmt: skip
 
 
 def dequantize(weight: TrellisOperands, dtype: torch.dtype) -> torch.Tensor:
@@ -176,7 +176,7 @@ def prefill_trellis(x: torch.Tensor, weight: TrellisOperands) -> torch.Tensor:
     columns, stored = stored_order(weight)
     x = x[:, columns]
     y = torch.empty(x.shape[0], weight.rows, dtype=x.dtype, device=x.device)
-    step = max(1, CHUNK_BYTES // (TILE_ROWS * weight.cols * x.dtype.itemsize))
+    step = equal_pieces(weight.row_tiles, CHUNK_BYTES // (TILE_ROWS * weight.cols * x.dtype.itemsize))
     scratch = torch.empty(min(step * TILE_ROWS, weight.rows), weight.cols, dtype=x.dtype, device=x.device)
     for first in range(0, weight.row_tiles, step):
         tiles = min(step, weight.row_tiles - first)

@@ -31,7 +31,7 @@ from vllm_latq.kernels.configs import (
     max_decode_rows,
 )
 from vllm_latq.kernels.decode.launch import Variant
-from vllm_latq.kernels.decode.prefill import SLICE_SLOTS, dequantize_tiles, scatter_outliers
+from vllm_latq.kernels.decode.prefill import SLOTS, dequantize_tiles
 from vllm_latq.kernels.decode.simt import simt_constants, ssqr_simt, warps_of
 from vllm_latq.kernels.decode.ssqr import ssqr_constants, ssqr_tensor_core
 from vllm_latq.kernels.decode.trellis import (
@@ -42,7 +42,7 @@ from vllm_latq.kernels.decode.trellis import (
     trellis_constants,
     trellis_tensor_core,
 )
-from vllm_latq.kernels.decode.trellis_prefill import KEPT_AT_ONCE, add_kept, dequantize_trellis
+from vllm_latq.kernels.decode.trellis_prefill import KEPT_AT_ONCE, dequantize_trellis
 from vllm_latq.kernels.dev.sass import MachineCode, disassemble
 from vllm_latq.kernels.entropy.chunks import LANES
 from vllm_latq.kernels.entropy.huffman import HuffmanCode, huffman_chunks, huffman_constants
@@ -160,8 +160,7 @@ def audit_trellis_others(arch: str) -> Iterator[Audit]:
     values = {"COLUMNS": 16, "STEPS": STEPS_OF_X, "SMALLEST": SMALLEST}
     yield _audit(trellis_activations, arch, 0, 0, UNIT_COLUMNS, values, 1)
     yield _audit(trellis_grouped_activations, arch, 0, 0, UNIT_COLUMNS, values, 1)
-    yield _audit(dequantize_trellis, arch, 0, 0, TILE_ROWS * UNIT_COLUMNS, {"ASM": True}, 4)
-    yield _audit(add_kept, arch, 0, 0, KEPT_AT_ONCE, {"AT_ONCE": KEPT_AT_ONCE}, 4)
+    yield _audit(dequantize_trellis, arch, 0, 0, TILE_ROWS * UNIT_COLUMNS, {"ASM": True, "AT_ONCE": KEPT_AT_ONCE}, 4)
 
 
 def audit_simt(arch: str, variant: Variant, config: DecodeConfig = SIMT) -> Audit:
@@ -171,15 +170,19 @@ def audit_simt(arch: str, variant: Variant, config: DecodeConfig = SIMT) -> Audi
 
 
 def audit_dequantize(arch: str, bits: int) -> Audit:
-    """Audit the kernel that writes packed tiles as dense bf16, group size 128."""
-    values = {"BITS": bits, "GROUP": 128, "MIDRISE": False, "HAS_FLAT_SCALES": False, "HAS_ROW_SCALES": False}
-    return _audit(dequantize_tiles, arch, bits, 0, 64 * 256, values, 4)
+    """Audit the kernel that writes packed tiles as dense bf16, group size 128, without outliers."""
+    return _audit(dequantize_tiles, arch, bits, 0, 64 * 256, _dequantize_constants(bits, False), 4)
 
 
-def audit_scatter(arch: str) -> Audit:
-    """Audit the kernel that adds outliers to dense weights."""
-    values = {"HAS_ROW_SCALES": False, "SLOTS": SLICE_SLOTS}
-    return _audit(scatter_outliers, arch, 0, 0, 16 * SLICE_SLOTS, values, 4)
+def audit_dequantized_outliers(arch: str) -> Audit:
+    """Audit the loop in which the same kernel adds outliers; the rest of it is that for 3 bits."""
+    return _audit(dequantize_tiles, arch, 0, 0, 64 * SLOTS, _dequantize_constants(3, True), 4)
+
+
+def _dequantize_constants(bits: int, outliers: bool) -> dict[str, Any]:
+    """Return the compile-time arguments of `dequantize_tiles`, by name."""
+    scales = {"MIDRISE": False, "HAS_FLAT_SCALES": False, "HAS_ROW_SCALES": False}
+    return {"BITS": bits, "GROUP": 128, **scales, "HAS_OUTLIERS": outliers, "SLOTS": SLOTS}
 
 
 def audit_decoding(arch: str) -> Audit:
@@ -198,7 +201,7 @@ def audits(
                     yield partial(audit_tensor_core, arch, decode_config(rows, width, arch), Variant(width, rows))
             yield partial(audit_simt, arch, Variant(width, 1))
             yield partial(audit_dequantize, arch, width)
-        yield partial(audit_scatter, arch)
+        yield partial(audit_dequantized_outliers, arch)
         yield partial(audit_decoding, arch)
 
 

@@ -82,7 +82,8 @@ OTHERS = [
 
 SCRIPT = """
 import json, sys
-from vllm_latq.kernels.dev.audit import audit_decoding, audit_dequantize, audit_scatter, audit_simt, audit_tensor_core
+from vllm_latq.kernels.dev.audit import audit_decoding, audit_dequantize, audit_dequantized_outliers
+from vllm_latq.kernels.dev.audit import audit_simt, audit_tensor_core
 from vllm_latq.kernels.configs import decode_config
 from vllm_latq.kernels.decode.launch import Variant
 
@@ -116,7 +117,7 @@ for arch, bits, rows, activations, group, *flags in json.loads(sys.argv[1]):
     elif rows == 0 and bits:
         audited = audit_dequantize(arch, bits)
     elif rows == 0:
-        others = [audit(arch) for audit in (audit_scatter, audit_decoding)]
+        others = [audit(arch) for audit in (audit_dequantized_outliers, audit_decoding)]
         audited = max(others, key=lambda other: other.row.spill_bytes)
     else:
         config = decode_config(rows, bits, arch, group)

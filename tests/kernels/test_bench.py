@@ -3,12 +3,15 @@
 Timers here return made-up numbers: what is tested is what happens to them.
 """
 
+import importlib.metadata
 import json
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,6 +31,8 @@ from vllm_latq.kernels.bench.bench import (
 )
 from vllm_latq.kernels.bench.cases import LARGE, SHAPES, Case, Layer, all_cases, layer_of, make_layer, relative_error
 from vllm_latq.kernels.bench.compile_pool import CompilePool
+from vllm_latq.kernels.bench.many_tokens import TENSOR_TFLOPS, estimate
+from vllm_latq.kernels.bench.many_tokens import main as print_many_tokens
 from vllm_latq.kernels.bench.measure import Bench, Result
 from vllm_latq.kernels.bench.measure_experts import ExpertBench
 from vllm_latq.kernels.bench.roofline import (
@@ -386,8 +391,82 @@ def test_tune_refuses_a_selection(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_peer_without_metadata(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a_peer").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(peers, "PEERS", {"kernel": ("a_peer", (4,)), "other": ("not_there", (4,))})
-    assert peers.versions() == {"a_peer": "unknown"}
+    found = {"kernel": ("a_peer", "a-package", (4,)), "other": ("not_there", "other", (4,))}
+    monkeypatch.setattr(peers, "PEERS", found | {"torch": ("torch", "torch", (2,))})
+    assert peers.versions() == {"a-package": "unknown", "torch": importlib.metadata.version("torch")}
+    assert peers.installed() == {"kernel": (4,), "torch": (2,)}
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_rounded_weights_of_peers(bits: int) -> None:
+    dense = torch.randn(3, 256, generator=torch.Generator().manual_seed(bits))
+    weight = peers.rounded(dense, bits, 128)
+    scales = weight.scales.float().repeat_interleave(128, 1)
+    assert weight.scales.shape == (3, 2)
+    assert int(weight.codes.max()) < 1 << bits
+    assert torch.equal(weight.dense, (weight.codes.float() - (1 << (bits - 1))) * scales)
+    inside = dense < ((1 << (bits - 1)) - 1) * scales
+    assert ((weight.dense - dense).abs() <= 0.51 * scales)[inside].all()
+
+
+@pytest.mark.parametrize("bits", [3, 4])
+def test_humming_is_given_a_checkpoint_s_tensors(monkeypatch: pytest.MonkeyPatch, bits: int) -> None:
+    """Stand-ins for its functions, which need a GPU, take the order of bits of its `pack_weight.cuh`."""
+
+    class Schema:
+        def __init__(self, b_dtype: str, weight_scale_group_size: int) -> None:
+            assert (b_dtype, weight_scale_group_size) == (f"uint{bits}", 128)
+
+        def convert_humming(self, tensors: dict, **sizes: object) -> tuple:
+            assert sizes["shape_n_stacks"] == [70]
+            assert sizes["shape_k_stacks"] == [256]
+            return self, tensors
+
+    def forward(config: str, inputs: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, **_: object):
+        digits = (weight[..., None] >> torch.arange(32) & 1).view(70, 256, bits)
+        codes = (digits * 2 ** torch.arange(bits)).sum(2) - (1 << (bits - 1))
+        return inputs @ (codes * weight_scale.float().repeat_interleave(128, 1)).to(inputs.dtype).T
+
+    parts = {
+        "forward": {"humming_forward": forward},
+        "schema": {"HummingWeightSchema": Schema},
+        "transform": {"prepare_and_transform_humming_tensors": lambda tensors, **_: ("config", tensors)},
+    }
+    for name, functions in parts.items():
+        monkeypatch.setitem(sys.modules, f"humming.{name}", SimpleNamespace(**functions))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=3))
+    x, dense = torch.randn(2, 256), torch.randn(70, 256)
+    peer = peers.make("humming", dense, bits, 128, 1)
+    assert len(peer.products) == 2
+    assert peer.bytes == 70 * (256 * bits // 8 + 2 * 2)
+    for product_ in peer.products:
+        assert relative_error(product_(x), x, peer.reference) < 1e-5
+
+
+def test_estimates_of_many_tokens_match_an_h200_s_bf16() -> None:
+    """The only ones that were measured. The dense path was slower, in smaller chunks and more launches."""
+    h200 = GPUS[-1]
+    path = Path(peers.__file__).parents[1] / "results" / "nvidia-h200.json"
+    checked = 0
+    for row in json.loads(path.read_text())["results"]:
+        case = row["case"]
+        if case["m"] == 512 and row["kernel"] in ("bf16", "prefill"):
+            found = estimate(h200, [(case["rows"], case["cols"])], 512, case["bits"], case["outlier_rate"])
+            measured, checked = row["timing"]["median"], checked + 1
+            if row["kernel"] == "bf16":
+                assert found.bf16 == pytest.approx(measured, rel=0.08)
+            else:
+                assert found.fused <= found.overlapped < found.dense < measured
+    assert checked > len(SHAPES)
+
+
+def test_documentation_has_the_estimates(capsys: pytest.CaptureFixture[str]) -> None:
+    assert TENSOR_TFLOPS.keys() == {gpu.name for gpu in GPUS}
+    print_many_tokens([])
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    stated = (Path(__file__).parents[2] / "docs" / "performance.md").read_text()
+    assert len(rows) == 2 + 6 + 2 + 2
+    assert all(row in stated for row in rows if not row.startswith(("| layers", "| tokens", "|---")))
 
 
 def test_copies_and_summary() -> None:

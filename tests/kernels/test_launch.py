@@ -31,7 +31,6 @@ SPECIALIZATIONS = {
     "combine_pairs": 1,
     "ssqr_simt": 2,  # with and without split-K
     "dequantize_tiles": 2,  # with group scales, and coded
-    "scatter_outliers": 1,
     "huffman_chunks": 1,
     "trellis_activations": 2,  # up to 4 rows, and up to 8
     "trellis_tensor_core": 2,

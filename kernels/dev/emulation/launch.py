@@ -28,9 +28,8 @@ KERNELS = (
     (grouped_trellis, "trellis_grouped_activations"), (grouped_trellis, "trellis_grouped"),
     (rows, "activate_rows"), (rows, "combine_pairs"),
     (trellis, "trellis_activations"), (trellis, "trellis_tensor_core"),
-    (trellis_prefill, "dequantize_trellis"), (trellis_prefill, "add_kept"),
-    (simt, "ssqr_simt"), (dequantize, "dequantize_tiles"),
-    (dequantize, "scatter_outliers"), (huffman, "huffman_chunks"),
+    (trellis_prefill, "dequantize_trellis"), (simt, "ssqr_simt"),
+    (dequantize, "dequantize_tiles"), (huffman, "huffman_chunks"),
 )  # fmt: skip
 ON_NVIDIA = {"ASM": True, "UPCAST": False}  # what the launchers choose by the tensors' device
 _TYPES = {
