@@ -14,18 +14,20 @@ constexpr int VECTORS = 8;
 constexpr int BYTES = 64;     // of a vector of codes
 constexpr int QUARTERS = BLOCK / QUARTER;
 constexpr int X_BITS = 14;
+constexpr int REGION = 4096;  // columns that 12 bits of an outlier's entry number
 
 struct Packed {
   const uint8_t *words;         // [tiles, blocks, QUARTERS, bits, BYTES]
   const uint16_t *scales;       // bfloat16 [tiles, groups, TILE]; null for ones
   const float *row_scales;      // [rows], or null
-  const int32_t *entry_begins;  // [tiles * blocks + 1]; null without outliers
-  const uint32_t *entries;      // bfloat16 value << 16 | row of the tile << 8 | column of the block
+  const int32_t *entry_begins;  // [tiles * regions + 1]; null without outliers
+  const uint32_t *entries;      // bfloat16 value << 16 | row of the tile << 12 | column of the region, by column
   int64_t rows, cols, bits, group, midrise;
 
   int64_t tiles() const { return ceil_div(rows, TILE); }
   int64_t blocks() const { return ceil_div(cols, BLOCK); }
   int64_t columns() const { return blocks() * BLOCK; }
+  int64_t regions() const { return ceil_div(cols, REGION); }
   int64_t groups() const { return ceil_div(cols, group); }
   // Columns of a block that share a scale.
   int64_t segment() const { return group >= cols || group % BLOCK == 0 ? BLOCK : group % 64 == 0 ? 64 : QUARTER; }
@@ -118,15 +120,15 @@ template <int BITS, int M> static void add_codes(const Packed &w, const Tokens &
 }
 
 template <int M> static void add_outliers(const Packed &w, const Tokens &x, int64_t tile, float *sums) {
-  const int64_t blocks = w.blocks();
   float own[TILE * M] = {};
-  for (int64_t block = 0; block < blocks; ++block) {
-    const int32_t *begins = w.entry_begins + tile * blocks + block;
-    const float *values = x.values + block * BLOCK * M;
+  for (int64_t region = 0; region < w.regions(); ++region) {
+    const int32_t *begins = w.entry_begins + tile * w.regions() + region;
+    const float *values = x.values + region * REGION * M;
     for (int32_t e = begins[0]; e < begins[1]; ++e) {
-      const float value = from_bfloat(w.entries[e] >> 16);
-      float *to = own + (w.entries[e] >> 8 & 15) * M;
-      const float *at = values + (w.entries[e] & 127) * M;
+      const uint32_t entry = w.entries[e];
+      const float value = float_of(entry & 0xffff0000);
+      float *to = own + (entry >> 12 & 15) * M;
+      const float *at = values + (entry & 4095) * M;
       if constexpr (M == 8)
         _mm256_storeu_ps(to, _mm256_fmadd_ps(_mm256_set1_ps(value), _mm256_loadu_ps(at), _mm256_loadu_ps(to)));
       else if constexpr (M == 4)
@@ -209,6 +211,7 @@ template <int BITS, int V = 0> static void unpack(const uint8_t *quarter, uint8_
 template <int BITS> static void dequantize_rows(const Packed &w, int64_t tile, int64_t first_row, void *to, int kind) {
   const int64_t row = tile * TILE, rows = std::min<int64_t>(TILE, w.rows - row), groups = w.groups();
   const float zero = (1 << (BITS - 1)) - 0.5f * w.midrise;
+  int32_t entry = 0;
   for (int64_t block = 0; block < w.blocks(); ++block) {
     float weights[TILE][BLOCK];
     for (int64_t q = 0; q < QUARTERS; ++q) {
@@ -222,9 +225,13 @@ template <int BITS> static void dequantize_rows(const Packed &w, int64_t tile, i
         for (int i = 0; i < QUARTER; ++i) weights[r][q * QUARTER + i] = (code[i] - zero) * scale;
       }
     }
-    if (w.entry_begins)
-      for (int32_t e = w.entry_begins[tile * w.blocks() + block]; e < w.entry_begins[tile * w.blocks() + block + 1]; ++e)
-        weights[w.entries[e] >> 8 & 15][w.entries[e] & 127] += from_bfloat(w.entries[e] >> 16);
+    if (w.entry_begins) {
+      const int64_t region = block * BLOCK / REGION, first = block * BLOCK - region * REGION;
+      const int32_t *begins = w.entry_begins + tile * w.regions() + region;
+      if (first == 0) entry = begins[0];
+      for (; entry < begins[1] && (w.entries[entry] & 4095) < first + BLOCK; ++entry)
+        weights[w.entries[entry] >> 12 & 15][(w.entries[entry] & 4095) - first] += float_of(w.entries[entry] & 0xffff0000);
+    }
     for (int r = 0; r < rows; ++r) {
       if (w.row_scales)
         for (float &weight : weights[r]) weight *= w.row_scales[row + r];

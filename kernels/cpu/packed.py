@@ -3,9 +3,10 @@
     tile      16 rows; the last one is padded
     block     128 columns; the last one is padded
     quarter   32 columns of a tile: 8 vectors of 16 rows x 4 columns, one byte each; they are packed together
-    entry     an outlier: bfloat16 value << 16 | row of the tile << 8 | column of the block
+    region    4096 columns; the last one is smaller
+    entry     an outlier: bfloat16 value << 16 | row of the tile << 12 | column of the region
 
-Entries are ordered by tile, block, column, row. An outlier with more than 8 significant bits is up to three entries.
+Entries are ordered by tile, region, column, row. An outlier with more than 8 significant bits is up to three entries.
 """
 
 import ctypes
@@ -19,6 +20,7 @@ from vllm_latq.kernels.layout.entries import coordinates, value_entries
 
 SOURCE = "packed.cpp"
 TILE, BLOCK, QUARTER, VECTORS, COLUMNS = 16, 128, 32, 8, 4
+REGION = 4096
 BANDS = 1 << 22  # weights packed at a time, at load: bounds the temporaries to some 10 MB
 GROUP_STEP = QUARTER  # group sizes are multiples of it, or a whole row
 
@@ -30,7 +32,7 @@ class PackedTensors(NamedTuple):
         words: uint8 [tiles, blocks, 4, bits, 64].
         scales: bfloat16 [tiles, groups, 16], or None for ones.
         row_scales: float32 [rows], or None.
-        entry_begins: int32 [tiles * blocks + 1], or None without outliers.
+        entry_begins: int32 [tiles * regions + 1], or None without outliers.
         entries: int32 [at least as many], or None.
         rows, cols, bits: of the weight.
         group: columns with one scale; a whole row if it is at least `cols`.
@@ -92,21 +94,22 @@ def pack_scales(scales: torch.Tensor) -> torch.Tensor:
 def pack_outliers(
     row_ptr: torch.Tensor, col_idx: torch.Tensor, values: torch.Tensor, cols: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Put the outliers of a CSR matrix in order: where the entries of each tile and block begin, and the entries.
+    """Put the outliers of a CSR matrix in order: where the entries of each tile and region begin, and the
+    entries.
 
     Returns:
-        int32 [tiles * blocks + 1], and int32 [entries].
+        int32 [tiles * regions + 1], and int32 [entries].
 
     Raises:
         KernelInputError: a value has more than 24 significant bits.
     """
     points = coordinates(row_ptr, col_idx, values, cols)
-    blocks, tiles = -(-cols // BLOCK), -(-(len(row_ptr) - 1) // TILE)
-    place = (points.row // TILE * blocks + points.col // BLOCK) * BLOCK + points.col % BLOCK
+    regions, tiles = -(-cols // REGION), -(-(len(row_ptr) - 1) // TILE)
+    place = (points.row // TILE * regions + points.col // REGION) * REGION + points.col % REGION
     order = torch.argsort(place * TILE + points.row % TILE, stable=True)
     values_high = value_entries(points).entry & -65536
-    entries = (values_high | (points.row % TILE << 8 | points.col % BLOCK).to(torch.int32))[order]
-    counts = torch.bincount(place // BLOCK, minlength=tiles * blocks)
+    entries = (values_high | (points.row % TILE << 12 | points.col % REGION).to(torch.int32))[order]
+    counts = torch.bincount(place // REGION, minlength=tiles * regions)
     return pad(counts.cumsum(0), (1, 0)).to(torch.int32), entries
 
 
