@@ -1,4 +1,4 @@
-// What both products share: numbers of 16 bits, activations as integers, threads, and tokens in tiles.
+// Shared by both products: numbers of 16 bits, activations as integers, threads, and tokens in tiles.
 #pragma once
 
 #include <algorithm>
@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <new>
 
 #include "lanes.h"
 
@@ -40,6 +41,7 @@ static inline uint16_t to_bfloat(float value) {
 }
 
 static inline float read_number(const void *from, int64_t at, int kind) {
+  if (kind == FLOAT32) return static_cast<const float *>(from)[at];
   const uint16_t value = static_cast<const uint16_t *>(from)[at];
   return kind == BFLOAT16 ? from_bfloat(value) : _cvtsh_ss(value);
 }
@@ -56,8 +58,8 @@ static inline void write_numbers(void *to, int64_t at, const float *from, int64_
 
 static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Scale a block of x by a power of two, to magnitudes below 2^bits; return what undoes it. Where x is infinite or NaN,
-// that is NaN.
+// Scale a block of x by a power of two, to magnitudes below 2^bits; return the inverse factor, or NaN if x has an
+// infinite number or NaN.
 static inline float scale_block(float *x, int bits) {
   uint32_t most = 0;
   for (int i = 0; i < BLOCK; ++i) most = std::max(most, bits_of(x[i]) & 0x7fffffff);
@@ -87,6 +89,17 @@ template <class Work> static void in_tiles(int64_t tokens, Work work) {
   if (tokens - first >= 4) work(first, std::integral_constant<int, 4>()), first += 4;
   if (tokens - first >= 2) work(first, std::integral_constant<int, 2>()), first += 2;
   if (tokens - first >= 1) work(first, std::integral_constant<int, 1>());
+}
+
+// Call work(first token, tokens) for bands of tokens, which bound the scratch; return whether there was memory for it.
+template <class Work> static int in_bands(int64_t tokens, Work work) {
+  constexpr int64_t BAND = 512;
+  try {
+    for (int64_t first = 0; first < tokens; first += BAND) work(first, std::min(BAND, tokens - first));
+  } catch (const std::bad_alloc &) {
+    return 0;
+  }
+  return 1;
 }
 
 // Scratch of `bytes` for each token; a tile of tokens begins at a multiple of 64 bytes.

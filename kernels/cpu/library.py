@@ -1,7 +1,8 @@
 """Compile the C++ of this folder at first use, for the vectors of this CPU, and load it.
 
-The compiler is $CXX, or the first of COMPILERS that there is; torch.compile needs one, too. The library is kept in
-$XDG_CACHE_HOME/vllm_latq (~/.cache/vllm_latq), under a name that changes with the source and the options.
+The compiler is $CXX, or the first of COMPILERS that is installed; torch.compile needs one, too. The library is kept in
+$XDG_CACHE_HOME/vllm_latq (~/.cache/vllm_latq), under a name that changes with the source and the options. A folder that
+another user owns or can write to is not used.
 
 OpenMP's symbols are left open on purpose: they are found in the library that torch has loaded, so that products run on
 torch's threads, which vLLM binds to cores.
@@ -11,10 +12,12 @@ import ctypes
 import hashlib
 import logging
 import os
+import shlex
 import shutil
 import subprocess
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -31,6 +34,7 @@ INSTRUCTIONS: Mapping[str, tuple[str, ...]] = {
 }
 AVX512 = ("avx512_f", "avx512_bw", "avx512_dq", "avx512_vl", "avx512_vnni")
 FOLDER = Path(__file__).parent
+COMPILE_SECONDS = 300  # at most
 KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # as in common.h
 
 
@@ -47,43 +51,63 @@ def load(source: str) -> ctypes.CDLL | None:
     """Return the library of one source, a file of this folder, for this CPU; compile it at the first call.
 
     Returns:
-        None on a CPU without the instructions. None, with one warning, if it cannot be compiled or loaded.
+        None on a CPU without the instructions. None, with a warning for each kind of instructions, if it cannot be
+        compiled or loaded.
     """
-    kind = instructions()
-    return None if kind is None else _load(source, kind)
+    best = instructions()
+    return None if best is None else _load(source, best)
 
 
 @cache
-def _load(source: str, kind: str) -> ctypes.CDLL | None:
+def _load(source: str, best: str) -> ctypes.CDLL | None:
+    kinds = list(INSTRUCTIONS)
+    for kind in kinds[kinds.index(best) :]:
+        try:
+            return _library(source, kind)
+        except (OSError, subprocess.SubprocessError) as error:
+            said = error.stderr if isinstance(error, subprocess.CalledProcessError) else str(error)
+            logger.warning("%s: cannot compile or load it for %s (%s)", source, kind, said.strip()[-500:])
+    logger.warning("%s: slower products run instead", source)
+    return None
+
+
+def _library(source: str, kind: str) -> ctypes.CDLL:
+    """Load the library of a source for some instructions, after compiling it if that is needed.
+
+    Raises:
+        OSError: there is no compiler, or what it made cannot be loaded.
+        subprocess.SubprocessError: the compiler failed, or took too long.
+    """
     text = b"".join((FOLDER / name).read_bytes() for name in (source, "common.h", "lanes.h"))
     options = [*OPTIONS, *INSTRUCTIONS[kind]]
     digest = hashlib.sha256(text + " ".join(options).encode()).hexdigest()[:16]
-    try:
-        path = _cache() / f"{Path(source).stem}-{kind}-{digest}.so"
-        if not path.is_file():
-            _compile(FOLDER / source, options, path)
-        return ctypes.CDLL(str(path))
-    except (OSError, subprocess.CalledProcessError) as error:
-        said = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else str(error)
-        logger.warning("%s: cannot compile or load it (%s). Slower products run instead.", source, said[-500:])
-        return None
+    path = _cache() / f"{Path(source).stem}-{kind}-{digest}.so"
+    if path.is_file():
+        with suppress(OSError):  # damaged, or made on a machine with other libraries
+            return ctypes.CDLL(str(path))
+    _compile(FOLDER / source, options, path)
+    return ctypes.CDLL(str(path))
 
 
 def _cache() -> Path:
-    """Return the folder for libraries; one for this process alone if the user's cannot be written."""
+    """Return the folder for libraries; one for this process alone if the user's is not safe or cannot be written."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     folder = Path(base) / "vllm_latq"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return folder
+        found = folder.stat()
+        if folder.is_absolute() and found.st_uid == os.geteuid() and not found.st_mode & 0o022:
+            with tempfile.TemporaryFile(dir=folder):
+                return folder
     except OSError:
-        return _own_cache()
+        pass
+    return Path(_own_cache().name)
 
 
 @cache
-def _own_cache() -> Path:
-    return Path(tempfile.mkdtemp(prefix="vllm_latq-"))
+def _own_cache() -> "tempfile.TemporaryDirectory[str]":
+    """Return a folder that is removed when the process ends."""
+    return tempfile.TemporaryDirectory(prefix="vllm_latq-")
 
 
 def _compile(source: Path, options: list[str], target: Path) -> None:
@@ -91,13 +115,16 @@ def _compile(source: Path, options: list[str], target: Path) -> None:
 
     Raises:
         OSError: there is no compiler.
-        subprocess.CalledProcessError: the compiler failed.
+        subprocess.SubprocessError: the compiler failed, or took too long.
     """
-    compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, COMPILERS)), None)
-    if compiler is None:
+    compiler = shlex.split(os.environ.get("CXX", "")) or list(filter(None, map(shutil.which, COMPILERS)))[:1]
+    if not compiler:
         raise OSError(f"no C++ compiler: none of {', '.join(COMPILERS)}; install one, or name it in CXX")
     logger.info("compiling %s for this CPU, once; this takes some seconds", source.name)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         made = os.path.join(folder, target.name)
-        subprocess.run([compiler, *options, "-o", made, str(source)], check=True, capture_output=True, text=True)
+        command = [*compiler, *options, "-o", made, str(source)]
+        subprocess.run(command, check=True, capture_output=True, text=True, errors="replace", timeout=COMPILE_SECONDS)
+        with open(made, "rb") as file:
+            os.fsync(file.fileno())
         os.replace(made, target)

@@ -8,7 +8,7 @@
 // the other tokens, or on the number of threads.
 #include "common.h"
 
-constexpr int TILE = 16;      // rows of a tile
+constexpr int TILE = 16;     // rows of a tile
 constexpr int QUARTER = 32;   // columns whose codes are packed together: 8 vectors of 16 rows x 4 columns
 constexpr int VECTORS = 8;
 constexpr int BYTES = 64;     // of a vector of codes
@@ -56,13 +56,13 @@ template <int BITS> constexpr int PARTS = BITS == 8 && !SUMS_OF_32_BITS ? 2 : 1;
 // bits 6 and 7 of the first two bytes, and their highest bit in bits 6 and 7 of the third.
 template <int BITS, int V, int PART = 0> static inline Ints codes(const uint8_t *quarter) {
   if constexpr (BITS == 3 && V >= 6) {
-    const Ints low = right16<6>(load(quarter + (V - 6) * BYTES)), high = right16<V - 2>(load(quarter + 2 * BYTES));
-    return both(pick(all8(3), low, high), all8(7));
+    const Ints low = shift_right16<6>(load(quarter + (V - 6) * BYTES)), high = shift_right16<V - 2>(load(quarter + 2 * BYTES));
+    return bit_and(bit_select(splat8(3), low, high), splat8(7));
   } else {
     constexpr int FIELDS = 8 / BITS, SHIFT = BITS == 8 ? (PARTS<BITS> == 2 && PART == 0 ? 4 : 0) : V % FIELDS * BITS;
     const Ints word = load(quarter + V / FIELDS * BYTES);
     if constexpr (BITS == 8 && PARTS<BITS> == 1) return word;
-    return both(SHIFT ? right16<SHIFT>(word) : word, all8(BITS == 8 ? 15 : (1 << BITS) - 1));
+    return bit_and(SHIFT ? shift_right16<SHIFT>(word) : word, splat8(BITS == 8 ? 15 : (1 << BITS) - 1));
   }
 }
 
@@ -82,9 +82,9 @@ template <int BITS, int M> static void add_codes(const Packed &w, const Tokens &
   const uint8_t *words = w.words + tile * blocks * (QUARTERS * BITS * BYTES) + lane * 4;
   const uint16_t *scales = w.scales ? w.scales + tile * groups * TILE + lane : nullptr;
   const int32_t *bytes = x.bytes, *columns = x.sums;
-  const Ints none = all32(0);
+  const Ints none = splat32(0);
   Floats sum[M];
-  std::fill_n(sum, M, all(0));
+  std::fill_n(sum, M, splat(0));
   for (int64_t block = 0; block < blocks; ++block)
     for (int64_t first = block * BLOCK; first < (block + 1) * BLOCK; first += segment) {
       Ints total[M], high[M], low[M];
@@ -98,7 +98,7 @@ template <int BITS, int M> static void add_codes(const Packed &w, const Tokens &
           add_vectors<BITS, M, 0>(high, low, words, bytes);
           for (int t = 0; t < M; ++t) {
             const Ints some = joined(high[t], low[t]);
-            total[t] = add(total[t], PARTS<BITS> == 2 ? left(some, 4) : some);
+            total[t] = add(total[t], PARTS<BITS> == 2 ? shift_left(some, 4) : some);
           }
           if constexpr (PARTS<BITS> == 2) {
             std::fill_n(high, M, none), std::fill_n(low, M, none);
@@ -109,11 +109,11 @@ template <int BITS, int M> static void add_codes(const Packed &w, const Tokens &
         for (int t = 0; t < M; ++t) zeros[t] += columns[t];
         words += BITS * BYTES, bytes += 2 * VECTORS * M, columns += M;
       }
-      const Floats scale = scales ? bfloats(scales + std::min(first / w.group, groups - 1) * TILE) : all(1);
+      const Floats scale = scales ? bfloats(scales + std::min(first / w.group, groups - 1) * TILE) : splat(1);
       for (int t = 0; t < M; ++t) {
         if constexpr (SUMS_OF_32_BITS) total[t] = joined(high[t], low[t]);
-        const Ints exact = add(left(total[t], half), all32(-zero * zeros[t]));
-        sum[t] = fma(floats(exact), mul(scale, all(x.factors[block * M + t])), sum[t]);
+        const Ints exact = add(shift_left(total[t], half), splat32(-zero * zeros[t]));
+        sum[t] = fma(floats(exact), mul(scale, splat(x.factors[block * M + t])), sum[t]);
       }
     }
   for (int t = 0; t < M; ++t) store(sums + t * TILE + lane, sum[t]);
@@ -171,13 +171,14 @@ static void prepare(const Packed &w, const void *from, int64_t begin, int m, int
   }
 }
 
-template <int BITS> static void multiply(const Packed &w, const void *x, int64_t tokens, void *y, int kind, int threads) {
+template <int BITS>
+static void multiply(const Packed &w, const void *x, int64_t begin, int64_t tokens, void *y, int kind, int threads) {
   const Scratch scratch(tokens, Tokens::size(w));
   parallel(tokens * w.cols < 1 << 15 ? 1 : threads, [&](int thread, int of) {
     in_tiles(tokens, [&](int64_t first, auto m) {
       const Tokens tile(w, scratch.at(first), m);
       for (int t = 0; t < m; ++t)
-        if ((first + t) % of == thread) prepare(w, x, (first + t) * w.cols, m, t, tile, kind);
+        if ((first + t) % of == thread) prepare(w, x, (begin + first + t) * w.cols, m, t, tile, kind);
     });
   });
   parallel(threads, [&](int thread, int of) {
@@ -192,7 +193,7 @@ template <int BITS> static void multiply(const Packed &w, const void *x, int64_t
         for (int t = 0; t < M; ++t) {
           if (w.row_scales)
             for (int r = 0; r < rows; ++r) sums[t * TILE + r] *= w.row_scales[row + r];
-          write_numbers(y, (first + t) * w.rows + row, sums + t * TILE, rows, kind);
+          write_numbers(y, (begin + first + t) * w.rows + row, sums + t * TILE, rows, kind);
         }
       });
     });
@@ -241,10 +242,10 @@ template <int BITS> static void dequantize_rows(const Packed &w, int64_t tile, i
   }
 }
 
-// x: [tokens, cols] and y: [tokens, rows] of one kind, contiguous.
-extern "C" void latq_packed_product(const Packed *w, const void *x, int64_t tokens, void *y, int kind, int threads) {
-  (w->bits == 2 ? multiply<2> : w->bits == 3 ? multiply<3> : w->bits == 4 ? multiply<4> : multiply<8>)(*w, x, tokens, y,
-                                                                                                  kind, threads);
+// x: [tokens, cols] and y: [tokens, rows] of one kind, contiguous. Returns whether there was memory for the scratch.
+extern "C" int latq_packed_product(const Packed *w, const void *x, int64_t tokens, void *y, int kind, int threads) {
+  const auto run = w->bits == 2 ? multiply<2> : w->bits == 3 ? multiply<3> : w->bits == 4 ? multiply<4> : multiply<8>;
+  return in_bands(tokens, [&](int64_t begin, int64_t count) { run(*w, x, begin, count, y, kind, threads); });
 }
 
 // Write rows of the dense weight to `to`, [.., cols], each number computed in float32 and rounded once. The first row is

@@ -16,24 +16,26 @@ import torch
 from torch.nn.functional import pad
 
 from vllm_latq.kernels.cpu.library import KINDS, load
-from vllm_latq.kernels.layout.entries import coordinates, value_entries
+from vllm_latq.kernels.errors import require
+from vllm_latq.kernels.layout.entries import coordinates
 
 SOURCE = "packed.cpp"
 TILE, BLOCK, QUARTER, VECTORS, COLUMNS = 16, 128, 32, 8, 4
 REGION = 4096
-BANDS = 1 << 22  # weights packed at a time, at load: bounds the temporaries to some 10 MB
+BAND_WEIGHTS = 1 << 22  # weights packed at a time, at load: bounds the temporaries to some 10 MB
 GROUP_STEP = QUARTER  # group sizes are multiples of it, or a whole row
 
 
 class PackedTensors(NamedTuple):
-    """A weight [rows, cols] in the layout. (A tuple, because one is made for every product.)
+    """A weight [rows, cols] in the layout. (A NamedTuple is cheaper to make than a dataclass, and each
+    product makes one.)
 
     Attributes:
         words: uint8 [tiles, blocks, 4, bits, 64].
         scales: bfloat16 [tiles, groups, 16], or None for ones.
         row_scales: float32 [rows], or None.
         entry_begins: int32 [tiles * regions + 1], or None without outliers.
-        entries: int32 [at least as many], or None.
+        entries: int32 [the last number of entry_begins, or more], or None.
         rows, cols, bits: of the weight.
         group: columns with one scale; a whole row if it is at least `cols`.
         midrise: whether the grid lies half a step above the multiples of the scale.
@@ -107,23 +109,26 @@ def pack_outliers(
     regions, tiles = -(-cols // REGION), -(-(len(row_ptr) - 1) // TILE)
     place = (points.row // TILE * regions + points.col // REGION) * REGION + points.col % REGION
     order = torch.argsort(place * TILE + points.row % TILE, stable=True)
-    values_high = value_entries(points).entry & -65536
-    entries = (values_high | (points.row % TILE << 12 | points.col % REGION).to(torch.int32))[order]
+    high = points.value.view(torch.int16).to(torch.int32) << 16
+    entries = (high | (points.row % TILE << 12 | points.col % REGION).to(torch.int32))[order]
     counts = torch.bincount(place // REGION, minlength=tiles * regions)
     return pad(counts.cumsum(0), (1, 0)).to(torch.int32), entries
 
 
 def multiply(x: torch.Tensor, weight: PackedTensors) -> torch.Tensor:
-    """Return x [n, cols] times the transposed weight, [n, rows]; x is bfloat16 or float16.
+    """Return x [n, cols] times the transposed weight, [n, rows]; x has one of the dtypes KINDS.
 
     The results of a row of x do not depend on the other rows. A row with an infinite number, or NaN, gives NaN.
     """
     x = x.contiguous()
     y = torch.empty(len(x), weight.rows, dtype=x.dtype)
-    _library().latq_packed_product(
+    require(x.shape[1] == weight.cols, "x", f"{weight.cols} columns", x.shape[1])
+    done = _library().latq_packed_product(
         ctypes.byref(_view(weight)), ctypes.c_void_p(x.data_ptr()), ctypes.c_int64(len(x)),
         ctypes.c_void_p(y.data_ptr()), KINDS[x.dtype], torch.get_num_threads(),
     )  # fmt: skip
+    if not done:
+        raise MemoryError(f"no memory for the activations of {min(len(x), 512)} tokens")
     return y
 
 
@@ -133,9 +138,12 @@ def dense_rows(weight: PackedTensors, first: int, count: int, dtype: torch.dtype
     Args:
         weight: the weight.
         first: first row, a multiple of 16.
-        count: of rows.
+        count: of rows, a multiple of 16 unless they reach the last row.
         dtype: bfloat16, float16 or float32.
     """
+    require(first % TILE == 0, "first", f"a multiple of {TILE}", first)
+    whole = count % TILE == 0 or first + count == weight.rows
+    require(whole, "count", f"a multiple of {TILE}, or all rows that are left", count)
     rows = torch.empty(count, weight.cols, dtype=dtype)
     _library().latq_packed_rows(
         ctypes.byref(_view(weight)), ctypes.c_int64(first), ctypes.c_int64(count), ctypes.c_void_p(rows.data_ptr()),

@@ -15,12 +15,15 @@ constexpr int STEPS = 16;
 constexpr int X_BITS = 15;
 constexpr int TWO_TERMS_FROM = 6;
 constexpr uint32_t MULTIPLIERS[2] = {0xCAB42AC9u, 0x864FB373u};
+constexpr float FACTORS[] = {0, 0, 0.009191000834107399f, 0.009382479824125767f, 0.00995691679418087f,
+                             0.010722833685576916f, 0.007032681722193956f, 0.007303169462829828f,
+                             0.0075736572034657f, 0.007708901073783636f, 0.00784414540976286f,
+                             0.008114633150398731f, 0.008114633150398731f};  // by rate
 
 struct Trellis {
   const uint16_t *words;          // for each pair, unit and group of columns: [rate, 2 tiles, STRINGS]
   const int64_t *begins;          // [pairs]: first word of each pair
   const uint8_t *rates;           // [pairs, units]
-  const float *factors;           // [rates]
   const int32_t *rows_of;         // [pairs, 2]: first row in y, and rows
   const float *row_scales;        // [pairs, PAIR]
   const float *column_scales;     // [cols], as stored
@@ -49,15 +52,15 @@ struct Tokens {
 };
 
 static inline Ints values_of(Ints windows, int term) {
-  return alternate_sums(times(windows, all32(static_cast<int>(MULTIPLIERS[term] * 0x10001u))));
+  return alternate_sums(times(windows, splat32(static_cast<int>(MULTIPLIERS[term] * 0x10001u))));
 }
 
 // Decode step STEP of each string, and those after it. A word of `seen` is the two last halves of a string.
 template <int RATE, int STEP>
 static inline __attribute__((always_inline)) void decode_steps(Ints seen, const uint16_t *words, Ints *values) {
   constexpr int END = (STEP + 1) * RATE, WORD = (END - 1) / 16, BEFORE = STEP ? (STEP * RATE - 1) / 16 : -1;
-  if constexpr (WORD != BEFORE) seen = either(left(seen, 16), widened(words + WORD * 2 * STRINGS));
-  const Ints windows = both(right32<16 * (WORD + 1) - END>(seen), all32(0xffff));
+  if constexpr (WORD != BEFORE) seen = bit_or(shift_left(seen, 16), widened(words + WORD * 2 * STRINGS));
+  const Ints windows = bit_and(shift_right32<16 * (WORD + 1) - END>(seen), splat32(0xffff));
   values[STEP] = values_of(windows, 0);
   if constexpr (RATE >= TWO_TERMS_FROM) values[STEP] = add16(values[STEP], values_of(windows, 1));
   if constexpr (STEP + 1 < STEPS) decode_steps<RATE, STEP + 1>(seen, words, values);
@@ -67,7 +70,7 @@ static inline __attribute__((always_inline)) void decode_steps(Ints seen, const 
 // s + 8 b of a tile, as 16-bit integers.
 template <int RATE> static void decode(const uint16_t *words, int64_t groups, Ints *values) {
   for (; groups--; words += RATE * 2 * STRINGS, values += STEPS)
-    decode_steps<RATE, 0>(turned(widened(words + (RATE - 1) * 2 * STRINGS)), words, values);
+    decode_steps<RATE, 0>(rotated(widened(words + (RATE - 1) * 2 * STRINGS)), words, values);
 }
 
 using Decode = void (*)(const uint16_t *, int64_t, Ints *);
@@ -82,7 +85,7 @@ static void add_values(const Trellis &w, const Tokens &x, int64_t pair, int lane
   const uint16_t *words = w.words + w.begins[pair] + lane;
   const int32_t *xs = x.pairs;
   Floats sum[2][M];
-  std::fill_n(sum[0], 2 * M, all(0));
+  std::fill_n(sum[0], 2 * M, splat(0));
   alignas(64) Ints own[BLOCK];
   for (int64_t unit = 0; unit < w.units(); ++unit) {
     const int rate = w.rates[pair * w.units() + unit];
@@ -90,7 +93,7 @@ static void add_values(const Trellis &w, const Tokens &x, int64_t pair, int lane
     const Ints *values = decoded ? decoded + unit * BLOCK : own;
     if (!decoded) DECODE[rate](words, groups, own);
     Ints total[2][M];
-    std::fill_n(total[0], 2 * M, all32(0));
+    std::fill_n(total[0], 2 * M, splat32(0));
     for (int64_t p = 0; p < groups * GROUP / 2; ++p, xs += M)
 #pragma GCC unroll 8
       for (int t = 0; t < M; ++t) {
@@ -98,7 +101,7 @@ static void add_values(const Trellis &w, const Tokens &x, int64_t pair, int lane
         total[1][t] = add_pairs(total[1][t], values[2 * p + 1], xs[t]);
       }
     for (int t = 0; t < M; ++t) {
-      const Floats factor = all(w.factors[rate] * x.factors[unit * M + t]);
+      const Floats factor = splat(FACTORS[rate] * x.factors[unit * M + t]);
       for (int b = 0; b < 2; ++b) sum[b][t] = fma(floats(total[b][t]), factor, sum[b][t]);
     }
     words += groups * rate * 2 * STRINGS;
@@ -151,9 +154,7 @@ static void decode_pair(const Trellis &w, int64_t pair, int lane, Ints *values) 
   }
 }
 
-// x: [tokens, cols] and y: [tokens, rows] of one kind, contiguous.
-extern "C" void latq_trellis_product(const Trellis *given, const void *x, int64_t tokens, void *y, int kind, int threads) {
-  const Trellis &w = *given;
+static void multiply(const Trellis &w, const void *x, int64_t begin, int64_t tokens, void *y, int kind, int threads) {
   const Scratch scratch(tokens, Tokens::size(w));
   const bool once = tokens > 8;  // decode a pair once for all tiles of tokens
   const Scratch decoded(once ? threads : 0, w.units() * BLOCK * sizeof(Ints) * 2 * STRINGS / LANES);
@@ -161,7 +162,7 @@ extern "C" void latq_trellis_product(const Trellis *given, const void *x, int64_
     in_tiles(tokens, [&](int64_t first, auto m) {
       const Tokens tile(w, scratch.at(first), m);
       for (int t = 0; t < m; ++t)
-        if ((first + t) % of == thread) prepare(w, x, (first + t) * w.cols, m, t, tile, kind);
+        if ((first + t) % of == thread) prepare(w, x, (begin + first + t) * w.cols, m, t, tile, kind);
     });
   });
   parallel(threads, [&](int thread, int of) {
@@ -178,8 +179,13 @@ extern "C" void latq_trellis_product(const Trellis *given, const void *x, int64_
           add_values<M>(w, some, pair, lane, once ? values + lane / LANES * w.units() * BLOCK : nullptr, sums);
         add_kept<M>(w, some, pair, sums);
         const int32_t row = w.rows_of[2 * pair], rows = w.rows_of[2 * pair + 1];
-        for (int t = 0; t < M; ++t) write_numbers(y, (first + t) * w.rows + row, sums + t * PAIR, rows, kind);
+        for (int t = 0; t < M; ++t) write_numbers(y, (begin + first + t) * w.rows + row, sums + t * PAIR, rows, kind);
       });
     });
   });
+}
+
+// x: [tokens, cols] and y: [tokens, rows] of one kind, contiguous. Returns whether there was memory for the scratch.
+extern "C" int latq_trellis_product(const Trellis *w, const void *x, int64_t tokens, void *y, int kind, int threads) {
+  return in_bands(tokens, [&](int64_t begin, int64_t count) { multiply(*w, x, begin, count, y, kind, threads); });
 }

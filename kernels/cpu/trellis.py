@@ -15,7 +15,8 @@ import torch
 from torch.nn.functional import pad
 
 from vllm_latq.kernels.cpu.library import KINDS, load
-from vllm_latq.kernels.layout.trellis import FACTORS, MANTISSAS, RATES, TILE, TILE_ROWS, UNIT_COLUMNS, TrellisTensors
+from vllm_latq.kernels.errors import require
+from vllm_latq.kernels.layout.trellis import MANTISSAS, TILE, TILE_ROWS, UNIT_COLUMNS, TrellisTensors
 
 SOURCE = "trellis.cpp"
 PAIR_ROWS, STRINGS = 2 * TILE, 8
@@ -23,19 +24,18 @@ COLUMN_BITS = 26  # of the place of a kept weight
 
 
 class RingTensors(NamedTuple):
-    """One or several linears of one input, stacked by rows, in the layout. (A tuple, as one is made for every product.)
+    """One or several linears of one input, stacked by rows, in the layout. (A NamedTuple, see `PackedTensors`.)
 
     Attributes:
-        words: int16 [at least as many as the rates take].
+        words: int16 [as many as the rates take, or more].
         begins: int64 [pairs], the first word of each pair.
         rates: uint8 [pairs, units].
-        factors: float32 [13], by rate.
         rows_of: int32 [pairs, 2], the first row of each pair, and its number of rows.
         row_scales: float32 [pairs, 32].
         column_scales: float32 [cols], of the columns as stored.
         columns: int32 [cols], the column of x that each stored column multiplies.
         kept_begins: int32 [pairs + 1].
-        kept_places: int32 [at least as many as there are kept weights], row of the pair * 2^26 + stored column.
+        kept_places: int32 [the last number of kept_begins, or more], row of the pair * 2^26 + stored column.
         kept_values: bfloat16 [as many].
         rows, cols: of the weight.
     """
@@ -43,7 +43,6 @@ class RingTensors(NamedTuple):
     words: torch.Tensor
     begins: torch.Tensor
     rates: torch.Tensor
-    factors: torch.Tensor
     rows_of: torch.Tensor
     row_scales: torch.Tensor
     column_scales: torch.Tensor
@@ -102,7 +101,6 @@ def prepare_trellis(
     joined = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     joined["kept_begins"] = pad(joined["kept_begins"], (0, 1), value=sum(kept))
     return RingTensors(
-        factors=torch.tensor([FACTORS.get(rate, 0.0) for rate in range(RATES[-1] + 1)]),
         column_scales=octave_eighths(column_exponents)[columns],
         columns=columns.to(torch.int32),
         rows=rows,
@@ -112,16 +110,19 @@ def prepare_trellis(
 
 
 def multiply(x: torch.Tensor, weight: RingTensors) -> torch.Tensor:
-    """Return x [n, cols] times the transposed weight, [n, rows]; x is bfloat16 or float16.
+    """Return x [n, cols] times the transposed weight, [n, rows]; x has one of the dtypes KINDS.
 
     The results of a row of x do not depend on the other rows. A row with an infinite number, or NaN, gives NaN.
     """
     x = x.contiguous()
     y = torch.empty(len(x), weight.rows, dtype=x.dtype)
-    _library().latq_trellis_product(
+    require(x.shape[1] == weight.cols, "x", f"{weight.cols} columns", x.shape[1])
+    done = _library().latq_trellis_product(
         ctypes.byref(_view(weight)), ctypes.c_void_p(x.data_ptr()), ctypes.c_int64(len(x)),
         ctypes.c_void_p(y.data_ptr()), KINDS[x.dtype], torch.get_num_threads(),
     )  # fmt: skip
+    if not done:
+        raise MemoryError(f"no memory for the activations of {min(len(x), 512)} tokens")
     return y
 
 

@@ -96,6 +96,57 @@ def test_products_with_a_trellis_match_float64(shape: tuple[int, int], dtype: to
     assert product(x[:, :0], made).shape == (2, 0, shape[0])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
+def test_activations_of_another_dtype_than_at_load(dtype: torch.dtype, kind: str) -> None:
+    """vLLM's latent attention multiplies an identity matrix of float32 by a layer, to get its weight."""
+    for weight in (random_weight(SCHEMES[0], 70, 384, seed=1), random_trellis(70, 384)):
+        made = make(weight)
+        got = product(torch.eye(384, dtype=dtype), made).t()
+        assert got.dtype == dtype
+        expected = weight.dequantize().to(dtype)
+        assert (got - expected).norm() <= 2**-13 * expected.norm()
+
+
+def test_what_vllm_sets_while_it_loads() -> None:
+    """The default dtype is that of the model."""
+    x = torch.randn(3, 384).bfloat16()
+    for weight in (random_weight(SCHEMES[0], 70, 384, seed=1), random_trellis(70, 384)):
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            made = make(weight)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert_right(weight, x, made)
+
+
+def test_more_tokens_than_fit_the_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "FEW_TOKENS", 1 << 20)
+    x = torch.randn(1100, 384).bfloat16()
+    for weight in (random_weight(SCHEMES[0], 33, 384, seed=1), random_trellis(33, 384)):
+        made = make(weight)
+        y = product(x, made)
+        assert_right(weight, x, made)
+        assert torch.equal(y[511:514], product(x[511:514], made))
+
+
+def test_columns_beyond_16_bits() -> None:
+    cols = 65664
+    weight: Any = random_weight(LayerScheme("packed", 4, 128, True), 4, cols, seed=1)
+    mask = torch.zeros(4, cols, dtype=torch.bool)
+    mask[2, [3, 4095, 4096, 65535, 65540]] = True
+    weight = replace(weight, outliers=CSR.from_mask(mask, torch.full((4, cols), 2.0).bfloat16()))
+    x = torch.zeros(1, cols).bfloat16()
+    x[0, 65540] = 1
+    expected = x.double() @ weight.dequantize().double().T
+    torch.testing.assert_close(product(x, make(weight)).double(), expected.bfloat16().double(), rtol=0, atol=0)
+
+
+def test_activations_of_other_columns_are_refused() -> None:
+    for weight in (random_weight(SCHEMES[0], 33, 384, seed=1), random_trellis(33, 384)):
+        with pytest.raises(ValueError, match="x: expected 384 columns, found 192"):
+            product(torch.randn(4, 192).bfloat16(), make(weight))
+
+
 @pytest.mark.parametrize("rate", range(2, 13))
 def test_every_rate(rate: int, kind: str) -> None:
     weight = random_trellis(80, 272, seed=rate, rates=[rate], kept=0)
@@ -261,7 +312,7 @@ def test_unsupported_weights_are_dequantized(scheme: LayerScheme, cols: int, dty
 def test_packing_in_bands(monkeypatch: pytest.MonkeyPatch) -> None:
     weight: Any = random_weight(LayerScheme("packed", 3, 32, False), 50, 64, seed=1)
     whole: Any = make(weight).tensors()["words"]
-    monkeypatch.setattr(packed, "BANDS", 1)
+    monkeypatch.setattr(packed, "BAND_WEIGHTS", 1)
     again: Any = make(weight).tensors()["words"]
     assert torch.equal(whole, again)
 
@@ -284,6 +335,9 @@ def test_experts(scheme: LayerScheme) -> None:
     x, weights, ids = routing(7, 2)
     got, expected = mixture(x.bfloat16(), weights, ids), mixture.reference(x, weights, ids)
     assert (got - expected).norm() <= 4 * TOLERANCE[torch.bfloat16] * expected.norm()
+
+
+AVAILABLE = "from vllm_latq.kernels.cpu import trellis; assert trellis.is_available()"
 
 
 @pytest.fixture
@@ -312,7 +366,7 @@ def test_without_a_compiler(
     assert make(weight).layout in (Int4Operands.layout, CheckpointOperands.layout)
     assert make(random_trellis(32, 64)).layout == DenseOperands.layout
     assert said in caplog.text
-    assert caplog.text.count("Slower products run instead") == 2
+    assert caplog.text.count("slower products run instead") == 2
 
 
 @pytest.mark.usefixtures("no_libraries")
@@ -320,13 +374,40 @@ def test_without_a_folder_that_can_be_written(monkeypatch: pytest.MonkeyPatch, t
     file = tmp_path / "file"
     file.touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(file))
-    assert packed.is_available()
+    assert trellis.is_available()
+
+
+@pytest.mark.parametrize("kept", [0, 100])
+@pytest.mark.usefixtures("no_libraries")
+def test_damaged_library_is_compiled_again(kept: int, tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", AVAILABLE], check=True)
+    (made,) = (tmp_path / "vllm_latq").iterdir()
+    made.write_bytes(bytes(kept))
+    subprocess.run([sys.executable, "-c", AVAILABLE], check=True)
+    assert made.stat().st_size > 10_000
+
+
+@pytest.mark.usefixtures("no_libraries")
+def test_folder_that_others_can_write_to_is_not_used(tmp_path: Path) -> None:
+    folder = tmp_path / "vllm_latq"
+    folder.mkdir()
+    folder.chmod(0o777)
+    assert trellis.is_available()
+    assert not list(folder.iterdir())
+
+
+@pytest.mark.usefixtures("no_libraries")
+def test_compiler_with_arguments_and_strange_messages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    script = tmp_path / "a compiler"
+    script.write_text('#!/bin/sh\nprintf "\\377" >&2\nexec "$@"\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", f"'{script}' c++")
+    assert trellis.is_available()
 
 
 @pytest.mark.usefixtures("no_libraries")
 def test_processes_that_compile_at_once(tmp_path: Path) -> None:
-    code = "from vllm_latq.kernels.cpu import trellis; assert trellis.is_available()"
-    running = [subprocess.Popen([sys.executable, "-c", code], env=os.environ) for _ in range(2)]
+    running = [subprocess.Popen([sys.executable, "-c", AVAILABLE]) for _ in range(2)]
     assert [process.wait() for process in running] == [0, 0]
     assert [path.suffix for path in (tmp_path / "vllm_latq").iterdir()] == [".so"]
 

@@ -24,7 +24,7 @@ from vllm_latq.coding.packing import unpack_codes
 from vllm_latq.errors import RESTART_TO_RELOAD, CheckpointError
 from vllm_latq.format.encodings.packed import PackedWeight
 from vllm_latq.format.scheme import WHOLE_ROW
-from vllm_latq.kernels.cpu import packed
+from vllm_latq.kernels.cpu import library, packed
 from vllm_latq.kernels.cpu import trellis as rings
 from vllm_latq.kernels.cpu.packed import PackedTensors
 from vllm_latq.kernels.cpu.trellis import RingTensors
@@ -104,7 +104,7 @@ class CpuOperands:
         Raises:
             CheckpointError: the outliers take more entries than `capacity`.
         """
-        step = max(1, packed.BANDS // (packed.TILE * weight.cols)) * packed.TILE
+        step = max(1, packed.BAND_WEIGHTS // (packed.TILE * weight.cols)) * packed.TILE
         codes = (unpack_codes(band, weight.bits, weight.cols) for band in weight.qweight.split(step))
         words = torch.cat([packed.pack_codes(band.to(torch.uint8), weight.bits) for band in codes])
         begins = entries = None
@@ -134,10 +134,10 @@ class CpuOperands:
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """Return x [.., cols] times the transposed weight, [.., rows], dtype of x."""
-        tokens = x.reshape(-1, self.weight.cols)
+        tokens = _numbers(x)
         own = self.invariant or tokens.shape[0] <= FEW_TOKENS
         y = packed.multiply(tokens, self.weight) if own else _by_bands(tokens, self.weight)
-        return y.view(*x.shape[:-1], self.weight.rows)
+        return y.to(x.dtype).view(*x.shape[:-1], self.weight.rows)
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class CpuTrellisOperands:
 
     Attributes:
         weight: the tensors.
-        invariant: whether that was asked for.
+        invariant: whether batch-invariant operands were requested.
     """
 
     layout: ClassVar[str] = "cpu_trellis"
@@ -207,8 +207,13 @@ class CpuTrellisOperands:
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """Return x [.., cols] times the transposed weight, [.., rows], dtype of x."""
-        y = rings.multiply(x.reshape(-1, self.weight.cols), self.weight)
-        return y.view(*x.shape[:-1], self.weight.rows)
+        y = rings.multiply(_numbers(x), self.weight)
+        return y.to(x.dtype).view(*x.shape[:-1], self.weight.rows)
+
+
+def _numbers(x: torch.Tensor) -> torch.Tensor:
+    """Return x as [n, cols] of a dtype that the products read: of its own, or float32."""
+    return x.reshape(-1, x.shape[-1]).to(x.dtype if x.dtype in library.KINDS else torch.float32)
 
 
 def _with_room(tensor: torch.Tensor, capacity: int, what: str, where: str) -> torch.Tensor:
