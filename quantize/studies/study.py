@@ -65,8 +65,8 @@ class Row:
 def recipes(bits: float, num_samples: int, seq_len: int, group_size: int = 128) -> Iterator[tuple[str, Recipe]]:
     """Name and recipe of every row at about `bits` stored bits per weight.
 
-    Packed methods exist at whole widths only and cost 16 / group_size bits more, for scales; coded ones meet `bits`. The
-    head stays as it is.
+    Packed methods exist at whole widths only and cost 16 / group_size bits more, for scales; coded ones meet `bits`. No
+    row quantizes the head.
     """
 
     def make(method: str, **options: Any) -> Recipe:

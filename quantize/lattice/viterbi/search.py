@@ -13,8 +13,8 @@ and the REACH steps after it: its path tells which bits are kept at the seam. Th
 with them. The first pass of QTIP (section 3.2) covers the whole ring: a third more time for 0.1 to 0.6% of distortion.
 
 Everything is float32, in the order written; of equal costs the one with the least q, then with the least m, wins. So
-every implementation finds the same ring. On a processor numba compiles it at first use, in a few seconds, and keeps it in
-its cache; for a GPU see `gpu`. The tests have the plain form.
+every implementation finds the same ring. On a processor numba compiles it at first use, in a few seconds, and keeps it
+in its cache; for a GPU see `gpu`. The tests have the plain form.
 """
 
 from collections.abc import Callable
