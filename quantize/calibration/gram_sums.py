@@ -27,7 +27,7 @@ from vllm_latq.quantize.calibration.experts import (
     complete_gradients,
 )
 from vllm_latq.quantize.calibration.hessian import HessianCollector, InputHessian, reduce_hessians
-from vllm_latq.quantize.lattice.grams import LayerStatistics
+from vllm_latq.quantize.lattice.grams import LayerStatistics, add_gram
 from vllm_latq.quantize.machine.distributed import World
 from vllm_latq.quantize.model.parts import Part
 from vllm_latq.quantize.model.selection import merged_with
@@ -213,7 +213,7 @@ class GramSums:
             if key not in self.outputs:
                 self.outputs[key] = [rows.new_zeros(part.shape[1], part.shape[1]) for part in blocks]
             for gram, part in zip(self.outputs[key], blocks, strict=True):
-                gram.addmm_(part.T, part)
+                add_gram(gram, part)
             if name in self.sharing:
                 trace = rows.square().sum(dtype=torch.float64)
                 self.traces[name] = self.traces[name] + trace if name in self.traces else trace

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from vllm_latq.quantize.lattice.grams import SharedInput
+from vllm_latq.quantize.lattice.grams import SharedInput, add_gram
 from vllm_latq.quantize.lattice.targets import Drift
 from vllm_latq.quantize.machine.distributed import World
 
@@ -194,7 +194,7 @@ def _add(gram: torch.Tensor, inputs: torch.Tensor) -> None:
     """Add inputs [..., c] to their gram, float32 [c, c]."""
     rows = _rows(inputs)
     with _faster_products(inputs.dtype):
-        gram.addmm_(rows.T, rows)
+        add_gram(gram, rows)
 
 
 def _rows(inputs: torch.Tensor) -> torch.Tensor:

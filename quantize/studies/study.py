@@ -22,7 +22,7 @@ from vllm_latq.console import print_table
 from vllm_latq.errors import ConfigError, LatqError, NumericalError
 from vllm_latq.quantize.evaluation.evaluate import evaluate
 from vllm_latq.quantize.pipeline import quantize_checkpoint
-from vllm_latq.quantize.recipe import Recipe
+from vllm_latq.quantize.recipe import HEAD, Recipe
 
 COLUMNS = ("method", "bits", "served", "KL", "perplexity", "log2 error", "seconds")
 
@@ -65,12 +65,13 @@ class Row:
 def recipes(bits: float, num_samples: int, seq_len: int, group_size: int = 128) -> Iterator[tuple[str, Recipe]]:
     """Name and recipe of every row at about `bits` stored bits per weight.
 
-    Packed methods exist at whole widths only and cost 16 / group_size bits more, for scales; coded ones meet `bits`.
+    Packed methods exist at whole widths only and cost 16 / group_size bits more, for scales; coded ones meet `bits`. No
+    row quantizes the head.
     """
 
     def make(method: str, **options: Any) -> Recipe:
         grid: dict[str, Any] = {"group_size": group_size} if method in ("rtn", "gptq", "ssqr") else {}
-        return Recipe(method, num_samples=num_samples, seq_len=seq_len, **grid, **options)
+        return Recipe(method, num_samples=num_samples, seq_len=seq_len, ignore=(HEAD,), **grid, **options)
 
     together: dict[str, Any] = {"order": "min-pivot", "beam": 4, "sweeps": 4}
     grids: dict[str, dict[str, Any]] = {

@@ -58,7 +58,7 @@ HELP = {
 # Contents and costs of the presets. The seconds of latq's search are from docs/trellis-code.md.
 PRESET_HELP = (
     "fast: gptq; one pass forward, the least time and memory. balanced (default): latq; also one pass backward, and a"
-    " search of 13 to 19 CPU seconds per million weights, which runs on all cores or on a GPU. best: latq, with targets"
+    " search of 7 to 18 CPU seconds per million weights, which runs on all cores or on a GPU. best: latq, with targets"
     " corrected for the errors of the layers before (--target residual --correction 0.5); two more passes forward, and"
     " more Hessians in memory; not for mixtures of experts"
 )

@@ -6,21 +6,23 @@ import torch
 from vllm_latq.quantize.calibration.hessian import HessianCollector, InputHessian
 from vllm_latq.quantize.lattice.grams import SharedInput
 
-# 999 products of up to about 10 are added in float32.
+# Products of up to about 10 are added in float32.
 RELATIVE_TOLERANCE = 1e-5
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_gram_is_that_of_the_inputs_in_float32(dtype):
-    inputs = torch.randn(3, 333, 65, generator=torch.Generator().manual_seed(0)).to(dtype)
-    hessian = InputHessian(SharedInput(("layer",)), torch.zeros(65, 65))
+@pytest.mark.parametrize("tokens", [333, 600])
+def test_gram_is_that_of_the_inputs_in_float32(dtype, tokens):
+    """With few rows at a time and with many, which are multiplied for half of the matrix."""
+    inputs = torch.randn(3, tokens, 300, generator=torch.Generator().manual_seed(0)).to(dtype)
+    hessian = InputHessian(SharedInput(("layer",)), torch.zeros(300, 300))
     before = torch.get_float32_matmul_precision()
     for part in inputs:
         hessian.add(part)
     rows = inputs.flatten(0, 1).double()
-    assert hessian.tokens == 999
+    assert hessian.tokens == 3 * tokens
     assert hessian.matrix.dtype == torch.float32
-    assert (hessian.matrix.double() - rows.T @ rows).abs().max() < RELATIVE_TOLERANCE * 999
+    assert (hessian.matrix.double() - rows.T @ rows).abs().max() < RELATIVE_TOLERANCE * 3 * tokens
     assert torch.get_float32_matmul_precision() == before
 
 

@@ -18,6 +18,7 @@ def test_rows_are_valid_and_distinct(bits):
     assert len({name for name, _ in rows}) == len({recipe for _, recipe in rows}) == len(rows)
     expected = set(METHODS) if bits >= 2 else {"hrtn", "hptq", "latq"}
     assert {recipe.method for _, recipe in rows} == expected
+    assert {recipe.ignored for _, recipe in rows} == {("lm_head",)}
     assert {recipe.group_size for _, recipe in rows if recipe.method in ("rtn", "gptq", "ssqr")} <= {64}
 
 
