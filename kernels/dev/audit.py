@@ -1,8 +1,8 @@
 """Machine-code audit of the kernels, on a machine with no GPU: `python -m vllm_latq.kernels.dev.audit [--json]`.
 
 Every kernel is compiled ahead of time for each architecture and its main loop is read back: instructions per weight and
-thread, registers, spills, shared memory. The counts are static: they say what the GPU has to issue, not how long it
-takes.
+thread, the cycles of the busiest pipe, registers, spills, shared memory, and how many warps a multiprocessor holds. The
+counts are static: they say what the GPU has to issue, not how long it takes.
 """
 
 import argparse
@@ -21,6 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from vllm_latq.kernels.bench.compile_pool import available_processes
+from vllm_latq.kernels.bench.processor import MULTIPROCESSORS
 from vllm_latq.kernels.configs import (
     COMPILER,
     REGIMES,
@@ -74,6 +75,9 @@ class Row:
         bits: 0 for any width.
         max_rows: 0 for any number of rows.
         sass_per_weight: instructions of the main loop, per weight and thread.
+        cycles_per_weight: cycles of a scheduler that these take at least, per weight and thread: to issue them, or of
+            the busiest pipe.
+        warps: that a multiprocessor holds at once, by registers and shared memory.
     """
 
     kernel: str
@@ -81,6 +85,8 @@ class Row:
     bits: int
     max_rows: int
     sass_per_weight: float
+    cycles_per_weight: float
+    warps: int
     registers: int
     spill_bytes: int
     shared_bytes: int
@@ -129,9 +135,11 @@ def _audit(
     target = GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
     compiled = compile_kernel(kernel, target, values, num_warps, activations)
     code, shared = disassemble(compiled.asm["cubin"]), compiled.metadata.shared
-    loop = code.main_loop()
-    count = round(loop.total() * 32 * num_warps / weights, 3)
-    return Audit(Row(kernel.__name__, arch, bits, rows, count, code.registers, code.spill_bytes(), shared), loop, code)
+    loop, processor, share = code.main_loop(), MULTIPROCESSORS[arch], 32 * num_warps / weights
+    counts = round(loop.total() * share, 3), round(processor.cycles(loop) * share, 3)
+    warps = num_warps * processor.resident_programs(num_warps, code.registers, shared)
+    row = Row(kernel.__name__, arch, bits, rows, *counts, warps, code.registers, code.spill_bytes(), shared)
+    return Audit(row, loop, code)
 
 
 def audit_tensor_core(
@@ -209,6 +217,8 @@ def _row(audit: Callable[[], Audit]) -> Row:
 # Title of a table -> its cell for a row.
 QUANTITIES: dict[str, Callable[[Row], str]] = {
     "instructions of the main loop per weight and thread": lambda row: f"{row.sass_per_weight:.2f}",
+    "cycles of a scheduler that these take at least, per weight and thread": lambda row: f"{row.cycles_per_weight:.2f}",
+    "warps that a multiprocessor holds": lambda row: f"{row.warps}",
     "registers per thread": lambda row: f"{row.registers}",
     "KB of shared memory": lambda row: f"{row.shared_bytes / 1024:.0f}",
     "bytes spilled": lambda row: f"{row.spill_bytes}",
