@@ -51,6 +51,8 @@ class DecodeConfig:
         programs_per_processor: most programs that are to run on a multiprocessor at once; its registers must hold them.
         shared_kb: shared memory of a multiprocessor, which may hold fewer of them.
         min_superblocks: fewest superblocks in a part of split-K, or in a range of columns.
+        dependent: begin before the kernel before it ends, ask for the first words, and only then wait for it
+            (programmatic dependent launch, from sm_90 on). No row of the table does; not timed.
         kernel: "tensor_core" or "simt", which does not serve experts.
         source: the measurement or the reasoning for the row.
     """
@@ -67,6 +69,7 @@ class DecodeConfig:
     programs_per_processor: int = 4
     shared_kb: int = 164
     min_superblocks: int = 4
+    dependent: bool = False
     kernel: str = "tensor_core"
     source: str = STATIC
 
