@@ -412,7 +412,7 @@ def small_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave to the search one small layer and few choices."""
     choices, trellis = {"num_warps": (2, 4), "stages": (3, 4), "block_n": (64, 128)}, {"stages": (3, 4)}
     for name, value in {
-        "SHAPES": ((128, 256),),
+        "SHAPES": ((64, 256),),
         "BITS": (3,),
         "CHOICES": choices,
         "TRELLIS_CHOICES": trellis,
@@ -486,7 +486,7 @@ def test_tune_ends_in_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
         tune(CPU, timer, compilers, (8, 16), lines.append, minutes=1, path=path)
     assert 30 < now <= 60
     assert sum("out of time" in line for line in lines) >= 1
-    assert {row["max_rows"] for row in json.loads(path.read_text())[""]} == {8, 16}
+    assert {row["max_rows"] for row in json.loads(path.read_text())[""]} >= {8, 16}
     lines.clear()
     with Watched() as compilers:
         tune(CPU, timer, compilers, (8,), lines.append, minutes=-1, path=tmp_path / "none.json")
