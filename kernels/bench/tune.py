@@ -151,14 +151,14 @@ class Search:
         layers: cases, their layers, and copies of their weights that together exceed the cache.
         compilers: compile the launches of a batch before the first is timed.
         write: receives a line for each configuration that is faster than all before it.
-        slowest: seconds of the slowest batch: a batch that might end after a deadline is not begun.
+        pace: most seconds that a configuration has taken, compiled and timed: so many are begun as should end in time.
     """
 
     layers: Sequence[TunedLayer]
     timer: Timer
     compilers: CompilePool
     write: Callable[[str], None]
-    slowest: float = field(default=0.0, init=False)
+    pace: float = field(default=0.0, init=False)
 
     def run(self, start: Config, rows: Sequence[int], deadline: float = math.inf) -> tuple[Config, float, str]:
         """Descend from `start` with these numbers of activation rows, until `deadline` of `time.monotonic` at most.
@@ -171,24 +171,27 @@ class Search:
         costs = partial(self._costs, rows, known, deadline)
         best, lowest = descend(start, costs, order, available_processes())
         at = " and ".join(map(str, rows))
-        timed = f"{len(known)} tried" + (", out of time" if self._late(deadline) else "")
+        timed = f"{len(known)} tried" + (", out of time" if self._fit(deadline) < 1 else "")
         return best, lowest, f"{lowest:.1f} us at {at} rows, from {known.get(start, math.inf):.1f}; {timed}"
 
-    def _late(self, deadline: float) -> bool:
-        return time.monotonic() + self.slowest > deadline
+    def _fit(self, deadline: float) -> float:
+        """Return how many configurations should end by a deadline."""
+        left = deadline - time.monotonic()
+        return 0 if left <= 0 else left / self.pace if self.pace else math.inf
 
     def _costs(
         self, rows: Sequence[int], known: dict[Config, float], deadline: float, configs: Sequence[Config]
     ) -> list[float]:
         """Return the time of each configuration, microseconds; time those that `known` lacks and add them to it.
 
-        Where no time is left for the others, they get infinity.
+        Where no time is left for the last of them, they get infinity.
         """
         new = [config for config in configs if config not in known]
-        if new and not self._late(deadline):
+        new = new[: int(min(len(new), self._fit(deadline)))]
+        if new:
             begun = time.monotonic()
             self._time(rows, known, new)
-            self.slowest = max(self.slowest, time.monotonic() - begun)
+            self.pace = max(self.pace, (time.monotonic() - begun) / len(new))
         return [known.get(config, math.inf) for config in configs]
 
     def _time(self, rows: Sequence[int], known: dict[Config, float], configs: Sequence[Config]) -> None:
