@@ -189,13 +189,15 @@ def split_k(
 
 # fmt: off
 # The first row of a table that serves a product is taken; its columns are the first fields of DecodeConfig, in order.
-# Two warps share a tile of 128 features at 8 rows, so every activation fragment serves four fragments of weights; at 16
-# rows registers suffice for that on Ampere only. From 32 rows on the extra dot would cost tensor cores more time than
-# subtracting the bias on the floats costs the schedulers. Slots: as many as leave next to no spill in the loop. Tiles
-# of 64 features serve small groups, whose scales would spill registers in tiles of 128.
+# Where two warps share a tile of 128 features at 8 rows, every activation fragment serves four fragments of weights; four
+# warps take more instructions and fewer registers, so that more warps run (NOTES.md, "Residency on Ampere"). From 32 rows
+# on the extra dot would cost tensor cores more time than subtracting the bias on the floats costs the schedulers. Slots:
+# as many as leave next to no spill in the loop. Tiles of 64 features, or fewer slots or programs, serve small groups,
+# whose scales take registers.
 #   rows  group  features  warps  stages  bias dot  paired  slots  gathers  programs  shared KB  superblocks
 AMPERE = (
-    DecodeConfig(8,    1,  128,  4,  2,  True,   True,   2,  32,  4,  164,  2, source=RESIDENCY),
+    DecodeConfig(8,   64,  128,  4,  2,  True,   True,   2,  32,  4,  164,  2, source=RESIDENCY),
+    DecodeConfig(8,    1,  128,  4,  2,  True,   True,   2,  32,  3,  164,  2, source=RESIDENCY),
     DecodeConfig(16,   1,  128,  4,  2,  True,   True,   4,  32,  3,  164,  4, source=RESIDENCY),
     DecodeConfig(32,  32,  128,  4,  2,  False,  True,   2,  32,  2,  164,  4, source=RESIDENCY),
     DecodeConfig(32,   1,   64,  4,  3,  False,  True,   2,  32,  2,  164,  4),
@@ -205,10 +207,12 @@ AMPERE = (
 # sm_86 and sm_89: 100 KB of shared memory, 99 for one program. At 64 rows, 4 bits and groups of 32, three stages of 128
 # features would take 100, and in two stages registers spill. 8 bits in groups of 32 would spill in the loop.
 ADA = (
-    DecodeConfig(8,   32,  128,  2,  2,  True,   True,   2,  32,  5,  100,  2, source=RESIDENCY),
+    DecodeConfig(8,  128,  128,  2,  2,  True,   True,   2,  32,  5,  100,  2, source=RESIDENCY),
+    DecodeConfig(8,   32,  128,  2,  2,  True,   True,   2,  32,  4,  100,  2, source=RESIDENCY),
     DecodeConfig(8,    1,   64,  2,  3,  True,   True,   2,  32,  4,  100,  2),
     DecodeConfig(16,   1,  128,  4,  2,  True,   True,   4,  32,  3,  100,  4, source=RESIDENCY),
-    DecodeConfig(32,  32,  128,  4,  2,  False,  True,   2,  32,  2,  100,  4, source=RESIDENCY),
+    DecodeConfig(32,  64,  128,  4,  2,  False,  True,   2,  32,  2,  100,  4, source=RESIDENCY),
+    DecodeConfig(32,  32,  128,  4,  2,  False,  True,   1,  32,  2,  100,  4, source=RESIDENCY),
     DecodeConfig(32,   1,   64,  4,  3,  False,  True,   2,  32,  2,  100,  4),
     DecodeConfig(64, 128,  128,  4,  2,  False,  True,   1,  32,  2,  100,  4),
     DecodeConfig(64,  64,  128,  8,  3,  False,  True,   2,  32,  1,  100,  4),
