@@ -189,11 +189,11 @@ def split_k(
 
 # fmt: off
 # The first row of a table that serves a product is taken; its columns are the first fields of DecodeConfig, in order.
-# Where two warps share a tile of 128 features at 8 rows, every activation fragment serves four fragments of weights; four
-# warps take more instructions and fewer registers, so that more warps run (NOTES.md, "Residency on Ampere"). From 32 rows
-# on the extra dot would cost tensor cores more time than subtracting the bias on the floats costs the schedulers. Slots:
-# as many as leave next to no spill in the loop. Tiles of 64 features, or fewer slots or programs, serve small groups,
-# whose scales take registers.
+# Where two warps share a tile of 128 features at 8 rows, every activation fragment serves four fragments of weights;
+# four warps take more instructions and fewer registers, so that more warps run (NOTES.md, "Residency on Ampere"). From
+# 32 rows on the extra dot would cost tensor cores more time than subtracting the bias on the floats costs the
+# schedulers. Slots: as many as leave next to no spill in the loop. Tiles of 64 features, or fewer slots or programs,
+# serve small groups, whose scales take registers.
 #   rows  group  features  warps  stages  bias dot  paired  slots  gathers  programs  shared KB  superblocks
 AMPERE = (
     DecodeConfig(8,   64,  128,  4,  2,  True,   True,   2,  32,  4,  164,  2, source=RESIDENCY),
