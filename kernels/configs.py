@@ -1,11 +1,13 @@
 """Launch configurations of the decode kernels: a table of literal rows, chosen by architecture, rows and group size.
 
-Hopper's rows are measured on an H200, the others are reasoned: `source` says which, and `bench --tune` prints
-replacements.
+Hopper's rows are measured on an H200, the others are reasoned: `source` says which. `bench --tune` writes the rows that
+it times on a GPU into `tuned.json`, and these go before the table's.
 """
 
+import json
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 
 import triton
 
@@ -26,6 +28,7 @@ TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 COMPILER = {"enable_fp_fusion": True}  # a * b + c is one instruction; from Triton 3.10 on that must be asked for
 RESERVED_BYTES = 1024  # of shared memory, for each program
 STATIC = "instruction counts and roofline arithmetic (NOTES.md), Triton 3.9.0 and 3.6.0, 2026-11; not timed"
+RESIDENCY = "most warps per multiprocessor, of the compiled kernels without spills in the loop (NOTES.md); not timed"
 H200 = "times on an H200 (NOTES.md), torch 2.11.0, Triton 3.6.0, 2026-11-27"
 
 
@@ -34,7 +37,8 @@ class DecodeConfig:
     """One way to launch a decode kernel.
 
     Attributes:
-        max_rows: largest number of activation rows it serves; also BLOCK_M of the tensor-core kernel.
+        max_rows: largest number of activation rows it serves; also BLOCK_M of the tensor-core kernel. 1 or 8 for the
+            SIMT kernel.
         min_group: the smallest group size it serves; for 8-bit codes twice as large: their scales take more registers.
         block_n: output features per program.
         num_warps: warps per program.
@@ -47,7 +51,9 @@ class DecodeConfig:
         programs_per_processor: most programs that are to run on a multiprocessor at once; its registers must hold them.
         shared_kb: shared memory of a multiprocessor, which may hold fewer of them.
         min_superblocks: fewest superblocks in a part of split-K, or in a range of columns.
-        kernel: "tensor_core" or "simt".
+        dependent: begin before the kernel before it ends, ask for the first words, and only then wait for it
+            (programmatic dependent launch, from sm_90 on). No row of the table does; not timed.
+        kernel: "tensor_core" or "simt", which does not serve experts.
         source: the measurement or the reasoning for the row.
     """
 
@@ -63,21 +69,21 @@ class DecodeConfig:
     programs_per_processor: int = 4
     shared_kb: int = 164
     min_superblocks: int = 4
+    dependent: bool = False
     kernel: str = "tensor_core"
     source: str = STATIC
 
     def __post_init__(self) -> None:
         where = "DecodeConfig"
         require(self.kernel in ("tensor_core", "simt"), f"{where}.kernel", "'tensor_core' or 'simt'", self.kernel)
-        require(self.max_rows in REGIMES, f"{where}.max_rows", f"one of {REGIMES}", self.max_rows)
+        served = REGIMES if self.kernel == "tensor_core" else (1, 8)
+        require(self.max_rows in served, f"{where}.max_rows", f"one of {served}", self.max_rows)
         require(self.block_n in (64, 128), f"{where}.block_n", "64 or 128, which divide the padded rows", self.block_n)
         require(self.num_warps in (1, 2, 4, 8), f"{where}.num_warps", "1, 2, 4 or 8", self.num_warps)
         require(1 <= self.stages <= 8, f"{where}.stages", "1 to 8", self.stages)
         require(self.slots in (1, 2, 4, 8, 16), f"{where}.slots", "1, 2, 4, 8 or 16", self.slots)
         require(self.gathers in (8, 16, 32, 64), f"{where}.gathers", "8, 16, 32 or 64", self.gathers)
         require(self.min_superblocks >= 1, f"{where}.min_superblocks", "1 or more", self.min_superblocks)
-        require(self.kernel == "tensor_core" or self.max_rows == 8, f"{where}.max_rows", "8 for the SIMT kernel",
-                self.max_rows)  # fmt: skip
 
     def serves(self, rows: int, bits: int, group_size: int) -> bool:
         """Return whether it serves so many activation rows of this weight; group size -1 is a whole row."""
@@ -183,16 +189,17 @@ def split_k(
 
 # fmt: off
 # The first row of a table that serves a product is taken; its columns are the first fields of DecodeConfig, in order.
-# Two warps share a tile of 128 features at 8 rows, so every activation fragment serves four fragments of weights; at 16
-# rows registers suffice for that on Ampere only. From 32 rows on the extra dot would cost tensor cores more time than
-# subtracting the bias on the floats costs the schedulers. Slots: as many as leave next to no spill in the loop. Tiles
-# of 64 features serve small groups, whose scales would spill registers in tiles of 128.
+# Where two warps share a tile of 128 features at 8 rows, every activation fragment serves four fragments of weights;
+# four warps take more instructions and fewer registers, so that more warps run (NOTES.md, "Residency on Ampere"). From
+# 32 rows on the extra dot would cost tensor cores more time than subtracting the bias on the floats costs the
+# schedulers. Slots: as many as leave next to no spill in the loop. Tiles of 64 features, or fewer slots or programs,
+# serve small groups, whose scales take registers.
 #   rows  group  features  warps  stages  bias dot  paired  slots  gathers  programs  shared KB  superblocks
 AMPERE = (
-    DecodeConfig(8,    1,  128,  2,  3,  True,   True,   2,  32,  4,  164,  2),
-    DecodeConfig(16,  64,  128,  2,  3,  True,   True,   2,  32,  4,  164,  4),
-    DecodeConfig(16,   1,   64,  2,  3,  True,   True,   2,  32,  4,  164,  4),
-    DecodeConfig(32,  32,  128,  4,  3,  False,  True,   2,  32,  2,  164,  4),
+    DecodeConfig(8,   64,  128,  4,  2,  True,   True,   2,  32,  4,  164,  2, source=RESIDENCY),
+    DecodeConfig(8,    1,  128,  4,  2,  True,   True,   2,  32,  3,  164,  2, source=RESIDENCY),
+    DecodeConfig(16,   1,  128,  4,  2,  True,   True,   4,  32,  3,  164,  4, source=RESIDENCY),
+    DecodeConfig(32,  32,  128,  4,  2,  False,  True,   2,  32,  2,  164,  4, source=RESIDENCY),
     DecodeConfig(32,   1,   64,  4,  3,  False,  True,   2,  32,  2,  164,  4),
     DecodeConfig(64, 128,  128,  4,  2,  False,  True,   1,  32,  2,  164,  4),
     DecodeConfig(64,   1,  128,  8,  3,  False,  True,   2,  32,  1,  164,  4),
@@ -200,10 +207,12 @@ AMPERE = (
 # sm_86 and sm_89: 100 KB of shared memory, 99 for one program. At 64 rows, 4 bits and groups of 32, three stages of 128
 # features would take 100, and in two stages registers spill. 8 bits in groups of 32 would spill in the loop.
 ADA = (
-    DecodeConfig(8,   32,  128,  2,  3,  True,   True,   2,  32,  4,  100,  2),
+    DecodeConfig(8,  128,  128,  2,  2,  True,   True,   2,  32,  5,  100,  2, source=RESIDENCY),
+    DecodeConfig(8,   32,  128,  2,  2,  True,   True,   2,  32,  4,  100,  2, source=RESIDENCY),
     DecodeConfig(8,    1,   64,  2,  3,  True,   True,   2,  32,  4,  100,  2),
-    DecodeConfig(16,   1,  128,  4,  3,  True,   True,   4,  32,  4,  100,  4),
-    DecodeConfig(32,  32,  128,  4,  3,  False,  True,   2,  32,  2,  100,  4),
+    DecodeConfig(16,   1,  128,  4,  2,  True,   True,   4,  32,  3,  100,  4, source=RESIDENCY),
+    DecodeConfig(32,  64,  128,  4,  2,  False,  True,   2,  32,  2,  100,  4, source=RESIDENCY),
+    DecodeConfig(32,  32,  128,  4,  2,  False,  True,   1,  32,  2,  100,  4, source=RESIDENCY),
     DecodeConfig(32,   1,   64,  4,  3,  False,  True,   2,  32,  2,  100,  4),
     DecodeConfig(64, 128,  128,  4,  2,  False,  True,   1,  32,  2,  100,  4),
     DecodeConfig(64,  64,  128,  8,  3,  False,  True,   2,  32,  1,  100,  4),
@@ -269,8 +278,10 @@ DEFAULT = (
     DecodeConfig(64,   1,   64,  2,  2,  False,  True,   1,  32,  2,  100,  4),
 )
 # fmt: on
-# Dispatched for no product: tests and the tuner name it.
+# In no row of the table: one row of x takes it where `bench --tune` found it faster than tensor cores.
 SIMT = DecodeConfig(8, 1, block_n=64, num_warps=2, stages=2, bias_dot=False, slots=4, kernel="simt")
+# Rows that were timed, by architecture: a JSON object of lists of the fields of DecodeConfig.
+TUNED = Path(__file__).with_name("tuned.json")
 TABLE: dict[str, tuple[DecodeConfig, ...]] = {
     "sm_80": AMPERE,
     "sm_86": ADA,
@@ -292,12 +303,23 @@ def max_decode_rows(bits: int) -> int:
     return REGIMES[-2] if bits == 8 else REGIMES[-1]
 
 
-@lru_cache(maxsize=1024)
-def decode_config(rows: int, bits: int, arch: str = "", group_size: int = 128) -> DecodeConfig:
-    """Return the table's row for `rows` activation rows (1 to max_decode_rows).
+@lru_cache(maxsize=64)
+def table_of(arch: str) -> tuple[DecodeConfig, ...]:
+    """Return the rows of an architecture in the order in which they are tried: timed rows before the table's."""
+    timed = (DecodeConfig(**row) for row in json.loads(TUNED.read_text()).get(arch, ()))
+    rows = (*timed, *TABLE.get(arch, DEFAULT))
+    return tuple(sorted(rows, key=lambda row: (row.max_rows, -row.min_group)))
 
-    arch: "sm_90" and the like, or HIP; empty on a CPU.
+
+@lru_cache(maxsize=1024)
+def decode_config(
+    rows: int, bits: int, arch: str = "", group_size: int = 128, tensor_core: bool = False
+) -> DecodeConfig:
+    """Return the first row of the table that serves so many activation rows (1 to max_decode_rows).
+
+    arch: "sm_90" and the like, or HIP; empty on a CPU. tensor_core: no other kernel will do.
     """
     require(rows <= max_decode_rows(bits), "decode_config", f"at most {max_decode_rows(bits)} rows", rows,
             "Use the prefill path.")  # fmt: skip
-    return next(config for config in TABLE.get(arch, DEFAULT) if config.serves(rows, bits, group_size))
+    serving = (config for config in table_of(arch) if config.serves(rows, bits, group_size))
+    return next(config for config in serving if config.kernel == "tensor_core" or not tensor_core)

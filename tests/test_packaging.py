@@ -28,7 +28,7 @@ def test_wheel_imports_outside_the_checkout(tmp_path: Path) -> None:
     expected = {f"{'/'.join(name.split('.'))}.py" for name in shipped_modules()} | {"vllm_latq/py.typed"}
     data = ("bundled.md", "bundled.txt.xz", "prompts.jsonl", "prompts.md")
     expected |= {f"vllm_latq/quantize/calibration/{name}" for name in data}
-    expected |= {"vllm_latq/cli/report.html.jinja"}
+    expected |= {"vllm_latq/cli/report.html.jinja", "vllm_latq/kernels/tuned.json"}
     assert {name for name in names if ".dist-info/" not in name} == expected
     imported = "vllm_latq, vllm_latq.cli.main, vllm_latq.kernels.configs, vllm_latq.quantize.recipe"
     program = (

@@ -28,8 +28,8 @@ from vllm_latq.kernels.bench.compile_pool import CompilePool, available_processe
 from vllm_latq.kernels.bench.measure import Bench, Result
 from vllm_latq.kernels.bench.measure_experts import ExpertBench, expert_cases
 from vllm_latq.kernels.bench.timing import cache_bytes, copy_gb_per_s, require_gpu, time_graph
-from vllm_latq.kernels.bench.tune import tune
-from vllm_latq.kernels.configs import REGIMES
+from vllm_latq.kernels.bench.tune import MINUTES, tune
+from vllm_latq.kernels.configs import REGIMES, TUNED
 from vllm_latq.kernels.errors import KernelInputError
 
 WRITE_SECONDS = 1  # between drafts of the results: of hundreds of rows one takes longer to write than a row to measure
@@ -123,7 +123,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     with CompilePool(options.jobs or available_processes()) as compilers:
         if options.tune is not None:
-            tune(device, time_graph, compilers, options.tune or REGIMES)
+            minutes = MINUTES if math.isinf(options.minutes) else options.minutes
+            tune(device, time_graph, compilers, options.tune or REGIMES, minutes=minutes, path=options.out or TUNED)
             return
         rate = copy_gb_per_s(device)
         facts = environment(device, rate)
@@ -163,19 +164,26 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         nargs="*",
         type=int,
         choices=REGIMES,
-        help="search launch configurations for these tile sizes in rows (default: all) and print them",
+        help="search launch configurations for these tile sizes in rows (default: all), print them and write them into "
+        "kernels/tuned.json",
     )
     what.add_argument("--once", action="store_true", help="launch each product once and time nothing: for a profiler")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="start no new row after this many minutes")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=math.inf,
+        help=f"start no new row after this many minutes; --tune ends by then (default: never; {MINUTES:g} for --tune)",
+    )
     parser.add_argument("--jobs", type=positive, help="compiler processes (default: one per core, at most 16)")
-    parser.add_argument("--out", type=Path, help="JSON file (default: named after the GPU, in the working directory)")
+    parser.add_argument("--out", type=Path, help="JSON file (default: named after the GPU, in the working directory; "
+                        "kernels/tuned.json for --tune)")  # fmt: skip
     options = parser.parse_args(arguments)
-    taken = ("quick", "experts", "once", "bits", "outliers", "rows", "out")
+    taken = ("quick", "experts", "once", "bits", "outliers", "rows")
     useless = [name for name in ("minutes", "jobs", "out") if getattr(options, name) != parser.get_default(name)]
     if options.once and useless:
         parser.error(f"--once times nothing and writes nothing: leave out --{' --'.join(useless)}")
     if options.tune is not None and (others := [name for name in taken if getattr(options, name)]):
-        parser.error(f"--tune chooses its own products and writes no file: leave out --{' --'.join(others)}")
+        parser.error(f"--tune chooses its own products: leave out --{' --'.join(others)}")
     return options
 
 

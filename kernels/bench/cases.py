@@ -12,7 +12,14 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from vllm_latq.kernels.bench.timing import copies_beyond_cache
-from vllm_latq.kernels.configs import FUSED_LAUNCHES, SIMT, TRELLIS_LAUNCHES, TRELLIS_REGIMES, max_decode_rows
+from vllm_latq.kernels.configs import (
+    FUSED_LAUNCHES,
+    SIMT,
+    TRELLIS_LAUNCHES,
+    TRELLIS_REGIMES,
+    decode_config,
+    max_decode_rows,
+)
 from vllm_latq.kernels.decode.dispatch import ssqr_matmul, trellis_matmul
 from vllm_latq.kernels.decode.prefill import prefill_matmul
 from vllm_latq.kernels.decode.trellis_prefill import prefill_trellis
@@ -230,11 +237,20 @@ def rotating(weight: W, cache: int) -> list[W]:
 def product(case: Case) -> Callable[[torch.Tensor, Any], torch.Tensor]:
     """Return the function of x and a weight that the case launches."""
     fixed: dict[str, Callable[[torch.Tensor, Any], torch.Tensor]] = {
+        "tensor_core": tensor_core_matmul,
+        "simt": partial(ssqr_matmul, config=SIMT),
         "prefill": prefill_matmul,
         "trellis": trellis_matmul,
         "trellis_prefill": prefill_trellis,
     }
-    return fixed.get(case.path) or partial(ssqr_matmul, config=SIMT if case.path == "simt" else None)
+    return fixed[case.path]
+
+
+def tensor_core_matmul(x: torch.Tensor, weight: KernelWeight) -> torch.Tensor:
+    """Return x W^T as dispatched, but by tensor cores where a row of the table would take the SIMT kernel."""
+    if len(x) > 1 or weight.invariant:
+        return ssqr_matmul(x, weight)
+    return ssqr_matmul(x, weight, decode_config(1, weight.bits, weight.arch, weight.group_size, tensor_core=True))
 
 
 def relative_error(y: torch.Tensor, x: torch.Tensor, dense: torch.Tensor) -> float:

@@ -2,11 +2,14 @@
 
 Nothing is measured.
 
-A product has to read every stored byte and to issue every instruction, so it takes at least
+A product has to read every stored byte, to issue every instruction, and to pass each through its pipe. So it takes at
+least
 
-    max(bytes / memory bandwidth, weights * instructions per weight / issue rate)
+    max(bytes / memory bandwidth, weights * cycles per weight / rate of the schedulers)
+    cycles = max(instructions, 2 * logic and shifts, 2 * integer products, cycles of the tensor core)
 
-Instructions per weight come from `audit` (compiled code), the rest from data sheets.
+Two pipes take two cycles for a warp's instruction (`processor.py`). Counts come from `audit` (compiled code), the rest
+from data sheets.
 """
 
 import argparse
@@ -18,6 +21,17 @@ from vllm_latq.kernels.bench.cases import BITS, GROUP_SIZE, KEPT_RATE, SHAPES
 # Main loops for up to 8 rows: the largest count of sm_80 to sm_90. Packed codes are in groups of 128.
 INSTRUCTIONS = {2: 1.49, 3: 1.61, 4: 1.70}
 TRELLIS_INSTRUCTIONS = {2: 2.47, 3: 3.55, 4: 3.14}
+# The cycles of the same loops, by architecture: of A6000 (sm_86), A100 (sm_80), H100 and H200 (sm_90).
+CYCLES = {
+    "sm_80": {2: 1.50, 3: 1.61, 4: 1.90},
+    "sm_86": {2: 2.50, 3: 2.50, 4: 2.50},
+    "sm_90": {2: 1.49, 3: 1.65, 4: 1.94},
+}
+TRELLIS_CYCLES = {
+    "sm_80": {2: 2.39, 3: 4.00, 4: 4.00},
+    "sm_86": {2: 4.00, 3: 8.00, 4: 8.00},
+    "sm_90": {2: 2.46, 3: 3.55, 4: 3.13},
+}
 SCHEMES = ((2, 0.0), (2, 0.01), (3, 0.0), (3, 0.01), (4, 0.0), (4, 0.01))  # bits, rate of outliers
 SLOT_PADDING = 1.06  # outliers are stored in slots of 16 rows; tests/kernels/test_outliers.py holds them below this
 OUTLIER_BYTES = 4
@@ -26,12 +40,13 @@ KEPT_BYTES = 6  # of a kept weight of a trellis: its place and its value
 
 @dataclass(frozen=True)
 class Gpu:
-    """Data-sheet numbers: memory GB/s, peak fp32 TFLOPS, multiprocessors, fp32 lanes of each.
+    """Data-sheet numbers: architecture, memory GB/s, peak fp32 TFLOPS, multiprocessors, fp32 lanes of each.
 
     A multiprocessor issues 4 warp instructions of 32 threads a clock; the boost clock follows from the peak rate.
     """
 
     name: str
+    arch: str
     gb_per_s: float
     fp32_tflops: float
     processors: int
@@ -44,15 +59,15 @@ class Gpu:
         return clock * self.processors * 4 * 32
 
     def budget(self, bytes_per_weight: float) -> float:
-        """Instructions per weight that can be issued while its bytes arrive."""
+        """Cycles per weight of a scheduler and lane while its bytes arrive: as many instructions can be issued."""
         return self.instructions_per_second / (self.gb_per_s * 1e9 / bytes_per_weight)
 
 
 GPUS = (
-    Gpu("RTX A6000", 768, 38.7, 84, 128),
-    Gpu("A100 80GB SXM", 2039, 19.5, 108, 64),
-    Gpu("H100 SXM", 3350, 67, 132, 128),
-    Gpu("H200 SXM", 4800, 67, 132, 128),
+    Gpu("RTX A6000", "sm_86", 768, 38.7, 84, 128),
+    Gpu("A100 80GB SXM", "sm_80", 2039, 19.5, 108, 64),
+    Gpu("H100 SXM", "sm_90", 3350, 67, 132, 128),
+    Gpu("H200 SXM", "sm_90", 4800, 67, 132, 128),
 )
 
 
@@ -66,34 +81,38 @@ def trellis_bytes_per_weight(bits: int) -> float:
     return bits / 8 + KEPT_RATE * KEPT_BYTES
 
 
-def least_microseconds(gpu: Gpu, weights: int, size: float, instructions: float) -> float:
-    """Lower bound of one product at batch 1 to 8 by so many weights, of so many bytes and instructions each."""
-    return 1e6 * weights * max(size / (gpu.gb_per_s * 1e9), instructions / gpu.instructions_per_second)
+def least_microseconds(gpu: Gpu, weights: int, size: float, cycles: float) -> float:
+    """Lower bound of one product at batch 1 to 8 by so many weights, of so many bytes and cycles each."""
+    return 1e6 * weights * max(size / (gpu.gb_per_s * 1e9), cycles / gpu.instructions_per_second)
 
 
 def print_tables(write: Callable[[str], None] = print) -> None:
-    """Bytes and instruction budgets per scheme, then the lower bounds per layer, as Markdown."""
+    """Cycles per weight beside those that its bytes leave, then the lower bounds per layer, as Markdown."""
     names = [gpu.name for gpu in GPUS]
-    write("Instructions per weight that fit into the time its bytes take, and what the kernel issues:\n")
-    write(f"| scheme | bytes per weight | issued | {' | '.join(names)} |")
-    write("|---|---|---|" + "---|" * len(GPUS))
     schemes = [
-        (f"{bits} bits, {100 * rate:g}%", bytes_per_weight(bits, rate), INSTRUCTIONS[bits]) for bits, rate in SCHEMES
+        (f"{bits} bits, {100 * rate:g}%", bytes_per_weight(bits, rate), INSTRUCTIONS[bits], CYCLES, bits)
+        for bits, rate in SCHEMES
     ]
-    schemes += [(f"{bits} bits, trellis", trellis_bytes_per_weight(bits), TRELLIS_INSTRUCTIONS[bits]) for bits in BITS]
-    for scheme, size, issued in schemes:
-        budgets = " | ".join(f"{gpu.budget(size):.1f}" for gpu in GPUS)
-        write(f"| {scheme} | {size:.3f} | {issued:.2f} | {budgets} |")
-    shown = [("bf16", 2.0, 0.0)]
-    shown += [(f"{bits} bits", bytes_per_weight(bits, 0.01), INSTRUCTIONS[bits]) for bits in BITS]
-    shown += [(f"{bits} bits, trellis", trellis_bytes_per_weight(bits), TRELLIS_INSTRUCTIONS[bits]) for bits in BITS]
+    schemes += [
+        (f"{bits} bits, trellis", trellis_bytes_per_weight(bits), TRELLIS_INSTRUCTIONS[bits], TRELLIS_CYCLES, bits)
+        for bits in BITS
+    ]
+    write("Cycles per weight that fit into the time its bytes take; of the kernel, its instructions and cycles:\n")
+    write(f"| scheme | bytes per weight | instructions | {' | '.join(f'{name}: fit | needed' for name in names)} |")
+    write("|---|---|---|" + "---|---|" * len(GPUS))
+    for scheme, size, issued, needed, bits in schemes:
+        cells = " | ".join(f"{gpu.budget(size):.1f} | {needed[gpu.arch][bits]:.2f}" for gpu in GPUS)
+        write(f"| {scheme} | {size:.3f} | {issued:.2f} | {cells} |")
     write("\nLeast time of a product at batch 1 to 8, microseconds; packed weights have 1% outliers:\n")
     write(f"| layer | scheme | {' | '.join(names)} |")
     write("|---|---|" + "---|" * len(GPUS))
+    shown = [scheme for scheme in schemes if not scheme[0].endswith(" 0%")]
     for rows, cols in SHAPES:
-        for scheme, *costs in shown:
-            times = (f"{least_microseconds(gpu, rows * cols, *costs):.1f}" for gpu in GPUS)
-            write(f"| {rows}x{cols} | {scheme} | {' | '.join(times)} |")
+        times = (f"{least_microseconds(gpu, rows * cols, 2.0, 0.0):.1f}" for gpu in GPUS)
+        write(f"| {rows}x{cols} | bf16 | {' | '.join(times)} |")
+        for scheme, size, _, needed, bits in shown:
+            times = (f"{least_microseconds(gpu, rows * cols, size, needed[gpu.arch][bits]):.1f}" for gpu in GPUS)
+            write(f"| {rows}x{cols} | {scheme.removesuffix(', 1%')} | {' | '.join(times)} |")
     write("\nMeasured: docs/performance.md, and `results/`.")
 
 

@@ -1,7 +1,8 @@
-"""A decode kernel without tensor cores, kept for tuning: no row of the configuration table dispatches it.
+"""A decode kernel without tensor cores: y = x W^T for at most 8 rows of x, by one multiply-add per weight and row.
 
-y = x W^T for at most 8 rows of x, by one fused multiply-add per weight and row. It shares tile words, outliers, split-K
-and epilogue with `ssqr.ssqr_tensor_core`, and `bench --tune` times it (NOTES.md: "SIMT beyond one row").
+A row of the configuration table can name it, and `bench --tune` writes such a row where the kernel is faster at one row
+of x than tensor cores (NOTES.md: "SIMT beyond one row"). It shares tile words, outliers, split-K and epilogue with
+`ssqr.ssqr_tensor_core`.
 
 A lane keeps some words of some rows; a field becomes a float32 by one `lop3`, because bf16 bits are the high half of a
 float32's. The bias of a field leaves once per group and word column, as a product with the activations:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from vllm_latq.kernels.configs import COMPILER, DecodeConfig
 from vllm_latq.kernels.decode.launch import Scratch, Variant, variant_of, weight_arguments
@@ -41,8 +42,18 @@ from vllm_latq.kernels.device.outlier_tile import (
 )
 from vllm_latq.kernels.device.product import piece_product
 from vllm_latq.kernels.device.registers import paired_columns
-from vllm_latq.kernels.device.tiles import activation_places, load_planes, load_scale, tile_scale_pairs, tile_words
+from vllm_latq.kernels.device.tiles import (
+    activation_places,
+    load_planes,
+    load_scale,
+    prefetch_tile,
+    tile_scale_pairs,
+    tile_words,
+)
 from vllm_latq.kernels.layout.weight import KernelWeight
+
+# Programmatic dependent launch: the driver starts the kernel when programs of the kernel before it end or allow it.
+DEPENDENT_LAUNCH = {"DEPENDENT": True, "launch_pdl": True}
 
 
 # Numbers of rows change while serving, and no new number may compile another kernel.
@@ -88,6 +99,7 @@ def ssqr_tensor_core(
     HAS_ROW_SCALES: tl.constexpr,
     ASM: tl.constexpr,  # NVIDIA inline assembly
     UPCAST: tl.constexpr,  # products take float32 operands
+    DEPENDENT: tl.constexpr = False,  # begins before the kernel before it ends
 ):
     """Grid (padded rows / BLOCK_N * RANGES, parts). See the module docstring."""
     tile, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
@@ -114,6 +126,12 @@ def ssqr_tensor_core(
     xs = x_ptr + begin * 256 + row * stride_xm + col
     live = (row < M) & (col >= 0)
     counter_ptr = ticket_ptr + tl.num_programs(0) * TILE_ROWS // 64  # after the tickets of all row blocks
+    if DEPENDENT:  # the weight was there long ago, but everything else waits for the kernel before
+        gdc_launch_dependents()
+        for i in tl.static_range(STAGES):
+            if begin + i < end:
+                prefetch_tile(word_ptr, tile, supers, begin + i, supers_per_part, BITS, BLOCK_N, RANGES)
+        gdc_wait()
     if TRANSPOSED:
         begin_transposed(x_ptr, stride_xm, xt_ptr, counter_ptr, M, K, writers, OUTLIER_ROWS, PIECE)
     if OUTLIER_ROWS > 0:
@@ -198,6 +216,8 @@ def launch_ssqr(
         m: number of rows for which the kernel is chosen (default: n).
     """
     grid, arguments = launch_arguments(x, weight, y, config, scratch, m or x.shape[0])
+    if config.dependent and x.is_cuda and torch.version.hip is None:
+        arguments |= DEPENDENT_LAUNCH
     ssqr_tensor_core[grid](**arguments)
 
 

@@ -1,8 +1,8 @@
 """Machine-code audit of the kernels, on a machine with no GPU: `python -m vllm_latq.kernels.dev.audit [--json]`.
 
 Every kernel is compiled ahead of time for each architecture and its main loop is read back: instructions per weight and
-thread, registers, spills, shared memory. The counts are static: they say what the GPU has to issue, not how long it
-takes.
+thread, the cycles of the busiest pipe, registers, spills, shared memory, and how many warps a multiprocessor holds. The
+counts are static: they say what the GPU has to issue, not how long it takes.
 """
 
 import argparse
@@ -21,6 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from vllm_latq.kernels.bench.compile_pool import available_processes
+from vllm_latq.kernels.bench.processor import MULTIPROCESSORS
 from vllm_latq.kernels.configs import (
     COMPILER,
     REGIMES,
@@ -52,6 +53,8 @@ from vllm_latq.kernels.experts.grouped_trellis import trellis_grouped, trellis_g
 from vllm_latq.kernels.layout.trellis import TILE_ROWS, UNIT_COLUMNS
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+DEPENDENT_ARCHITECTURES = ARCHITECTURES[3:]
+WAIT = "ACQBULK"  # machine code of `griddepcontrol.wait`
 BITS = (2, 3, 4, 8)
 # The constants of the format (FORMAT.md section 3.3), which `serving` passes; a test holds them equal.
 HUFFMAN = HuffmanCode(max_length=15, max_symbols=4096, escape_bits=32)
@@ -74,6 +77,9 @@ class Row:
         bits: 0 for any width.
         max_rows: 0 for any number of rows.
         sass_per_weight: instructions of the main loop, per weight and thread.
+        cycles_per_weight: cycles of a scheduler that these take at least, per weight and thread: to issue them, or of
+            the busiest pipe.
+        warps: that a multiprocessor holds at once, by registers and shared memory.
     """
 
     kernel: str
@@ -81,6 +87,8 @@ class Row:
     bits: int
     max_rows: int
     sass_per_weight: float
+    cycles_per_weight: float
+    warps: int
     registers: int
     spill_bytes: int
     shared_bytes: int
@@ -105,6 +113,7 @@ def compile_kernel(
     require(isinstance(kernel, triton.JITFunction), "audit", "Triton's compiler", "its interpreter",
             "Unset TRITON_INTERPRET.")  # fmt: skip
     general = {parameter.name for parameter in kernel.params if parameter.do_not_specialize}
+    values = {parameter.name: parameter.default for parameter in kernel.params if parameter.has_default} | values
     dynamic = [name for name in kernel.arg_names if name not in values]
     types = {name: _POINTERS.get(name, activations) if name.endswith("_ptr") else "i32" for name in dynamic}
     # As the launch would: the arguments that Triton specializes are divisible by 16 in a real model.
@@ -129,9 +138,11 @@ def _audit(
     target = GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
     compiled = compile_kernel(kernel, target, values, num_warps, activations)
     code, shared = disassemble(compiled.asm["cubin"]), compiled.metadata.shared
-    loop = code.main_loop()
-    count = round(loop.total() * 32 * num_warps / weights, 3)
-    return Audit(Row(kernel.__name__, arch, bits, rows, count, code.registers, code.spill_bytes(), shared), loop, code)
+    loop, processor, share = code.main_loop(), MULTIPROCESSORS[arch], 32 * num_warps / weights
+    counts = round(loop.total() * share, 3), round(processor.cycles(loop) * share, 3)
+    warps = num_warps * processor.resident_programs(num_warps, code.registers, shared)
+    row = Row(kernel.__name__, arch, bits, rows, *counts, warps, code.registers, code.spill_bytes(), shared)
+    return Audit(row, loop, code)
 
 
 def audit_tensor_core(
@@ -141,6 +152,13 @@ def audit_tensor_core(
     kernel, values = ssqr_grouped if grouped else ssqr_tensor_core, ssqr_constants(config, variant)
     label = (arch, variant.bits, config.max_rows)
     return _audit(kernel, *label, config.block_n * 256, values, config.num_warps, activations)
+
+
+def audit_dependent(arch: str, config: DecodeConfig, variant: Variant) -> Audit:
+    """Audit the tensor-core kernel as a dependent launch, which sm_90 and later have."""
+    values = ssqr_constants(config, variant) | {"DEPENDENT": True}
+    label = (arch, variant.bits, config.max_rows)
+    return _audit(ssqr_tensor_core, *label, config.block_n * 256, values, config.num_warps)
 
 
 def audit_trellis(arch: str, rates: tuple[int, ...], rows: int, grouped: bool = False) -> Audit:
@@ -212,6 +230,8 @@ def _row(audit: Callable[[], Audit]) -> Row:
 # Title of a table -> its cell for a row.
 QUANTITIES: dict[str, Callable[[Row], str]] = {
     "instructions of the main loop per weight and thread": lambda row: f"{row.sass_per_weight:.2f}",
+    "cycles of a scheduler that these take at least, per weight and thread": lambda row: f"{row.cycles_per_weight:.2f}",
+    "warps that a multiprocessor holds": lambda row: f"{row.warps}",
     "registers per thread": lambda row: f"{row.registers}",
     "KB of shared memory": lambda row: f"{row.shared_bytes / 1024:.0f}",
     "bytes spilled": lambda row: f"{row.spill_bytes}",
@@ -231,13 +251,31 @@ def print_table(rows: Iterable[Row], quantity: Callable[[Row], str]) -> None:
         print(f"| {kernel} | {width} | {rows_text} | {' | '.join(found[arch] for arch in architectures)} |")
 
 
+def print_waits(architectures: Iterable[str], bits: Iterable[int]) -> None:
+    """Print which accesses of memory a dependent launch makes before it waits for the kernel before it."""
+    print("| bits | rows | GPU | prefetches of words before the wait | other accesses before it | after it |")
+    print("|---|---|---|---|---|---|")
+    for arch in architectures:
+        for width in bits:
+            for rows in (1, 8):
+                code = audit_dependent(arch, decode_config(rows, width, arch), Variant(width, rows)).code
+                before, every = code.memory_before(WAIT), code.memory_before("none")
+                early = sum(n for name, n in before.items() if ".PF2" in name)
+                others, after = before.total() - early, every.total() - before.total()
+                print(f"| {width} | {rows} | {arch} | {early} | {others} | {after} |", flush=True)
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m vllm_latq.kernels.dev.audit", description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print a list of objects instead of tables")
+    parser.add_argument("--waits", action="store_true", help="print where dependent launches of sm_90 and later wait")
     parser.add_argument("--arch", nargs="+", choices=ARCHITECTURES, default=ARCHITECTURES)
     parser.add_argument("--bits", nargs="+", type=int, choices=BITS, default=BITS)
     options = parser.parse_args(arguments)
+    if options.waits:
+        print_waits([arch for arch in options.arch if arch in DEPENDENT_ARCHITECTURES], options.bits)
+        return
     with ProcessPoolExecutor(available_processes(), multiprocessing.get_context("spawn")) as workers:
         rows = list(workers.map(_row, audits(tuple(options.arch), tuple(options.bits))))
     if options.json:

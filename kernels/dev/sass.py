@@ -5,6 +5,7 @@ import subprocess
 import tempfile
 from collections import Counter
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 import triton
@@ -55,6 +56,13 @@ class MachineCode:
     def count(self, prefix: str) -> int:
         """Return how many instructions of the kernel have an opcode that starts with `prefix`."""
         return sum(opcode.startswith(prefix) for _, opcode, _ in self.instructions)
+
+    def memory_before(self, prefix: str) -> Counter[str]:
+        """Count the accesses of global memory before the first instruction with such an opcode; of all without one."""
+        opcodes = takewhile(lambda opcode: not opcode.startswith(prefix), (o for _, o, _ in self.instructions))
+        return Counter(
+            o for o in opcodes if o.startswith(("ATOM", "CCTL", "LD.", "LDG.", "LDGSTS", "RED", "ST.", "STG"))
+        )
 
     def spill_bytes(self) -> int:
         """Return the bytes per thread written to local memory."""

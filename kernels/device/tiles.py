@@ -41,6 +41,23 @@ def tile_words(word_ptr, tile, supers, sb, share, BITS: tl.constexpr, BLOCK_N: t
 
 
 @triton.jit
+def prefetch_tile(word_ptr, tile, supers, sb, share, BITS: tl.constexpr, BLOCK_N: tl.constexpr, RANGES: tl.constexpr):
+    """Bring the words of superblock `sb` of a row tile into L2; arguments as in `tile_words`. NVIDIA only.
+
+    A row has 32 bytes in each plane, a sector; rows of 8-bit codes have 64.
+    """
+    WORDS: tl.constexpr = words_of(BITS)
+    SIZE: tl.constexpr = planes_of(BITS) * 64 * WORDS
+    block, further, row = tile_rows(tile, supers, share, BLOCK_N, RANGES)
+    first = word_ptr + (block + sb) * SIZE + further * SIZE + row * WORDS
+    for sector in tl.static_range(planes_of(BITS) * WORDS // 8):
+        at = sector // (WORDS // 8) * 64 * WORDS + sector % (WORDS // 8) * 8
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [first + at], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
 def tile_scale_pairs(
     scale_ptr, tile, supers, sb, share, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, RANGES: tl.constexpr
 ):

@@ -170,7 +170,7 @@ def grouped_matmul(x: torch.Tensor, stack: Stack, routing: Routing) -> torch.Ten
     if isinstance(stack, TrellisOperands):
         return launch_grouped_trellis(x, stack, routing)
     weight, size, batches = replace(stack, tickets=routing.tickets), routing.size, len(routing.expert)
-    config = decode_config(size, weight.bits, weight.arch, weight.group_size)
+    config = decode_config(size, weight.bits, weight.arch, weight.group_size, tensor_core=True)
     # The columns of an invariant weight are cut as for one token, whatever the number of tokens.
     usual = routing.ids.shape[1] if weight.invariant else batches
     scratch = allocate_scratch(x, weight, config, size, batches, usual)

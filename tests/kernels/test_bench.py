@@ -7,7 +7,7 @@ import importlib.metadata
 import json
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -18,6 +18,7 @@ import torch
 
 from helpers.kernel_device import emulated_gpu
 from helpers.pretend_gpu import DEVICE as PRETENDED
+from vllm_latq.kernels import configs
 from vllm_latq.kernels.bench import peers
 from vllm_latq.kernels.bench.bench import (
     environment,
@@ -36,18 +37,19 @@ from vllm_latq.kernels.bench.many_tokens import main as print_many_tokens
 from vllm_latq.kernels.bench.measure import Bench, Result
 from vllm_latq.kernels.bench.measure_experts import ExpertBench
 from vllm_latq.kernels.bench.roofline import (
+    CYCLES,
     GPUS,
-    INSTRUCTIONS,
     bytes_per_weight,
     least_microseconds,
     print_tables,
     trellis_bytes_per_weight,
 )
 from vllm_latq.kernels.bench.timing import Timing, copies_beyond_cache, summary
-from vllm_latq.kernels.bench.tune import descend, mean_time, neighbours, tune
+from vllm_latq.kernels.bench.tune import descend, mean_time, neighbours, predicted, tune
 from vllm_latq.kernels.configs import AMPERE, REGIMES, SIMT, TRELLIS, DecodeConfig, TrellisConfig
 from vllm_latq.kernels.decode.dispatch import ssqr_matmul
 from vllm_latq.kernels.dev.reference import matmul_reference
+from vllm_latq.kernels.errors import KernelInputError
 
 CPU = torch.device("cpu")
 # Triton's interpreter truncates to bfloat16, so it errs by a whole unit in the last place; GPUs round, half a unit.
@@ -485,12 +487,11 @@ def test_descent_finds_the_minimum_of_its_neighbourhood() -> None:
     assert all(other != best for other in neighbours(best))
 
 
-@pytest.mark.interpreter
-def test_tune_prints_the_fastest_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fastest entry of a regime and of the SIMT kernel is printed, never one that does not run."""
-    choices, trellis = {"num_warps": (1, 2, 4), "stages": (2, 3, 4), "block_n": (64, 128)}, {"stages": (3, 4)}
+def small_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave to the search one small layer and few choices."""
+    choices, trellis = {"num_warps": (2, 4), "stages": (3, 4), "block_n": (64, 128)}, {"stages": (3, 4)}
     for name, value in {
-        "SHAPES": ((128, 256),),
+        "SHAPES": ((64, 256),),
         "BITS": (3,),
         "CHOICES": choices,
         "TRELLIS_CHOICES": trellis,
@@ -498,27 +499,89 @@ def test_tune_prints_the_fastest_that_runs(monkeypatch: pytest.MonkeyPatch) -> N
     }.items():
         monkeypatch.setattr(f"vllm_latq.kernels.bench.tune.{name}", value)
 
-    def timer(launches: list[partial]) -> Timing:
-        config = launches[0].args[2]
-        if isinstance(config, TrellisConfig):
-            return Timing(config.stages, 0, 0)
-        if config.num_warps == 4:
-            raise RuntimeError("as if this did not fit")
-        five_microseconds(launches)
-        return Timing(20 - config.stages * config.num_warps + config.block_n / 128, 0, 0)
 
-    lines: list[str] = []
+def as_if_timed(launches: list[partial], simt: float = 1.0) -> Timing:
+    """Stand in for a timer: most stages, two warps and 64 features are fastest, and four warps do not run."""
+    config = launches[0].args[2]
+    if isinstance(config, TrellisConfig):
+        return Timing(config.stages, 0, 0)
+    if config.num_warps == 4:
+        raise RuntimeError("as if this did not fit")
+    five_microseconds(launches)
+    factor = simt if config.kernel == "simt" else 1.0
+    return Timing(factor * (20 - config.stages * config.num_warps + config.block_n / 128), 0, 0)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("simt", [1.0, 0.4])
+def test_tune_writes_the_fastest_that_runs(simt: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The fastest row of a regime is written, never one that does not run; the SIMT kernel's only where it wins."""
+    small_search(monkeypatch)
+    path, lines = tmp_path / "tuned.json", []
+    others = [asdict(row) for row in (replace(SIMT, max_rows=1), AMPERE[1], AMPERE[0])]
+    path.write_text(json.dumps({"sm_86": others[:1], "": others}))
     with Watched() as compilers:
-        tune(CPU, timer, compilers, (8,), lines.append)
+        tune(CPU, partial(as_if_timed, simt=simt), compilers, (8,), lines.append, path=path)
     tried = [int(line.split()[-2]) for line in lines if line.endswith(" tried")]
     assert len(compilers.shapes) == 2 * tried[0] + tried[1] + 2 * tried[2]  # one row and eight, but of the SIMT kernel
-    decode, simt, found = [line for line in lines if not line.startswith("#")]
-    assert found == f"{TRELLIS!r}  # 3.0 us at 1 and 8 rows, from 3.0; 2 tried"
-    for line, kernel in ((decode, "tensor_core"), (simt, "simt")):
+    decode, alone, found = [line for line in lines if not line.startswith("#")]
+    assert found == f"{TRELLIS!r},  # 3.0 us at 1 and 8 rows, from 3.0; 2 tried"
+    for line, kernel, us in ((decode, "tensor_core", 12.5), (alone, "simt", 12.5 * simt)):
         found, _, remark = line.partition(",  # ")
         best = eval(found, {"DecodeConfig": DecodeConfig})
-        assert (best.kernel, best.max_rows, best.num_warps, best.stages, best.block_n) == (kernel, 8, 2, 4, 64)
-        assert remark.startswith(f"12.5 us at {'1 and 8' if kernel == 'tensor_core' else '1'} rows, from ")
+        assert (best.kernel, best.num_warps, best.stages, best.block_n) == (kernel, 2, 4, 64)
+        assert remark.startswith(f"{us:.1f} us at {'1 and 8' if kernel == 'tensor_core' else '1'} rows, from ")
+    written = json.loads(path.read_text())
+    assert written["sm_86"] == others[:1]
+    rows = [DecodeConfig(**row) for row in written[""]]
+    assert [(row.kernel, row.max_rows) for row in rows] == [
+        *([("simt", 1)] if simt < 1 else []),
+        ("tensor_core", 8),
+        ("tensor_core", 16),  # another regime's: kept
+    ]
+    timed = rows[:-1]
+    assert all(row.min_group == 128 and torch.__version__ in row.source for row in timed)
+    monkeypatch.setattr(configs, "TUNED", path)
+    tables = [configs.table_of.__wrapped__(arch) for arch in ("", "sm_80")]
+    assert [row for row in tables[0] if row.max_rows <= 8][: len(timed)] == timed  # before the rows of the table
+    assert tables[1] == AMPERE
+
+
+@pytest.mark.interpreter
+def test_tune_ends_in_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Every timing takes five seconds here. The best found so far is written, and each search gets its share."""
+    small_search(monkeypatch)
+    monkeypatch.setattr("vllm_latq.kernels.bench.tune.available_processes", lambda: 2)
+    now = 0
+
+    def timer(launches: list[partial]) -> Timing:
+        nonlocal now
+        now += 5
+        return as_if_timed(launches)
+
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    path, lines = tmp_path / "tuned.json", []
+    with Watched() as compilers:
+        tune(CPU, timer, compilers, (8, 16), lines.append, minutes=1, path=path)
+    assert 30 < now <= 60
+    assert sum("out of time" in line for line in lines) >= 1
+    assert {row["max_rows"] for row in json.loads(path.read_text())[""]} >= {8, 16}
+    lines.clear()
+    with Watched() as compilers:
+        tune(CPU, timer, compilers, (8,), lines.append, minutes=-1, path=tmp_path / "none.json")
+    assert not (tmp_path / "none.json").exists()
+
+
+def test_tune_wants_a_file_that_it_can_write(tmp_path: Path) -> None:
+    with pytest.raises(KernelInputError, match="Name another with --out"):
+        tune(CPU, five_microseconds, None, path=tmp_path / "missing" / "tuned.json")
+
+
+def test_search_orders_by_residency() -> None:
+    """Two stages let more programs run on sm_86, so they are tried before three; wide tiles would spill."""
+    now = replace(AMPERE[0], num_warps=2, stages=3)
+    assert predicted(replace(now, stages=2), "sm_86") < predicted(now, "sm_86")
+    assert predicted(replace(AMPERE[-1], num_warps=1), "sm_80") > predicted(AMPERE[-1], "sm_80")
 
 
 @pytest.mark.interpreter
@@ -539,8 +602,8 @@ def test_roofline() -> None:
     # 132 multiprocessors of 4 schedulers at 1.98 GHz
     assert h200.instructions_per_second == pytest.approx(132 * 128 * 1.98e9, rel=0.01)
     for gpu in GPUS:
-        for bits, issued in INSTRUCTIONS.items():
-            assert issued < gpu.budget(bytes_per_weight(bits, 0.0))  # bound by memory on each of them
+        for bits, needed in CYCLES[gpu.arch].items():
+            assert 0 < needed < gpu.budget(bytes_per_weight(bits, 0.0))  # bound by memory on each of them
     lines: list[str] = []
     print_tables(lines.append)
     assert sum(line.startswith("| 8192x8192") for line in lines) == 7  # bf16, three widths, three trellis codes

@@ -2,29 +2,43 @@
 
 import hashlib
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 
-from vllm_latq.kernels.configs import REGIMES, TABLE, TRITON, DecodeConfig, decode_config, max_decode_rows
+from vllm_latq.kernels import configs
+from vllm_latq.kernels.configs import (
+    ADA,
+    DEFAULT,
+    REGIMES,
+    SIMT,
+    TABLE,
+    TRITON,
+    TUNED,
+    DecodeConfig,
+    decode_config,
+    max_decode_rows,
+    table_of,
+)
 from vllm_latq.kernels.errors import KernelInputError
 from vllm_latq.kernels.layout.weight import HIP
 
 UNKNOWN = "sm_130"  # stands for any architecture without a table
-# sha256 of `answers`, recorded before the rows of the table were written out, when most were derived from each other.
-# Whoever changes a row on purpose replaces the digest of its architectures.
+# sha256 of `answers`. Whoever changes a row of the table on purpose replaces the digest of its architectures; rows that
+# were timed (`tuned.json`) are not in it.
 ANSWERS = {
-    "sm_80": "07b622592b3052e8",
-    "sm_86": "dfc26596443d5d1d",
-    "sm_87": "dfc26596443d5d1d",
-    "sm_89": "dfc26596443d5d1d",
+    "sm_80": "426d72a452f50dbb",
+    "sm_86": "f66c57ff24796e2d",
+    "sm_87": "f66c57ff24796e2d",
+    "sm_89": "f66c57ff24796e2d",
     "sm_90": "80164343f6713cc1" if TRITON < (3, 8) else "46f30abe7700d288",
     "sm_100": "62858e0aafd6e10f",
     "sm_103": "62858e0aafd6e10f",
     "sm_110": "62858e0aafd6e10f",
     "sm_120": "96abbdf3cad3f428",
     "sm_121": "96abbdf3cad3f428",
-    "": "dfc26596443d5d1d",
+    "": "f66c57ff24796e2d",
     HIP: "3c4f5b2c1c470cf0",
     UNKNOWN: "c48401f1ab87c63a",
 }
@@ -36,8 +50,10 @@ def answers(arch: str) -> str:
     for bits in (2, 3, 4, 8):
         for rows in range(1, max_decode_rows(bits) + 1):
             for group_size in (32, 64, 128, -1):
-                fields = asdict(decode_config(rows, bits, arch, group_size))
+                rows_of_table = TABLE.get(arch, DEFAULT)
+                fields = asdict(next(row for row in rows_of_table if row.serves(rows, bits, group_size)))
                 del fields["source"]
+                assert not fields.pop("dependent")  # not timed
                 lines.append(json.dumps([bits, rows, group_size, fields], sort_keys=True))
     return "\n".join(lines)
 
@@ -63,3 +79,25 @@ def test_tiles_that_do_not_divide_the_padded_rows_are_refused() -> None:
     """128 rows would otherwise make no tile of 256 at all, and y would stay unwritten."""
     with pytest.raises(KernelInputError, match="64 or 128, which divide the padded rows"):
         DecodeConfig(8, 1, block_n=256, num_warps=4, stages=3, bias_dot=True)
+
+
+def test_timed_rows_are_valid_and_name_where_they_were_timed() -> None:
+    for arch, rows in json.loads(TUNED.read_text()).items():
+        assert arch in TABLE
+        for row in rows:
+            assert all(word in DecodeConfig(**row).source for word in ("--tune", "torch", "Triton", "20"))
+
+
+def test_a_row_of_the_table_can_name_the_simt_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It serves one row of x then, in groups that it was timed for, and experts keep tensor cores."""
+    row = replace(SIMT, max_rows=1, min_group=128)
+    path = tmp_path / "tuned.json"
+    path.write_text(json.dumps({"sm_86": [asdict(row)]}))
+    monkeypatch.setattr(configs, "TUNED", path)
+    monkeypatch.setattr(configs, "table_of", table_of.__wrapped__)
+    chosen = decode_config.__wrapped__
+    assert chosen(1, 3, "sm_86", 128) == row
+    assert chosen(1, 3, "sm_86", -1) == row
+    for rows, arch, group_size in ((2, "sm_86", 128), (1, "sm_86", 64), (1, "sm_80", 128)):
+        assert chosen(rows, 3, arch, group_size).kernel == "tensor_core"
+    assert chosen(1, 3, "sm_86", 128, tensor_core=True) == ADA[0]

@@ -235,6 +235,27 @@ def test_rows_of_activations_do_not_touch_each_other(make_layer) -> None:
         assert torch.equal(y[others], expected[others])
 
 
+def test_a_row_that_names_the_simt_kernel_is_launched(make_layer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row of x takes it; two rows take tensor cores, and so does an invariant weight."""
+    layer, launches = make_layer(3, 70, 384, outliers=0.05), []
+
+    def table(rows: int, *key: Any) -> DecodeConfig:
+        return replace(SIMT, max_rows=1) if rows == 1 else decode_config(rows, *key)
+
+    def simt(*arguments: Any) -> None:
+        launches.append("simt")
+        launch_simt(*arguments)
+
+    launch_simt = dispatch.launch_simt
+    monkeypatch.setattr(dispatch, "decode_config", table)
+    monkeypatch.setattr(dispatch, "launch_simt", simt)
+    for m, invariant, expected in ((1, False, ["simt"]), (2, False, []), (1, True, [])):
+        launches.clear()
+        weight = replace(layer.weight, invariant=invariant)
+        multiply_and_compare(replace(layer, weight=weight), m, torch.bfloat16, None)
+        assert launches == expected
+
+
 @triton.jit
 def tile_addresses(word_ptr, scale_ptr, out_ptr, tile, supers, sb, share, BITS: tl.constexpr, RANGES: tl.constexpr):
     """Writes how many bytes behind the first word, and the first pair of scales, those of each row of a tile lie."""

@@ -114,6 +114,10 @@ def test_chooses_what_was_fast(m: int, rows: int, cols: int, times: dict[tuple[i
     assert times[config.split(m, 3, 128, rows, cols // 256, 132)] <= 1.06 * min(times.values())
 
 
+# 384 programs where 336 run at once: by the model of the time 3% faster than 192 whole tiles.
+CLOSE = {("sm_86", 24576, 4096, 1)}
+
+
 @pytest.mark.parametrize(("arch", "processors"), [("sm_80", 108), ("sm_86", 84), ("sm_90", 132), ("sm_100", 148)])
 def test_no_wave_of_a_few_programs(arch: str, processors: int) -> None:
     """Where the tiles run at once, their parts do, too: no second wave that a few programs have to themselves."""
@@ -125,4 +129,5 @@ def test_no_wave_of_a_few_programs(arch: str, processors: int) -> None:
                     programs = tiles * max(config.split(m, bits, 128, rows, cols // 256, processors))
                     waves, last = -(-programs // slots), (programs - 1) % slots + 1
                     full = programs > 0.75 * waves * slots or last > 0.75 * processors
-                    assert waves == 1 or tiles > slots or full
+                    close = (arch, rows, cols, m) in CLOSE
+                    assert waves == 1 or tiles > slots or full or close

@@ -59,7 +59,7 @@ class EmulatedKernel:
         given: list[int] = []
         buffers: list[np.ndarray] = []
         for parameter in self.kernel.params:
-            name, value = parameter.name, arguments[parameter.name]
+            name, value = parameter.name, arguments.get(parameter.name, parameter.default)
             if _is_compiled_in(parameter, value):
                 values[name] = value
                 continue
