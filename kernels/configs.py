@@ -48,6 +48,8 @@ class DecodeConfig:
         shared_kb: shared memory of a multiprocessor, which may hold fewer of them.
         min_superblocks: fewest superblocks in a part of split-K, or in a range of columns.
         kernel: "tensor_core" or "simt".
+        spread: whether bf16 activations take the kernel that spreads outliers over dense pieces (`decode/spread.py`),
+            where a weight has them by row tile and superblock. Not timed on any GPU, so no row of the table has it.
         source: the measurement or the reasoning for the row.
     """
 
@@ -64,6 +66,7 @@ class DecodeConfig:
     shared_kb: int = 164
     min_superblocks: int = 4
     kernel: str = "tensor_core"
+    spread: bool = False
     source: str = STATIC
 
     def __post_init__(self) -> None:
