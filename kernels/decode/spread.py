@@ -95,15 +95,15 @@ def ssqr_spread(
     base = reserve(BLOCK_N, SIZE) if ASM else 0
     scale = tl.load(flat_scale_ptr + tile * TILE_ROWS + rn % TILE_ROWS) if HAS_FLAT_SCALES else 1.0
     # Entries are loaded a superblock ahead, and where they lie two.
-    low = load_bounds(lists, begin, end, LISTED)
-    high = load_bounds(lists + 8, begin, end, LISTED)
+    low = load_bounds(lists, 0, end - begin, LISTS, LISTED)
+    high = load_bounds(lists + 8, 0, end - begin, LISTS, LISTED)
     entries = (
         load_turn(entry_ptr, low[0], low[1], LANES, SLOTS, RANGES),
         load_turn(entry_ptr, high[0], high[1], LANES, SLOTS, RANGES),
     )
-    longest = max(low[1] - low[0], high[1] - high[0])
-    low = load_bounds(lists + LISTS, begin + 1, end, LISTED)
-    high = load_bounds(lists + LISTS + 8, begin + 1, end, LISTED)
+    longest = tl.maximum(low[1] - low[0], high[1] - high[0])
+    low = load_bounds(lists, 1, end - begin, LISTS, LISTED)
+    high = load_bounds(lists + 8, 1, end - begin, LISTS, LISTED)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for sb in tl.range(begin, end, num_stages=STAGES):
         a, b, c, d = load_planes(words, BITS)
@@ -111,10 +111,9 @@ def ssqr_spread(
             load_turn(entry_ptr, low[0], low[1], LANES, SLOTS, RANGES),
             load_turn(entry_ptr, high[0], high[1], LANES, SLOTS, RANGES),
         )
-        longest = max(longest, max(low[1] - low[0], high[1] - high[0]))
-        next_lists = lists + (sb - begin + 2) * LISTS
-        low = load_bounds(next_lists, sb + 2, end, LISTED)
-        high = load_bounds(next_lists + 8, sb + 2, end, LISTED)
+        longest = tl.maximum(longest, tl.maximum(low[1] - low[0], high[1] - high[0]))
+        low = load_bounds(lists, 2 + sb - begin, end - begin, LISTS, LISTED)
+        high = load_bounds(lists + 8, 2 + sb - begin, end - begin, LISTS, LISTED)
         for i in tl.static_range(256 // SIZE):
             if EVEN_K:
                 x = tl.load(xs + i * SIZE, mask=live, other=0.0)
@@ -182,7 +181,7 @@ def add_rest(
     """Return acc plus what the loop over superblocks left: all but the first turn of each list, and wide values."""
     SHARE: tl.constexpr = LANES // RANGES * SLOTS
     for number in tl.range(0, (end - begin) * (2 * LEVELS), num_stages=1):  # the lists, in order of their addresses
-        low, high = load_bounds(lists + number * 8, begin, end, LISTED)
+        low, high = load_bounds(lists + number * 8, 0, 1, 0, LISTED)
         first = SHARE if LEVELS == 1 or number % (2 * LEVELS) < 2 else 0
         longest = tl.max(high - low, 0) if RANGES > 1 else high - low
         half = number // (2 * LEVELS) * 2 + number % 2
@@ -254,7 +253,7 @@ def spread_constants(config: DecodeConfig, variant: Variant, rate: float, levels
     """
     assert levels in (1, LEVELS)
     lanes = WARP * config.num_warps
-    usual = rate * config.block_n // variant.ranges * HALF
+    usual = rate * (config.block_n // variant.ranges) * HALF
     return {
         "BITS": variant.bits,
         "GROUP": variant.group_size,

@@ -5,8 +5,9 @@ places, every thread reads its part of the tensor cores' operand, and the places
 
     write | barrier | read, multiply | barrier | erase | barrier
 
-The piece lies in memory as [SIZE / 32, rows, 32 columns]; `layout/spread.py` has the order of the 32. Places differ, so
-no two threads write one, and sums have a fixed order. Without ASM (Triton's interpreter) the same piece is a product
+The piece lies in memory as [columns / 16, rows / 16, row % 8, 4 threads, column / 8 % 2, row / 8 % 2, 2 columns]: 16
+bytes are the four registers of a thread for one product. Places differ, so no two threads write one, and sums have a
+fixed order. Without ASM (Triton's interpreter) the same piece is a product
 of two matrices of zeros and ones, with the entries' values.
 
 Many functions share the parameters LANES (threads, each of which has an entry of a turn), SLOTS (entries of a thread
@@ -47,10 +48,17 @@ def wait_for_all():
 
 
 @triton.jit
-def load_bounds(lists, sb, end, LISTED: tl.constexpr):
-    """Return the first entry of a tile's lists, and the one after them; 0 and 0 from superblock `end` on."""
-    there = (tl.zeros((), tl.int32) + sb) < end
-    return tl.load(lists, mask=there, other=0), tl.load(lists + LISTED, mask=there, other=0)
+def load_bounds(lists, ahead, left, LISTS: tl.constexpr, LISTED: tl.constexpr):
+    """Return where the entries of a tile begin and end, in half a superblock; no entries if none is left there.
+
+    Args:
+        lists: address of the tile's first list in that half of a superblock; it has LISTED.
+        ahead: superblocks to go, LISTS lists each.
+        left: superblocks from there on.
+    """
+    there = min(max(left - ahead, 0), 1)
+    lists += there * ahead * LISTS
+    return tl.load(lists), tl.load(lists + LISTED) * there
 
 
 @triton.jit
@@ -76,16 +84,15 @@ def place_of(
     LANES: tl.constexpr = entry.shape[0]
     if SIZE < 128:
         entry = tl.where((entry >> 12 & 3) // (SIZE // 32) == sub, entry, 0)
-    place = entry & (TILE_ROWS * 32 - 1)
-    if SIZE > 32:
-        if TILE_ROWS == 128:
-            place = entry & (SIZE * TILE_ROWS - 1)
-        else:
-            place |= (entry >> 12 & (SIZE // 32 - 1)) * (BLOCK_N * 32)
+    place = entry
+    if not PAIRED:  # columns in their own order: bits 1 and 4 of the column change places
+        place = place & -2057 | (place & 8) << 8 | (place & 2048) >> 8
+    if TILE_ROWS == 128:
+        place = place & (SIZE * 128 - 1)
+    else:
+        place = place & (TILE_ROWS * 16 - 1) | (place >> 11 & (SIZE // 16 - 1)) * (BLOCK_N * 16)
     if RANGES > 1:
-        place += tl.arange(0, LANES) // (LANES // RANGES) * (TILE_ROWS * 32)
-    if not PAIRED:
-        place = place & -13 | (place & 4) << 1 | (place & 8) >> 1
+        place += tl.arange(0, LANES) // (LANES // RANGES) * (TILE_ROWS * 16)
     return place, entry
 
 
@@ -104,13 +111,13 @@ def read_piece(base, BLOCK_N: tl.constexpr, SIZE: tl.constexpr):
     """Return the piece, bf16 [BLOCK_N, SIZE], each thread its 16 bytes at a time."""
     # What is read depends on this number, which is made after the barrier: otherwise the compiler could read before.
     now = tl.inline_asm_elementwise("mov.u32 $0, $1;", "=r,r", [base], dtype=tl.int32, is_pure=False, pack=1)
-    chunk = tl.arange(0, SIZE // 8)[None, :]
-    at = now + (chunk // 4 * (BLOCK_N * 64) + tl.arange(0, BLOCK_N)[:, None] * 64 + chunk % 4 * 16)
+    row, col = tl.arange(0, BLOCK_N // 2)[:, None], tl.arange(0, SIZE // 4)[None, :]
+    at = now + (col // 4 * (BLOCK_N * 32) + row // 8 * 512 + row % 8 * 64 + col % 4 * 16)
     a, b, c, d = tl.inline_asm_elementwise(
         "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,r", [at], dtype=(tl.int32,) * 4, is_pure=True, pack=1
     )
-    words = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (BLOCK_N, SIZE // 32, 4, 4))
-    return halves(tl.reshape(tl.permute(words, (0, 1, 3, 2)), (BLOCK_N, SIZE // 2)), False, False)
+    words = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (BLOCK_N // 16, 8, SIZE // 16, 4, 2, 2))
+    return halves(tl.reshape(tl.permute(words, (0, 5, 1, 2, 4, 3)), (BLOCK_N, SIZE // 2)), False, False)
 
 
 @triton.jit
@@ -122,8 +129,8 @@ def after(v):
 @triton.jit
 def composed(place, entry, BLOCK_N: tl.constexpr, SIZE: tl.constexpr):
     """Return the piece of some entries, float32 [BLOCK_N, SIZE], without shared memory."""
-    row = place // 32 % BLOCK_N
-    col = place // (32 * BLOCK_N) * 32 + (place >> 1 & 3) * 8 + (place >> 3 & 3) * 2 + (place & 1)
+    row = (place >> 8) % (BLOCK_N // 16) * 16 + (place >> 1 & 1) * 8 + (place >> 5 & 7)
+    col = place // (16 * BLOCK_N) * 16 + (place >> 2 & 1) * 8 + (place >> 3 & 3) * 2 + (place & 1)
     value = (entry & -65536).to(tl.float32, bitcast=True)
     left = tl.where(row[None, :] == tl.arange(0, BLOCK_N)[:, None], value[None, :], 0.0)
     right = tl.where(col[:, None] == tl.arange(0, SIZE)[None, :], 1.0, 0.0)

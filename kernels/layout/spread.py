@@ -6,8 +6,9 @@ are neighbours, so a kernel's tile, of 16 to 128 rows, has the lists of each hal
     list_ptr int32 [padded rows / 128, superblocks, levels, 2 halves, 8, and one more]: the first entry of each list
     entries  int32 [entries padded to a bucket]: bits 31..16 a bf16 value, bits 15..0 its place
 
-A place is column / 32 of the superblock (3 bits), the tile row of 128 (7 bits) and five bits of the column: 0, 3, 1, 4
-and 2, the lowest first. In this order a thread reads 16 bytes at once of what it needs of a dense tile of 32 columns.
+A place is made of the bits of the tile row r among 128 and of the column c in its superblock, lowest first: c0, r3, c3,
+c4, c2, r0 r1 r2, r4 r5 r6, c1, c5 c6 c7. In this order of a dense tile a thread finds the four registers of a tensor
+core's operand side by side, and the threads of a warp lie one after another.
 No two entries of a list have one place: the second and the third part of a wide value are in lists of their own
 (levels), which only float32 outliers have.
 """
@@ -23,6 +24,7 @@ from vllm_latq.kernels.layout.outliers import SLICE_ROWS, bucket
 
 HALF = SUPERBLOCK // 2
 LEVELS = 3  # parts of a wide value, at most
+_BITS = "c0 r3 c3 c4 c2 r0 r1 r2 r4 r5 r6 c1 c5 c6 c7".split()  # of a place, the lowest first
 
 
 @dataclass(frozen=True)
@@ -35,8 +37,10 @@ class SpreadEntries:
 
 def places(row: torch.Tensor, col: torch.Tensor) -> torch.Tensor:
     """Return the place of each tile row and column, int64, in its 128 rows and superblock."""
-    within = col & 1 | (col >> 3 & 1) << 1 | (col >> 1 & 1) << 2 | (col >> 4 & 1) << 3 | (col >> 2 & 1) << 4
-    return (col % SUPERBLOCK // 32) << 12 | (row % ROW_ALIGN) << 5 | within
+    place = torch.zeros_like(row)
+    for at, bit in enumerate(_BITS):
+        place |= ((row if bit.startswith("r") else col) >> int(bit[1]) & 1) << at
+    return place
 
 
 def spread_entries(points: Coordinates, order: torch.Tensor, cols: int, levels: int) -> SpreadEntries:
