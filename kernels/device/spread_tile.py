@@ -66,9 +66,10 @@ def load_turn(entry_ptr, first, end, LANES: tl.constexpr, SLOTS: tl.constexpr, R
     """Return a tuple of entries, int32 [LANES] each, from `first` up to `end`; zero from there on."""
     SHARE: tl.constexpr = LANES // RANGES
     at = first + tl.arange(0, LANES) % SHARE
+    left = end - at
     entries = ()
     for u in tl.static_range(SLOTS):
-        entries = entries + (tl.load(entry_ptr + (at + u * SHARE), mask=at + u * SHARE < end, other=0),)
+        entries = entries + (tl.load(entry_ptr + at + u * SHARE, mask=u * SHARE < left, other=0),)
     return entries
 
 
@@ -85,8 +86,8 @@ def place_of(
     if SIZE < 128:
         entry = tl.where((entry >> 12 & 3) // (SIZE // 32) == sub, entry, 0)
     place = entry
-    if not PAIRED:  # columns in their own order: bits 1 and 4 of the column change places
-        place = place & -2057 | (place & 8) << 8 | (place & 2048) >> 8
+    if not PAIRED:  # columns in their own order
+        place = place & -29 | place << 1 & 24 | place >> 2 & 4
     if TILE_ROWS == 128:
         place = place & (SIZE * 128 - 1)
     else:
@@ -107,12 +108,14 @@ def write_entry(at, entry, ERASE: tl.constexpr):
 
 
 @triton.jit
-def read_piece(base, BLOCK_N: tl.constexpr, SIZE: tl.constexpr):
+def read_piece(base, BLOCK_N: tl.constexpr, SIZE: tl.constexpr, WARPS: tl.constexpr):
     """Return the piece, bf16 [BLOCK_N, SIZE], each thread its 16 bytes at a time."""
     # What is read depends on this number, which is made after the barrier: otherwise the compiler could read before.
     now = tl.inline_asm_elementwise("mov.u32 $0, $1;", "=r,r", [base], dtype=tl.int32, is_pure=False, pack=1)
     row, col = tl.arange(0, BLOCK_N // 2)[:, None], tl.arange(0, SIZE // 4)[None, :]
-    at = now + (col // 4 * (BLOCK_N * 32) + row // 8 * 512 + row % 8 * 64 + col % 4 * 16)
+    # What differs between threads comes first, so that the rest is a constant in the instruction that reads.
+    at = now + (row // 8 % WARPS * 512 + row % 8 * 64 + col % 4 * 16)
+    at += row // 8 // WARPS * (WARPS * 512) + col // 4 * (BLOCK_N * 32)
     a, b, c, d = tl.inline_asm_elementwise(
         "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,r", [at], dtype=(tl.int32,) * 4, is_pure=True, pack=1
     )
@@ -124,6 +127,17 @@ def read_piece(base, BLOCK_N: tl.constexpr, SIZE: tl.constexpr):
 def after(v):
     """Return v, which the compiler has to have computed here: what made it was read before the next barrier."""
     return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [v], dtype=tl.float32, is_pure=False, pack=1)
+
+
+@triton.jit
+def as_pairs(x):
+    """Put [columns, rows], from `paired_columns`, in an order in which this product uses registers as those before it.
+
+    They give a thread four of 16 columns side by side, and four that are 16 further, and pair the first halves of both.
+    This one gives it two, and two that are 8 further. So of 32 columns (h, t, j as in `paired_words`) j comes first.
+    """
+    fours = tl.reshape(x, (x.shape[0] // 32, 2, 4, 2, 2, x.shape[1]))
+    return tl.reshape(tl.permute(fours, (0, 3, 1, 2, 4, 5)), (x.shape[0], x.shape[1]))
 
 
 @triton.jit
@@ -152,7 +166,8 @@ def spread_product(
 ):
     """Return acc plus a turn's outliers times x."""
     BLOCK_N: tl.constexpr = acc.shape[0]
-    x = opaque_copy(x, 2, PAIRED)
+    if PAIRED:
+        x = as_pairs(opaque_copy(x, 2, PAIRED))
     places = ()
     placed = ()
     for u in tl.static_range(len(entries)):
@@ -166,7 +181,7 @@ def spread_product(
             acc = multiply(composed(place, entry, BLOCK_N, SIZE), x, acc, UPCAST)
     if ASM:
         wait_for_all()
-        acc = after(multiply(read_piece(base, BLOCK_N, SIZE), x, acc, UPCAST))
+        acc = after(multiply(read_piece(base, BLOCK_N, SIZE, entries[0].shape[0] // 32), x, acc, UPCAST))
         wait_for_all()
         for u in tl.static_range(len(places)):
             write_entry(places[u], placed[u], True)

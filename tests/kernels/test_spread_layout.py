@@ -8,7 +8,7 @@ from vllm_latq.kernels.layout.entries import coordinates
 from vllm_latq.kernels.layout.outliers import row_order
 from vllm_latq.kernels.layout.spread import LEVELS, SpreadEntries, spread_entries
 
-BITS = ("c0", "r3", "c3", "c4", "c2", "r0", "r1", "r2", "r4", "r5", "r6", "c1", "c5", "c6", "c7")  # of a place
+BITS = ("c0", "r3", "c1", "c2", "c3", "r0", "r1", "r2", "r4", "r5", "r6", "c4", "c5", "c6", "c7")  # of a place
 
 
 def random_csr(rows: int, cols: int, density: float, seed: int = 3) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
