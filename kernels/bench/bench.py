@@ -1,4 +1,4 @@
-"""The benchmark, on a GPU: `python -m vllm_latq.kernels.bench [--quick] [--experts] [--tune] [--once]`.
+"""The benchmark, on a GPU: `python -m vllm_latq.kernels.bench [--quick] [--experts] [--spread] [--tune] [--once]`.
 
 Every product is compared with float64 before it is timed; one that is wrong is printed as FAILED, has no time, and
 makes the command fail. bf16 matmul, a plain device copy (the roofline), a kernel that only reads as many bytes, and the
@@ -165,15 +165,18 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         choices=REGIMES,
         help="search launch configurations for these tile sizes in rows (default: all) and print them",
     )
+    parser.add_argument("--spread", action="store_true", help="time the other kernel for outliers, too")
     what.add_argument("--once", action="store_true", help="launch each product once and time nothing: for a profiler")
     parser.add_argument("--minutes", type=float, default=math.inf, help="start no new row after this many minutes")
     parser.add_argument("--jobs", type=positive, help="compiler processes (default: one per core, at most 16)")
     parser.add_argument("--out", type=Path, help="JSON file (default: named after the GPU, in the working directory)")
     options = parser.parse_args(arguments)
-    taken = ("quick", "experts", "once", "bits", "outliers", "rows", "out")
+    taken = ("quick", "experts", "once", "spread", "bits", "outliers", "rows", "out")
     useless = [name for name in ("minutes", "jobs", "out") if getattr(options, name) != parser.get_default(name)]
     if options.once and useless:
         parser.error(f"--once times nothing and writes nothing: leave out --{' --'.join(useless)}")
+    if options.spread and options.experts:
+        parser.error("--spread: experts have no such kernel: leave out --experts")
     if options.tune is not None and (others := [name for name in taken if getattr(options, name)]):
         parser.error(f"--tune chooses its own products and writes no file: leave out --{' --'.join(others)}")
     return options
@@ -203,7 +206,8 @@ def selection(options: argparse.Namespace) -> tuple[str, Iterator[Case]]:
         suffix += f"-{'-'.join(shown)}{'percent' if key == 'rates' else key}"
     if options.experts:
         return suffix, expert_cases(**some)
-    return suffix, all_cases(**(QUICK if options.quick else {}) | some)
+    suffix += "-spread" if options.spread else ""
+    return suffix, all_cases(**(QUICK if options.quick else {}) | some, spread=options.spread)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ x^T, and nothing is left to do after the last superblock, except where a list ha
 """
 
 from functools import lru_cache
-from typing import Any
 
 import torch
 import triton
@@ -124,10 +123,8 @@ def ssqr_spread(
             p = piece_product(
                 a, b, c, d, x, i, SIZE, BITS, False, BLOCK_N, BIAS_DOT, BIAS_ROWS, MIDRISE, PAIRED, ASM, UPCAST
             )
-            if GROUP != -1:
-                acc += p * load_scale(pairs, i)[:, None]
-            elif HAS_FLAT_SCALES:
-                acc += p * scale[:, None]
+            if GROUP != -1 or HAS_FLAT_SCALES:
+                acc += p * (load_scale(pairs, i) if GROUP != -1 else scale)[:, None]
             else:
                 acc += p
             acc = spread_product(
@@ -220,7 +217,8 @@ def launch_spread(
         m: number of rows for which the kernel is chosen (default: n).
     """
     parts, ranges = scratch.parts, scratch.ranges
-    assert weight.spread is not None and weight.list_ptr is not None, "the weight was prepared with spread entries"
+    assert weight.spread is not None, "from `with_spread`"
+    assert weight.list_ptr is not None, "from `with_spread`"
     arguments = weight_arguments(weight)
     del arguments["slice_ptr"]
     arguments |= {

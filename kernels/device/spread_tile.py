@@ -74,9 +74,7 @@ def load_turn(entry_ptr, first, end, LANES: tl.constexpr, SLOTS: tl.constexpr, R
 
 
 @triton.jit
-def place_of(
-    entry, sub, BLOCK_N: tl.constexpr, SIZE: tl.constexpr, RANGES: tl.constexpr, PAIRED: tl.constexpr
-):
+def place_of(entry, sub, BLOCK_N: tl.constexpr, SIZE: tl.constexpr, RANGES: tl.constexpr, PAIRED: tl.constexpr):
     """Return the place of an entry in its piece, in 16-bit numbers; and the entry, zero if it is of another piece.
 
     sub: number of the piece in its half of the superblock.

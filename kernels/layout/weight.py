@@ -38,7 +38,8 @@ class KernelWeight:
         arch: "sm_90" and the like, or HIP, for choosing launch configurations; empty on a CPU.
         invariant: whether one launch configuration serves all numbers of activation rows, so that the result of a row
             does not depend on the number of rows.
-        spread, list_ptr: the same outliers by row tile and superblock, see `spread.py`; None unless `with_spread` made them.
+        spread, list_ptr: the same outliers by row tile and superblock, see `spread.py`; None unless `with_spread` made
+            them.
 
     The weights of several experts, for `grouped.py`, are one KernelWeight: its tensors have a leading dimension then,
     which for entries is 1, because all lie in one array (`outliers.pool_slices`).

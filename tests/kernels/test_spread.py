@@ -91,7 +91,11 @@ def test_configuration_chooses_the_kernel(make_layer, monkeypatch: pytest.Monkey
     monkeypatch.setattr(
         "vllm_latq.kernels.decode.dispatch.launch_spread", lambda *a: launched.append(launch_spread(*a))
     )
-    for dtype, weight_of, count in ((torch.bfloat16, weight, 1), (torch.float16, weight, 1), (torch.bfloat16, layer.weight, 1)):
+    for dtype, weight_of, count in (
+        (torch.bfloat16, weight, 1),
+        (torch.float16, weight, 1),
+        (torch.bfloat16, layer.weight, 1),
+    ):
         x = torch.randn(8, 512, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
         y = ssqr_matmul(x, weight_of, config).double().cpu()
         expected = matmul_reference(x.cpu(), layer.dense)

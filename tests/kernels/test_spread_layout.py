@@ -1,5 +1,7 @@
 """Outliers by row tile and superblock: exact against CSR, no place twice in a list, and one shape for one size."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -26,7 +28,7 @@ def dense_of(made: SpreadEntries, order: torch.Tensor, cols: int, levels: int) -
     dense = torch.zeros(order.numel(), supers * 256, dtype=torch.float64)
     pointers, words = made.list_ptr.tolist(), made.entries.tolist()
     assert pointers[0] == 0
-    for number, (begin, end) in enumerate(zip(pointers, pointers[1:], strict=False)):
+    for number, (begin, end) in enumerate(pairwise(pointers)):
         places = [word & 0xFFFF for word in words[begin:end]]
         assert len(set(places)) == len(places)
         for word, place in zip(words[begin:end], places, strict=True):

@@ -24,7 +24,8 @@ from vllm_latq.kernels.entropy import huffman
 from vllm_latq.kernels.experts import grouped, grouped_trellis, routing, rows
 
 KERNELS = (
-    (ssqr, "ssqr_tensor_core"), (spread, "ssqr_spread"), (grouped, "ssqr_grouped"), (routing, "route_pairs"), (rows, "gather_rows"),
+    (spread, "ssqr_spread"),
+    (ssqr, "ssqr_tensor_core"), (grouped, "ssqr_grouped"), (routing, "route_pairs"), (rows, "gather_rows"),
     (grouped_trellis, "trellis_grouped_activations"), (grouped_trellis, "trellis_grouped"),
     (rows, "activate_rows"), (rows, "combine_pairs"),
     (trellis, "trellis_activations"), (trellis, "trellis_tensor_core"),
