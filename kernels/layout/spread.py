@@ -6,8 +6,8 @@ superblock are neighbours, so a kernel's tile, of 16 to 128 rows, has its entrie
     list_ptr int32 [padded rows / 128, superblocks, levels, 2 halves, 8, and one more]: the first entry of each list
     entries  int32 [entries padded to a bucket]: bits 31..16 a bf16 value, bits 15..0 its place
 
-A place is made of the bits of the tile row r among 128 and of the column c in its superblock, lowest first: c0,
-r3, c1 c2 c3, r0 r1 r2, r4 r5 r6, c4 c5 c6 c7. In this order of a dense tile a thread finds the four registers of a tensor
+A place is made of the bits of the tile row r among 128 and of the column c in its superblock, lowest first: c0, r3,
+c1 c2 c3, r0 r1 r2, r4 r5 r6, c4 c5 c6 c7. In this order of a dense tile a thread finds the four registers of a tensor
 core's operand side by side, and the threads of a warp lie one after another.
 No two entries of a list have one place: the second and the third part of a wide value are in lists of their own
 (levels), which only float32 outliers have.

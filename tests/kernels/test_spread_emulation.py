@@ -30,12 +30,10 @@ def prepared(layer: Any, arch: str) -> KernelWeight:
     [
         ("sm_80", 3, 8, 128, 1, 1),
         ("sm_80", 4, 1, 64, 1, 2),
-        ("sm_80", 2, 30, -1, 2, 1),
-        ("sm_86", 3, 64, 128, 1, 1),
+        ("sm_86", 2, 30, -1, 2, 1),
         ("sm_90", 3, 1, 128, 1, 4),
         ("sm_90", 2, 16, 64, 2, 1),
         ("sm_90", 3, 64, 128, 1, 1),
-        ("sm_120", 4, 14, 128, 1, 1),
     ],
 )
 def test_products(make_layer, arch: str, bits: int, m: int, group_size: int, parts: int, ranges: int) -> None:
