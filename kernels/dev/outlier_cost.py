@@ -31,7 +31,7 @@ ROWS = (1, 8, 64)
 
 @dataclass(frozen=True)
 class Cost:
-    """What an outlier costs.
+    """The cost of an outlier.
 
     Attributes:
         instructions: per thread, unfilled slots included.

@@ -108,10 +108,10 @@ def write_entry(at, entry, ERASE: tl.constexpr):
 @triton.jit
 def read_piece(base, BLOCK_N: tl.constexpr, SIZE: tl.constexpr, WARPS: tl.constexpr):
     """Return the piece, bf16 [BLOCK_N, SIZE], each thread its 16 bytes at a time."""
-    # What is read depends on this number, which is made after the barrier: otherwise the compiler could read before.
+    # All reads depend on this number, which is made after the barrier: otherwise the compiler could read before.
     now = tl.inline_asm_elementwise("mov.u32 $0, $1;", "=r,r", [base], dtype=tl.int32, is_pure=False, pack=1)
     row, col = tl.arange(0, BLOCK_N // 2)[:, None], tl.arange(0, SIZE // 4)[None, :]
-    # What differs between threads comes first, so that the rest is a constant in the instruction that reads.
+    # The part that differs between threads comes first: the rest is a constant in the instruction that reads.
     at = now + (row // 8 % WARPS * 512 + row % 8 * 64 + col % 4 * 16)
     at += row // 8 // WARPS * (WARPS * 512) + col // 4 * (BLOCK_N * 32)
     a, b, c, d = tl.inline_asm_elementwise(
