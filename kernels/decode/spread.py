@@ -92,7 +92,8 @@ def ssqr_spread(
     if RANGES > 1:
         lists += tl.arange(0, LANES) // (LANES // RANGES) * supers_per_part * LISTS
     base = reserve(BLOCK_N, SIZE) if ASM else 0
-    scale = tl.load(flat_scale_ptr + tile * TILE_ROWS + rn % TILE_ROWS) if HAS_FLAT_SCALES else 1.0
+    unscaled = tl.zeros((1,), tl.float32)
+    scale = tl.load(flat_scale_ptr + tile * TILE_ROWS + rn % TILE_ROWS) if HAS_FLAT_SCALES else unscaled
     # Entries are loaded a superblock ahead, and where they lie two.
     low = load_bounds(lists, 0, end - begin, LISTS, LISTED)
     high = load_bounds(lists + 8, 0, end - begin, LISTS, LISTED)
