@@ -54,6 +54,8 @@ class DecodeConfig:
         dependent: begin before the kernel before it ends, ask for the first words, and only then wait for it
             (programmatic dependent launch, from sm_90 on). No row of the table does; not timed.
         kernel: "tensor_core" or "simt", which does not serve experts.
+        spread: whether bf16 activations take the kernel that spreads outliers over dense pieces (`decode/spread.py`),
+            where a weight has them by row tile and superblock. Not timed on any GPU, so no row of the table has it.
         source: the measurement or the reasoning for the row.
     """
 
@@ -71,6 +73,7 @@ class DecodeConfig:
     min_superblocks: int = 4
     dependent: bool = False
     kernel: str = "tensor_core"
+    spread: bool = False
     source: str = STATIC
 
     def __post_init__(self) -> None:
@@ -116,12 +119,13 @@ class DecodeConfig:
         return min(self.stages, 2) if bits == 8 else self.stages
 
     def shared_bytes(self, bits: int, group_size: int) -> int:
-        """Return the shared memory of a program of the tensor-core kernel: the buffers of its copies."""
+        """Return the shared memory of a program of the tensor-core kernel: its copies, and a piece of outliers."""
         stages = self.stages_for(bits)
         scales = 0 if group_size == -1 else 512 // group_size  # bytes per feature and superblock
         weights, activations = self.block_n * (32 * bits + scales), self.max_rows * 512
         # Warp-group instructions still read activations when the next are copied: one more buffer.
-        return (stages - 1) * weights + (stages - self.paired) * activations
+        spread = self.block_n * 2 * (128 if group_size == -1 else group_size) if self.spread else 0
+        return (stages - 1) * weights + (stages - self.paired) * activations + spread
 
     def programs(self, bits: int, group_size: int) -> int:
         """Return how many programs run on a multiprocessor at once."""

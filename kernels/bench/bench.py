@@ -1,4 +1,4 @@
-"""The benchmark, on a GPU: `python -m vllm_latq.kernels.bench [--quick] [--experts] [--tune] [--once]`.
+"""The benchmark, on a GPU: `python -m vllm_latq.kernels.bench [--quick] [--experts] [--spread] [--tune] [--once]`.
 
 Every product is compared with float64 before it is timed; one that is wrong is printed as FAILED, has no time, and
 makes the command fail. bf16 matmul, a plain device copy (the roofline), a kernel that only reads as many bytes, and the
@@ -167,6 +167,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="search launch configurations for these tile sizes in rows (default: all), print them and write them into "
         "kernels/tuned.json",
     )
+    parser.add_argument("--spread", action="store_true", help="time the other kernel for outliers, too")
     what.add_argument("--once", action="store_true", help="launch each product once and time nothing: for a profiler")
     parser.add_argument(
         "--minutes",
@@ -178,10 +179,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="JSON file (default: named after the GPU, in the working directory; "
                         "kernels/tuned.json for --tune)")  # fmt: skip
     options = parser.parse_args(arguments)
-    taken = ("quick", "experts", "once", "bits", "outliers", "rows")
+    taken = ("quick", "experts", "once", "spread", "bits", "outliers", "rows")
     useless = [name for name in ("minutes", "jobs", "out") if getattr(options, name) != parser.get_default(name)]
     if options.once and useless:
         parser.error(f"--once times nothing and writes nothing: leave out --{' --'.join(useless)}")
+    if options.spread and options.experts:
+        parser.error("--spread: experts have no such kernel: leave out --experts")
     if options.tune is not None and (others := [name for name in taken if getattr(options, name)]):
         parser.error(f"--tune chooses its own products: leave out --{' --'.join(others)}")
     return options
@@ -211,7 +214,8 @@ def selection(options: argparse.Namespace) -> tuple[str, Iterator[Case]]:
         suffix += f"-{'-'.join(shown)}{'percent' if key == 'rates' else key}"
     if options.experts:
         return suffix, expert_cases(**some)
-    return suffix, all_cases(**(QUICK if options.quick else {}) | some)
+    suffix += "-spread" if options.spread else ""
+    return suffix, all_cases(**(QUICK if options.quick else {}) | some, spread=options.spread)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ from vllm_latq.kernels.layout.trellis import (
     TrellisTensors,
     prepare_trellis,
 )
-from vllm_latq.kernels.layout.weight import KernelWeight, prepare
+from vllm_latq.kernels.layout.weight import KernelWeight, prepare, with_spread
 
 # Merged layers of Qwen3-8B (qkv, o, gate and up, down), and a square one of a larger model.
 SHAPES = ((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (8192, 8192))
@@ -65,7 +65,9 @@ class Case:
     bits: int
     outlier_rate: float
     m: int
-    path: str  # "tensor_core", "simt", "prefill" or "experts"; "trellis", "trellis_prefill" or "trellis_experts"
+    path: (
+        str  # "tensor_core", "simt", "spread", "prefill", "experts"; "trellis", "trellis_prefill" or "trellis_experts"
+    )
 
     @property
     def is_trellis(self) -> bool:
@@ -73,9 +75,14 @@ class Case:
         return self.path.startswith("trellis")
 
     @property
-    def layer(self) -> tuple[int, int, int, float, bool]:
+    def is_spread(self) -> bool:
+        """True for the kernel that takes outliers by row tile and superblock."""
+        return self.path == "spread"
+
+    @property
+    def layer(self) -> tuple[int, int, int, float, bool, bool]:
         """Cases that share a weight have this in common."""
-        return self.rows, self.cols, self.bits, self.outlier_rate, self.is_trellis
+        return self.rows, self.cols, self.bits, self.outlier_rate, self.is_trellis, self.is_spread
 
 
 @dataclass(frozen=True)
@@ -109,14 +116,21 @@ def all_cases(
     bits: tuple[int, ...] = BITS,
     rates: tuple[float, ...] = OUTLIER_RATES,
     rows: tuple[int, ...] = ROWS,
+    spread: bool = False,
 ) -> Iterator[Case]:
-    """Yield every combination, cases of one layer next to each other; a trellis has KEPT_RATE in place of `rates`."""
+    """Yield every combination, cases of one layer next to each other; a trellis has KEPT_RATE in place of `rates`.
+
+    spread: with the other kernel for outliers, too.
+    """
     for shape in shapes:
         for width in bits:
             for rate in rates:
                 for m in rows:
                     for path in paths(m, width):
                         yield Case(*shape, width, rate, m, path)
+                for m in rows if spread and rate else ():
+                    if m <= FUSED_LAUNCHES * max_decode_rows(width):
+                        yield Case(*shape, width, rate, m, "spread")
             for m in rows:
                 for path in trellis_paths(m):
                     yield Case(*shape, width, KEPT_RATE, m, path)
@@ -124,11 +138,14 @@ def all_cases(
 
 def layer_of(case: Case, device: torch.device, seed: int = 0) -> Layer[Any]:
     """Return a random layer for a case."""
-    return make_trellis(case, device, seed) if case.is_trellis else make_layer(case, device, seed)
+    return make_trellis(case, device, seed) if case.is_trellis else make_layer(case, device, seed, case.is_spread)
 
 
-def make_layer(case: Case, device: torch.device, seed: int = 0) -> Layer[KernelWeight]:
-    """Return a random layer; outliers are evenly likely everywhere, and most lie far beyond the largest inlier."""
+def make_layer(case: Case, device: torch.device, seed: int = 0, spread: bool = False) -> Layer[KernelWeight]:
+    """Return a random layer; outliers are evenly likely everywhere, and most lie far beyond the largest inlier.
+
+    spread: lay outliers out by row tile and superblock, too.
+    """
     generator = torch.Generator(device=device).manual_seed(seed)
     shape, zero_point = (case.rows, case.cols), 1 << (case.bits - 1)
     codes = torch.randint(0, 2 * zero_point, shape, generator=generator, device=device, dtype=torch.uint8)
@@ -145,7 +162,8 @@ def make_layer(case: Case, device: torch.device, seed: int = 0) -> Layer[KernelW
         outliers = OutlierCsr(row_ptr, mask.nonzero()[:, 1].to(torch.int32), values)
         dense[mask] = values.float()
     packed = codes_to_stream(codes, case.bits)
-    return Layer(prepare(packed, case.bits, GROUP_SIZE, case.cols, scales, outliers=outliers), dense)
+    weight = prepare(packed, case.bits, GROUP_SIZE, case.cols, scales, outliers=outliers)
+    return Layer(with_spread(weight, outliers) if spread and outliers is not None else weight, dense)
 
 
 def make_trellis(case: Case, device: torch.device, seed: int = 0) -> Layer[TrellisOperands]:
@@ -234,12 +252,20 @@ def rotating(weight: W, cache: int) -> list[W]:
     return [weight, *others]
 
 
+def spread_matmul(x: torch.Tensor, weight: KernelWeight) -> torch.Tensor:
+    """Return x W^T by the kernel that spreads outliers, with the launch configuration of the other one."""
+    rows = min(x.shape[0], max_decode_rows(weight.bits))
+    config = replace(decode_config(rows, weight.bits, weight.arch, weight.group_size), spread=True)
+    return ssqr_matmul(x, weight, config)
+
+
 def product(case: Case) -> Callable[[torch.Tensor, Any], torch.Tensor]:
     """Return the function of x and a weight that the case launches."""
     fixed: dict[str, Callable[[torch.Tensor, Any], torch.Tensor]] = {
         "tensor_core": tensor_core_matmul,
         "simt": partial(ssqr_matmul, config=SIMT),
         "prefill": prefill_matmul,
+        "spread": spread_matmul,
         "trellis": trellis_matmul,
         "trellis_prefill": prefill_trellis,
     }

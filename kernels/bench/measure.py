@@ -67,7 +67,7 @@ class Bench:
     def __post_init__(self) -> None:
         self.bf16: dict[tuple[int, int, int], float] = {}
         self.peers_done: set[tuple[str, int, int, int, int]] = set()
-        self.read: set[tuple[int, int, int, float, bool]] = set()
+        self.read: set[tuple[int, int, int, float, bool, bool]] = set()
         self.peers: dict[str, peers.Peer] = {}  # of the layer at hand
 
     def run(self, cases: Iterable[Case]) -> Iterator[Result]:

@@ -21,6 +21,7 @@ from vllm_latq.kernels.configs import (
 from vllm_latq.kernels.decode.launch import Scratch
 from vllm_latq.kernels.decode.prefill import prefill_matmul
 from vllm_latq.kernels.decode.simt import launch_simt
+from vllm_latq.kernels.decode.spread import is_spread, launch_spread
 from vllm_latq.kernels.decode.ssqr import launch_ssqr
 from vllm_latq.kernels.decode.trellis import TrellisScratch, launch_trellis
 from vllm_latq.kernels.decode.trellis_prefill import prefill_trellis
@@ -69,7 +70,7 @@ def allocate_scratch(
     if parts > 1:
         size = batches * parts * weight.padded_rows * config.max_rows
         partials = torch.empty(size, dtype=torch.float32, device=x.device)
-    if weight.entries is not None and m > GATHER_ROWS and config.kernel != "simt":
+    if weight.entries is not None and m > GATHER_ROWS and config.kernel != "simt" and not is_spread(x, weight, config):
         rows = config.outlier_rows(m, ranges)
         transposed = torch.empty(batches * weight.cols, rows, dtype=x.dtype, device=x.device)
     return Scratch(parts, ranges, partials, transposed)
@@ -86,6 +87,8 @@ def decode_matmul(x: torch.Tensor, weight: KernelWeight, config: DecodeConfig, y
     scratch = allocate_scratch(x, weight, config, m)
     if config.kernel == "simt":
         launch_simt(padded_columns(x, weight), weight, y, config, scratch)
+    elif is_spread(x, weight, config):
+        launch_spread(x, weight, y, config, scratch, m)
     else:
         launch_ssqr(x, weight, y, config, scratch, m)
 

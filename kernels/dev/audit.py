@@ -61,7 +61,7 @@ HUFFMAN = HuffmanCode(max_length=15, max_symbols=4096, escape_bits=32)
 _POINTERS = {
     "word_ptr": "*i32", "scale_ptr": "*i32", "flat_scale_ptr": "*fp32", "row_scale_ptr": "*fp32", "order_ptr": "*i32",
     "stream_ptr": "*i32", "table_ptr": "*i32", "start_ptr": "*i64", "used_ptr": "*i32", "z_ptr": "*i32",
-    "entry_ptr": "*i32", "slice_ptr": "*i32", "partial_ptr": "*fp32", "ticket_ptr": "*i32",
+    "entry_ptr": "*i32", "slice_ptr": "*i32", "list_ptr": "*i32", "partial_ptr": "*fp32", "ticket_ptr": "*i32",
     "parts_ptr": "*i8", "factor_ptr": "*fp32", "unit_ptr": "*i16", "run_ptr": "*i16", "tile_ptr": "*i32",
     "tile_scale_ptr": "*fp32", "exponent_ptr": "*i8", "column_ptr": "*i16", "column_exponent_ptr": "*i8",
     "place_ptr": "*i32", "stored_ptr": "*i64", "value_ptr": "*bf16", "part_word_ptr": "*i32",

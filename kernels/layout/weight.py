@@ -16,6 +16,7 @@ from vllm_latq.kernels.layout.outliers import (
     row_order,
     slice_entries,
 )
+from vllm_latq.kernels.layout.spread import LEVELS, spread_entries
 
 HIP = "hip"
 
@@ -37,6 +38,8 @@ class KernelWeight:
         arch: "sm_90" and the like, or HIP, for choosing launch configurations; empty on a CPU.
         invariant: whether one launch configuration serves all numbers of activation rows, so that the result of a row
             does not depend on the number of rows.
+        spread, list_ptr: the same outliers by row tile and superblock, see `spread.py`; None unless `with_spread` made
+            them.
 
     The weights of several experts, for `grouped.py`, are one KernelWeight: its tensors have a leading dimension then,
     which for entries is 1, because all lie in one array (`outliers.pool_slices`).
@@ -58,6 +61,8 @@ class KernelWeight:
     processors: int
     arch: str
     invariant: bool = False
+    spread: torch.Tensor | None = None
+    list_ptr: torch.Tensor | None = None
 
     @property
     def padded_rows(self) -> int:
@@ -160,6 +165,19 @@ def prepare(
         processors=processors,
         arch=arch,
     )
+
+
+def with_spread(weight: KernelWeight, outliers: OutlierCsr) -> KernelWeight:
+    """Return the weight with its outliers by row tile and superblock, too.
+
+    Args:
+        weight: from `prepare`.
+        outliers: those that `prepare` was given.
+    """
+    points = coordinates(outliers.row_ptr, outliers.col_idx, outliers.values, weight.cols)
+    levels = 1 if outliers.values.dtype == torch.bfloat16 else LEVELS
+    made = spread_entries(points, weight.order.to(torch.int64), weight.cols, levels)
+    return replace(weight, spread=made.entries, list_ptr=made.list_ptr)
 
 
 def _check_scales(scales: torch.Tensor | None, row_scales: torch.Tensor | None, rows: int, groups: int) -> None:

@@ -98,6 +98,11 @@ def test_all_cases_cover_what_is_asked() -> None:
         512: {"prefill", "trellis_prefill"},
     }.items():
         assert {case.path for case in cases if case.m == m} == paths
+    spread = [case for case in all_cases(spread=True) if case.is_spread]
+    assert {(case.m, case.bits) for case in spread} == {
+        (m, b) for m in (1, 2, 4, 8, 16, 32, 64, 128) for b in (2, 3, 4)
+    }
+    assert all(case.outlier_rate for case in spread)
 
 
 @pytest.mark.interpreter

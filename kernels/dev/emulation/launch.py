@@ -15,7 +15,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 
 from vllm_latq.kernels.decode import prefill as dequantize
-from vllm_latq.kernels.decode import simt, ssqr, trellis, trellis_prefill
+from vllm_latq.kernels.decode import simt, spread, ssqr, trellis, trellis_prefill
 from vllm_latq.kernels.dev.audit import compile_ahead
 from vllm_latq.kernels.dev.emulation.machine import run
 from vllm_latq.kernels.dev.emulation.memory import WARP, GlobalMemory, Traffic, address
@@ -24,6 +24,7 @@ from vllm_latq.kernels.entropy import huffman
 from vllm_latq.kernels.experts import grouped, grouped_trellis, routing, rows
 
 KERNELS = (
+    (spread, "ssqr_spread"),
     (ssqr, "ssqr_tensor_core"), (grouped, "ssqr_grouped"), (routing, "route_pairs"), (rows, "gather_rows"),
     (grouped_trellis, "trellis_grouped_activations"), (grouped_trellis, "trellis_grouped"),
     (rows, "activate_rows"), (rows, "combine_pairs"),

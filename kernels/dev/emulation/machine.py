@@ -60,7 +60,7 @@ def run(
 
     Args:
         threads: per program.
-        shared: bytes of shared memory.
+        shared: bytes of shared memory, without those that inline assembly reserves.
         arguments: one number per parameter, addresses included.
         order: program numbers, x fastest, in the order to run them; increasing by default.
 
@@ -71,12 +71,16 @@ def run(
         len(arguments) == len(kernel.parameters), kernel.name, f"{len(kernel.parameters)} arguments", len(arguments)
     )
     parameters = dict(zip(kernel.parameters, arguments, strict=True))
+    named = {"global_smem": 0}
+    for name, (size, align) in kernel.reserved.items():
+        named[name] = -(-shared // align) * align
+        shared = named[name] + size
     steps = [_translate(instruction, kernel) for instruction in kernel.instructions]
     for number in order if order is not None else range(grid[0] * grid[1] * grid[2]):
         place = (number % grid[0], number // grid[0] % grid[1], number // (grid[0] * grid[1]))
         special = {f"%ctaid.{axis}": at for axis, at in zip("xyz", place, strict=True)}
         special |= {f"%nctaid.{axis}": size for axis, size in zip("xyz", grid, strict=True)}
-        special |= {"%ntid.x": threads, "global_smem": 0} | parameters
+        special |= {"%ntid.x": threads} | named | parameters
         _run_program(Program(threads, shared, memory, special, arch), kernel, steps)
     return memory.traffic
 

@@ -9,6 +9,7 @@ from vllm_latq.kernels.errors import require
 
 WARP = 32
 SECTOR = 32  # bytes: the unit of transfers from L2 and DRAM
+LINE = 128  # bytes: what the L1 cache looks up in a cycle
 _BUFFER_SHIFT = 40  # an address is a buffer's number above this bit, and an offset below
 _NOBODY, _SEVERAL, _EVERYBODY = -1, -2, -3
 
@@ -21,6 +22,7 @@ class Traffic:
         loaded: bytes that global loads asked for.
         load_sectors, store_sectors: 32-byte sectors that those touched, per warp and instruction.
         distinct_sectors: of them, those that a launch loaded for the first time; the rest can come from a cache.
+        lines: 128-byte lines that loads touched, per warp and instruction.
         wavefronts, ideal_wavefronts: shared-memory cycles of 128 bytes, and what they would be without bank conflicts.
         barriers: of whole programs.
     """
@@ -29,6 +31,7 @@ class Traffic:
     load_sectors: int = 0
     store_sectors: int = 0
     distinct_sectors: int = 0
+    lines: int = 0
     wavefronts: int = 0
     ideal_wavefronts: int = 0
     barriers: int = 0
@@ -60,9 +63,9 @@ class GlobalMemory:
         require(not int(np.bitwise_or.reduce(offsets)) % size, text, f"addresses aligned to {size} bytes", "others")
         return index, offsets
 
-    def _sectors(self, addresses: np.ndarray, active: np.ndarray) -> int:
-        """Different sectors that each warp touches, added up."""
-        sectors = np.where(active, addresses.astype(np.int64) // SECTOR, -1).reshape(-1, WARP)
+    def _touched(self, addresses: np.ndarray, active: np.ndarray, size: int) -> int:
+        """Different sectors, or lines, of so many bytes that each warp touches, added up."""
+        sectors = np.where(active, addresses.astype(np.int64) // size, -1).reshape(-1, WARP)
         sectors.sort(1)
         return int(np.count_nonzero(sectors[:, 1:] != sectors[:, :-1]) + np.count_nonzero(sectors[:, 0] >= 0))
 
@@ -77,7 +80,8 @@ class GlobalMemory:
         if active.any():
             index, offsets = self._locate(addresses, size, active, text)
             self.traffic.loaded += offsets.size * size
-            self.traffic.load_sectors += self._sectors(addresses, active)
+            self.traffic.load_sectors += self._touched(addresses, active, SECTOR)
+            self.traffic.lines += self._touched(addresses, active, LINE)
             loaded, sectors = self.loaded[index], offsets // SECTOR
             first = sectors[~loaded[sectors]]
             if first.size:
@@ -90,7 +94,7 @@ class GlobalMemory:
         """values: uint8 [threads, size]. Threads must not write one place differently."""
         if active.any():
             index, offsets = self._locate(addresses, values.shape[1], active, text)
-            self.traffic.store_sectors += self._sectors(addresses, active)
+            self.traffic.store_sectors += self._touched(addresses, active, SECTOR)
             buffer, at = self.buffers[index], offsets[:, None] + np.arange(values.shape[1])
             buffer[at] = values[active]
             require(bool((buffer[at] == values[active]).all()), text, "one value per address", "threads that disagree")

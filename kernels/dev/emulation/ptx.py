@@ -10,6 +10,7 @@ from vllm_latq.kernels.errors import require
 
 _COMMENT = re.compile(r"//[^\n]*")
 _DECLARATION = re.compile(r"\.reg\s+\.(\w+)\s+(%?\w+)(<\d+>)?")
+_SHARED = re.compile(r"\.shared\s+\.align\s+(\d+)\s+\.b8\s+(\w+)\[(\d+)\]")
 _STATEMENT = re.compile(r"(?:@(!?)(%?\w+)\s+)?([a-z][\w.:]*)\s*(.*)", re.DOTALL)
 _LABEL = re.compile(r"(\$?\w+):")
 _OPERAND = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^,\s][^,]*")
@@ -35,7 +36,14 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Kernel:
-    """labels: index of the instruction after each; widths: bits of each register, 1 for predicates."""
+    """One kernel.
+
+    Attributes:
+        labels: index of the instruction after each.
+        widths: bits of each register, 1 for predicates.
+        prefixes: the same of registers that are declared by number.
+        reserved: bytes of each piece of shared memory that inline assembly reserves, with its alignment.
+    """
 
     name: str
     parameters: list[str]
@@ -43,6 +51,7 @@ class Kernel:
     labels: dict[str, int]
     widths: dict[str, int]
     prefixes: dict[str, int]
+    reserved: dict[str, tuple[int, int]]
 
     def is_register(self, operand: str) -> bool:
         """Return whether it is declared."""
@@ -82,6 +91,7 @@ def parse(text: str) -> Kernel:
     labels: dict[str, int] = {}
     widths: dict[str, int] = {}
     prefixes: dict[str, int] = {}
+    reserved: dict[str, tuple[int, int]] = {}
     body = re.sub(r"^\s*\.loc[^\n]*$", "", body, flags=re.MULTILINE)
     for statement in body.split(";"):
         # A scope's braces stand alone or before a statement; a vector's are inside its operands.
@@ -94,6 +104,8 @@ def parse(text: str) -> Kernel:
         if statement.startswith("."):
             for kind, name, count in _DECLARATION.findall(statement):
                 (prefixes if count else widths)[name] = _WIDTHS[kind]
+            for align, name, size in _SHARED.findall(statement):
+                reserved[name] = int(size), int(align)
             continue
         match = _STATEMENT.fullmatch(statement)
         require(match is not None, "PTX", "a statement", statement)
@@ -103,4 +115,4 @@ def parse(text: str) -> Kernel:
             Instruction(match[3], operands, match[2] or "", bool(match[1]), " ".join(statement.split()))
         )
     parameters = _PARAMETER.findall(entry[2] + ")")
-    return Kernel(entry[1], parameters, instructions, labels, widths, prefixes)
+    return Kernel(entry[1], parameters, instructions, labels, widths, prefixes, reserved)
