@@ -23,8 +23,9 @@ CEILINGS = {2: 1.29, 3: 1.47, 4: 1.61}
 NARROW_CEILINGS = {"sm_80": {2: 1.42, 3: 1.63, 4: 1.73}, "sm_90": {2: 1.52, 3: 1.74, 4: 1.85}}
 LEAST_WARPS = {"sm_80": {8: 16, 16: 12, 32: 12}, "sm_86": {8: 8, 16: 12, 32: 8}}  # that a multiprocessor holds
 WIDER = {
-    ("sm_80", 16): 2.03, ("sm_86", 64): 3.9, ("sm_90", 32): 3.0, ("sm_100", 16): 1.67, ("sm_120", 16): 2.05,
-}  # 3 bits, counted: 1.93, 3.72, 2.81, 1.64 and 1.95  # fmt: skip
+    ("sm_80", 16): 2.03, ("sm_86", 32): 2.75, ("sm_86", 64): 3.9, ("sm_90", 32): 3.0, ("sm_100", 16): 1.67,
+    ("sm_120", 16): 2.05,
+}  # 3 bits, counted: 1.93, 2.62, 3.72, 2.81, 1.64 and 1.95  # fmt: skip
 MIDRISE_CEILING = 0.08  # what a mid-rise grid may add to the ceiling; counted: 1.21, 1.42 and 1.56
 FEW_BYTES = 24  # that other variants may spill, once, outside their loop
 MOST_BYTES = {("ssqr_tensor_core", "sm_100", 3, 64): 32}
@@ -249,7 +250,7 @@ def test_mid_rise_grids(audited: dict[tuple, dict], case: tuple) -> None:
 
 def test_all_activations_of_a_turn_are_asked_for_before_one_is_added(audited: dict[tuple, dict]) -> None:
     """A thread asks for the activations of 16 outliers at once. Asked for one by one, 3 to 4 were on their way."""
-    assert audited["sm_86", 3, 32, "*bf16", 32]["together"] == 16
+    assert audited["sm_86", 3, 32, "*bf16", 128]["together"] == 16
 
 
 @pytest.mark.parametrize("case", OTHERS, ids=str)
