@@ -6,7 +6,7 @@ export HF_HUB_OFFLINE ?= 1
 export VLLM_NO_USAGE_STATS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: venv test lint demo docs image coverage emulated compilers release fuzz soak api clean
+.PHONY: venv test lint demo docs image coverage emulated compilers release fuzz slow api clean
 
 # Seconds of coverage-guided fuzzing.
 FUZZ_SECONDS ?= 3600
@@ -36,7 +36,7 @@ EMULATED_TESTS := $(addprefix tests/kernels/test_,dequantize.py huffman_kernel.p
 test: lint
 	TRITON_INTERPRET=1 $(PYTEST) $(BY_TEST) tests/kernels -m 'kernel or interpreter'
 	EMULATED_GPU=sm_90 $(PYTEST) $(EMULATED_TESTS)
-	$(PYTEST) tests -m 'not kernel and not interpreter and not soak'
+	$(PYTEST) tests -m 'not kernel and not interpreter and not slow'
 
 # Which lines the tests execute: a table, and build/coverage/index.html. Lines inside `@triton.jit` functions count as
 # missed, because Triton's interpreter executes copies of them.
@@ -44,7 +44,7 @@ COVER := --cov --cov-append --cov-report=
 coverage: venv
 	$(BIN)/coverage erase
 	TRITON_INTERPRET=1 $(PYTEST) $(BY_TEST) tests/kernels -m 'kernel or interpreter' $(COVER)
-	$(PYTEST) tests -m 'not kernel and not interpreter and not soak' $(COVER)
+	$(PYTEST) tests -m 'not kernel and not interpreter and not slow' $(COVER)
 	$(BIN)/coverage html --quiet
 	$(BIN)/coverage report
 
@@ -94,9 +94,9 @@ docs: venv
 image:
 	docker build --file serving_examples/Dockerfile --tag vllm-latq:0.1.0 .
 
-# Hundreds of requests, aborted ones and reloaded weights on one server.
-soak: venv
-	$(BIN)/python -m pytest tests/integrations/test_serve.py -m 'engine or soak'
+# Every architecture and width in the audit and in the emulator, and hundreds of requests on a server: most of an hour.
+slow: venv
+	$(PYTEST) tests -m 'slow and not kernel and not interpreter'
 
 demo: venv
 	$(BIN)/python serving_examples/demo.py

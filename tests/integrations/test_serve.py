@@ -220,7 +220,7 @@ def reload_weights(client: openai.OpenAI) -> None:
         assert answer.status == 200
 
 
-@pytest.mark.parametrize("requests", [64, pytest.param(600, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("requests", [64, pytest.param(600, marks=pytest.mark.slow)])
 def test_answers_stay_the_same_under_load_aborts_and_reloads(client: openai.OpenAI, requests: int) -> None:
     """One request in three hangs up, and weights are reloaded; the other answers are those of an idle server."""
     distinct = min(requests, 32)

@@ -6,10 +6,12 @@ import subprocess
 import sys
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import triton
 
+from helpers.slow import slow
 from vllm_latq.kernels.configs import REGIMES, decode_config, max_decode_rows
 from vllm_latq.kernels.layout.weight import HIP
 
@@ -83,6 +85,26 @@ OTHERS = [
     ("sm_80", 3, 0, "*bf16", 128),
     ("sm_90", 0, 0, "*bf16", 128),
 ]
+
+# The other cases are slow: compiling one takes seconds.
+QUICK = {
+    *(("sm_86", bits, 8, "*bf16", 128) for bits in CEILINGS),
+    ("sm_80", 3, 8, "*bf16", 128),
+    ("sm_90", 3, 8, "*bf16", 128),
+    ("sm_80", 3, 1, "*bf16", 128),
+    ("sm_86", 2, 4, "*bf16", 128, False, False, 2),
+    ("sm_86", 3, 32, "*bf16", 128),
+    ("sm_80", 3, 8, "*bf16", 128, True),
+    ("sm_80", 3, 8, "*bf16", 128, False, True),
+    ("sm_80", 3, 8, "*fp16", 128),
+    ("sm_86", 3, 32, "*bf16", 32),
+    ("sm_86", 8, 8, "*bf16", 32),
+    ("sm_86", 4, -1, "*bf16", 128),
+    ("sm_80", 3, 0, "*bf16", 128),
+    ("sm_90", 0, 0, "*bf16", 128),
+}
+EVERY = {*LOW_BATCH, *FEWEST, *IN_RANGES, *WIDE, *GROUPED, *MIDRISE, *BLACKWELL, *OTHERS}
+IN_FLIGHT = ("sm_86", 3, 32, "*bf16", 128)
 
 SCRIPT = """
 import json, sys
@@ -188,13 +210,19 @@ def ceilings(arch: str) -> dict[int, float]:
 
 
 @pytest.fixture(scope="module")
-def audited() -> dict[tuple, dict]:
-    """Every case, compiled in one process."""
-    cases = LOW_BATCH + FEWEST + IN_RANGES + WIDE + GROUPED + MIDRISE + BLACKWELL + OTHERS
+def audited(request: pytest.FixtureRequest) -> dict[tuple, dict]:
+    """The cases of this run, compiled in one process."""
+    parameters = (item.callspec.params for item in request.session.items if hasattr(item, "callspec"))
+    asked = {values["case"] for values in parameters if values.get("case") in EVERY}
+    cases = sorted(asked | {IN_FLIGHT}, key=str)
     return dict(zip(cases, run_compiler("-c", SCRIPT, json.dumps(cases)), strict=True))
 
 
-@pytest.mark.parametrize("case", LOW_BATCH + FEWEST + IN_RANGES + WIDE + GROUPED, ids=str)
+def marked(cases: list[tuple]) -> list[Any]:
+    return [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in cases]
+
+
+@pytest.mark.parametrize("case", marked(LOW_BATCH + FEWEST + IN_RANGES + WIDE + GROUPED), ids=str)
 def test_gates(audited: dict[tuple, dict], case: tuple) -> None:
     arch, bits, rows, _, group_size, *_ = case
     config, row = decode_config(rows, bits, arch, group_size), audited[case]
@@ -210,7 +238,7 @@ def test_gates(audited: dict[tuple, dict], case: tuple) -> None:
     assert row["warps"] >= LEAST_WARPS.get(arch, {}).get(config.max_rows, 0)
 
 
-@pytest.mark.parametrize("case", LOW_BATCH + FEWEST + WIDE + [case for case in OTHERS if case[2] >= 8], ids=str)
+@pytest.mark.parametrize("case", marked(LOW_BATCH + FEWEST + WIDE + [case for case in OTHERS if case[2] >= 8]), ids=str)
 def test_as_many_programs_fit_as_split_k_counts_on(audited: dict[tuple, dict], case: tuple) -> None:
     arch, bits, rows, _, group_size = case
     config, row = decode_config(rows, bits, arch, group_size), audited[case]
@@ -219,7 +247,7 @@ def test_as_many_programs_fit_as_split_k_counts_on(audited: dict[tuple, dict], c
     assert config.programs(bits, group_size) * registers <= REGISTERS
 
 
-@pytest.mark.parametrize("case", BLACKWELL, ids=str)
+@pytest.mark.parametrize("case", marked(BLACKWELL), ids=str)
 def test_products_are_ampere_s(audited: dict[tuple, dict], case: tuple) -> None:
     """At least as many as the weights and rows take: 16 x 16 weights by 8 rows each, shared out to the warps."""
     arch, bits, rows, _, group_size = case
@@ -238,7 +266,7 @@ def test_every_entry_fits_into_shared_memory(arch: str, bits: int) -> None:
             assert decode_config(rows, bits, arch, group_size).shared_bytes(bits, group_size) <= limit
 
 
-@pytest.mark.parametrize("case", MIDRISE, ids=str)
+@pytest.mark.parametrize("case", marked(MIDRISE), ids=str)
 def test_mid_rise_grids(audited: dict[tuple, dict], case: tuple) -> None:
     row = audited[case]
     assert row["spilled_in_loop"] == row["shared_stores"] == row["plain_loads"] == 0
@@ -250,10 +278,10 @@ def test_mid_rise_grids(audited: dict[tuple, dict], case: tuple) -> None:
 
 def test_all_activations_of_a_turn_are_asked_for_before_one_is_added(audited: dict[tuple, dict]) -> None:
     """A thread asks for the activations of 16 outliers at once. Asked for one by one, 3 to 4 were on their way."""
-    assert audited["sm_86", 3, 32, "*bf16", 128]["together"] == 16
+    assert audited[IN_FLIGHT]["together"] == 16
 
 
-@pytest.mark.parametrize("case", OTHERS, ids=str)
+@pytest.mark.parametrize("case", marked(OTHERS), ids=str)
 def test_other_variants_do_not_spill_in_their_loop(audited: dict[tuple, dict], case: tuple) -> None:
     row = audited[case]
     assert row["spilled_in_loop"] == 0
@@ -263,6 +291,7 @@ def test_other_variants_do_not_spill_in_their_loop(audited: dict[tuple, dict], c
         assert row["shared_stores"] == row["plain_loads"] == 0
 
 
+@pytest.mark.slow
 def test_a_dependent_launch_waits_after_it_has_asked_for_words() -> None:
     """Only words of the weight are touched before the wait; without the option there is no wait."""
     for row, dependent in zip(run_compiler("-c", DEPENDENT_SCRIPT), (True, False, True, False), strict=True):
@@ -295,13 +324,15 @@ def stated_cells() -> dict[tuple[str, str, int, int], tuple[float, float, int, i
 
 
 @pytest.mark.skipif(not triton.__version__.startswith("3.9"), reason="the table is of Triton 3.9")
-def test_documentation_has_the_tables_that_the_command_prints() -> None:
+@pytest.mark.parametrize(("arch", "bits"), [(("sm_86",), ("3",)), *slow([(tuple(SHARED_LIMIT), ("2", "3", "4", "8"))])])
+def test_documentation_has_the_tables_that_the_command_prints(arch: tuple[str, ...], bits: tuple[str, ...]) -> None:
     """And so every kernel has a ceiling of instructions and of spilled bytes."""
     keys = {
         "kernel", "arch", "bits", "max_rows", "sass_per_weight", "cycles_per_weight", "warps", "registers",
         "spill_bytes", "shared_bytes",
     }  # fmt: skip
-    rows, stated = run_compiler("-m", "vllm_latq.kernels.dev.audit", "--json"), stated_cells()
+    rows = run_compiler("-m", "vllm_latq.kernels.dev.audit", "--json", "--arch", *arch, "--bits", *bits)
+    stated = {key: cell for key, cell in stated_cells().items() if key[1] in arch and str(key[2]) in (*bits, "0")}
     assert {(row["kernel"], row["arch"], row["bits"], row["max_rows"]) for row in rows} == stated.keys()
     for row in rows:
         assert set(row) == keys
@@ -315,6 +346,7 @@ def test_documentation_has_the_tables_that_the_command_prints() -> None:
         assert row["spill_bytes"] <= MOST_BYTES.get(cell, FEW_BYTES), cell
 
 
+@pytest.mark.slow
 def test_amd_fits_in_shared_memory() -> None:
     """And multiplies by matrix instructions, in small groups, too. No inline assembly is compiled for AMD."""
     for compiled in run_compiler("-c", AMD_SCRIPT):

@@ -18,6 +18,7 @@ import torch
 
 from helpers.kernel_device import emulated_gpu
 from helpers.pretend_gpu import DEVICE as PRETENDED
+from helpers.slow import slow
 from vllm_latq.kernels import configs
 from vllm_latq.kernels.bench import peers
 from vllm_latq.kernels.bench.bench import (
@@ -176,7 +177,7 @@ def run_experts(path: Path, monkeypatch: pytest.MonkeyPatch, kernel: str, hidden
 
 
 @pytest.mark.compiler
-@pytest.mark.parametrize(("kernel", "hidden"), [("experts", 128), ("trellis_experts", 64)])
+@pytest.mark.parametrize(("kernel", "hidden"), [("experts", 128), *slow([("trellis_experts", 64)])])
 def test_layers_of_experts_are_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel: str, hidden: int) -> None:
     run = run_experts(tmp_path / "out.json", monkeypatch, kernel, hidden)
     one, many = run.rows

@@ -17,6 +17,7 @@ from triton.backends.compiler import GPUTarget
 from helpers.builders import poisoned
 from helpers.kernel_device import emulated_gpu
 from helpers.pretend_gpu import DEVICE
+from helpers.slow import slow
 from vllm_latq.coding.huffman.encoder import encode as huffman_encode
 from vllm_latq.kernels.bench import cases
 from vllm_latq.kernels.configs import GATHER_ROWS, SIMT, decode_config
@@ -71,19 +72,21 @@ def float32_product(
 DECODE = [
     ("sm_80", 2, 1, torch.bfloat16, 128),
     ("sm_80", 3, 8, torch.float16, 64),
-    ("sm_80", 4, 5, torch.bfloat16, 32),
-    ("sm_80", 8, 3, torch.bfloat16, 128),
     ("sm_80", 2, 13, torch.float16, -1),
-    ("sm_80", 3, 30, torch.bfloat16, 128),
-    ("sm_80", 4, 64, torch.float16, 128),
     ("sm_86", 3, 16, torch.bfloat16, 32),
-    ("sm_90", 2, 7, torch.float16, 128),
-    ("sm_90", 3, 1, torch.bfloat16, -1),
     ("sm_90", 4, 12, torch.bfloat16, 64),
-    ("sm_90", 3, 32, torch.float16, 32),
-    ("sm_90", 2, 64, torch.bfloat16, 128),
     ("sm_90", 8, 20, torch.float16, 128),
     ("sm_100", 3, 4, torch.bfloat16, 128),
+]
+MORE_DECODE = [
+    ("sm_80", 4, 5, torch.bfloat16, 32),
+    ("sm_80", 8, 3, torch.bfloat16, 128),
+    ("sm_80", 3, 30, torch.bfloat16, 128),
+    ("sm_80", 4, 64, torch.float16, 128),
+    ("sm_90", 2, 7, torch.float16, 128),
+    ("sm_90", 3, 1, torch.bfloat16, -1),
+    ("sm_90", 3, 32, torch.float16, 32),
+    ("sm_90", 2, 64, torch.bfloat16, 128),
     ("sm_100", 4, 16, torch.bfloat16, 32),
     ("sm_100", 2, 29, torch.float16, 128),
     ("sm_100", 3, 64, torch.bfloat16, 32),
@@ -92,7 +95,7 @@ DECODE = [
 ]
 
 
-@pytest.mark.parametrize(("arch", "bits", "m", "dtype", "group_size"), DECODE)
+@pytest.mark.parametrize(("arch", "bits", "m", "dtype", "group_size"), [*DECODE, *slow(MORE_DECODE)])
 def test_decode(make_layer, arch: str, bits: int, m: int, dtype: torch.dtype, group_size: int) -> None:
     """Odd shapes, outliers, row scales, split-K, both grids; the table's launch configurations."""
     cols = 384 if m % 2 else 512
@@ -111,7 +114,8 @@ CODED = {"group_size": -1, "outliers": 0.03, "scales": False, "row_scales": True
 
 
 @pytest.mark.parametrize(
-    ("arch", "bits", "m"), [("sm_80", 2, 1), ("sm_80", 3, 8), ("sm_86", 4, 12), ("sm_90", 3, 33), ("sm_100", 2, 40)]
+    ("arch", "bits", "m"),
+    [("sm_80", 2, 1), ("sm_86", 4, 12), *slow([("sm_80", 3, 8), ("sm_90", 3, 33), ("sm_100", 2, 40)])],
 )
 def test_coded_weights(make_layer, arch: str, bits: int, m: int) -> None:
     """Integers for outliers, some of them far, from x and from x^T, and parts that take turns with them."""
@@ -124,7 +128,8 @@ def test_coded_weights(make_layer, arch: str, bits: int, m: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arch", "bits", "m", "ranges"), [("sm_80", 3, 1, 8), ("sm_80", 2, 4, 2), ("sm_90", 4, 2, 4), ("sm_100", 3, 3, 2)]
+    ("arch", "bits", "m", "ranges"),
+    [("sm_80", 3, 1, 8), ("sm_80", 2, 4, 2), *slow([("sm_90", 4, 2, 4), ("sm_100", 3, 3, 2)])],
 )
 def test_ranges_of_columns(make_layer, arch: str, bits: int, m: int, ranges: int) -> None:
     """Side by side in a tile: their products are added in one program."""
@@ -135,7 +140,9 @@ def test_ranges_of_columns(make_layer, arch: str, bits: int, m: int, ranges: int
     assert ((y - matmul_reference(x, layer.dense)).abs() <= 1e-4 * deviation).all()
 
 
-@pytest.mark.parametrize(("arch", "m", "parts"), [("sm_80", 9, 1), ("sm_90", 16, 2), ("sm_90", 33, 2), ("sm_86", 8, 1)])
+@pytest.mark.parametrize(
+    ("arch", "m", "parts"), [("sm_80", 9, 1), ("sm_86", 8, 1), *slow([("sm_90", 16, 2), ("sm_90", 33, 2)])]
+)
 def test_entries_are_prefetched(make_layer, monkeypatch: pytest.MonkeyPatch, arch: str, m: int, parts: int) -> None:
     """From 9 rows on every line of a tile once, by as many threads as have the same row of it."""
     layer, seen = make_layer(3, 200, 2048, group_size=128, outliers=0.02), []
@@ -164,7 +171,7 @@ def test_coded_weights_are_written_exactly(make_layer, arch: str, bits: int, row
 
 @pytest.mark.parametrize(
     ("bits", "m", "dtype"),
-    [(2, 1, torch.bfloat16), (3, 2, torch.float16), (8, 1, torch.bfloat16), (4, 7, torch.bfloat16)],
+    [(3, 2, torch.float16), (4, 7, torch.bfloat16), *slow([(2, 1, torch.bfloat16), (8, 1, torch.bfloat16)])],
 )
 def test_simt(make_layer, bits: int, m: int, dtype: torch.dtype) -> None:
     coded = {"group_size": -1, "scales": False} if m == 2 else {"group_size": 64}
@@ -194,8 +201,9 @@ def test_entropy_decoder() -> None:
         assert torch.equal(decode_huffman(*huffman_arguments(huffman_encode(z), z.device)), z)
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
-@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("arch", "bits"), [("sm_80", 2), ("sm_90", 4), *slow([("sm_80", 3), ("sm_80", 4), ("sm_90", 2), ("sm_90", 3)])]
+)
 def test_truncation_does_not_bias_positive_activations(make_layer, arch: str, bits: int) -> None:
     """The floats' bias is a hundred times a weight. Columns of alternating sign keep its sums small.
 
@@ -223,7 +231,7 @@ def test_parts_in_any_order(make_layer) -> None:
     assert torch.equal(forward, mixed)
 
 
-@pytest.mark.parametrize("m", [12, 64])
+@pytest.mark.parametrize("m", [12, *slow([64], whole=True)])
 def test_activations_are_transposed_whoever_comes_first(make_layer, m: int) -> None:
     """The first programs write x^T, each a share; a program that finds one missing writes all, and waits for nobody."""
     layer = make_layer(3, 130, 1000, group_size=-1, outliers=0.02)
@@ -271,7 +279,8 @@ def test_shares_of_transposed_activations_are_counted_between_barriers() -> None
 
 
 @pytest.mark.parametrize(
-    ("arch", "m"), [("sm_80", 1), ("sm_80", 8), ("sm_80", 16), ("sm_80", 32), ("sm_80", 64), ("sm_90", 32)]
+    ("arch", "m"),
+    [("sm_80", 1), ("sm_80", 16), *slow([("sm_80", 8), ("sm_80", 32), ("sm_80", 64), ("sm_90", 32)])],
 )
 def test_outliers_need_no_barriers(make_layer, arch: str, m: int) -> None:
     """Ten times the outliers: the same number of barriers."""
@@ -282,7 +291,8 @@ def test_outliers_need_no_barriers(make_layer, arch: str, m: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arch", "bits", "m"), [("sm_80", 2, 8), ("sm_80", 3, 1), ("sm_80", 4, 32), ("sm_86", 4, 64), ("sm_90", 3, 16)]
+    ("arch", "bits", "m"),
+    [("sm_80", 2, 8), ("sm_80", 3, 1), ("sm_90", 3, 16), *slow([("sm_80", 4, 32), ("sm_86", 4, 64)])],
 )
 def test_weights_are_read_once_in_whole_sectors_without_bank_conflicts(
     make_layer, arch: str, bits: int, m: int
@@ -310,17 +320,21 @@ def test_both_orders_of_columns_agree(make_layer) -> None:
 # Architecture, bits, tokens, experts of each, columns (1536 are split), rows of a batch, activations, group size.
 GROUPED = [
     ("sm_80", 3, 1, 3, 384, None, torch.bfloat16, 128),
-    ("sm_80", 4, 2, 2, 512, None, torch.float16, 32),
     ("sm_80", 2, 24, 2, 1536, 16, torch.bfloat16, -1),
+    ("sm_90", 4, 5, 2, 1536, None, torch.bfloat16, 128),
+]
+MORE_GROUPED = [
+    ("sm_80", 4, 2, 2, 512, None, torch.float16, 32),
     ("sm_86", 8, 9, 3, 512, None, torch.float16, 64),
     ("sm_90", 3, 60, 1, 384, 64, torch.bfloat16, 128),
-    ("sm_90", 4, 5, 2, 1536, None, torch.bfloat16, 128),
     ("sm_90", 2, 40, 2, 512, 8, torch.float16, 64),
     ("sm_90", 3, 1, 3, 2048, None, torch.bfloat16, -1),
 ]
 
 
-@pytest.mark.parametrize(("arch", "bits", "tokens", "k", "cols", "size", "dtype", "group_size"), GROUPED)
+@pytest.mark.parametrize(
+    ("arch", "bits", "tokens", "k", "cols", "size", "dtype", "group_size"), [*GROUPED, *slow(MORE_GROUPED)]
+)
 def test_grouped_experts(
     make_layer, monkeypatch: pytest.MonkeyPatch, arch: str, bits: int, tokens: int, k: int, cols: int,
     size: int | None, dtype: torch.dtype, group_size: int,
@@ -354,6 +368,7 @@ def test_grouped_experts(
     assert (y - expected).abs().max() <= 2 * ROUNDING[dtype] * expected.abs().max()  # products are rounded, and sums
 
 
+@pytest.mark.slow
 def test_products_mix_no_devices() -> None:
     """From random codes to outputs on a pretended GPU: prepared, padded, multiplied and compared there."""
     with emulated_gpu("sm_90"):

@@ -39,6 +39,7 @@ SPECIALIZATIONS = {
 }
 
 
+@pytest.mark.slow
 def test_sizes_that_change_while_serving_compile_nothing_new() -> None:
     """For one row of x, two, more, and each wider tile; with split-K and without. Layers differ in shape only."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}

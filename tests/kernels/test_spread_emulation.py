@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.slow import slow
 from vllm_latq.kernels.configs import decode_config
 from vllm_latq.kernels.decode import spread
 from vllm_latq.kernels.decode.dispatch import ssqr_matmul
@@ -29,11 +30,15 @@ def prepared(layer: Any, arch: str) -> KernelWeight:
     ("arch", "bits", "m", "group_size", "parts", "ranges"),
     [
         ("sm_80", 3, 8, 128, 1, 1),
-        ("sm_80", 4, 1, 64, 1, 2),
-        ("sm_86", 2, 30, -1, 2, 1),
         ("sm_90", 3, 1, 128, 1, 4),
-        ("sm_90", 2, 16, 64, 2, 1),
-        ("sm_90", 3, 64, 128, 1, 1),
+        *slow(
+            [
+                ("sm_80", 4, 1, 64, 1, 2),
+                ("sm_86", 2, 30, -1, 2, 1),
+                ("sm_90", 2, 16, 64, 2, 1),
+                ("sm_90", 3, 64, 128, 1, 1),
+            ]
+        ),
     ],
 )
 def test_products(make_layer, arch: str, bits: int, m: int, group_size: int, parts: int, ranges: int) -> None:

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from helpers.slow import slow
+
 pytestmark = pytest.mark.compiler
 
 # Instructions per weight of the main loop, by rows and bits. Counted with Triton 3.9 on sm_80, sm_86 and sm_90: 2.03 to
@@ -24,7 +26,7 @@ SCRIPT = """
 import json, sys
 from vllm_latq.kernels.dev.audit import audit_trellis, audit_trellis_others
 audits = [audit_trellis(arch, (2 * bits,), rows, grouped) for arch, rows, bits, grouped in json.loads(sys.argv[1])]
-audits += [audit_trellis("sm_80", (4, 7), 16), *audit_trellis_others("sm_86")]
+audits += [audit_trellis("sm_80", (4, 7), 16), *audit_trellis_others("sm_86")] if len(sys.argv) > 2 else []
 print(json.dumps([{
     **vars(audited.row),
     "exchanges": sum(n for name, n in audited.loop.items() if name.startswith(("STS", "SHFL"))),
@@ -33,14 +35,17 @@ print(json.dumps([{
 """
 
 
-def test_main_loops() -> None:
+@pytest.mark.parametrize(
+    ("cases", "others"), [(CASES[:2], ()), *slow([(CASES[2:], ("others",))])], ids=["two", "the rest"]
+)
+def test_main_loops(cases: list[tuple[str, int, int, bool]], others: tuple[str, ...]) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    command = [sys.executable, "-W", "ignore", "-c", SCRIPT, json.dumps(CASES)]
+    command = [sys.executable, "-W", "ignore", "-c", SCRIPT, json.dumps(cases), *others]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)
     assert [row["spill_bytes"] for row in rows] == [0] * len(rows)
-    for (_, activations, bits, _), row in zip(CASES, rows, strict=False):
+    for (_, activations, bits, _), row in zip(cases, rows, strict=False):
         assert row["sass_per_weight"] <= CEILINGS[activations, bits]
         assert row["exchanges"] == 0  # bytes go from where they are hashed to the tensor cores
         assert row["integer_products"] > 0

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from helpers.builders import poisoned
+from helpers.slow import slow
 from helpers.trellis_weights import operands_of, random_trellis_weight
 from vllm_latq.kernels.configs import TRELLIS_REGIMES
 from vllm_latq.kernels.decode.dispatch import trellis_parts, trellis_scratch
@@ -28,8 +29,7 @@ TOLERANCE = 5e-4  # of the standard deviation of an output, as in test_trellis_k
     ("arch", "rates", "m", "parts", "dtype"),
     [
         ("sm_80", (2, 3, 4, 5), 3, 1, torch.bfloat16),
-        ("sm_86", (6, 7, 8, 9), 7, 2, torch.float16),
-        ("sm_90", (10, 11, 12), 9, 1, torch.bfloat16),
+        *slow([("sm_86", (6, 7, 8, 9), 7, 2, torch.float16), ("sm_90", (10, 11, 12), 9, 1, torch.bfloat16)]),
     ],
 )
 def test_compiled_products(arch: str, rates: tuple[int, ...], m: int, parts: int, dtype: torch.dtype) -> None:
