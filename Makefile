@@ -34,7 +34,7 @@ BY_TEST := --dist loadgroup
 # the quick ones of their tests on a pretended GPU. Then comes everything else.
 EMULATED_TESTS := $(addprefix tests/kernels/test_,dequantize.py huffman_kernel.py routing.py)
 test: lint
-	TRITON_INTERPRET=1 $(PYTEST) $(BY_TEST) tests/kernels -m 'kernel or interpreter'
+	TRITON_INTERPRET=1 $(PYTEST) $(BY_TEST) tests/kernels -m '(kernel or interpreter) and not slow'
 	EMULATED_GPU=sm_90 $(PYTEST) $(EMULATED_TESTS)
 	$(PYTEST) tests -m 'not kernel and not interpreter and not slow'
 
@@ -43,7 +43,7 @@ test: lint
 COVER := --cov --cov-append --cov-report=
 coverage: venv
 	$(BIN)/coverage erase
-	TRITON_INTERPRET=1 $(PYTEST) $(BY_TEST) tests/kernels -m 'kernel or interpreter' $(COVER)
+	TRITON_INTERPRET=1 $(PYTEST) $(BY_TEST) tests/kernels -m '(kernel or interpreter) and not slow' $(COVER)
 	$(PYTEST) tests -m 'not kernel and not interpreter and not slow' $(COVER)
 	$(BIN)/coverage html --quiet
 	$(BIN)/coverage report
@@ -95,6 +95,7 @@ image:
 	docker build --file serving_examples/Dockerfile --tag vllm-latq:0.1.0 .
 
 # Every architecture and width in the audit and in the emulator, and hundreds of requests on a server: most of an hour.
+# Slow tests that are marked `kernel` as well run with `make emulated`.
 slow: venv
 	$(PYTEST) tests -m 'slow and not kernel and not interpreter'
 

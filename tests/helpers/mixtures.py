@@ -12,11 +12,12 @@ from torch.nn import functional
 
 from helpers.builders import random_weight
 from vllm_latq.format.encodings.packed import PackedWeight
+from vllm_latq.format.encodings.weight import IntegerWeight
 from vllm_latq.format.reader import CheckpointReader
 from vllm_latq.format.scheme import LayerScheme
 from vllm_latq.models.experts import is_interleaved, is_transposed
 from vllm_latq.serving.experts import ACTIVATIONS, expert_constants, run_experts
-from vllm_latq.serving.merging import Merged, decode, merge
+from vllm_latq.serving.merging import Merged, merge
 from vllm_latq.serving.operands import make_operands, stack_operands
 
 EXPERTS, HIDDEN, INTERMEDIATE = 5, 96, 64
@@ -61,8 +62,9 @@ class Mixture:
     def _served(scheme: LayerScheme, rows: int, cols: int, seed: int) -> Merged:
         weight = random_weight(scheme, rows, cols, seed)
         bits = None if isinstance(weight, PackedWeight) else 3
-        shard = [("expert", weight)]
-        return merge(shard, decode(shard, torch.device("cpu")), torch.device("cpu"), bits)
+        # Not by the Huffman kernel, which takes a minute for these experts in Triton's interpreter.
+        integers = weight.decode("expert") if isinstance(weight, IntegerWeight) else None
+        return merge([("expert", weight)], [integers], torch.device("cpu"), bits)
 
     def __call__(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """Return what the operator computes."""

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from helpers.builders import poisoned
 from helpers.kernel_device import DEVICE, EMULATED, INTERPRETED
+from helpers.slow import slow
 from vllm_latq.kernels.configs import GATHER_ROWS, SIMT, DecodeConfig, decode_config
 from vllm_latq.kernels.decode.dispatch import padded_columns, ssqr_matmul
 from vllm_latq.kernels.decode.launch import Scratch
@@ -128,8 +129,16 @@ def test_split_k(make_layer, parts: int) -> None:
     run(make_layer(2, 70, 1280, outliers=0.02), 4, torch.bfloat16, parts=parts)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("ranges", "m"), [(8, 1), (4, 1), (4, 2), (2, 1), (2, 2), (2, 3), (2, 4)])
+RANGES = [(8, 1, torch.bfloat16), (4, 2, torch.float16), (2, 3, torch.bfloat16), (2, 4, torch.float16)]
+MORE_RANGES = [
+    (ranges, m, dtype)
+    for ranges, m in ((8, 1), (4, 1), (4, 2), (2, 1), (2, 2), (2, 3), (2, 4))
+    for dtype in (torch.bfloat16, torch.float16)
+    if (ranges, m, dtype) not in RANGES
+]
+
+
+@pytest.mark.parametrize(("ranges", "m", "dtype"), [*RANGES, *slow(MORE_RANGES)])
 def test_ranges_of_columns_side_by_side(make_layer, ranges: int, m: int, dtype: torch.dtype) -> None:
     """Every scheme of scales, tiles of 16 to 64 weight rows, and columns missing from the last range."""
     for layer in (

@@ -8,6 +8,7 @@ import torch
 
 from helpers.builders import poisoned
 from helpers.kernel_device import DEVICE
+from helpers.slow import slow
 from helpers.trellis_weights import operands_of, random_trellis_weight
 from vllm_latq.coding.trellis import code
 from vllm_latq.format.encodings.trellis import TrellisWeight
@@ -59,8 +60,16 @@ def test_every_rate(rate: int) -> None:
 
 
 @pytest.mark.kernel
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("m", "parts"), [(1, 2), (3, 1), (8, 3), (16, 1)])
+@pytest.mark.parametrize(
+    ("m", "parts", "dtype"),
+    [
+        (1, 2, torch.float16),
+        (3, 1, torch.bfloat16),
+        (8, 3, torch.float16),
+        (16, 1, torch.bfloat16),
+        *slow([(1, 2, torch.bfloat16), (3, 1, torch.float16), (8, 3, torch.bfloat16), (16, 1, torch.float16)]),
+    ],
+)
 def test_every_number_of_rows(m: int, parts: int, dtype: torch.dtype) -> None:
     run([random_trellis_weight(64, 1280, (3, 4, 6, 7, 12), kept=0.01, seed=m)], m, dtype, parts)
 
