@@ -29,6 +29,7 @@ def test_wheel_imports_outside_the_checkout(tmp_path: Path) -> None:
     data = ("bundled.md", "bundled.txt.xz", "prompts.jsonl", "prompts.md")
     expected |= {f"vllm_latq/quantize/calibration/{name}" for name in data}
     expected |= {"vllm_latq/cli/report.html.jinja", "vllm_latq/kernels/tuned.json"}
+    expected |= {f"vllm_latq/kernels/cpu/{name}" for name in ("common.h", "lanes.h", "packed.cpp", "trellis.cpp")}
     assert {name for name in names if ".dist-info/" not in name} == expected
     imported = "vllm_latq, vllm_latq.cli.main, vllm_latq.kernels.configs, vllm_latq.quantize.recipe"
     program = (
