@@ -20,8 +20,11 @@ from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
+
+from vllm_latq.kernels.errors import require
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +59,31 @@ def load(source: str) -> ctypes.CDLL | None:
     """
     best = instructions()
     return None if best is None else _load(source, best)
+
+
+def run_product(function: Any, view: ctypes.Structure, x: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
+    """Return what a product of a library makes of x [n, cols]: [n, rows] in the dtype of x, one of KINDS.
+
+    Args:
+        function: the product, as common.h has it.
+        view: the weight as the library sees it.
+        x: activations.
+        rows: of the weight.
+        cols: of the weight.
+
+    Raises:
+        KernelInputError: x has another number of columns.
+        MemoryError: there is no room for the activations as integers.
+    """
+    require(x.shape[1] == cols, "x", f"{cols} columns", x.shape[1])
+    x, y = x.contiguous(), torch.empty(len(x), rows, dtype=x.dtype)
+    done = function(
+        ctypes.byref(view), ctypes.c_void_p(x.data_ptr()), ctypes.c_int64(len(x)),
+        ctypes.c_void_p(y.data_ptr()), KINDS[x.dtype], torch.get_num_threads(),
+    )  # fmt: skip
+    if not done:
+        raise MemoryError(f"no memory for the activations of {min(len(x), 512)} tokens")
+    return y
 
 
 @cache

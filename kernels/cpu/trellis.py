@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.functional import pad
 
-from vllm_latq.kernels.cpu.library import KINDS, load
-from vllm_latq.kernels.errors import require
+from vllm_latq.kernels.cpu.library import load, run_product
 from vllm_latq.kernels.layout.trellis import MANTISSAS, TILE, TILE_ROWS, UNIT_COLUMNS, TrellisTensors
 
 SOURCE = "trellis.cpp"
@@ -114,16 +113,7 @@ def multiply(x: torch.Tensor, weight: RingTensors) -> torch.Tensor:
 
     The results of a row of x do not depend on the other rows. A row with an infinite number, or NaN, gives NaN.
     """
-    x = x.contiguous()
-    y = torch.empty(len(x), weight.rows, dtype=x.dtype)
-    require(x.shape[1] == weight.cols, "x", f"{weight.cols} columns", x.shape[1])
-    done = _library().latq_trellis_product(
-        ctypes.byref(_view(weight)), ctypes.c_void_p(x.data_ptr()), ctypes.c_int64(len(x)),
-        ctypes.c_void_p(y.data_ptr()), KINDS[x.dtype], torch.get_num_threads(),
-    )  # fmt: skip
-    if not done:
-        raise MemoryError(f"no memory for the activations of {min(len(x), 512)} tokens")
-    return y
+    return run_product(_library().latq_trellis_product, _view(weight), x, weight.rows, weight.cols)
 
 
 def _in_pairs(linear: TrellisTensors, stored: torch.Tensor, first_row: int) -> dict[str, torch.Tensor]:
