@@ -55,7 +55,8 @@ class DecodeConfig:
             (programmatic dependent launch, from sm_90 on). No row of the table does; not timed.
         kernel: "tensor_core" or "simt", which does not serve experts.
         spread: whether bf16 activations take the kernel that spreads outliers over dense pieces (`decode/spread.py`),
-            where a weight has them by row tile and superblock. Not timed on any GPU, so no row of the table has it.
+            where a weight has them by row tile and superblock. Serving prepares that for weights that such a row may
+            serve. Not timed on any GPU, so no row of the table has it; `bench --tune` tries it.
         source: the measurement or the reasoning for the row.
     """
 
@@ -327,3 +328,9 @@ def decode_config(
             "Use the prefill path.")  # fmt: skip
     serving = (config for config in table_of(arch) if config.serves(rows, bits, group_size))
     return next(config for config in serving if config.kernel == "tensor_core" or not tensor_core)
+
+
+def spreads(bits: int, arch: str, group_size: int) -> bool:
+    """Return whether some number of activation rows of such a weight takes the kernel that spreads outliers."""
+    served = (rows for rows in (1, *REGIMES) if rows <= max_decode_rows(bits))
+    return any(decode_config(rows, bits, arch, group_size).spread for rows in served)

@@ -40,6 +40,7 @@ from vllm_latq.kernels.bench.timing import Timer, cache_bytes
 from vllm_latq.kernels.configs import REGIMES, SIMT, TRELLIS, TUNED, DecodeConfig, TrellisConfig, decode_config
 from vllm_latq.kernels.decode.dispatch import ssqr_matmul, trellis_matmul
 from vllm_latq.kernels.errors import KernelInputError, require
+from vllm_latq.kernels.layout.weight import HIP, device_facts
 
 MINUTES = 10.0
 NOISE = 0.01  # differences of times below this are noise
@@ -54,8 +55,9 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "gathers": (8, 16, 32, 64),
     "bias_dot": (False, True),
     "paired": (False, True),
+    "spread": (False, True),
 }
-TENSOR_CORE_ONLY = ("gathers", "bias_dot", "paired")
+TENSOR_CORE_ONLY = ("gathers", "bias_dot", "paired", "spread")
 TRELLIS_CHOICES: dict[str, tuple[Any, ...]] = {
     "programs_per_processor": (2, 3, 4, 5, 6, 8),
     "least_units": (1, 2, 4, 8),
@@ -238,7 +240,8 @@ def tune(
     writable = os.access(path if path.exists() else path.parent, os.W_OK)
     require(writable, "bench --tune", f"a file that can be written at {path}", "none", "Name another with --out.")
     ends = time.monotonic() + 60 * minutes
-    layers = tuned_layers(device, "tensor_core", 0.01)
+    spread = device_facts(device)[1] != HIP  # the kernel that spreads outliers has inline assembly of NVIDIA's
+    layers = tuned_layers(device, "spread" if spread else "tensor_core", 0.01)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
     write(f"# {name}, torch {torch.__version__}: geometric mean over {SHAPES}, {BITS} bits")
     arch = layers[0][1].weight.arch

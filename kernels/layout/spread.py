@@ -4,7 +4,7 @@ A list holds the entries of 16 tile rows and half a superblock, 128 columns. The
 superblock are neighbours, so a kernel's tile, of 16 to 128 rows, has its entries of each half in one run:
 
     list_ptr int32 [padded rows / 128, superblocks, levels, 2 halves, 8, and one more]: the first entry of each list
-    entries  int32 [entries padded to a bucket]: bits 31..16 a bf16 value, bits 15..0 its place
+    entries  int32 [entries, padded]: bits 31..16 a bf16 value, bits 15..0 its place
 
 A place is made of the bits of the tile row r among 128 and of the column c in its superblock, lowest first: c0, r3,
 c1 c2 c3, r0 r1 r2, r4 r5 r6, c4 c5 c6 c7. In this order of a dense tile a thread finds the four registers of a tensor
@@ -45,7 +45,7 @@ _BITS = (
 
 @dataclass(frozen=True)
 class SpreadEntries:
-    """entries: int32 [entries padded to a bucket]; list_ptr: int32 [lists + 1]; see the module docstring."""
+    """entries: int32 [entries, padded with zeros]; list_ptr: int32 [lists + 1]; see the module docstring."""
 
     entries: torch.Tensor
     list_ptr: torch.Tensor
@@ -59,7 +59,9 @@ def places(row: torch.Tensor, col: torch.Tensor) -> torch.Tensor:
     return place
 
 
-def spread_entries(points: Coordinates, order: torch.Tensor, cols: int, levels: int) -> SpreadEntries:
+def spread_entries(
+    points: Coordinates, order: torch.Tensor, cols: int, levels: int, room: int | None = None
+) -> SpreadEntries:
     """Lay outliers out by row tile and superblock.
 
     Args:
@@ -67,6 +69,7 @@ def spread_entries(points: Coordinates, order: torch.Tensor, cols: int, levels: 
         order: int64 [padded rows], checkpoint row of each tile row.
         cols: of the weight.
         levels: 1, or LEVELS where values may be wide.
+        room: entries to allocate, at least as many as there are points; None for a bucket.
     """
     row, count = tile_rows(order)[points.row], points.row.numel()
     # How many outliers of its place come before each: places that repeat are neighbours.
@@ -85,7 +88,7 @@ def spread_entries(points: Coordinates, order: torch.Tensor, cols: int, levels: 
     place = places(row, points.col)
     sort = torch.argsort(number << 16 | place)
     word = points.value.view(torch.int16).to(torch.int32) << 16 | place.to(torch.int32)
-    entries = torch.zeros(bucket(count), dtype=torch.int32, device=order.device)
+    entries = torch.zeros(bucket(count) if room is None else room, dtype=torch.int32, device=order.device)
     entries[:count] = word[sort]
     lists = blocks * shape[1] * levels * halves * slices
     list_ptr = torch.zeros(lists + 1, dtype=torch.int64, device=order.device)

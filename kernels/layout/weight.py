@@ -39,7 +39,7 @@ class KernelWeight:
         invariant: whether one launch configuration serves all numbers of activation rows, so that the result of a row
             does not depend on the number of rows.
         spread, list_ptr: the same outliers by row tile and superblock, see `spread.py`; None unless `with_spread` made
-            them.
+            them. Serving makes them where a launch configuration asks for them.
 
     The weights of several experts, for `grouped.py`, are one KernelWeight: its tensors have a leading dimension then,
     which for entries is 1, because all lie in one array (`outliers.pool_slices`).
@@ -167,16 +167,17 @@ def prepare(
     )
 
 
-def with_spread(weight: KernelWeight, outliers: OutlierCsr) -> KernelWeight:
+def with_spread(weight: KernelWeight, outliers: OutlierCsr, room: int | None = None) -> KernelWeight:
     """Return the weight with its outliers by row tile and superblock, too.
 
     Args:
         weight: from `prepare`.
         outliers: those that `prepare` was given.
+        room: entries to allocate; None for the entries that there are, rounded up to a bucket.
     """
     points = coordinates(outliers.row_ptr, outliers.col_idx, outliers.values, weight.cols)
     levels = 1 if outliers.values.dtype == torch.bfloat16 else LEVELS
-    made = spread_entries(points, weight.order.to(torch.int64), weight.cols, levels)
+    made = spread_entries(points, weight.order.to(torch.int64), weight.cols, levels, room)
     return replace(weight, spread=made.entries, list_ptr=made.list_ptr)
 
 

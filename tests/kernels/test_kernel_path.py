@@ -1,6 +1,9 @@
 """From a packed weight to the kernels: products, reloads in place, one opaque operator."""
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +15,8 @@ from vllm_latq.coding.huffman.encoder import encode
 from vllm_latq.errors import CheckpointError
 from vllm_latq.format.encodings.huffman import HuffmanWeight
 from vllm_latq.format.encodings.packed import PackedWeight, pack_integers
+from vllm_latq.kernels import configs
+from vllm_latq.kernels.decode import dispatch
 from vllm_latq.serving.decode import decode_on_device
 from vllm_latq.serving.layouts import tiled
 from vllm_latq.serving.layouts.tiled import (
@@ -29,6 +34,7 @@ pytestmark = pytest.mark.kernel
 needs_torch_compile = pytest.mark.skipif(EMULATED is not None, reason="torch.compile finds no pretended GPU")
 CPU = torch.device("cpu")
 FLOAT16_TOLERANCE = 2**-10  # of the largest output: one rounding to float16, after float32 sums
+BFLOAT16_TOLERANCE = 2**-7  # the interpreter rounds to bfloat16 towards zero
 
 
 CPU = torch.device("cpu")
@@ -128,6 +134,43 @@ def test_reload_with_far_more_outliers_is_refused_before_they_take_memory(monkey
         CheckpointError, match=r"expected outliers for at most \d+ slots of 16 rows, found 6000 of them"
     ):
         TiledOperands.pack(many, "layer", capacity)
+
+
+@pytest.fixture
+def spreading(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[int]]:
+    """A file of timed rows in which 8 rows take the kernel that spreads outliers; the rows of x of its launches."""
+    launched: list[int] = []
+
+    def launch(x: torch.Tensor, *rest: object) -> None:
+        launched.append(len(x))
+        spread(x, *rest)
+
+    spread = dispatch.launch_spread
+    monkeypatch.setattr(dispatch, "launch_spread", launch)
+    path = tmp_path / "tuned.json"
+    path.write_text(json.dumps({ARCH: [asdict(replace(configs.decode_config(8, 3, ARCH), spread=True))]}))
+    monkeypatch.setattr(configs, "TUNED", path)
+    caches = configs.table_of, configs.decode_config
+    for cache in caches:
+        cache.cache_clear()
+    yield launched
+    for cache in caches:
+        cache.cache_clear()
+
+
+def test_a_row_of_the_table_chooses_the_kernel_that_spreads_outliers(spreading: list[int]) -> None:
+    """It serves bf16 and few rows of x, after a reload in place too; float16 and more rows keep the other kernel."""
+    first, second = (packed(3, 128, 129, 512, 0.02, seed) for seed in (0, 1))
+    operands = TiledOperands.pack(first, "layer")
+    assert operands.weight.spread is not None
+    copy_tensors(TiledOperands.pack(second, "layer", operands.capacity), operands)
+    for m, dtype in ((3, torch.bfloat16), (9, torch.bfloat16), (3, torch.float16)):
+        x = torch.randn(m, 512, generator=torch.Generator().manual_seed(m)).to(dtype)
+        expected = x.double() @ second.dequantize().cpu().double().t()
+        y = run(x.to(DEVICE), operands).cpu()
+        assert (y - expected).abs().max() <= BFLOAT16_TOLERANCE * expected.abs().max()
+    assert spreading == [3]
+    assert TiledOperands.pack(packed(3, 128, 64, 256, None), "layer").weight.spread is None
 
 
 def stacked(rates: Sequence[float], capacity: int | None = None) -> tuple[list[PackedWeight], TiledOperands]:

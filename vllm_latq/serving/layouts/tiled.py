@@ -21,10 +21,21 @@ from vllm_latq.format.encodings.packed import PackedWeight
 from vllm_latq.kernels.errors import KernelInputError
 from vllm_latq.kernels.layout.fields import SUPPORTED_GROUPS
 from vllm_latq.kernels.layout.outliers import MAX_COLUMNS, SLICE_ROWS, OutlierCsr, OutlierSlices, bucket, pool_slices
-from vllm_latq.kernels.layout.weight import KernelWeight, prepare
+from vllm_latq.kernels.layout.weight import KernelWeight, prepare, with_spread
 from vllm_latq.serving.layouts.checkpoint import SMALLEST_CAPACITY
 
-TENSORS = ("words", "order", "scale_pairs", "flat_scales", "row_scales", "entries", "slice_ptr", "tickets")
+TENSORS = (
+    "words",
+    "order",
+    "scale_pairs",
+    "flat_scales",
+    "row_scales",
+    "entries",
+    "slice_ptr",
+    "tickets",
+    "spread",
+    "list_ptr",
+)
 CONSTANTS = ("rows", "cols", "bits", "group_size", "midrise", "processors", "invariant")
 
 
@@ -97,6 +108,8 @@ class TiledOperands:
             slots = int(made.slice_ptr[-1])
             room = _with_room(made.entries, slots, where, capacity) if alone else made.entries[:slots]
             made = replace(made, entries=room)
+            if alone and outliers is not None and _spreads(made):
+                made = with_spread(made, outliers, room.numel())  # never more than the entries by rows, with padding
         return cls(replace(made, invariant=invariant))
 
     @classmethod
@@ -147,6 +160,13 @@ def pool(
     """
     pooled = pool_slices([OutlierSlices(*part) for part in zip(entries, slice_ptr, strict=True)])
     return _with_room(pooled.entries, int(pooled.slice_ptr[-1, -1]), where, capacity), pooled.slice_ptr
+
+
+def _spreads(weight: KernelWeight) -> bool:
+    """Return whether a launch configuration of the weight's GPU asks for its outliers by row tile and superblock."""
+    from vllm_latq.kernels.configs import spreads
+
+    return spreads(weight.bits, weight.arch, weight.group_size)
 
 
 def _with_room(entries: torch.Tensor, slots: int, where: str, capacity: int | None) -> torch.Tensor:
