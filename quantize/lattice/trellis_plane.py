@@ -75,9 +75,10 @@ DISTORTION = {
     2: 0.27125, 3: 0.13692, 4: 0.07055, 5: 0.0366, 6: 0.01796, 7: 0.00925, 8: 0.0048, 9: 0.00247, 10: 0.00132,
     11: 0.00072, 12: 0.00043,
 }  # fmt: skip
-# Largest term of a tile, in multiples of its plan; targets beyond so many scales are kept exactly.
+# Largest term of a tile, in multiples of its plan; targets beyond so many scales are kept exactly, or beyond the larger
+# number where those would take more bits than a linear has.
 LIMIT = 1.5
-FURTHEST = 4.0
+FURTHEST, FURTHEST_IF_SHORT = 4.0, 6.0
 _NOISE_SEED = 271828
 
 
@@ -89,6 +90,7 @@ class Plan:
         rows, columns: the lattice.
         rates: int64 [row tiles, column tiles], bits per step of each tile.
         row_scales, column_scales: float32 [r], [c].
+        furthest: scales beyond which a target is kept exactly.
     """
 
     rows: BlockFactor
@@ -96,6 +98,7 @@ class Plan:
     rates: torch.Tensor
     row_scales: torch.Tensor
     column_scales: torch.Tensor
+    furthest: float = FURTHEST
 
     @cached_property
     def distortion(self) -> torch.Tensor:
@@ -253,7 +256,7 @@ def _round(wanted: torch.Tensor, i: torch.Tensor, j: torch.Tensor, plan: Plan, l
     """Round independent tiles, in rows i and columns j of tiles, to targets [tiles, TILE, TILE]."""
     left, right = plan.rows.blocks[i], plan.columns.blocks[j]
     weights, scales = plan.weights(i, j), plan.scales(i, j)
-    outlying = wanted.abs() > FURTHEST * scales
+    outlying = wanted.abs() > plan.furthest * scales
     rates = plan.rates[i, j]
     factors = torch.tensor([FACTORS[rate] for rate in rates.tolist()], dtype=torch.float32, device=wanted.device)
     units = scales * factors[:, None, None]

@@ -38,6 +38,7 @@ from vllm_latq.quantize.lattice.targets import Drift, corrected_target
 from vllm_latq.quantize.lattice.trellis_plane import (
     DISTORTION,
     FURTHEST,
+    FURTHEST_IF_SHORT,
     LIMIT,
     BlockFactor,
     Plan,
@@ -389,8 +390,8 @@ class _Rounding:
     outputs: OutputLattice
     scales: Scales
 
-    def plans(self, rates: torch.Tensor) -> Iterator[tuple[torch.Tensor, Plan]]:
-        """Yield the weight and the plan of each block of outputs, at rates of the units."""
+    def plans(self, rates: torch.Tensor, furthest: float = FURTHEST) -> Iterator[tuple[torch.Tensor, Plan]]:
+        """Yield the weight and the plan of each block of outputs, at rates of the units; `furthest` as of `Plan`."""
         columns, order = self.inputs.blocks, self.inputs.factor.order
         row_scales, column_scales = self.scales.of(self.name, self.target.device)
         column_scales = _padded(column_scales[order], len(columns.triangle))
@@ -400,7 +401,7 @@ class _Rounding:
             weight = self.target[start:stop, order].to(torch.float32)
             weight = torch.nn.functional.pad(weight, (0, len(column_scales) - weight.shape[1], 0, size - len(weight)))
             here = of_tiles[start // TILE :][: size // TILE]
-            yield weight, Plan(rows, columns, here, _padded(row_scales[start:stop], size), column_scales)
+            yield weight, Plan(rows, columns, here, _padded(row_scales[start:stop], size), column_scales, furthest)
             start = stop
 
     def in_place(self, blocks: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -415,16 +416,22 @@ class _Rounding:
     def within(self, share: Share, outlying: int) -> LatqResult:
         """Round within a share of the bits, if the lowest rates fit; about `outlying` weights are kept exactly.
 
-        Rounds again if more are.
+        Where more are, it keeps fewer of them, and then rounds again at lower rates until the share is met. Lower rates
+        alone would not do: what they feed back puts more targets beyond FURTHEST, which cost more than the rates save.
         """
-        kept = outlying
+        kept, furthest = float(outlying), FURTHEST
         while True:
             rates = share.rates(_KEPT_SLACK * kept)
-            passes = [trellis_plane(*block) for block in self.plans(rates)]
+            passes = [trellis_plane(*block) for block in self.plans(rates, furthest)]
             weight = self._stored(passes, rates)
-            if weight.storage_bits() <= share.bits or int(rates.max()) == RATES[0]:
+            if weight.storage_bits() <= share.bits:
                 break
-            kept = max(len(weight.kept_positions), math.ceil(_KEPT_SLACK * kept))
+            if furthest == FURTHEST:
+                furthest = FURTHEST_IF_SHORT
+            elif int(rates.max()) == RATES[0]:
+                break
+            else:
+                kept = max(len(weight.kept_positions), math.ceil(_KEPT_SLACK * kept))
         loss = float(sum(one.losses.sum() for one in passes))
         if not math.isfinite(loss):
             hint = "Its weights or its statistics are damaged."
