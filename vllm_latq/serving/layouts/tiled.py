@@ -32,9 +32,9 @@ TENSORS = (
     "row_scales",
     "entries",
     "slice_ptr",
-    "tickets",
     "spread",
     "list_ptr",
+    "tickets",
 )
 CONSTANTS = ("rows", "cols", "bits", "group_size", "midrise", "processors", "invariant")
 
