@@ -5,6 +5,8 @@ of the model, for the linears and the bits that are left.
 
 Invariant: the stored bits of all linears, everything counted, are at most the recipe's. They are less by no more than
 what is reserved for the kept weights of the last part, and one step of the rate of one unit for each of its linears.
+They are more only if a linear of the last part keeps more weights at the lowest rates than its share has room for: no
+linear comes after that part to pay for them.
 """
 
 import math

@@ -37,9 +37,6 @@ FLOAT16_TOLERANCE = 2**-10  # of the largest output: one rounding to float16, af
 BFLOAT16_TOLERANCE = 2**-7  # the interpreter rounds to bfloat16 towards zero
 
 
-CPU = torch.device("cpu")
-
-
 def packed(
     bits: int, group_size: int, rows: int, cols: int, rate: float | None, seed: int = 0, midrise: bool = False
 ) -> PackedWeight:
