@@ -20,6 +20,7 @@ from vllm_latq.events import Listener, ignore_event
 from vllm_latq.format.files import read_json
 from vllm_latq.format.reader import REPORT_FILE
 from vllm_latq.format.scheme import LayerScheme
+from vllm_latq.quantize.allocation.rates import require_bits_kept
 from vllm_latq.quantize.allocation.widths import require_bits
 from vllm_latq.quantize.calibration.kv_scales import KeyValueRanges
 from vllm_latq.quantize.calibration.windows import Samples, calibration_samples, chosen_text
@@ -151,6 +152,8 @@ def _run(session: Session, samples: Samples | None, offload: str, started: float
     run = _planned(session, tokens, placer(offload, writer.partial))
     run.parts()
     report = run.report(calibration, time.perf_counter() - started)
+    if recipe.method == "latq":
+        require_bits_kept(report["totals"]["bits_per_weight"], recipe)
     config = run.config(ignored_modules(decoder, recipe))
     card = model_card(decoder.source, recipe, report, writer.destination.name)
     untied = decoder.unties(session.quantized)

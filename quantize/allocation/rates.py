@@ -5,8 +5,8 @@ of the model, for the linears and the bits that are left.
 
 Invariant: the stored bits of all linears, everything counted, are at most the recipe's. They are less by no more than
 what is reserved for the kept weights of the last part, and one step of the rate of one unit for each of its linears.
-They are more only if a linear of the last part keeps more weights at the lowest rates than its share has room for: no
-linear comes after that part to pay for them.
+They could be more only if a linear of the last part kept more weights at the lowest rates than its share has room for,
+as no linear comes after that part to pay for them. Such a run is refused at its end.
 """
 
 import math
@@ -18,6 +18,7 @@ import torch
 
 from vllm_latq.errors import ConfigError
 from vllm_latq.quantize.methods.latq import Share, UnitLosses
+from vllm_latq.quantize.recipe import Recipe
 
 # A price at which every unit gets the highest rate, and how many bits per weight more than those may be asked for.
 _ALMOST_FREE, _MORE = 2.0**-200, 0.1
@@ -80,6 +81,14 @@ class Allocation:
         left = [layer for name, layer in self.losses.items() if name not in spent]
         price = _together(left).price((self.bits - sum(spent.values())) * _SHARED_OUT)
         return {name: Share(self.losses[name], self.losses[name].bits(price)) for name in names}
+
+
+def require_bits_kept(stored: float, recipe: Recipe) -> None:
+    """Raise ConfigError if a model stores more bits per weight than the recipe's."""
+    if stored > recipe.bits:
+        found = f"{stored:.4f} stored, as some linears keep too many weights exactly"
+        expected = f"at most {recipe.bits:g} bits per weight"
+        raise ConfigError("recipe.bits", expected, found, "Remove the unfinished output, and raise bits.")
 
 
 def _together(layers: Collection[UnitLosses]) -> UnitLosses:

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from vllm_latq.errors import ConfigError
-from vllm_latq.quantize.allocation.rates import Allocation
+from vllm_latq.quantize.allocation.rates import Allocation, require_bits_kept
 from vllm_latq.quantize.lattice.trellis_plane import DISTORTION
 from vllm_latq.quantize.methods.latq import UnitLosses
+from vllm_latq.quantize.recipe import Recipe
 
 
 def layer(rows: int, columns: int, seed: int, scale: float = 1.0) -> UnitLosses:
@@ -69,3 +70,9 @@ def test_too_many_bits_are_refused() -> None:
 def test_too_few_bits_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"recipe.bits: expected at least 1.050 bits per weight, which the lowest"):
         allocation(1.01).require_possible()
+
+
+def test_a_model_that_stores_more_than_its_bits_is_refused() -> None:
+    require_bits_kept(2.5, Recipe("latq", bits=2.5))
+    with pytest.raises(ConfigError, match=r"at most 2\.5 bits per weight, found 2\.5003 stored"):
+        require_bits_kept(2.5003, Recipe("latq", bits=2.5))

@@ -1,5 +1,6 @@
 """Runs that look at the whole model: latq, from model to checkpoint."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from vllm_latq.quantize.certificate.certificate import verify_certificate
 from vllm_latq.quantize.evaluation.evaluate import evaluate
 from vllm_latq.quantize.pipeline import quantize_checkpoint
 from vllm_latq.quantize.recipe import Recipe
+from vllm_latq.quantize.runs import writer
 
 FEW = {"num_samples": 32, "seq_len": 128}
 TARGET = 3.0
@@ -70,6 +72,29 @@ def test_fewer_bits_than_the_lowest_rates_take_are_refused(
     recipe = Recipe("latq", bits=1.05, **ATTENTION)
     with pytest.raises(ConfigError, match=r"recipe.bits: expected at least 1\.\d+ bits per weight, which the lowest"):
         quantize_checkpoint(recipe, two_blocks, tmp_path / "out", calibration=str(calibration_text))
+
+
+def test_a_run_that_takes_more_than_its_bits_is_refused_at_its_end(
+    two_blocks: Path, calibration_text: Path, tmp_path: Path
+) -> None:
+    """No weight is known to bring it about: here the records of a block that is done say that it took a bit more."""
+    recipe, options = Recipe("latq", bits=TARGET, **ATTENTION), {"calibration": str(calibration_text)}
+
+    def interrupt(event: Mapping[str, Any]) -> None:
+        if event["event"] == "block" and event["block"] == 1:
+            raise InterruptionError
+
+    with pytest.raises(InterruptionError):
+        quantize_checkpoint(recipe, two_blocks, tmp_path / "out", on_event=interrupt, **options)
+    records = tmp_path / "out.partial" / "records-00002.json"
+    noted = json.loads(records.read_text())
+    noted.pop("fingerprint")
+    for layer in noted["layers"]:
+        layer["bits"] += 1
+    records.write_text(json.dumps({**noted, "fingerprint": writer._digest(noted)}))
+    with pytest.raises(ConfigError, match=r"recipe\.bits: expected at most 3 bits per weight, found 3\.\d+ stored"):
+        quantize_checkpoint(recipe, two_blocks, tmp_path / "out", resume=True, **options)
+    assert not (tmp_path / "out").exists()
 
 
 def test_linears_of_one_input_share_order_and_factors_of_columns(checkpoint: Path) -> None:
