@@ -65,6 +65,9 @@ KEPT_BITS = 48
 USUALLY_KEPT = {2: 6e-4, 3: 3.5e-4, 4: 3e-4, 5: 1.5e-4, 6: 8e-5} | dict.fromkeys(RATES[5:], 3e-5)
 # How many more weights are kept than the targets of a first pass let expect.
 _KEPT_SLACK = 1.1
+# Part of its bits that a linear may leave over where it keeps fewer weights than there is room for, and how often it is
+# rounded again to leave less.
+_MOST_LEFT, _TRIES = 0.01, 5
 _BISECTIONS = 60
 _OCTAVES = 200.0
 _ROUNDS = 10
@@ -374,6 +377,28 @@ def latq(
 
 
 @dataclass(frozen=True)
+class _Attempt:
+    """A linear, rounded at some rates; it may take too many bits.
+
+    Attributes:
+        passes: of the blocks of outputs.
+        weight: as it is stored.
+    """
+
+    passes: list[TrellisPass]
+    weight: TrellisWeight
+
+    @property
+    def kept(self) -> int:
+        """How many weights are kept exactly."""
+        return len(self.weight.kept_positions)
+
+    def fits(self, share: Share) -> bool:
+        """Whether it takes no more than a share of the bits."""
+        return self.weight.storage_bits() <= share.bits
+
+
+@dataclass(frozen=True)
 class _Rounding:
     """The rounding of one linear.
 
@@ -419,26 +444,38 @@ class _Rounding:
         Where more are, it keeps fewer of them, and then rounds again at lower rates until the share is met. Lower rates
         alone would not do: what they feed back puts more targets beyond FURTHEST, which cost more than the rates save.
         """
-        kept, furthest = float(outlying), FURTHEST
-        while True:
-            rates = share.rates(_KEPT_SLACK * kept)
-            passes = [trellis_plane(*block) for block in self.plans(rates, furthest)]
-            weight = self._stored(passes, rates)
-            if weight.storage_bits() <= share.bits:
-                break
-            if furthest == FURTHEST:
-                furthest = FURTHEST_IF_SHORT
-            elif int(rates.max()) == RATES[0]:
-                break
-            else:
-                kept = max(len(weight.kept_positions), math.ceil(_KEPT_SLACK * kept))
-        loss = float(sum(one.losses.sum() for one in passes))
+        done = self._at(share, outlying, FURTHEST)
+        if not done.fits(share):
+            done = self._short(share, outlying)
+        loss = float(sum(one.losses.sum() for one in done.passes))
         if not math.isfinite(loss):
             hint = "Its weights or its statistics are damaged."
             raise NumericalError("trellis_plane", "a finite loss", f"{loss:g}", hint)
-        planned = float(sum(one.planned.sum() for one in passes))
-        quantized = self.in_place([one.quantized for one in passes])
-        return LatqResult(weight, quantized, planned, loss)
+        planned = float(sum(one.planned.sum() for one in done.passes))
+        quantized = self.in_place([one.quantized for one in done.passes])
+        return LatqResult(done.weight, quantized, planned, loss)
+
+    def _short(self, share: Share, room: float) -> "_Attempt":
+        """Round where the weights beyond FURTHEST scales, for about `room` of which rates leave room, do not fit."""
+        done = self._at(share, room, FURTHEST_IF_SHORT)
+        while not done.fits(share) and int(done.weight.rates.max()) > RATES[0]:
+            room = max(done.kept, math.ceil(_KEPT_SLACK * room))
+            done = self._at(share, room, FURTHEST_IF_SHORT)
+        # Now so few may be kept that much of the share is left.
+        low, high = float(done.kept), float(room)
+        for _ in range(_TRIES):
+            if share.bits - done.weight.storage_bits() <= _MOST_LEFT * share.bits:
+                break
+            middle = (low + high) / 2
+            tried = self._at(share, middle, FURTHEST_IF_SHORT)
+            done, low, high = (tried, low, middle) if tried.fits(share) else (done, middle, high)
+        return done
+
+    def _at(self, share: Share, room: float, furthest: float) -> "_Attempt":
+        """Round at the highest rates that leave room for about so many kept weights."""
+        rates = share.rates(_KEPT_SLACK * room)
+        passes = [trellis_plane(*block) for block in self.plans(rates, furthest)]
+        return _Attempt(passes, self._stored(passes, rates))
 
     def _stored(self, passes: Sequence[TrellisPass], rates: torch.Tensor) -> TrellisWeight:
         """Return the weight as it is stored."""

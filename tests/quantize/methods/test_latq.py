@@ -1,5 +1,7 @@
 """The rounding of one linear within its share of the bits."""
 
+import math
+
 import torch
 
 from vllm_latq.quantize.lattice.grams import LayerStatistics
@@ -21,4 +23,21 @@ def test_a_linear_that_runs_short_keeps_fewer_weights() -> None:
     assert found.weight.storage_bits() <= share.bits
     assert torch.equal(found.weight.rates, share.rates(0))
     assert len(found.weight.kept_positions) <= 20 < losses.outlying / 2
+    assert found.loss / 2 <= found.loss_bound
+
+
+def test_a_linear_spends_what_was_reserved_for_weights_that_it_does_not_keep() -> None:
+    """8 % of the weights are equal, the others zero. Of those, 904 are beyond 4 scales: too many to keep."""
+    generator = torch.Generator().manual_seed(0)
+    weight = (torch.rand(128, 512, generator=generator) < 0.08).float()
+    statistics = LayerStatistics(torch.eye(512), [torch.eye(128)], 1000, "linear")
+    inputs, outputs = input_lattice(statistics, 0.01, "linear"), output_lattice(statistics, "linear")
+    losses = unit_losses({"linear": weight}, inputs, {"linear": outputs})["linear"]
+    share = Share(losses, 1.8 * weight.numel())
+    assert losses.bits(math.inf, losses.outlying) > share.bits
+    rounding = latq._Rounding("linear", weight, inputs, outputs, fitted_scales({"linear": weight}))
+    found = rounding.within(share, losses.outlying)
+    # A unit is an eighth of the weights: a step of its rate is 3.5 % of the share.
+    assert 0.93 * share.bits < found.weight.storage_bits() <= share.bits
+    assert len(found.weight.kept_positions) < losses.outlying / 2
     assert found.loss / 2 <= found.loss_bound
