@@ -5,13 +5,14 @@ it times on a GPU into `tuned.json`, and these go before the table's.
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import triton
 
-from vllm_latq.kernels.errors import require
+from vllm_latq.kernels.errors import KernelInputError, require
 from vllm_latq.kernels.layout.weight import HIP
 
 REGIMES = (8, 16, 32, 64)  # numbers of activation rows for which there are tensor-core kernels
@@ -87,7 +88,11 @@ class DecodeConfig:
         require(1 <= self.stages <= 8, f"{where}.stages", "1 to 8", self.stages)
         require(self.slots in (1, 2, 4, 8, 16), f"{where}.slots", "1, 2, 4, 8 or 16", self.slots)
         require(self.gathers in (8, 16, 32, 64), f"{where}.gathers", "8, 16, 32 or 64", self.gathers)
-        require(self.min_superblocks >= 1, f"{where}.min_superblocks", "1 or more", self.min_superblocks)
+        for name in ("min_group", "programs_per_processor", "shared_kb", "min_superblocks"):
+            require(getattr(self, name) >= 1, f"{where}.{name}", "1 or more", getattr(self, name))
+        require(
+            not (self.spread and self.kernel == "simt"), f"{where}.spread", "false for the SIMT kernel", self.spread
+        )
 
     def serves(self, rows: int, bits: int, group_size: int) -> bool:
         """Return whether it serves so many activation rows of this weight; group size -1 is a whole row."""
@@ -311,9 +316,44 @@ def max_decode_rows(bits: int) -> int:
 @lru_cache(maxsize=64)
 def table_of(arch: str) -> tuple[DecodeConfig, ...]:
     """Return the rows of an architecture in the order in which they are tried: timed rows before the table's."""
-    timed = (DecodeConfig(**row) for row in json.loads(TUNED.read_text()).get(arch, ()))
-    rows = (*timed, *TABLE.get(arch, DEFAULT))
+    rows = (*timed_rows(TUNED).get(arch, ()), *TABLE.get(arch, DEFAULT))
     return tuple(sorted(rows, key=lambda row: (row.max_rows, -row.min_group)))
+
+
+def timed_rows(path: Path) -> dict[str, list[DecodeConfig]]:
+    """Return the rows of a file of timed rows, by architecture.
+
+    Raises:
+        KernelInputError: the file cannot be read, or a row is not one.
+    """
+    hint = "Mend it, or write `{}` into it to go without timed rows."
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise KernelInputError(str(path), "timed rows, in JSON", str(error), hint) from error
+    lists = isinstance(found, dict) and all(isinstance(rows, list) for rows in found.values())
+    require(lists, str(path), "an object of lists of rows", type(found).__name__, hint)
+    return {
+        arch: [_timed_row(row, f"{path}: {arch!r}, row {n}", hint) for n, row in enumerate(rows, 1)]
+        for arch, rows in found.items()
+    }
+
+
+def _timed_row(row: Any, where: str, hint: str) -> DecodeConfig:
+    """Return a row that was read from a file."""
+    require(isinstance(row, dict), where, "an object", type(row).__name__, hint)
+    kinds = {field.name: field for field in fields(DecodeConfig)}
+    for name in kinds.keys() | row.keys():
+        require(name in kinds, where, f"the fields {', '.join(kinds)}", repr(name), hint)
+        field = kinds[name]
+        require(name in row or field.default is not MISSING, where, f"a field {name!r}", "none", hint)
+        if name in row:
+            kind = type(row[name])
+            require(kind is field.type, f"{where}, {name}", getattr(field.type, "__name__", ""), kind.__name__, hint)
+    try:
+        return DecodeConfig(**row)
+    except KernelInputError as error:
+        raise KernelInputError(f"{where}, {error.where}", error.expected, error.found, hint) from error
 
 
 @lru_cache(maxsize=1024)
@@ -330,7 +370,11 @@ def decode_config(
     return next(config for config in serving if config.kernel == "tensor_core" or not tensor_core)
 
 
-def spreads(bits: int, arch: str, group_size: int) -> bool:
-    """Return whether some number of activation rows of such a weight takes the kernel that spreads outliers."""
-    served = (rows for rows in (1, *REGIMES) if rows <= max_decode_rows(bits))
-    return any(decode_config(rows, bits, arch, group_size).spread for rows in served)
+def spreads(bits: int, arch: str, group_size: int, invariant: bool = False) -> bool:
+    """Return whether some number of activation rows of such a weight takes the kernel that spreads outliers.
+
+    None does on AMD GPUs, for which it has no instructions.
+    """
+    launched = (INVARIANT_ROWS,) if invariant else (1, *REGIMES)
+    served = (rows for rows in launched if rows <= max_decode_rows(bits))
+    return arch != HIP and any(decode_config(rows, bits, arch, group_size).spread for rows in served)

@@ -19,13 +19,14 @@ from vllm_latq.kernels.configs import (
     TRELLIS_REGIMES,
     decode_config,
     max_decode_rows,
+    spreads,
 )
 from vllm_latq.kernels.decode.dispatch import ssqr_matmul, trellis_matmul
 from vllm_latq.kernels.decode.prefill import prefill_matmul
 from vllm_latq.kernels.decode.trellis_prefill import prefill_trellis
 from vllm_latq.kernels.errors import require
 from vllm_latq.kernels.layout.codes import codes_to_stream
-from vllm_latq.kernels.layout.outliers import OutlierCsr
+from vllm_latq.kernels.layout.outliers import SLICE_ROWS, OutlierCsr, bucket, with_headroom
 from vllm_latq.kernels.layout.trellis import (
     FACTORS,
     MULTIPLIERS,
@@ -37,7 +38,7 @@ from vllm_latq.kernels.layout.trellis import (
     TrellisTensors,
     prepare_trellis,
 )
-from vllm_latq.kernels.layout.weight import KernelWeight, prepare, with_spread
+from vllm_latq.kernels.layout.weight import KernelWeight, device_facts, prepare, with_spread
 
 # Merged layers of Qwen3-8B (qkv, o, gate and up, down), and a square one of a larger model.
 SHAPES = ((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (8192, 8192))
@@ -137,14 +138,17 @@ def all_cases(
 
 
 def layer_of(case: Case, device: torch.device, seed: int = 0) -> Layer[Any]:
-    """Return a random layer for a case."""
-    return make_trellis(case, device, seed) if case.is_trellis else make_layer(case, device, seed, case.is_spread)
+    """Return a random layer for a case, with what serving prepares for a weight like it."""
+    if case.is_trellis:
+        return make_trellis(case, device, seed)
+    _, arch = device_facts(device)
+    return make_layer(case, device, seed, case.is_spread or spreads(case.bits, arch, GROUP_SIZE))
 
 
 def make_layer(case: Case, device: torch.device, seed: int = 0, spread: bool = False) -> Layer[KernelWeight]:
     """Return a random layer; outliers are evenly likely everywhere, and most lie far beyond the largest inlier.
 
-    spread: lay outliers out by row tile and superblock, too.
+    spread: lay outliers out by row tile and superblock, too, with as much room as serving gives them.
     """
     generator = torch.Generator(device=device).manual_seed(seed)
     shape, zero_point = (case.rows, case.cols), 1 << (case.bits - 1)
@@ -163,7 +167,12 @@ def make_layer(case: Case, device: torch.device, seed: int = 0, spread: bool = F
         dense[mask] = values.float()
     packed = codes_to_stream(codes, case.bits)
     weight = prepare(packed, case.bits, GROUP_SIZE, case.cols, scales, outliers=outliers)
-    return Layer(with_spread(weight, outliers) if spread and outliers is not None else weight, dense)
+    if spread and outliers is not None:
+        assert weight.slice_ptr is not None, "of a weight with outliers"
+        # The kernel is compiled for the room.
+        room = SLICE_ROWS * bucket(with_headroom(int(weight.slice_ptr[-1])))
+        weight = with_spread(weight, outliers, room)
+    return Layer(weight, dense)
 
 
 def make_trellis(case: Case, device: torch.device, seed: int = 0) -> Layer[TrellisOperands]:

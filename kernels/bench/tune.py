@@ -88,6 +88,8 @@ def choices(config: DecodeConfig | TrellisConfig) -> Iterator[tuple[str, tuple[A
             continue
         if name == "gathers" and config.max_rows > REGIMES[0]:
             continue
+        if name in ("gathers", "slots") and config.spread:
+            continue
         yield name, values
 
 
@@ -188,13 +190,17 @@ class Search:
 
         Where no time is left for the last of them, they get infinity.
         """
-        new = [config for config in configs if config not in known]
+        new = [config for config in configs if config not in known and self._runs(config)]
         new = new[: int(min(len(new), self._fit(deadline)))]
         if new:
             begun = time.monotonic()
             self._time(rows, known, new)
             self.pace = max(self.pace, (time.monotonic() - begun) / len(new))
         return [known.get(config, math.inf) for config in configs]
+
+    def _runs(self, config: DecodeConfig | TrellisConfig) -> bool:
+        """Return whether the layers have what the kernel of a configuration reads."""
+        return not getattr(config, "spread", False) or self.layers[0][1].weight.spread is not None
 
     def _time(self, rows: Sequence[int], known: dict[Config, float], configs: Sequence[Config]) -> None:
         self.compilers.compile(

@@ -247,7 +247,7 @@ def spread_constants(config: DecodeConfig, variant: Variant, rate: float, levels
     Args:
         config: of the launch.
         variant: of the product.
-        rate: outliers of a weight for which there is room.
+        rate: outliers for which there is room, as a part of the weights; more than there are.
         levels: of the lists, 1 or LEVELS.
     """
     assert levels in (1, LEVELS)

@@ -21,6 +21,7 @@ from vllm_latq.kernels.layout.codes import ROW_ALIGN, ROW_BLOCK, tile_rows
 from vllm_latq.kernels.layout.entries import MAX_COLUMNS, Entries
 
 SLICE_ROWS = 16
+SMALLEST_CAPACITY = 64  # outliers, or slots of them, that a served weight has room for
 _BUCKETS_PER_OCTAVE = 8
 
 
@@ -50,6 +51,11 @@ def bucket(count: int) -> int:
         return max(count, 1)
     step = 1 << max(0, (count - 1).bit_length() - 1 - (_BUCKETS_PER_OCTAVE.bit_length() - 1))
     return -(-count // step) * step
+
+
+def with_headroom(count: int) -> int:
+    """`count` and a sixteenth: how many outliers, or slots, a served weight needs room for, as it may be reloaded."""
+    return max(count + count // 16, SMALLEST_CAPACITY)
 
 
 def check_csr(row_ptr: torch.Tensor, col_idx: torch.Tensor, values: torch.Tensor, rows: int, cols: int) -> None:

@@ -10,6 +10,7 @@ import pytest
 from vllm_latq.kernels import configs
 from vllm_latq.kernels.configs import (
     ADA,
+    AMD,
     DEFAULT,
     REGIMES,
     SIMT,
@@ -19,7 +20,9 @@ from vllm_latq.kernels.configs import (
     DecodeConfig,
     decode_config,
     max_decode_rows,
+    spreads,
     table_of,
+    timed_rows,
 )
 from vllm_latq.kernels.errors import KernelInputError
 from vllm_latq.kernels.layout.weight import HIP
@@ -87,6 +90,51 @@ def test_timed_rows_are_valid_and_name_where_they_were_timed() -> None:
         assert arch in TABLE
         for row in rows:
             assert all(word in DecodeConfig(**row).source for word in ("--tune", "torch", "Triton", "20"))
+
+
+ROW = asdict(replace(ADA[0], spread=True))
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("{", "tuned.json: expected timed rows, in JSON, found Expecting property name"),
+        (None, "tuned.json: expected timed rows, in JSON, found .* No such file"),
+        ("[]", "tuned.json: expected an object of lists of rows, found list"),
+        (json.dumps({"sm_86": [ROW, 8]}), "tuned.json: 'sm_86', row 2: expected an object, found int"),
+        (json.dumps({"sm_86": [ROW | {"warps": 2}]}), "row 1: expected the fields max_rows, .*, source, found 'warps'"),
+        (json.dumps({"sm_86": [{"max_rows": 8}]}), "row 1: expected a field '[a-z_]+', found none"),
+        (json.dumps({"sm_86": [ROW | {"spread": "false"}]}), "row 1, spread: expected bool, found str"),
+        (json.dumps({"sm_86": [ROW | {"spread": 1}]}), "row 1, spread: expected bool, found int"),
+        (json.dumps({"sm_86": [ROW | {"stages": "2"}]}), "row 1, stages: expected int, found str"),
+        (json.dumps({"sm_86": [ROW | {"shared_kb": 0}]}), "row 1, DecodeConfig.shared_kb: expected 1 or more, found 0"),
+        (json.dumps({"sm_86": [ROW | {"kernel": "simt"}]}), "row 1, DecodeConfig.spread: expected false for the SIMT"),
+    ],
+)
+def test_rows_that_are_none_are_refused(text: str | None, error: str, tmp_path: Path) -> None:
+    path = tmp_path / "tuned.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(KernelInputError, match=error) as raised:
+        timed_rows(path)
+    assert str(path) in str(raised.value)
+    assert str(raised.value).endswith("Mend it, or write `{}` into it to go without timed rows.")
+
+
+def test_only_weights_that_a_spread_row_may_serve_are_prepared_for_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It is one for 8 rows; an invariant weight takes that of 16 rows, and AMD's GPUs have no such kernel."""
+    path = tmp_path / "tuned.json"
+    path.write_text(json.dumps({"sm_86": [ROW], HIP: [asdict(replace(AMD[0], spread=True))]}))
+    monkeypatch.setattr(configs, "TUNED", path)
+    monkeypatch.setattr(configs, "table_of", table_of.__wrapped__)
+    monkeypatch.setattr(configs, "decode_config", decode_config.__wrapped__)
+    assert spreads(3, "sm_86", 128)
+    assert not spreads(3, "sm_86", 128, invariant=True)
+    assert not spreads(3, "sm_86", 64)
+    assert not spreads(3, "sm_80", 128)
+    assert not spreads(3, HIP, 128)
 
 
 def test_a_row_of_the_table_can_name_the_simt_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

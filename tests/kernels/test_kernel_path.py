@@ -16,15 +16,14 @@ from vllm_latq.errors import CheckpointError
 from vllm_latq.format.encodings.huffman import HuffmanWeight
 from vllm_latq.format.encodings.packed import PackedWeight, pack_integers
 from vllm_latq.kernels import configs
+from vllm_latq.kernels.bench import cases
+from vllm_latq.kernels.bench.cases import Case, layer_of
 from vllm_latq.kernels.decode import dispatch
+from vllm_latq.kernels.layout.outliers import SMALLEST_CAPACITY, OutlierCsr
+from vllm_latq.kernels.layout.weight import KernelWeight, with_spread
 from vllm_latq.serving.decode import decode_on_device
 from vllm_latq.serving.layouts import tiled
-from vllm_latq.serving.layouts.tiled import (
-    SMALLEST_CAPACITY,
-    TiledOperands,
-    has_kernels,
-    unsupported,
-)
+from vllm_latq.serving.layouts.tiled import TiledOperands, has_kernels, unsupported
 from vllm_latq.serving.linear import linear
 from vllm_latq.serving.operands import make_operands, stack_operands
 from vllm_latq.serving.sharding import cat_rows, take
@@ -168,6 +167,31 @@ def test_a_row_of_the_table_chooses_the_kernel_that_spreads_outliers(spreading: 
         assert (y - expected).abs().max() <= BFLOAT16_TOLERANCE * expected.abs().max()
     assert spreading == [3]
     assert TiledOperands.pack(packed(3, 128, 64, 256, None), "layer").weight.spread is None
+
+
+@pytest.mark.parametrize("rate", [0.001, 0.02])
+def test_the_benchmark_times_the_kernel_that_serving_launches(
+    rate: float, spreading: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Room for outliers decides how the kernel is compiled: both give a weight the same, where a row asks for it."""
+    rows, cols, bits = 256, 512, 3
+    masks = []
+
+    def laid_out(weight: KernelWeight, outliers: OutlierCsr, room: int) -> KernelWeight:
+        row = torch.arange(rows).repeat_interleave(outliers.row_ptr.diff().cpu())
+        masks.append(
+            torch.zeros(rows, cols, dtype=torch.bool).index_put((row, outliers.col_idx.cpu()), torch.tensor(True))
+        )
+        return with_spread(weight, outliers, room)
+
+    monkeypatch.setattr(cases, "with_spread", laid_out)
+    timed = layer_of(Case(rows, cols, bits, rate, 3, "tensor_core"), DEVICE)
+    weight = PackedWeight.from_integers(
+        torch.zeros(rows, cols, dtype=torch.int32), torch.ones(rows, 4).bfloat16(), bits, 128, *masks, timed.dense.cpu()
+    )
+    served = TiledOperands.pack(weight.to(DEVICE), "layer").weight
+    assert timed.weight.spread.shape == served.spread.shape
+    assert timed.weight.spread.numel() > masks[0].sum()
 
 
 def stacked(rates: Sequence[float], capacity: int | None = None) -> tuple[list[PackedWeight], TiledOperands]:

@@ -14,9 +14,9 @@ import torch
 from helpers.made_up_times import Watched, five_microseconds
 from vllm_latq.kernels import configs
 from vllm_latq.kernels.bench.bench import main
-from vllm_latq.kernels.bench.cases import Case, make_layer
+from vllm_latq.kernels.bench.cases import Case, layer_of, make_layer
 from vllm_latq.kernels.bench.timing import Timing
-from vllm_latq.kernels.bench.tune import descend, mean_time, neighbours, predicted, tune
+from vllm_latq.kernels.bench.tune import Search, descend, mean_time, neighbours, predicted, tune
 from vllm_latq.kernels.configs import AMPERE, SIMT, TRELLIS, DecodeConfig, TrellisConfig
 from vllm_latq.kernels.errors import KernelInputError
 
@@ -142,6 +142,26 @@ def test_search_orders_by_residency() -> None:
     now = replace(AMPERE[0], num_warps=2, stages=3)
     assert predicted(replace(now, stages=2), "sm_86") < predicted(now, "sm_86")
     assert predicted(replace(AMPERE[-1], num_warps=1), "sm_80") > predicted(AMPERE[-1], "sm_80")
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("path", ["tensor_core", "spread"])
+def test_the_kernel_that_spreads_outliers_is_taken_only_where_they_are_laid_out(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On an AMD GPU they are not. Its row would be faster by the times of this test."""
+    monkeypatch.setattr("vllm_latq.kernels.bench.tune.CHOICES", {"spread": (False, True)})
+    case = Case(64, 256, 3, 0.02, 1, path)
+    layer = layer_of(case, CPU)
+    with Watched() as compilers:
+        search = Search(
+            [(case, layer, [layer.weight] * 2)],
+            lambda launches: Timing(1 if launches[0].args[2].spread else 2, 0, 0),
+            compilers,
+            lambda _: None,
+        )
+        best, _, _ = search.run(AMPERE[0], (1,))
+    assert best.spread == (path == "spread")
 
 
 @pytest.mark.interpreter

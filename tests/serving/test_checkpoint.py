@@ -6,8 +6,9 @@ import torch._dynamo.testing
 
 from helpers.builders import packed_weight
 from vllm_latq.format.encodings.packed import PackedWeight, pack_integers
+from vllm_latq.kernels.layout.outliers import SMALLEST_CAPACITY
 from vllm_latq.serving.layouts import checkpoint
-from vllm_latq.serving.layouts.checkpoint import SMALLEST_CAPACITY, CheckpointOperands, outlier_capacity
+from vllm_latq.serving.layouts.checkpoint import CheckpointOperands, outlier_capacity
 from vllm_latq.serving.linear import linear
 
 CASES = [(2, 32, 33, 64), (3, 21, 500, 63), (4, -1, 1, 33), (8, 1, 5, 1), (3, 32, 64, 96)]

@@ -15,9 +15,9 @@ from torch.nn import functional
 from vllm_latq.coding.packing import unpack_codes, zero_point
 from vllm_latq.format.csr import CSR
 from vllm_latq.format.encodings.packed import PackedWeight
+from vllm_latq.kernels.layout.outliers import with_headroom
 from vllm_latq.serving.layouts.listed import ListedOperands
 
-SMALLEST_CAPACITY = 64  # room for outliers, or for slots of outliers in the layout `tiled`
 # Weights unpacked at a time: on a CPU their float32 temporaries fit a cache, on a GPU they take 100 to 200 MB.
 CPU_BLOCK_WEIGHTS, BLOCK_WEIGHTS = 1 << 20, 1 << 24
 # Rows of every product of an invariant weight. BLAS libraries choose the order of a sum by the shapes and by alignment
@@ -31,7 +31,7 @@ def outlier_capacity(nnz: int) -> int:
     The capacity is 4/4, 5/4, 6/4 or 7/4 of a power of two, so layers of one shape mostly agree; at most a quarter is
     unused.
     """
-    wanted = max(nnz + nnz // 16, SMALLEST_CAPACITY)
+    wanted = with_headroom(nnz)
     quarter = 1 << ((wanted - 1).bit_length() - 3)
     return -(-wanted // quarter) * quarter
 

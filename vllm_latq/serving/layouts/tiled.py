@@ -2,8 +2,9 @@
 
     PackedWeight --pack, once at load--> KernelWeight --product--> y
 
-`kernels/layout` needs no Triton, which a CPU installation may lack; the kernels do, so `product` imports them when it
-is called. With TRITON_INTERPRET=1 the same path runs on the CPU, in Triton's interpreter.
+`kernels/layout` needs no Triton, which a CPU installation may lack; the kernels and their launch configurations do, so
+functions import them when they are called. With TRITON_INTERPRET=1 the same path runs on the CPU, in Triton's
+interpreter.
 
 Invariant: `pack(w, capacity)` has the same shapes for all weights of one scheme and shape, so a reload copies into the
 tensors that CUDA graphs have captured.
@@ -20,9 +21,16 @@ from vllm_latq.errors import RESTART_TO_RELOAD, CheckpointError
 from vllm_latq.format.encodings.packed import PackedWeight
 from vllm_latq.kernels.errors import KernelInputError
 from vllm_latq.kernels.layout.fields import SUPPORTED_GROUPS
-from vllm_latq.kernels.layout.outliers import MAX_COLUMNS, SLICE_ROWS, OutlierCsr, OutlierSlices, bucket, pool_slices
+from vllm_latq.kernels.layout.outliers import (
+    MAX_COLUMNS,
+    SLICE_ROWS,
+    OutlierCsr,
+    OutlierSlices,
+    bucket,
+    pool_slices,
+    with_headroom,
+)
 from vllm_latq.kernels.layout.weight import KernelWeight, prepare, with_spread
-from vllm_latq.serving.layouts.checkpoint import SMALLEST_CAPACITY
 
 TENSORS = (
     "words",
@@ -107,7 +115,7 @@ class TiledOperands:
         if made.entries is not None and made.slice_ptr is not None:
             slots = int(made.slice_ptr[-1])
             room = _with_room(made.entries, slots, where, capacity) if alone else made.entries[:slots]
-            made = replace(made, entries=room)
+            made = replace(made, entries=room, invariant=invariant)
             if alone and outliers is not None and _spreads(made):
                 made = with_spread(made, outliers, room.numel())  # never more than the entries by rows, with padding
         return cls(replace(made, invariant=invariant))
@@ -163,15 +171,15 @@ def pool(
 
 
 def _spreads(weight: KernelWeight) -> bool:
-    """Return whether a launch configuration of the weight's GPU asks for its outliers by row tile and superblock."""
+    """Return whether a launch configuration that may serve the weight wants its outliers by row tile and superblock."""
     from vllm_latq.kernels.configs import spreads
 
-    return spreads(weight.bits, weight.arch, weight.group_size)
+    return spreads(weight.bits, weight.arch, weight.group_size, weight.invariant)
 
 
 def _with_room(entries: torch.Tensor, slots: int, where: str, capacity: int | None) -> torch.Tensor:
     """Pad entries [.., slots padded to a bucket, 16] with zeros to `capacity`, or to a capacity with headroom."""
-    capacity = capacity or bucket(max(slots + slots // 16, SMALLEST_CAPACITY))
+    capacity = capacity or bucket(with_headroom(slots))
     if slots > capacity:
         raise too_many_slots(where, capacity, str(slots))
     # `capacity` is a bucket size, so the entries, padded to a bucket size too, are never longer.
