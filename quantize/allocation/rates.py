@@ -5,8 +5,8 @@ of the model, for the linears and the bits that are left.
 
 Invariant: the stored bits of all linears, everything counted, are at most the recipe's. They are less by no more than
 what is reserved for the kept weights of the last part, and one step of the rate of one unit for each of its linears.
-They could be more only if a linear of the last part kept more weights at the lowest rates than its share has room for,
-as no linear comes after that part to pay for them. Such a run is refused at its end.
+They could be more only if linears kept more weights at the lowest rates than the linears after them can pay for. Such a
+run is refused at its end.
 """
 
 import math
