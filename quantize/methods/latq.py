@@ -456,7 +456,10 @@ class _Rounding:
         return LatqResult(done.weight, quantized, planned, loss)
 
     def _short(self, share: Share, room: float) -> "_Attempt":
-        """Round where the weights beyond FURTHEST scales, for about `room` of which rates leave room, do not fit."""
+        """Round where the weights beyond FURTHEST scales do not fit: keep those beyond FURTHEST_IF_SHORT.
+
+        At first the rates leave room for about `room` kept weights.
+        """
         done = self._at(share, room, FURTHEST_IF_SHORT)
         while not done.fits(share) and int(done.weight.rates.max()) > RATES[0]:
             room = max(done.kept, math.ceil(_KEPT_SLACK * room))
