@@ -394,7 +394,7 @@ class _Attempt:
         return len(self.weight.kept_positions)
 
     def fits(self, share: Share) -> bool:
-        """Whether it takes no more than a share of the bits."""
+        """Return whether it takes no more than a share of the bits."""
         return self.weight.storage_bits() <= share.bits
 
 
