@@ -343,7 +343,7 @@ def _timed_row(row: Any, where: str, hint: str) -> DecodeConfig:
     """Return a row that was read from a file."""
     require(isinstance(row, dict), where, "an object", type(row).__name__, hint)
     kinds = {field.name: field for field in fields(DecodeConfig)}
-    for name in kinds.keys() | row.keys():
+    for name in (*kinds, *row):
         require(name in kinds, where, f"the fields {', '.join(kinds)}", repr(name), hint)
         field = kinds[name]
         require(name in row or field.default is not MISSING, where, f"a field {name!r}", "none", hint)

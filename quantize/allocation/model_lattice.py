@@ -33,14 +33,13 @@ from vllm_latq.quantize.lattice.grams import LayerStatistics
 from vllm_latq.quantize.lattice.targets import Drift
 from vllm_latq.quantize.machine.distributed import ALONE, World
 from vllm_latq.quantize.machine.offload import Place
-from vllm_latq.quantize.methods.latq import (
+from vllm_latq.quantize.methods.latq import UnitLosses, unit_losses
+from vllm_latq.quantize.methods.lattices import (
     InputLattice,
     OutputLattice,
-    UnitLosses,
     input_lattice,
     output_lattice,
     rate_aware_damping,
-    unit_losses,
 )
 from vllm_latq.quantize.model.decoder import Decoder
 from vllm_latq.quantize.model.parts import Part, model_parts

@@ -42,7 +42,8 @@ from vllm_latq.quantize.lattice.targets import corrected_target, measure_errors
 from vllm_latq.quantize.lattice.trellis_plane import LIMIT
 from vllm_latq.quantize.machine.offload import placer
 from vllm_latq.quantize.methods.group_grid import loss_bound
-from vllm_latq.quantize.methods.latq import InputLattice, OutputLattice, Target, stored_terms, targeted
+from vllm_latq.quantize.methods.latq import Target, stored_terms, targeted
+from vllm_latq.quantize.methods.lattices import InputLattice, OutputLattice
 from vllm_latq.quantize.methods.layer import layer_factor
 from vllm_latq.quantize.methods.record import bound_holds, expected_error, half_loss
 from vllm_latq.quantize.model.decoder import Decoder

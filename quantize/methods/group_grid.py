@@ -24,7 +24,7 @@ from vllm_latq.format.scheme import SUPPORTED_BITS, WHOLE_ROW, LayerScheme
 from vllm_latq.quantize.lattice.group_plane import group_plane
 from vllm_latq.quantize.lattice.outliers import Grid, past_an_end
 from vllm_latq.quantize.lattice.scales import group_scales
-from vllm_latq.quantize.methods.latq import InputLattice, OutputLattice
+from vllm_latq.quantize.methods.lattices import InputLattice, OutputLattice
 
 # On the bundled model at 3.1 bits the KL is 1.45e-3 after one pass, 1.22e-3 after two, 1.18e-3 after three.
 PASSES = 2

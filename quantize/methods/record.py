@@ -11,7 +11,8 @@ from vllm_latq.quantize.lattice import stochastic
 from vllm_latq.quantize.lattice.grams import LayerStatistics
 from vllm_latq.quantize.lattice.targets import measure_errors
 from vllm_latq.quantize.methods.group_grid import GroupResult
-from vllm_latq.quantize.methods.latq import InputLattice, LatqResult, OutputLattice, Target
+from vllm_latq.quantize.methods.latq import LatqResult, Target
+from vllm_latq.quantize.methods.lattices import InputLattice, OutputLattice
 
 # The recursion runs in float32: a bound met with equality may be missed by its rounding.
 BOUND_SLACK = 1e-6

@@ -6,7 +6,8 @@ import torch
 
 from vllm_latq.quantize.lattice.grams import LayerStatistics
 from vllm_latq.quantize.methods import latq
-from vllm_latq.quantize.methods.latq import KEPT_BITS, Share, fitted_scales, input_lattice, output_lattice, unit_losses
+from vllm_latq.quantize.methods.latq import KEPT_BITS, Share, fitted_scales, unit_losses
+from vllm_latq.quantize.methods.lattices import input_lattice, output_lattice
 
 
 def test_a_linear_that_runs_short_keeps_fewer_weights() -> None:

@@ -112,13 +112,14 @@ class TiledOperands:
             made = prepare(weight.qweight, *layout, weight.scales, weight.row_scales, outliers, weight.midrise)
         except KernelInputError as error:
             raise CheckpointError(f"{where}: {error.where}", error.expected, error.found, error.hint) from error
+        made = replace(made, invariant=invariant)
         if made.entries is not None and made.slice_ptr is not None:
             slots = int(made.slice_ptr[-1])
             room = _with_room(made.entries, slots, where, capacity) if alone else made.entries[:slots]
-            made = replace(made, entries=room, invariant=invariant)
+            made = replace(made, entries=room)
             if alone and outliers is not None and _spreads(made):
                 made = with_spread(made, outliers, room.numel())  # never more than the entries by rows, with padding
-        return cls(replace(made, invariant=invariant))
+        return cls(made)
 
     @classmethod
     def from_lists(cls, tensors: Sequence[torch.Tensor | None], constants: Sequence[int], arch: str) -> "TiledOperands":
